@@ -1,0 +1,83 @@
+"""Ottava: FP8 training for PyTorch, a small core and recipes that install one by one.
+
+Public names are resolved on first use, so that listing recipes never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it.
+_EXPORTS = {
+    "E4M3": "ottava.formats",
+    "E5M2": "ottava.formats",
+    "E8M0": "ottava.formats",
+    "HYBRID": "ottava.formats",
+    "ConversionReport": "ottava.nn",
+    "FactorySpec": "ottava.recipes.spec",
+    "Float8Tensor": "ottava.tensors",
+    "Float8TensorStorage": "ottava.tensors",
+    "Format": "ottava.formats",
+    "QuantizedTensor": "ottava.tensors",
+    "QuantizedTensorStorage": "ottava.tensors",
+    "Quantizer": "ottava.tensors",
+    "QuantizerRole": "ottava.recipes.role",
+    "Recipe": "ottava.recipes.base",
+    "RecipeSpec": "ottava.recipes.spec",
+    "autocast": "ottava.recipes.region",
+    "conversion_report": "ottava.nn",
+    "convert": "ottava.nn",
+    "get_recipe": "ottava.recipes.registry",
+    "hookimpl": "ottava.recipes.hookspecs",
+    "list_recipes": "ottava.recipes.registry",
+    "prepare_for_saving": "ottava.tensors",
+    "quantized_model_init": "ottava.nn",
+    "restore_from_saved": "ottava.tensors",
+}
+_SUBMODULES = ("cli", "distributed", "errors", "formats", "gemm", "kernels", "nn", "recipes", "tensors")
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+        globals()[name] = value
+        return value
+    if name in _SUBMODULES:
+        return importlib.import_module(f"ottava.{name}")
+    raise AttributeError(f"module 'ottava' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS, *_SUBMODULES})
+
+
+if TYPE_CHECKING:
+    from ottava.formats import E4M3 as E4M3
+    from ottava.formats import E5M2 as E5M2
+    from ottava.formats import E8M0 as E8M0
+    from ottava.formats import HYBRID as HYBRID
+    from ottava.formats import Format as Format
+    from ottava.nn import ConversionReport as ConversionReport
+    from ottava.nn import conversion_report as conversion_report
+    from ottava.nn import convert as convert
+    from ottava.nn import quantized_model_init as quantized_model_init
+    from ottava.recipes.base import Recipe as Recipe
+    from ottava.recipes.hookspecs import hookimpl as hookimpl
+    from ottava.recipes.region import autocast as autocast
+    from ottava.recipes.registry import get_recipe as get_recipe
+    from ottava.recipes.registry import list_recipes as list_recipes
+    from ottava.recipes.role import QuantizerRole as QuantizerRole
+    from ottava.recipes.spec import FactorySpec as FactorySpec
+    from ottava.recipes.spec import RecipeSpec as RecipeSpec
+    from ottava.tensors import Float8Tensor as Float8Tensor
+    from ottava.tensors import Float8TensorStorage as Float8TensorStorage
+    from ottava.tensors import QuantizedTensor as QuantizedTensor
+    from ottava.tensors import QuantizedTensorStorage as QuantizedTensorStorage
+    from ottava.tensors import Quantizer as Quantizer
+    from ottava.tensors import prepare_for_saving as prepare_for_saving
+    from ottava.tensors import restore_from_saved as restore_from_saved

@@ -1,0 +1,58 @@
+"""Typed errors. Each message names what was wrong, what was expected and the remedy."""
+
+from __future__ import annotations
+
+
+class OttavaError(Exception):
+    """Base class of every error that Ottava raises on purpose.
+
+    Args:
+        what: what was wrong.
+        expected: what would have been right.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
+        self.what, self.expected, self.remedy = what, expected, remedy
+        parts = [what]
+        if expected:
+            parts.append(f"Expected: {expected}")
+        if remedy:
+            parts.append(f"Remedy: {remedy}")
+        super().__init__(". ".join(part.rstrip(".") for part in parts) + ".")
+
+
+class ShapeError(OttavaError, ValueError):
+    """A tensor or a list has the wrong shape or length."""
+
+
+class DTypeError(OttavaError, TypeError):
+    """A tensor, dtype or object is of the wrong kind."""
+
+
+class DeviceError(OttavaError, ValueError):
+    """Tensors that belong together are on different devices."""
+
+
+class OptionError(OttavaError, ValueError):
+    """An option has a value that is not allowed."""
+
+
+class UsageError(OttavaError, RuntimeError):
+    """Data is asked for that an object does not hold."""
+
+
+class RecipeNotFoundError(OttavaError, LookupError):
+    """No installed package provides the recipe."""
+
+
+class PluginError(OttavaError, RuntimeError):
+    """A recipe package cannot be used."""
+
+
+class DuplicateRecipeError(PluginError):
+    """Two packages provide a recipe of one name."""
+
+
+class BackendError(OttavaError, RuntimeError):
+    """A kernel backend is unknown or cannot be used."""

@@ -1,0 +1,144 @@
+"""One function for the three GEMMs of a linear layer: operands in, high precision out.
+
+How an operand becomes a matrix is the operand's own affair (``gemm_operand``); a user-defined quantizer's ``qgemm``
+takes over where there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.kernels import HIGH_PRECISION, backend_for, scaled_mm
+from ottava.tensors.storage import QuantizedTensorStorage
+
+GemmType = Literal["fprop", "dgrad", "wgrad"]
+Operand = torch.Tensor | QuantizedTensorStorage
+
+# GEMM -> (columnwise usage of a, of b), (transpose a, transpose b) as matrices [rows, columns].
+_GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {
+    "fprop": ((False, False), (False, True)),
+    "dgrad": ((False, True), (False, False)),
+    "wgrad": ((True, True), (True, False)),
+}
+
+
+def gemm(
+    a: Operand,
+    b: Operand,
+    gemm_type: GemmType = "fprop",
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    use_split_accumulator: bool = True,
+) -> torch.Tensor:
+    """The product for ``gemm_type``, in ``out_dtype``.
+
+    ``fprop``: ``a = input [*, K]``, ``b = weight [N, K]`` gives ``[M, N]``. ``dgrad``: ``a = grad_output [*, N]``,
+    ``b = weight`` gives ``[M, K]``. ``wgrad``: ``a = grad_output``, ``b = input`` gives ``[N, K]``. Accumulation is in
+    float32; the product of the scales is applied in float32 before the rounding to ``out_dtype``. On CPU a bfloat16
+    result is rounded once before and once after the scales (see the numerics page).
+
+    Args:
+        bias: ``[N]``, added in float32.
+        out: write the result here (any high-precision dtype); with ``accumulate`` add to what it holds.
+        use_split_accumulator: False allows fast accumulation where the hardware has it.
+
+    Raises:
+        OptionError: unknown ``gemm_type``, or ``accumulate`` without ``out``.
+        ShapeError, DTypeError, DeviceError: operands that do not fit together.
+    """
+    if gemm_type not in _GEMMS:
+        raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
+    if accumulate and out is None:
+        raise OptionError("accumulate=True without out", expected="the tensor to add to", remedy="pass out=main_grad")
+    result_dtype = out_dtype if out is None else out.dtype
+    if result_dtype not in HIGH_PRECISION:
+        raise DTypeError(f"result dtype {result_dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
+    _check_operands(a, b, gemm_type, bias, out)
+
+    owner = _custom_owner(a, b)
+    if owner is not None:
+        return owner.qgemm(
+            a, b, None, result_dtype, _scale_of(a), _scale_of(b), bias, out, accumulate, gemm_type, a, b
+        )
+
+    (a_columnwise, b_columnwise), (transpose_a, transpose_b) = _GEMMS[gemm_type]
+    # Adding into out must round once: the product stays float32 until the sum.
+    product_dtype = torch.float32 if accumulate else result_dtype
+    compute = _compute_dtype(a, b, product_dtype)
+    left, scale_a = _matrix(a, a_columnwise, compute)
+    right, scale_b = _matrix(b, b_columnwise, compute)
+    result = scaled_mm(
+        left.t() if transpose_a else left,
+        right.t() if transpose_b else right,
+        scale_a,
+        scale_b,
+        bias,
+        product_dtype,
+    )
+    if out is None:
+        return result
+    return out.add_(result) if accumulate else out.copy_(result)
+
+
+def _compute_dtype(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 where the backend multiplies exact bfloat16 operands fast and the result is bfloat16, else float32."""
+    fast = out_dtype == torch.bfloat16 and backend_for(a.device.type) != "reference"
+    exact = all(isinstance(x, QuantizedTensorStorage) or x.dtype == torch.bfloat16 for x in (a, b))
+    return torch.bfloat16 if fast and exact else torch.float32
+
+
+def _matrix(x: Operand, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if isinstance(x, QuantizedTensorStorage):
+        return x.gemm_operand(columnwise=columnwise, dtype=dtype)
+    return x.reshape(-1, x.shape[-1]).to(dtype), None
+
+
+def _custom_owner(a: Operand, b: Operand) -> QuantizedTensorStorage | None:
+    for x in (a, b):
+        quantizer = getattr(x, "_quantizer", None)
+        if quantizer is not None and quantizer.custom:
+            return quantizer  # type: ignore[no-any-return]
+    return None
+
+
+def _scale_of(x: Operand) -> torch.Tensor | None:
+    return getattr(x, "_scale_inv", None)
+
+
+def _rows(shape: torch.Size) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+def _check_operands(
+    a: Operand, b: Operand, gemm_type: GemmType, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> None:
+    for name, x in (("a", a), ("b", b)):
+        if x.size() == () or len(x.size()) == 0:
+            raise ShapeError(f"operand {name} has no dimensions", expected="at least one")
+    if a.device != b.device:
+        raise DeviceError(f"operands on {a.device} and {b.device}", expected="one device")
+    a_shape, b_shape = a.size(), b.size()
+    if gemm_type == "fprop":
+        inner, result = (a_shape[-1], b_shape[-1]), (_rows(a_shape), _rows(b_shape))
+    elif gemm_type == "dgrad":
+        inner, result = (a_shape[-1], _rows(b_shape)), (_rows(a_shape), b_shape[-1])
+    else:
+        inner, result = (_rows(a_shape), _rows(b_shape)), (a_shape[-1], b_shape[-1])
+    if inner[0] != inner[1]:
+        raise ShapeError(
+            f"{gemm_type} of {tuple(a_shape)} and {tuple(b_shape)}: the reduced dimensions are {inner[0]} and {inner[1]}",
+            expected="equal ones",
+        )
+    if bias is not None and tuple(bias.shape) != (result[1],):
+        raise ShapeError(f"bias has shape {tuple(bias.shape)}", expected=f"({result[1]},)")
+    if out is not None and tuple(out.shape) != result:
+        raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(result))

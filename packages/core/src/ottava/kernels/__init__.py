@@ -1,0 +1,251 @@
+"""Kernels: amax, scale, cast, transpose, decode and the scaled product, with checks before anything runs.
+
+Every function takes float32, bfloat16 or float16 tensors of any shape and any strides, and works under
+``torch.compile``. Codes are uint8 tensors. NaN, infinities and zeros follow the numerics page of the docs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.formats import fp8_format
+from ottava.kernels import ops as _ops  # noqa: F401  (defines torch.ops.ottava)
+from ottava.kernels.backends import available_backends, backend_for, backend_module, use_backend
+
+__all__ = [
+    "HIGH_PRECISION",
+    "amax",
+    "amax_out",
+    "available_backends",
+    "backend_for",
+    "cast",
+    "cast_out",
+    "cast_transpose",
+    "check_epsilon",
+    "check_high_precision",
+    "decode",
+    "decode_out",
+    "quantize",
+    "quantize_out",
+    "scale_from_amax",
+    "scaled_mm",
+    "transpose",
+    "transpose_out",
+    "use_backend",
+]
+
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_high_precision(x: torch.Tensor, what: str = "input") -> None:
+    """Refuse what cannot be quantized.
+
+    Raises:
+        DTypeError: not a strided tensor of float32, bfloat16 or float16.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise DTypeError(f"{what} is a {type(x).__name__}", expected="a torch.Tensor", remedy="pass a tensor")
+    if x.dtype not in HIGH_PRECISION:
+        raise DTypeError(
+            f"{what} has dtype {x.dtype}",
+            expected="torch.float32, torch.bfloat16 or torch.float16",
+            remedy="convert it first, for example with .to(torch.bfloat16)",
+        )
+    # Dynamo refuses to read the layout inside a backward; a graph's operators check it again.
+    if not torch.compiler.is_compiling() and x.layout != torch.strided:
+        raise DTypeError(
+            f"{what} has layout {x.layout}", expected="a dense (strided) tensor", remedy="call .to_dense() first"
+        )
+
+
+def _check_scalar(scale: torch.Tensor, x: torch.Tensor, what: str) -> None:
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
+        raise DTypeError(f"{what} is not a float32 tensor", expected="a float32 tensor with one element")
+    if scale.numel() != 1:
+        raise ShapeError(f"{what} has shape {tuple(scale.shape)}", expected="one element")
+    if scale.device != x.device:
+        raise DeviceError(
+            f"{what} is on {scale.device}, its tensor on {x.device}",
+            expected="the same device",
+            remedy=f"move it with .to({str(x.device)!r})",
+        )
+
+
+def _check_codes(data: torch.Tensor) -> None:
+    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
+        raise DTypeError(
+            f"codes are {getattr(data, 'dtype', type(data).__name__)}",
+            expected="torch.uint8",
+            remedy="view a float8 tensor with .view(torch.uint8)",
+        )
+
+
+def _check_matrix(x: torch.Tensor) -> None:
+    if x.dim() == 0:
+        raise ShapeError("a 0-dimensional tensor has no transpose", expected="at least one dimension")
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raises OptionError unless ``epsilon`` is a finite number >= 0."""
+    if not (isinstance(epsilon, (int, float)) and 0.0 <= epsilon < float("inf")):
+        raise OptionError(f"amax epsilon is {epsilon!r}", expected="a finite number >= 0")
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """max |x| as a float32 scalar on the device of ``x``; NaN is ignored, an empty tensor has 0."""
+    check_high_precision(x)
+    return torch.ops.ottava.amax(x)
+
+
+def scale_from_amax(
+    amax: torch.Tensor, fp8_dtype: torch.dtype, epsilon: float = 0.0, force_pow_2: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(scale, scale_inv)`` for every amax, float32, same shape.
+
+    ``scale = max / max(amax, epsilon)``, correctly rounded; 1 where amax is 0, infinite or NaN; at most the largest
+    finite float32; with ``force_pow_2`` floored to a power of two. ``scale_inv`` is the correctly rounded ``1/scale``.
+    """
+    fp8_format(fp8_dtype)
+    check_epsilon(epsilon)
+    if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
+        raise DTypeError("amax is not a float32 tensor", expected="a float32 tensor")
+    return torch.ops.ottava.scale_from_amax(amax, fp8_dtype, float(epsilon), bool(force_pow_2))
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
+    """Codes of ``cast(float32(x) * scale)``: to nearest even, saturating, NaN to 0x7F, sign of zero kept."""
+    check_high_precision(x)
+    fp8_format(fp8_dtype)
+    _check_scalar(scale, x, "scale")
+    return torch.ops.ottava.cast(x, scale, fp8_dtype)
+
+
+def cast_transpose(
+    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`cast` of ``x [*leading, K]`` with its transpose ``[K, *leading]``, in one pass."""
+    check_high_precision(x)
+    fp8_format(fp8_dtype)
+    _check_scalar(scale, x, "scale")
+    _check_matrix(x)
+    return torch.ops.ottava.cast_transpose(x, scale, fp8_dtype)
+
+
+def quantize(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    epsilon: float = 0.0,
+    force_pow_2: bool = False,
+    *,
+    rowwise: bool = True,
+    transposed: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """amax, scale, cast and (if asked) transpose: ``(data, transpose, scale, scale_inv, amax)``.
+
+    What is not asked for comes back as an empty uint8 tensor.
+    """
+    check_high_precision(x)
+    fp8_format(fp8_dtype)
+    check_epsilon(epsilon)
+    if transposed:
+        _check_matrix(x)
+    return torch.ops.ottava.quantize(x, fp8_dtype, float(epsilon), bool(force_pow_2), rowwise, transposed)
+
+
+def transpose(data: torch.Tensor) -> torch.Tensor:
+    """Codes ``[*leading, K]`` to a contiguous ``[K, *leading]``."""
+    _check_codes(data)
+    _check_matrix(data)
+    return torch.ops.ottava.transpose(data)
+
+
+def decode(
+    data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, dtype: torch.dtype
+) -> torch.Tensor:
+    """``float32(q) * scale_inv`` rounded once to ``dtype``; without ``scale_inv`` the bare element values."""
+    _check_codes(data)
+    fp8_format(fp8_dtype)
+    if scale_inv is not None:
+        _check_scalar(scale_inv, data, "scale_inv")
+    if dtype not in HIGH_PRECISION:
+        raise DTypeError(f"cannot decode to {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
+    return torch.ops.ottava.decode(data, scale_inv, fp8_dtype, dtype)
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``round(a[M, K] @ b[K, N] * (scale_a * scale_b) + bias)``; scales are float32 scalars or None."""
+    return torch.ops.ottava.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
+
+
+def _check_out(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
+    if out is None:
+        return
+    if out.dtype != dtype:
+        raise DTypeError(f"{what} has dtype {out.dtype}", expected=str(dtype))
+    if tuple(out.shape) != tuple(shape) or not out.is_contiguous():
+        raise ShapeError(f"{what} has shape {tuple(out.shape)}", expected=f"a contiguous {tuple(shape)}")
+
+
+def amax_out(x: torch.Tensor, out: torch.Tensor) -> None:
+    """:func:`amax` into a float32 scalar (eager only, as all the ``_out`` functions)."""
+    check_high_precision(x)
+    _check_out(out, (), torch.float32, "out")
+    backend_module(x.device.type).amax_out(x, out)
+
+
+def cast_out(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor) -> None:
+    """:func:`cast` into ``out``."""
+    check_high_precision(x)
+    _check_scalar(scale, x, "scale")
+    _check_out(out, tuple(x.shape), torch.uint8, "out")
+    backend_module(x.device.type).cast_out(x, scale, fp8_dtype, out)
+
+
+def quantize_out(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    epsilon: float,
+    force_pow_2: bool,
+    data: torch.Tensor | None,
+    transpose: torch.Tensor | None,
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    amax: torch.Tensor,
+) -> None:
+    """:func:`quantize` into existing buffers; ``data`` and ``transpose`` may be None."""
+    check_high_precision(x)
+    check_epsilon(epsilon)
+    _check_out(data, tuple(x.shape), torch.uint8, "data")
+    if transpose is not None:
+        _check_matrix(x)
+        _check_out(transpose, (x.shape[-1], *x.shape[:-1]), torch.uint8, "transpose")
+    for value, what in ((scale, "scale"), (scale_inv, "scale_inv"), (amax, "amax")):
+        _check_out(value, (), torch.float32, what)
+    backend = backend_module(x.device.type)
+    backend.quantize_out(x, fp8_dtype, float(epsilon), force_pow_2, data, transpose, scale, scale_inv, amax)
+
+
+def transpose_out(data: torch.Tensor, out: torch.Tensor) -> None:
+    """:func:`transpose` into ``out``."""
+    _check_codes(data)
+    _check_matrix(data)
+    _check_out(out, (data.shape[-1], *data.shape[:-1]), torch.uint8, "out")
+    backend_module(data.device.type).transpose_out(data, out)
+
+
+def decode_out(
+    data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor
+) -> None:
+    """:func:`decode` into ``out``, whose dtype says what to round to."""
+    _check_codes(data)
+    check_high_precision(out, "out")
+    _check_out(out, tuple(data.shape), out.dtype, "out")
+    backend_module(data.device.type).decode_out(data, scale_inv, fp8_dtype, out)

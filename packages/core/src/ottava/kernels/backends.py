@@ -1,0 +1,119 @@
+"""Which backend serves a kernel. Choosing one never changes numerics, only speed.
+
+``reference`` is pure PyTorch and always there; ``cpu`` is the compiled module. ``OTTAVA_BACKEND`` in the
+environment forces one for the process, :func:`use_backend` for a block of code.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from ottava.errors import BackendError
+
+# Backend name -> the device types it serves; None serves every device. Earlier entries are preferred.
+_SERVES: dict[str, tuple[str, ...] | None] = {"cpu": ("cpu",), "reference": None}
+
+_forced: str | None = None
+
+
+def _load(name: str) -> ModuleType:
+    if name == "cpu":
+        from ottava.kernels import cpu
+
+        return cpu
+    from ottava.kernels import reference
+
+    return reference
+
+
+_loaded: dict[str, ModuleType] = {}
+_failures: dict[str, str] = {}
+
+
+def _try_load(name: str) -> ModuleType | None:
+    if name not in _loaded and name not in _failures:
+        try:
+            _loaded[name] = _load(name)
+        except ImportError as error:
+            _failures[name] = str(error)
+            warnings.warn(
+                f"ottava: the {name!r} kernels cannot be loaded and the slow reference serves instead: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return _loaded.get(name)
+
+
+def _check(name: str, origin: str) -> str:
+    if name not in _SERVES:
+        raise BackendError(
+            f"unknown kernel backend {name!r} ({origin})",
+            expected=f"one of {', '.join(sorted(_SERVES))}",
+            remedy=f"correct or unset {origin}",
+        )
+    if _try_load(name) is None:
+        raise BackendError(
+            f"kernel backend {name!r} ({origin}) cannot be loaded: {_failures[name]}",
+            expected="a backend that `ottava doctor` lists as available",
+            remedy=f"unset {origin}, or reinstall ottava with a C++ compiler at hand",
+        )
+    return name
+
+
+def available_backends() -> dict[str, str]:
+    """Every known backend with ``"available"`` or the reason why it is not."""
+    return {name: _status(name) for name in _SERVES}
+
+
+def _status(name: str) -> str:
+    try:
+        return "available" if _try_load(name) is not None else _failures[name]
+    except BackendError as error:
+        return str(error)
+
+
+def backend_for(device_type: str) -> str:
+    """Name of the backend that serves tensors on ``device_type`` now.
+
+    Raises:
+        BackendError: the forced backend is unknown or cannot be loaded, or the environment asks the compiled
+            backend for an instruction set that this machine lacks.
+    """
+    chosen = _forced
+    if chosen is None:
+        chosen = os.environ.get("OTTAVA_BACKEND") or None
+        if chosen is not None:
+            _check(chosen, "OTTAVA_BACKEND")
+    if chosen is not None:
+        serves = _SERVES[chosen]
+        if serves is None or device_type in serves:
+            return chosen
+    for name, serves in _SERVES.items():
+        if (serves is None or device_type in serves) and _try_load(name) is not None:
+            return name
+    raise BackendError(f"no kernel backend serves device type {device_type!r}")
+
+
+def backend_module(device_type: str) -> ModuleType:
+    """The module that implements the kernels for ``device_type``."""
+    return _loaded.get(name := backend_for(device_type)) or _loaded[_check(name, "backend")]
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Force a backend inside a ``with`` block, for tensors on the devices that it serves.
+
+    Raises:
+        BackendError: the name is unknown or the backend cannot be loaded.
+    """
+    global _forced
+    _check(name, "use_backend")
+    previous, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = previous

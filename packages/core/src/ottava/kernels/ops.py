@@ -1,0 +1,112 @@
+"""Each kernel declared once: schema, shape function (fake) and eager implementation by backend.
+
+The operators live in the ``torch.library`` namespace ``ottava``, so that ``torch.compile(fullgraph=True)`` sees
+through them. They are defined with the low-level ``Library`` interface, whose calls cost a few microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ottava.kernels.backends import backend_module
+
+_LIBRARY = torch.library.Library("ottava", "DEF")
+Tensor = torch.Tensor
+
+
+def _kernel(schema: str, fake: Callable[..., Any]) -> None:
+    """Define ``ottava::name`` whose implementation is the function ``name`` of the backend of its first tensor."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+
+    def by_backend(x: Tensor, *args: Any) -> Any:
+        return getattr(backend_module(x.device.type), name)(x, *args)
+
+    _LIBRARY.impl(name, by_backend, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ottava::{name}", fake, lib=_LIBRARY)
+
+
+def _scalar_like(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _codes_like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.uint8)
+
+
+def _transposed_like(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[-1], *x.shape[:-1]), dtype=torch.uint8)
+
+
+def _fake_quantize(
+    x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    absent = x.new_empty((0,), dtype=torch.uint8)
+    return (
+        _codes_like(x) if rowwise else absent,
+        _transposed_like(x) if transposed else x.new_empty((0,), dtype=torch.uint8),
+        _scalar_like(x),
+        _scalar_like(x),
+        _scalar_like(x),
+    )
+
+
+_kernel("amax(Tensor x) -> Tensor", _scalar_like)
+_kernel(
+    "scale_from_amax(Tensor amax, ScalarType fp8_dtype, float epsilon, bool force_pow_2) -> (Tensor, Tensor)",
+    lambda amax, *_: tuple(amax.new_empty(amax.shape, dtype=torch.float32) for _ in range(2)),
+)
+_kernel("cast(Tensor x, Tensor scale, ScalarType fp8_dtype) -> Tensor", lambda x, *_: _codes_like(x))
+_kernel(
+    "cast_transpose(Tensor x, Tensor scale, ScalarType fp8_dtype) -> (Tensor, Tensor)",
+    lambda x, *_: (_codes_like(x), _transposed_like(x)),
+)
+_kernel(
+    "quantize(Tensor x, ScalarType fp8_dtype, float epsilon, bool force_pow_2, bool rowwise, bool transposed)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_quantize,
+)
+_kernel("transpose(Tensor data) -> Tensor", _transposed_like)
+_kernel(
+    "decode(Tensor data, Tensor? scale_inv, ScalarType fp8_dtype, ScalarType dtype) -> Tensor",
+    lambda data, scale_inv, fp8_dtype, dtype: data.new_empty(data.shape, dtype=dtype),
+)
+
+
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    out = torch.mm(a, b)
+    if out.dtype == out_dtype == torch.bfloat16:
+        if scale_a is not None or scale_b is not None or bias is not None:
+            backend_module(a.device.type).epilogue(out, scale_a, scale_b, bias)
+        return out
+    out = out.to(torch.float32)
+    if scale_a is not None or scale_b is not None:
+        one = torch.ones((), dtype=torch.float32, device=a.device)
+        out = out * ((one if scale_a is None else scale_a) * (one if scale_b is None else scale_b))
+    if bias is not None:
+        out = out + bias.to(torch.float32)
+    return out.to(out_dtype)
+
+
+# Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both factors and the
+# bias in float32, then one rounding to out_dtype. bfloat16 operands with a bfloat16 result round twice, because
+# torch has no bfloat16 product that returns float32 on CPU.
+_LIBRARY.define(
+    "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor"
+)
+_LIBRARY.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "ottava::scaled_mm",
+    lambda a, b, scale_a, scale_b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
+    lib=_LIBRARY,
+)

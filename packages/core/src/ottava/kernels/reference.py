@@ -1,0 +1,161 @@
+"""The oracle: every kernel in plain PyTorch, on any device, written for clarity.
+
+The rounding is done on the bits of float32 values, so that nothing depends on how a torch build converts to
+float8 (its E5M2 conversion does not saturate, see the numerics page).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ottava.formats import FloatFormat, fp8_format
+
+_ABS_MASK = 0x7FFFFFFF
+_INF_BITS = 0x7F800000
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int32)
+
+
+def _float_bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32).item())
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """max |x| as a float32 scalar; NaN is ignored, an empty or all-NaN tensor has 0."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    magnitude = x.to(torch.float32).abs()
+    return torch.where(magnitude.isnan(), torch.zeros_like(magnitude), magnitude).amax()
+
+
+def scale_from_amax(
+    amax: torch.Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and its correctly rounded reciprocal, any shape of amaxes."""
+    fmt = fp8_format(fp8_dtype)
+    a = amax.to(torch.float32)
+    a = torch.where(a < epsilon, torch.full_like(a, epsilon), a)
+    usable = a.isfinite() & (a != 0)
+    # torch.div of two tensors is correctly rounded; a Python scalar numerator would become a reciprocal.
+    scale = torch.div(torch.full_like(a, fmt.max), torch.where(usable, a, torch.ones_like(a)))
+    scale = torch.where(usable, scale, torch.ones_like(a))
+    scale = torch.where(scale.isinf(), torch.full_like(a, _FLOAT32_MAX), scale)
+    if force_pow_2:
+        # Clearing the mantissa floors to a power of two.
+        scale = (_bits(scale) & -0x800000).view(torch.float32)
+    return scale, torch.div(torch.ones_like(scale), scale)
+
+
+def _encode(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """float32 to codes: round to nearest even, saturating, NaN to ``fmt.nan_code``, sign of zero kept."""
+    bits = _bits(x)
+    magnitude = bits & _ABS_MASK
+    clamped = magnitude.clamp(max=_float_bits(fmt.max))
+    # The unit in the last place of the value's binade, or of the subnormals below the smallest normal.
+    exponent = (clamped >> 23).clamp(min=_float_bits(fmt.min_normal) >> 23)
+    unit_exponent = exponent - fmt.mantissa_bits
+    # Dividing by a power of two is exact here (the quotient is at most 2^(mantissa_bits + 1), and what falls
+    # below float32's subnormals is far below half a unit).
+    unit = (unit_exponent << 23).view(torch.float32)
+    steps = torch.round(torch.div(clamped.view(torch.float32), unit)).to(torch.int32)
+    binade = exponent - (_float_bits(fmt.min_normal) >> 23)
+    code = (binade << fmt.mantissa_bits) + steps
+    sign = (bits >> 24) & 0x80
+    nan = torch.full_like(code, fmt.nan_code)
+    return torch.where(magnitude > _INF_BITS, nan, code | sign).to(torch.uint8)
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
+    """``cast(float32(x) * scale)`` as codes of the same shape."""
+    return _encode(x.to(torch.float32) * scale.to(torch.float32), fp8_format(fp8_dtype)).view(x.shape)
+
+
+def transpose(data: torch.Tensor) -> torch.Tensor:
+    """``[*leading, K]`` to a contiguous ``[K, *leading]``."""
+    return data.movedim(-1, 0).contiguous()
+
+
+def cast_transpose(
+    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and their transpose."""
+    data = cast(x, scale, fp8_dtype)
+    return data, transpose(data)
+
+
+def quantize(
+    x: torch.Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """amax, scale, cast and transpose: ``(data, transpose, scale, scale_inv, amax)``."""
+    seen = amax(x)
+    scale, scale_inv = scale_from_amax(seen, fp8_dtype, epsilon, force_pow_2)
+    data = cast(x, scale, fp8_dtype)
+    absent = data.new_empty(0)
+    return data if rowwise else absent, transpose(data) if transposed else absent, scale, scale_inv, seen
+
+
+def decode(
+    data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, dtype: torch.dtype
+) -> torch.Tensor:
+    """``float32(q) * scale_inv``, rounded once to ``dtype``."""
+    values = data.view(fp8_dtype).to(torch.float32)
+    if scale_inv is not None:
+        values = values * scale_inv.to(torch.float32)
+    return values.to(dtype)
+
+
+def epilogue(
+    acc: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, bias: torch.Tensor | None
+) -> None:
+    """In place: ``acc = round(float32(acc) * (scale_a * scale_b) + float32(bias))``."""
+    values = acc.to(torch.float32)
+    scales = [s.to(torch.float32) for s in (scale_a, scale_b) if s is not None]
+    if scales:
+        product = scales[0] * scales[1] if len(scales) == 2 else scales[0]
+        values = values * product
+    if bias is not None:
+        values = values + bias.to(torch.float32)
+    acc.copy_(values)
+
+
+def amax_out(x: torch.Tensor, out: torch.Tensor) -> None:
+    """:func:`amax` into ``out``."""
+    out.copy_(amax(x))
+
+
+def cast_out(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor) -> None:
+    """:func:`cast` into ``out``."""
+    out.copy_(cast(x, scale, fp8_dtype))
+
+
+def quantize_out(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    epsilon: float,
+    force_pow_2: bool,
+    data: torch.Tensor | None,
+    transpose: torch.Tensor | None,
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    amax: torch.Tensor,
+) -> None:
+    """:func:`quantize` into existing buffers."""
+    results = quantize(x, fp8_dtype, epsilon, force_pow_2, data is not None, transpose is not None)
+    for out, result in zip((data, transpose, scale, scale_inv, amax), results, strict=True):
+        if out is not None:
+            out.copy_(result)
+
+
+def transpose_out(data: torch.Tensor, out: torch.Tensor) -> None:
+    """:func:`transpose` into ``out``."""
+    out.copy_(transpose(data))
+
+
+def decode_out(
+    data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor
+) -> None:
+    """:func:`decode` into ``out``."""
+    out.copy_(decode(data, scale_inv, fp8_dtype, out.dtype))

@@ -1,0 +1,163 @@
+"""``convert``: swap the ``nn.Linear`` modules of a model and bind a recipe to them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+
+from ottava.errors import DTypeError, OptionError, UsageError
+from ottava.kernels import HIGH_PRECISION
+from ottava.nn.linear import Linear
+from ottava.recipes.base import Recipe
+from ottava.recipes.region import as_recipe
+
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+Predicate = Callable[[str, torch.nn.Module], bool]
+Filter = str | Iterable[str] | Predicate
+
+_REPORT_ATTRIBUTE = "_ottava_conversion_report"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of one linear module: its qualified name, whether it was swapped, and why."""
+
+    name: str
+    swapped: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What :func:`convert` did, module by module."""
+
+    recipe: str
+    decisions: tuple[Decision, ...]
+
+    @property
+    def swapped(self) -> tuple[str, ...]:
+        """Qualified names of the modules that run under the recipe now."""
+        return tuple(d.name for d in self.decisions if d.swapped)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Qualified name -> reason, for linear modules that were left alone."""
+        return {d.name: d.reason for d in self.decisions if not d.swapped}
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.swapped)} of {len(self.decisions)} linear modules run under {self.recipe!r}"]
+        lines += [f"  {'+' if d.swapped else '-'} {d.name or '(root)'}: {d.reason}" for d in self.decisions]
+        return "\n".join(lines)
+
+
+def _matcher(names: list[str], given: Filter | None, what: str) -> tuple[Predicate, bool]:
+    """A predicate for a filter, and whether the filter was given. Patterns that match no module are mistakes."""
+    if given is None:
+        return (lambda name, module: False), False
+    if callable(given):
+        return given, True
+    patterns = [given] if isinstance(given, str) else list(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise DTypeError(f"{what} holds a {type(pattern).__name__}", expected="name patterns or a predicate")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            raise OptionError(
+                f"{what} pattern {pattern!r} matches no module",
+                expected=f"a name such as {', '.join(near)}" if near else "the qualified name of a module",
+                remedy="names are those of model.named_modules(); * matches any characters",
+            )
+    return (lambda name, module: any(fnmatchcase(name, p) for p in patterns)), True
+
+
+def _refusal(module: torch.nn.Module) -> str | None:
+    """Why a linear module cannot be swapped, or None."""
+    if type(module) is not torch.nn.Linear and not isinstance(module, Linear):
+        return f"is a subclass, {type(module).__name__}, whose behaviour would be lost"
+    weight = module.weight
+    if weight.dtype not in HIGH_PRECISION:
+        return f"its weight has dtype {weight.dtype}"
+    return None
+
+
+def convert(
+    model: ModelT,
+    recipe: Recipe | str,
+    *,
+    include: Filter | None = None,
+    exclude: Filter | None = None,
+) -> ModelT:
+    """Swap every ``nn.Linear`` of ``model`` for :class:`ottava.nn.Linear`, bind ``recipe`` to them, return the model.
+
+    Parameters stay the same objects: tied weights stay tied and optimizers stay valid. A module that stands in several
+    places is swapped in all of them by one new module. A bare ``nn.Linear`` gives the new module itself.
+
+    Args:
+        model: swapped in place.
+        recipe: a recipe, or the name of an installed one.
+        include: only these: name patterns (``fnmatch`` on qualified names) or ``predicate(name, module)``.
+        exclude: not these, in the same forms; it wins over ``include``.
+
+    Raises:
+        DTypeError: ``model`` is no module, or ``recipe`` no recipe.
+        RecipeNotFoundError: no installed package provides the name.
+        OptionError: a pattern matches no module. Nothing is changed by any of these.
+
+    See :func:`conversion_report` for what was swapped and what was not, and why.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
+    chosen = as_recipe(recipe)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    included, has_include = _matcher(names, include, "include")
+    excluded, _ = _matcher(names, exclude, "exclude")
+
+    decisions: list[Decision] = []
+    replacements: dict[int, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        reason = _refusal(module)
+        if reason is None and has_include and not included(name, module):
+            reason = "not in include"
+        if excluded(name, module):
+            reason = "in exclude"
+        if reason is None:
+            made = module if isinstance(module, Linear) else Linear.from_linear(module, name=name)
+            if isinstance(module, Linear):
+                reason = "already an ottava.nn.Linear: recipe bound"
+            else:
+                reason = "nn.Linear swapped"
+            replacements[id(module)] = made
+            decisions.append(Decision(name, True, reason))
+        else:
+            decisions.append(Decision(name, False, reason))
+
+    for made in replacements.values():
+        if isinstance(made, Linear):
+            made.bind(chosen)
+    for parent in list(model.modules()):
+        for child_name, child in parent._modules.items():
+            if child is not None and id(child) in replacements:
+                parent._modules[child_name] = replacements[id(child)]
+    result: Any = replacements.get(id(model), model)
+    report = ConversionReport(chosen.name or type(chosen).__name__, tuple(decisions))
+    setattr(result, _REPORT_ATTRIBUTE, report)
+    return result  # type: ignore[no-any-return]
+
+
+def conversion_report(model: torch.nn.Module) -> ConversionReport:
+    """The report of the last :func:`convert` of ``model``.
+
+    Raises:
+        UsageError: the model was not converted.
+    """
+    report = getattr(model, _REPORT_ATTRIBUTE, None)
+    if not isinstance(report, ConversionReport):
+        raise UsageError("this model was not converted", remedy="call ottava.convert(model, recipe) first")
+    return report

@@ -1,0 +1,88 @@
+"""The autograd function of ``Linear``: quantized operands forward and backward, quantized tensors saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ottava.gemm import gemm
+from ottava.recipes.state import RecipeState
+from ottava.tensors.saving import prepare_for_saving, restore_from_saved
+from ottava.tensors.storage import QuantizedTensorStorage
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """What does not change between calls of one configuration.
+
+    Attributes:
+        state: the layer's quantizers.
+        dtype: dtype of the output and of the gradients that are computed.
+        grad_enabled: whether a backward may follow.
+    """
+
+    state: RecipeState
+    dtype: torch.dtype
+    grad_enabled: bool
+
+
+class LinearFunction(torch.autograd.Function):
+    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands.
+
+    Saved for backward: the quantized input (columnwise) if the weight needs a gradient, the quantized weight
+    (columnwise) if the input does, and nothing in high precision.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        quantized_weight: QuantizedTensorStorage | None,
+        plan: LinearPlan,
+    ) -> torch.Tensor:
+        x_needs = plan.grad_enabled and ctx.needs_input_grad[0]
+        w_needs = plan.grad_enabled and ctx.needs_input_grad[1]
+        x2 = x.reshape(-1, x.shape[-1])
+        qx = plan.state.quantizer("input", rowwise=True, columnwise=w_needs).quantize(x2, dtype=plan.dtype)
+        qw = quantized_weight
+        if qw is None:
+            quantizer = plan.state.quantizer("weight", rowwise=True, columnwise=x_needs)
+            qw = quantizer.quantize(weight, dtype=plan.dtype)
+        y = gemm(qx, qw, "fprop", out_dtype=plan.dtype, bias=bias, use_split_accumulator=False)
+
+        if w_needs:
+            qx.update_usage(rowwise_usage=False)
+        if x_needs and quantized_weight is None:
+            qw.update_usage(rowwise_usage=False)
+        tensors, objects = prepare_for_saving(qx if w_needs else None, qw if x_needs else None)
+        ctx.save_for_backward(*tensors)
+        ctx.objects = objects
+        ctx.plan = plan
+        ctx.x_shape = x.shape
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (dy,) = grads
+        plan: LinearPlan = ctx.plan
+        x_dtype, w_dtype, b_dtype = ctx.dtypes
+        qx, qw = restore_from_saved(ctx.saved_tensors, ctx.objects)
+        dx = dw = db = None
+        dy2 = dy.reshape(-1, dy.shape[-1])
+        if qx is not None or qw is not None:
+            quantizer = plan.state.quantizer(
+                "grad_output", rowwise=qw is not None, columnwise=qx is not None
+            )
+            qdy = quantizer.quantize(dy2, dtype=plan.dtype)
+            if qw is not None:
+                dx = gemm(qdy, qw, "dgrad", out_dtype=plan.dtype).to(x_dtype).view(ctx.x_shape)
+            if qx is not None:
+                dw = gemm(qdy, qx, "wgrad", out_dtype=plan.dtype).to(w_dtype)
+        if b_dtype is not None and ctx.needs_input_grad[2]:
+            db = dy2.sum(0, dtype=torch.float32).to(b_dtype)
+        return dx, dw, db, None, None

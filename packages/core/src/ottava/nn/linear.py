@@ -1,0 +1,200 @@
+"""``Linear``: ``torch.nn.Linear`` whose GEMMs run on quantized operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ottava.errors import DeviceError, DTypeError, ShapeError
+from ottava.kernels import HIGH_PRECISION
+from ottava.nn.function import LinearFunction, LinearPlan
+from ottava.nn.model_init import quantize_new_weight
+from ottava.recipes.base import Recipe
+from ottava.recipes.region import as_recipe, current_region
+from ottava.recipes.role import QuantizerRole
+from ottava.recipes.state import RecipeState
+from ottava.tensors.storage import QuantizedTensorStorage
+
+_TENSOR_TYPES = ("input", "weight", "grad_output")
+
+
+class Linear(torch.nn.Linear):
+    """``y = x · weightᵀ + bias`` with the GEMMs of forward and backward on quantized operands.
+
+    Without a bound recipe, outside any :class:`~ottava.autocast` region, it computes in high precision as
+    ``torch.nn.Linear`` does.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``.
+        name: given to quantizer factories in their role.
+        recipe: a recipe to bind, or the name of one.
+
+    Shapes: input ``[*, in_features]``, output ``[*, out_features]``; any leading dimensions, empty ones too.
+    """
+
+    name: str
+    # The recipe state in use and the group it was made for; rebuilt when the region asks for another.
+    _state: RecipeState | None = None
+    _recipe: Recipe | None = None
+    _quantized_weight: QuantizedTensorStorage | None = None
+    # The recipe of the last forward outside a backward pass: activation checkpointing recomputes under it.
+    _last_recipe: Recipe | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        name: str = "",
+        recipe: Recipe | str | None = None,
+    ) -> None:
+        bound = None if recipe is None else as_recipe(recipe)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.name = name
+        quantize_new_weight(self)
+        self.bind(bound)
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, *, name: str = "") -> Linear:
+        """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
+        made = cls.__new__(cls)
+        made.__dict__ = dict(linear.__dict__)
+        made.name = name
+        return made
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The bound recipe."""
+        return self._recipe
+
+    def bind(self, recipe: Recipe | str | None) -> None:
+        """Bind a recipe (an object, or the name of an installed one), or None for high precision.
+
+        Raises:
+            DTypeError, RecipeNotFoundError: as in :func:`~ottava.get_recipe`.
+        """
+        self._recipe = None if recipe is None else as_recipe(recipe)
+        self._quantized_weight = None
+        self._state = None if self._recipe is None else self._make_state(self._recipe, None)
+
+    def _make_state(self, recipe: Recipe, group: Any) -> RecipeState:
+        roles = [QuantizerRole("linear", tensor_type, self.name) for tensor_type in _TENSOR_TYPES]
+        return recipe.make_state(roles, amax_reduction_group=group)
+
+    def _state_for(self, recipe: Recipe, group: Any) -> RecipeState:
+        state = self._state
+        if state is None or state.recipe is not recipe or state.amax_reduction_group is not group:
+            state = self._make_state(recipe, group)
+            self._state = state
+            self._quantized_weight = None
+        return state
+
+    def _resolve(self) -> tuple[Recipe | None, Any, bool]:
+        """Recipe (None for high precision), reduction group and whether to calibrate."""
+        region = current_region()
+        if region is None:
+            if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+                return self._last_recipe, None, False
+            return self._recipe, None, False
+        recipe = region.recipe if region.recipe is not None else self._recipe
+        if not region.enabled:
+            recipe = recipe if region.calibrating else None
+        return recipe, region.amax_reduction_group, region.calibrating
+
+    def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        """Apply the layer.
+
+        Args:
+            input: ``[*, in_features]``, on the device of the weight.
+            is_first_microbatch: True quantizes the weight and keeps it, False uses what was kept, None quantizes
+                it for this call.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: the input does not fit the layer.
+        """
+        recipe, group, calibrating = self._resolve()
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+            self._last_recipe = None if calibrating else recipe
+        if recipe is None:
+            return self._high_precision(input)
+        dtype = self._check(input)
+        state = self._state_for(recipe, group)
+        if calibrating:
+            state.quantizer("input", rowwise=True, columnwise=True).calibrate(input.detach())
+            state.quantizer("weight", rowwise=True, columnwise=True).calibrate(self._plain_weight().detach())
+            return self._high_precision(input)
+        if isinstance(input, QuantizedTensorStorage):
+            input = input.dequantize()
+        grad_enabled = torch.is_grad_enabled()
+        quantized_weight = self._weight_to_use(state, dtype, is_first_microbatch, grad_enabled)
+        plan = LinearPlan(state, dtype, grad_enabled)
+        with torch.autocast(device_type=input.device.type, enabled=False):
+            result: torch.Tensor = LinearFunction.apply(input, self.weight, self.bias, quantized_weight, plan)
+        return result
+
+    def _plain_weight(self) -> torch.Tensor:
+        weight = self.weight
+        return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight
+
+    def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self._plain_weight(), self.bias)
+
+    def _weight_to_use(
+        self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool | None, grad_enabled: bool
+    ) -> QuantizedTensorStorage | None:
+        """The quantized weight where there is one already: an FP8-primary weight, or the one kept for the step."""
+        if isinstance(self.weight, QuantizedTensorStorage):
+            return self.weight
+        if is_first_microbatch is None:
+            return None
+        if is_first_microbatch or self._quantized_weight is None:
+            quantizer = state.quantizer("weight", rowwise=True, columnwise=True)
+            with torch.no_grad():
+                self._quantized_weight = quantizer.quantize(self.weight.detach(), dtype=dtype)
+        return self._quantized_weight
+
+    def _check(self, input: torch.Tensor) -> torch.dtype:
+        """Refuse what does not fit; returns the dtype to compute in."""
+        if not isinstance(input, torch.Tensor):
+            raise DTypeError(f"input is a {type(input).__name__}", expected="a torch.Tensor")
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise ShapeError(
+                f"input of {self._label()} has shape {tuple(input.shape)}",
+                expected=f"a last dimension of {self.in_features}",
+                remedy="check the layer before this one",
+            )
+        if input.device != self.weight.device:
+            raise DeviceError(
+                f"input of {self._label()} is on {input.device}, its weight on {self.weight.device}",
+                expected="one device",
+                remedy=f"move one of them, for example input.to({str(self.weight.device)!r})",
+            )
+        for what, tensor in (("input", input), ("weight", self.weight)):
+            if tensor.dtype not in HIGH_PRECISION:
+                raise DTypeError(
+                    f"{what} of {self._label()} has dtype {tensor.dtype}",
+                    expected="torch.float32, torch.bfloat16 or torch.float16",
+                    remedy="convert it first, for example with .to(torch.bfloat16)",
+                )
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
+        if input.dtype != self.weight.dtype:
+            raise DTypeError(
+                f"input of {self._label()} has dtype {input.dtype}, its weight {self.weight.dtype}",
+                expected="one dtype",
+                remedy="convert one of them, or run inside torch.autocast",
+            )
+        return input.dtype
+
+    def _label(self) -> str:
+        return f"Linear {self.name!r}" if self.name else "Linear"
+
+    def extra_repr(self) -> str:
+        recipe = "" if self._recipe is None else f", recipe={self._recipe.name or type(self._recipe).__name__}"
+        return super().extra_repr() + recipe

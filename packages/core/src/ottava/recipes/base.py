@@ -1,0 +1,66 @@
+"""``Recipe``: which quantizer serves which tensor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ottava.errors import DTypeError
+from ottava.recipes.role import QuantizerRole
+from ottava.recipes.state import RecipeState
+
+if TYPE_CHECKING:
+    from ottava.tensors import Quantizer
+
+QuantizerFactory = Callable[[QuantizerRole], Any]
+
+
+class Recipe(ABC):
+    """Base class of recipes. A subclass names itself and defines :meth:`make_quantizer`.
+
+    Recipes are configuration: they hold no tensors, and one recipe serves any number of layers.
+    """
+
+    #: The name under which the recipe is registered.
+    name: ClassVar[str] = ""
+    _factory: QuantizerFactory | None = None
+
+    @abstractmethod
+    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Quantizer:
+        """A quantizer for ``role``; the group is the one of the enclosing ``autocast``, if any."""
+
+    def set_quantizer_factory(self, factory: QuantizerFactory | None) -> None:
+        """Put ``factory(role) -> Quantizer`` over this recipe; where it returns None, the recipe's own serves.
+
+        Raises:
+            DTypeError: ``factory`` is not callable.
+        """
+        if factory is not None and not callable(factory):
+            raise DTypeError(f"the factory is a {type(factory).__name__}", expected="a callable factory(role)")
+        # Recipes may be frozen dataclasses: their fields say what they do, the factory is set over them.
+        object.__setattr__(self, "_factory", factory)
+
+    def quantizer(self, role: QuantizerRole | str, *, amax_reduction_group: Any = None) -> Quantizer:
+        """The quantizer for ``role``: the factory's, if one is set, else the recipe's.
+
+        Raises:
+            DTypeError: the factory returned something that is not a quantizer.
+        """
+        from ottava.tensors import Quantizer
+
+        role = QuantizerRole.of(role)
+        if self._factory is not None:
+            made = self._factory(role)
+            if made is not None:
+                if not isinstance(made, Quantizer):
+                    raise DTypeError(
+                        f"the quantizer factory returned a {type(made).__name__} for {role}",
+                        expected="an ottava.Quantizer or None",
+                    )
+                return made
+        return self.make_quantizer(role, amax_reduction_group=amax_reduction_group)
+
+    def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> RecipeState:
+        """What a layer keeps for this recipe: its quantizers. A stateful recipe returns a module with buffers."""
+        return RecipeState(self, roles, amax_reduction_group=amax_reduction_group)

@@ -1,0 +1,30 @@
+"""``QuantizerRole``: what a quantizer is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class QuantizerRole:
+    """What a quantizer is asked for.
+
+    Attributes:
+        module_type: kind of module, for example ``"linear"``.
+        tensor_type: ``"input"``, ``"weight"``, ``"output"``, ``"grad_output"`` or ``"grad_input"``.
+        name: qualified name of the module.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""
+
+    @classmethod
+    def of(cls, role: QuantizerRole | str) -> QuantizerRole:
+        """A role as it is; a plain string is taken as ``tensor_type``."""
+        return cls(tensor_type=role) if isinstance(role, str) else role
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether the tensor flows in the backward pass."""
+        return self.tensor_type in ("grad_output", "grad_input")

@@ -1,0 +1,27 @@
+"""Quantizers, storages and quantized tensors."""
+
+from ottava.tensors import float8_ops as _float8_ops  # noqa: F401  (fills the aten table)
+from ottava.tensors.aten import implements
+from ottava.tensors.float8 import Float8QuantizerBase, Float8Tensor, Float8TensorStorage
+from ottava.tensors.layout import columnwise_is_transpose, columnwise_layout
+from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.saving import prepare_for_saving, restore_from_saved
+from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StaticField, StorageSpec
+from ottava.tensors.tensor import QuantizedTensor
+
+__all__ = [
+    "Float8QuantizerBase",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "InnerTensor",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "StaticField",
+    "StorageSpec",
+    "columnwise_is_transpose",
+    "columnwise_layout",
+    "implements",
+    "prepare_for_saving",
+    "restore_from_saved",
+]

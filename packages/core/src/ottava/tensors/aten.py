@@ -1,0 +1,80 @@
+"""The table of aten ops on quantized tensors.
+
+An op on a quantized tensor is one small function registered for one overload (:func:`implements`), looked up along
+the class hierarchy, so that a subclass extends or overrides the table. What is not in it is dequantized, computed
+and, for every argument that the op's schema says it writes, quantized again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ottava.tensors.storage import QuantizedTensorStorage
+
+OpImplementation = Callable[..., Any]
+_TABLES: dict[type, dict[Any, OpImplementation]] = {}
+
+
+def implements(cls: type, *ops: Any) -> Callable[[OpImplementation], OpImplementation]:
+    """Register ``function(op, *args, **kwargs)`` for aten overloads on ``cls`` and its subclasses.
+
+    Returning ``NotImplemented`` falls through to the next class of the hierarchy, then to the fallback.
+    """
+
+    def register(function: OpImplementation) -> OpImplementation:
+        table = _TABLES.setdefault(cls, {})
+        for op in ops:
+            table[op] = function
+        return function
+
+    return register
+
+
+def dispatch(cls: type, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``op`` by the table of ``cls``, else by dequantizing."""
+    for ancestor in cls.__mro__:
+        function = _TABLES.get(ancestor, {}).get(op)
+        if function is not None:
+            result = function(op, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+    return dequantize_and_run(op, args, kwargs)
+
+
+def dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dequantize, compute, and quantize into whatever the schema says is written."""
+    plain: dict[int, torch.Tensor] = {}
+
+    def unwrap(value: Any) -> Any:
+        if not isinstance(value, QuantizedTensorStorage):
+            return value
+        # One dequantized copy per object, so that an op given the same tensor twice still sees one.
+        if id(value) not in plain:
+            plain[id(value)] = value.dequantize()
+        return plain[id(value)]
+
+    result = op(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+    returned: dict[int, Any] = {}
+    for value in _written(op, args, kwargs):
+        value.quantize_(plain[id(value)])
+        returned[id(plain[id(value)])] = value
+    if not returned:
+        return result
+    # An in-place op returns its own argument: hand back the quantized one.
+    return tree_map(lambda r: returned.get(id(r), r) if isinstance(r, torch.Tensor) else r, result)
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for entry in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(entry, QuantizedTensorStorage) and not any(entry is f for f in found):
+                found.append(entry)
+    return found

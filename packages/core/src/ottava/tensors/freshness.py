@@ -1,0 +1,41 @@
+"""Derived tensors (transposes) that are never read when stale.
+
+Aliases of one buffer share a :class:`WriteCount`; every in-place write counts. A :class:`DerivedTensor` remembers the
+count and the version of the buffer that it was computed from, so its validity belongs to it and not to whoever holds it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class WriteCount:
+    """Counts the in-place writes to one buffer, shared by all its aliases."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def _version(source: torch.Tensor | None) -> int:
+    # Also catches a user's own in-place write to the buffer; inference tensors have no version.
+    if source is None or torch.compiler.is_compiling() or source.is_inference():
+        return 0
+    return source._version
+
+
+class DerivedTensor:
+    """A tensor computed from a buffer, with the state of the buffer that it was computed from."""
+
+    __slots__ = ("_count", "_source", "_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None, writes: WriteCount) -> None:
+        self.tensor = tensor
+        self._source = source
+        self._count = writes.value
+        self._version = _version(source)
+
+    def fresh(self, writes: WriteCount) -> bool:
+        """Whether nothing was written to the buffer since."""
+        return self._count == writes.value and self._version == _version(self._source)

@@ -1,0 +1,257 @@
+"""``Quantizer``: turns high-precision tensors into quantized ones."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.kernels import HIGH_PRECISION, check_high_precision
+from ottava.tensors.storage import QuantizedTensorStorage
+
+_USAGE_FLAGS = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
+
+
+class Quantizer(ABC):
+    """Base class of quantizers. A subclass defines :meth:`quantize_impl` and :meth:`make_empty`.
+
+    Attributes:
+        rowwise_usage: produce what fprop reads from an input or a weight, and dgrad from ``grad_output``.
+        columnwise_usage: produce what dgrad reads from a weight, and wgrad from both of its operands.
+        internal: return a bare storage instead of a tensor: no autograd, less overhead.
+        optimize_for_gemm: allow a layout that only a GEMM reads.
+    """
+
+    #: Whether the quantizer refers to state that outlives a call; such quantizers compare by identity.
+    stateful: ClassVar[bool] = False
+    #: True for a user-defined quantizer whose :meth:`qgemm` is to be used instead of the shared GEMM.
+    custom: bool = False
+
+    def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])
+
+    # -- what a subclass defines --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        """Quantize a checked, plain tensor for the usages set. ``dtype`` is the nominal dtype of the result."""
+
+    @abstractmethod
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensorStorage:
+        """An uninitialized result for the usages set, to be filled by :meth:`update_quantized`."""
+
+    # -- quantizing ---------------------------------------------------------------------------------------------
+
+    def quantize(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: QuantizedTensorStorage | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Quantize ``tensor`` (any shape; float32, bfloat16 or float16); differentiable, straight-through.
+
+        Args:
+            out: write into this quantized tensor and return it.
+            dtype: nominal dtype of the result, the tensor's own by default.
+
+        Raises:
+            DTypeError: the tensor is not of a high-precision dtype.
+            OptionError: neither usage is set.
+            ShapeError, DeviceError: ``out`` does not fit.
+        """
+        if isinstance(tensor, QuantizedTensorStorage):
+            tensor = tensor.dequantize()
+        check_high_precision(tensor)
+        if dtype is not None and dtype not in HIGH_PRECISION:
+            raise DTypeError(
+                f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16"
+            )
+        if out is not None:
+            self.update_quantized(tensor, out)
+            return out
+        if not (self.rowwise_usage or self.columnwise_usage):
+            raise OptionError(
+                f"{type(self).__name__} has neither rowwise nor columnwise usage",
+                expected="at least one",
+                remedy="call set_usage(rowwise=True)",
+            )
+        if self.internal or not (torch.is_grad_enabled() and tensor.requires_grad):
+            return self.quantize_impl(tensor, dtype or tensor.dtype)
+        return _Quantize.apply(tensor, self, dtype or tensor.dtype)
+
+    def __call__(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        """Same as :meth:`quantize`."""
+        return self.quantize(tensor, **kwargs)
+
+    def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Quantize each tensor by itself."""
+        return [self.quantize(tensor) for tensor in tensors]
+
+    def update_quantized(
+        self,
+        src: torch.Tensor,
+        dst: QuantizedTensorStorage,
+        *,
+        noop_flag: torch.Tensor | None = None,
+    ) -> QuantizedTensorStorage:
+        """Quantize ``src`` into ``dst`` in place; nothing happens when ``noop_flag`` holds 1.
+
+        Raises:
+            ShapeError, DeviceError, DTypeError: ``src`` or ``noop_flag`` does not fit, before anything is written.
+        """
+        if not isinstance(dst, QuantizedTensorStorage):
+            raise DTypeError(f"destination is a {type(dst).__name__}", expected="a quantized tensor or storage")
+        if isinstance(src, QuantizedTensorStorage):
+            src = src.dequantize()
+        check_high_precision(src, "source")
+        if tuple(src.shape) != tuple(dst.size()):
+            raise ShapeError(f"source has shape {tuple(src.shape)}", expected=str(tuple(dst.size())))
+        if src.device != dst.device:
+            raise DeviceError(f"source is on {src.device}, destination on {dst.device}", expected="one device")
+        if noop_flag is not None and (noop_flag.dtype != torch.float32 or noop_flag.numel() != 1):
+            raise DTypeError("noop_flag is not a float32 tensor with one element", expected="torch.ones(1)")
+        usages = dst.get_usages()
+        quantizer = self.with_usage(usages["rowwise"], usages["columnwise"])
+        with torch.no_grad():
+            dst.copy_from_storage(quantizer.quantize_impl(src.detach(), src.dtype), noop_flag=noop_flag)
+        return dst
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Observe a tensor without quantizing it. Nothing to do unless the quantizer holds state."""
+
+    def is_quantizable(self, tensor: torch.Tensor) -> bool:
+        """Whether :meth:`quantize` takes this tensor."""
+        return isinstance(tensor, torch.Tensor) and tensor.dtype in HIGH_PRECISION
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantizing dequantized values gives the same bytes again."""
+        return False
+
+    # -- configuration ------------------------------------------------------------------------------------------
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Set the usages to produce; None leaves one as it is."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        """The usages set, ``{"rowwise": …, "columnwise": …}``."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def with_usage(self, rowwise: bool, columnwise: bool) -> Quantizer:
+        """This quantizer if it has these usages, else a copy that has."""
+        if (self.rowwise_usage, self.columnwise_usage) == (rowwise, columnwise):
+            return self
+        copied = self.copy()
+        copied.set_usage(rowwise=rowwise, columnwise=columnwise)
+        return copied
+
+    def copy(self) -> Quantizer:
+        """A quantizer with the same configuration whose usages can be set by themselves."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def _configuration(self) -> tuple[Any, ...] | None:
+        """Everything but the usage flags; None when the quantizer holds state and compares by identity."""
+        if self.stateful or any(isinstance(value, torch.Tensor) for value in self.__dict__.values()):
+            return None
+        return tuple(sorted((k, v) for k, v in self.__dict__.items() if k not in _USAGE_FLAGS))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(self) is not type(other) or not isinstance(other, Quantizer):
+            return False
+        mine, theirs = self._configuration(), other._configuration()
+        flags = all(getattr(self, name) == getattr(other, name) for name in _USAGE_FLAGS)
+        return mine is not None and theirs is not None and flags and mine == theirs
+
+    def __hash__(self) -> int:
+        configuration = self._configuration()
+        return object.__hash__(self) if configuration is None else hash((type(self), configuration))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"{type(self).__name__}({fields})"
+
+    # -- GEMM of user-defined quantizers ------------------------------------------------------------------------
+
+    def qgemm(
+        self,
+        qx: Any,
+        qw: Any,
+        m_params: Any,
+        out_dtype: torch.dtype,
+        sx: torch.Tensor | None,
+        sw: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+        gemm_type: str = "fprop",
+        qresult_x: Any = None,
+        qresult_w: Any = None,
+    ) -> torch.Tensor:
+        """The product of two quantized operands; by default both are dequantized and multiplied in float32.
+
+        Args:
+            qx, qw: the operands: ``input`` and ``weight`` for fprop, ``grad_output`` and ``weight`` for dgrad,
+                ``grad_output`` and ``input`` for wgrad.
+            m_params, sx, sw: for quantizers that need them; unused here.
+            qresult_x, qresult_w: the quantized tensors that ``qx`` and ``qw`` came from, when these are bare.
+        """
+        left, right = (_dense(q, r) for q, r in ((qx, qresult_x), (qw, qresult_w)))
+        if gemm_type == "fprop":
+            right = right.t()
+        elif gemm_type == "wgrad":
+            left = left.t()
+        elif gemm_type != "dgrad":
+            raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
+        result = left @ right
+        if bias is not None:
+            result = result + bias.to(torch.float32)
+        if out is None:
+            return result.to(out_dtype)
+        return out.add_(result) if accumulate else out.copy_(result)
+
+
+def _dense(operand: Any, quantized: Any) -> torch.Tensor:
+    source = quantized if quantized is not None else operand
+    values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensorStorage) else source.float()
+    return values.reshape(-1, values.shape[-1])
+
+
+class _Quantize(torch.autograd.Function):
+    """Quantization with the straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Any:
+        ctx.dtype = tensor.dtype
+        return quantizer.quantize_impl(tensor.detach(), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0]
+        if isinstance(grad, QuantizedTensorStorage):
+            grad = grad.dequantize()
+        return grad.to(ctx.dtype), None, None

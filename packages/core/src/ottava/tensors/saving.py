@@ -1,0 +1,66 @@
+"""Saving quantized tensors for backward, by value.
+
+``flatten()`` takes the tensors out and leaves an immutable spec; nothing is mutated, so that ``torch.compile`` can
+carry the specs from forward to backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ottava.errors import ShapeError
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+
+Saveable = torch.Tensor | QuantizedTensorStorage | None
+
+
+def prepare_for_saving(
+    *tensors: Saveable,
+) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
+    """Flatten any mix of storages, quantized tensors, plain tensors and None.
+
+    Returns:
+        The plain tensors for ``ctx.save_for_backward(*tensors)``, and one object for each argument.
+    """
+    flat: list[torch.Tensor | None] = []
+    objects: list[StorageSpec | None] = []
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensorStorage):
+            inner, spec = tensor.flatten()
+            flat.extend(inner)
+            objects.append(spec)
+        else:
+            flat.append(tensor)
+            objects.append(None)
+    return flat, objects
+
+
+def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
+    """What was given to :func:`prepare_for_saving`; the two lists may come in either order.
+
+    Raises:
+        ShapeError: the number of tensors does not fit the objects.
+    """
+    if any(isinstance(entry, StorageSpec) for entry in tensors) or any(
+        isinstance(entry, torch.Tensor) for entry in objects
+    ):
+        tensors, objects = objects, tensors
+    wanted = sum(1 if spec is None else len(spec.cls.inner_tensors) for spec in objects)
+    if wanted != len(tensors):
+        raise ShapeError(
+            f"{len(tensors)} saved tensors", expected=f"{wanted}", remedy="pass both lists of one prepare_for_saving"
+        )
+    restored: list[Any] = []
+    position = 0
+    for spec in objects:
+        if spec is None:
+            restored.append(tensors[position])
+            position += 1
+        else:
+            count = len(spec.cls.inner_tensors)
+            restored.append(spec.build(tensors[position : position + count]))
+            position += count
+    return restored

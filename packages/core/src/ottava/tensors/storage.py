@@ -1,0 +1,307 @@
+"""``QuantizedTensorStorage``: inner tensors declared once, everything else derived from the declaration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
+
+if TYPE_CHECKING:
+    from ottava.tensors.quantizer import Quantizer
+
+Usage = Literal["rowwise", "columnwise", "both"]
+
+
+@dataclass(frozen=True)
+class InnerTensor:
+    """One inner tensor of a storage class.
+
+    Attributes:
+        attribute: where the storage keeps it, for example ``"_data"``.
+        argument: the constructor's keyword for it, for example ``"data"``.
+        usage: the GEMM usage that it serves; ``"both"`` is never dropped by ``update_usage``.
+        gather: whether a sharded weight gathers it (otherwise it is the same on every shard).
+    """
+
+    attribute: str
+    argument: str
+    usage: Usage = "both"
+    gather: bool = False
+
+
+@dataclass(frozen=True)
+class StaticField:
+    """One immutable, hashable value of a storage class: attribute and constructor keyword."""
+
+    attribute: str
+    argument: str
+
+
+@dataclass(frozen=True)
+class StorageSpec:
+    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
+
+    cls: type[QuantizedTensorStorage]
+    static: tuple[Any, ...]
+    quantizer: Quantizer | None
+
+    def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
+        arguments: dict[str, Any] = {}
+        for inner, tensor in zip(self.cls.inner_tensors, tensors, strict=True):
+            arguments[inner.argument] = tensor
+        for field, value in zip(self.cls.all_static_fields(), self.static, strict=True):
+            arguments[field.argument] = value
+        return self.cls(**arguments, quantizer=self.quantizer)
+
+
+class QuantizedTensorStorage:
+    """Quantized data without the tensor interface.
+
+    A subclass sets :attr:`inner_tensors` and :attr:`static_fields` and takes the declared keywords, plus
+    ``quantizer``, in its constructor. Saving for backward, moving, cloning, pinning, pickling under
+    ``weights_only=True``, ``nbytes`` and metadata are derived from that. Invariant of every subclass:
+    ``original ≈ dequantize()``.
+    """
+
+    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = ()
+    static_fields: ClassVar[tuple[StaticField, ...]] = ()
+    #: True for a user-defined storage whose GEMM is its quantizer's ``qgemm``.
+    custom: bool = False
+
+    _quantizer: Quantizer | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])
+
+    # -- derived from the declaration ---------------------------------------------------------------------------
+
+    @classmethod
+    def all_static_fields(cls) -> tuple[StaticField, ...]:
+        """The declared static fields; quantized tensors add those that every tensor has."""
+        return cls.static_fields
+
+    def inner(self) -> list[torch.Tensor | None]:
+        """The inner tensors in the order of the declaration; None for those not held."""
+        return [getattr(self, inner.attribute) for inner in self.inner_tensors]
+
+    def flatten(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
+        """The inner tensors and what builds a storage around them again. Nothing is changed."""
+        static = tuple(getattr(self, field.attribute) for field in type(self).all_static_fields())
+        return self.inner(), StorageSpec(type(self), static, self._quantizer)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Constructor keywords that build this storage again (tensors are shared, not copied)."""
+        metadata = {inner.argument: getattr(self, inner.attribute) for inner in self.inner_tensors}
+        for field in type(self).all_static_fields():
+            metadata[field.argument] = getattr(self, field.attribute)
+        metadata["quantizer"] = self._quantizer
+        return metadata
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], QuantizedTensorStorage]:
+        """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""
+        tensors = self.inner()
+        for inner in self.inner_tensors:
+            setattr(self, inner.attribute, None)
+        return tensors, self
+
+    def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take this storage's share from the front of ``tensors`` and return the rest.
+
+        Raises:
+            ShapeError: fewer tensors than this storage declares.
+        """
+        count = len(self.inner_tensors)
+        if len(tensors) < count:
+            raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
+        for inner, tensor in zip(self.inner_tensors, tensors[:count], strict=True):
+            setattr(self, inner.attribute, tensor)
+        return list(tensors[count:])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the inner tensors hold."""
+        return sum(t.numel() * t.element_size() for t in self.inner() if t is not None)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the inner tensors."""
+        for tensor in self.inner():
+            if tensor is not None:
+                return tensor.device
+        raise UsageError(f"{type(self).__name__} holds no data", expected="data", remedy="it was cleared or saved")
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor that was quantized."""
+        return self.size()
+
+    def size(self, dim: int | None = None) -> Any:
+        """Shape of the tensor that was quantized, or one of its dimensions."""
+        raise NotImplementedError(f"{type(self).__name__} must define size()")
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.size())
+
+    def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
+        """A new storage with ``function`` applied to each inner tensor held; the quantizer is copied."""
+        tensors, spec = self.flatten()
+        moved = [None if t is None else function(t) for t in tensors]
+        quantizer = None if spec.quantizer is None else spec.quantizer.copy()
+        return StorageSpec(spec.cls, spec.static, quantizer).build(moved)
+
+    def clone_storage(self) -> QuantizedTensorStorage:
+        """A copy that shares nothing."""
+        return self.apply_to_inner(lambda t: t.clone())
+
+    def clear(self) -> None:
+        """Drop all data; the object can be filled again by :meth:`restore_from_saved`."""
+        for inner in self.inner_tensors:
+            setattr(self, inner.attribute, None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        tensors, spec = self.flatten()
+        return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensorStorage:
+        copied = self.clone_storage()
+        memo[id(self)] = copied
+        return copied
+
+    # -- usages -------------------------------------------------------------------------------------------------
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
+        held = {i.usage for i, t in zip(self.inner_tensors, self.inner(), strict=True) if t is not None}
+        both = not any(i.usage != "both" for i in self.inner_tensors) and "both" in held
+        return {"rowwise": both or "rowwise" in held, "columnwise": both or "columnwise" in held}
+
+    def _requested_usages(self, rowwise_usage: bool | None, columnwise_usage: bool | None) -> tuple[bool, bool]:
+        have = self.get_usages()
+        rowwise = have["rowwise"] if rowwise_usage is None else rowwise_usage
+        columnwise = have["columnwise"] if columnwise_usage is None else columnwise_usage
+        if not (rowwise or columnwise):
+            raise OptionError(
+                "update_usage would leave neither usage",
+                expected="rowwise_usage or columnwise_usage to stay",
+                remedy="call clear() to drop all data",
+            )
+        return rowwise, columnwise
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop the data of a usage (False), ask for one (True), or leave it (None).
+
+        Raises:
+            UsageError: a usage is asked for that the data held cannot give.
+            OptionError: neither usage would be left.
+        """
+        have = self.get_usages()
+        rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
+        for name, wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
+            if wanted and not have[name]:
+                raise UsageError(
+                    f"{type(self).__name__} has no {name} data",
+                    expected=f"a tensor quantized with {name}=True",
+                    remedy=f"call quantizer.set_usage({name}=True) before quantizing",
+                )
+        for inner in self.inner_tensors:
+            if (inner.usage == "rowwise" and not rowwise) or (inner.usage == "columnwise" and not columnwise):
+                setattr(self, inner.attribute, None)
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """High-precision values, in ``dtype`` or the nominal dtype."""
+        raise NotImplementedError(f"{type(self).__name__} must define dequantize()")
+
+    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This tensor as a GEMM operand ``[rows, columns]`` in ``dtype``, and a float32 scalar still to multiply.
+
+        The default dequantizes in high precision and leaves no factor. A storage whose elements are exact in
+        ``dtype`` returns the bare elements and its scale.
+        """
+        values = self.dequantize(dtype)
+        return values.reshape(-1, values.shape[-1]), None
+
+    def quantize_(
+        self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None
+    ) -> QuantizedTensorStorage:
+        """Overwrite the values with ``tensor``, quantized by this object's quantizer.
+
+        Raises:
+            UsageError: there is no quantizer.
+            ShapeError: ``tensor`` has another shape.
+        """
+        if self._quantizer is None:
+            raise UsageError(
+                f"{type(self).__name__} has no quantizer to quantize with",
+                expected="a quantizer",
+                remedy="set one with update_quantizer()",
+            )
+        self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
+        return self
+
+    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
+        """Copy the inner tensors of ``src`` into this object's, in place.
+
+        Raises:
+            DTypeError: ``src`` is of another kind.
+            ShapeError: ``src`` has another shape.
+            UsageError: ``src`` lacks an inner tensor that this object holds.
+        """
+        if src.inner_tensors != self.inner_tensors:
+            raise DTypeError(f"cannot copy a {type(src).__name__} into a {type(self).__name__}", expected="one kind")
+        if tuple(src.size()) != tuple(self.size()):
+            raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
+        pairs = []
+        for inner, mine, theirs in zip(self.inner_tensors, self.inner(), src.inner(), strict=True):
+            if mine is None:
+                continue
+            if theirs is None:
+                raise UsageError(
+                    f"the source holds no {inner.argument!r}",
+                    expected="a source quantized for the same usages",
+                    remedy="quantize it with the usages of the destination",
+                )
+            pairs.append((mine, theirs))
+        for mine, theirs in pairs:
+            mine.copy_(theirs if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, mine, theirs))
+        self.mark_written()
+
+    def mark_written(self) -> None:
+        """Called after the values changed in place, for storages that keep something derived from them."""
+
+    def update_quantizer(self, quantizer: Quantizer | None) -> None:
+        """Replace the quantizer used by in-place updates."""
+        self._quantizer = quantizer
+
+    def __repr__(self) -> str:
+        try:
+            body = f"shape={tuple(self.size())}, data={self.dequantize()}"
+        except Exception as error:
+            body = f"no readable data: {type(error).__name__}"
+        return f"{type(self).__name__}({body})"
+
+
+def rebuild_storage(
+    cls: type[QuantizedTensorStorage],
+    tensors: Sequence[torch.Tensor | None],
+    static: Sequence[Any],
+    quantizer: Quantizer | None,
+    extra: Mapping[str, Any] | None = None,
+) -> QuantizedTensorStorage:
+    """What a pickle calls: it runs no code but the constructor of a registered storage class."""
+    built = StorageSpec(cls, tuple(static), quantizer).build(tensors)
+    for name, value in (extra or {}).items():
+        setattr(built, name, value)
+    return built
+
+
+torch.serialization.add_safe_globals([rebuild_storage])

@@ -1,0 +1,253 @@
+"""``QuantizedTensor``: a storage that is also a ``torch.Tensor`` of its nominal dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ottava.errors import ShapeError, UsageError
+from ottava.tensors import aten
+from ottava.tensors.storage import QuantizedTensorStorage, StaticField, StorageSpec, rebuild_storage
+
+_aten = torch.ops.aten
+# Python attributes of a parameter that copying and pickling carry along.
+_EXTRA_ATTRIBUTES = ("_is_param", "_high_precision_init_val")
+
+
+class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
+    """Base class of quantized tensors.
+
+    A subclass declares its storage as any :class:`~ottava.QuantizedTensorStorage` does; its constructor takes
+    ``shape``, ``dtype`` and ``requires_grad`` besides. Ops that are not in the aten table see the dequantized values.
+    """
+
+    _base_static_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
+
+    @classmethod
+    def all_static_fields(cls) -> tuple[StaticField, ...]:
+        return QuantizedTensor._base_static_fields + cls.static_fields
+
+    # torch.Tensor answers these; the storage's answers are for bare storages.
+    shape = torch.Tensor.shape  # type: ignore[assignment]
+    device = torch.Tensor.device  # type: ignore[assignment]
+    size = torch.Tensor.size  # type: ignore[assignment]
+    numel = torch.Tensor.numel  # type: ignore[assignment]
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(self.shape)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.dtype
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        owner = next((t for t in types if issubclass(t, QuantizedTensor)), cls)
+        return aten.dispatch(owner, func, args, kwargs or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    # -- torch.compile ------------------------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = [i.attribute for i in self.inner_tensors if getattr(self, i.attribute) is not None]
+        static = tuple(getattr(self, field.attribute) for field in type(self).static_fields)
+        return names, (type(self), static, self.dtype, self._quantizer)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> QuantizedTensor:
+        cls, static, dtype, quantizer = context
+        arguments = {i.argument: inner.get(i.attribute) for i in cls.inner_tensors}
+        arguments |= {f.argument: value for f, value in zip(cls.static_fields, static, strict=True)}
+        built: QuantizedTensor = cls(**arguments, shape=size, dtype=dtype, quantizer=quantizer)
+        return built
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
+        """High-precision values; what a subclass defines."""
+        raise NotImplementedError(f"{type(self).__name__} must define dequantize_impl()")
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+        """High-precision values in ``dtype`` or the nominal dtype; differentiable, straight-through."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype or self.dtype)
+        return self.dequantize_impl(dtype or self.dtype)
+
+    def float(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """Dequantize to float32."""
+        return self.dequantize(torch.float32)
+
+    def half(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """Dequantize to float16."""
+        return self.dequantize(torch.float16)
+
+    def bfloat16(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """Dequantize to bfloat16."""
+        return self.dequantize(torch.bfloat16)
+
+    def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
+        """The same quantized values presented as another nominal dtype."""
+        return self.make_like(self, dtype=dtype)
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: QuantizedTensor,
+        *,
+        shape: Any = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        **replaced: Any,
+    ) -> Any:
+        """A tensor around the inner tensors of ``tensor`` (shared), with some of its arguments replaced."""
+        metadata = tensor.get_metadata() | replaced
+        metadata["shape"] = tuple(tensor.shape) if shape is None else tuple(shape)
+        metadata["dtype"] = dtype or tensor.dtype
+        made = type(tensor)(**metadata, requires_grad=requires_grad)
+        made._share_freshness(tensor)
+        return made
+
+    def _share_freshness(self, other: QuantizedTensor) -> None:
+        """Share whatever tracks staleness with ``other``, an alias of the same data."""
+
+    def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
+        with torch.no_grad():
+            return super().apply_to_inner(function)
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """An alias without gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if tuple(value.shape) != tuple(self.shape):
+            raise ShapeError(f"new data has shape {tuple(value.shape)}", expected=str(tuple(self.shape)))
+        adoptable = (
+            isinstance(value, QuantizedTensor)
+            and value.inner_tensors == self.inner_tensors
+            and value.device == self.device
+            and value.dtype == self.dtype
+        )
+        if not adoptable:
+            with torch.no_grad():
+                self.quantize_(value.detach().to(self.device))
+            return
+        for field in (*type(self).inner_tensors, *type(self).static_fields):
+            setattr(self, field.attribute, getattr(value, field.attribute))
+        if value._quantizer is not None:
+            self._quantizer = value._quantizer
+        self._share_freshness(value)
+
+    def detach(self) -> Any:
+        """An alias of the same data outside the autograd graph."""
+        return self.make_like(self)
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> QuantizedTensor:
+        with torch.no_grad():
+            super().quantize_(tensor, noop_flag=noop_flag)
+        return self
+
+    # -- initial high-precision values --------------------------------------------------------------------------
+
+    def get_high_precision_init_val(self) -> torch.Tensor | None:
+        """The values before quantization, on the CPU, when ``quantized_model_init`` made this weight."""
+        return getattr(self, "_high_precision_init_val", None)
+
+    def clear_high_precision_init_val(self) -> None:
+        """Release the initial values, for example once an optimizer has its master weights."""
+        self.__dict__.pop("_high_precision_init_val", None)
+
+    # -- copying and pickling -----------------------------------------------------------------------------------
+
+    def _extra(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in _EXTRA_ATTRIBUTES if name in self.__dict__}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise UsageError("only leaf tensors can be deep-copied", remedy="call .detach() first")
+        copied: Any = self.clone_storage()
+        copied.requires_grad_(self.requires_grad)
+        for name, value in self._extra().items():
+            setattr(copied, name, value.clone() if isinstance(value, torch.Tensor) else value)
+        if self.grad is not None:
+            copied.grad = self.grad.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        tensors, spec = self.flatten()
+        extra = self._extra() | {"requires_grad": self.requires_grad}
+        return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer, extra)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        try:
+            with torch.no_grad():
+                values = repr(self.detach().dequantize_impl(self.dtype))
+            usages = [name for name, held in self.get_usages().items() if held]
+            grad = ", requires_grad=True" if self.requires_grad else ""
+            return f"{type(self).__name__}({values}, usages={usages}{grad})"
+        except Exception as error:
+            return f"{type(self).__name__}(no readable data: {type(error).__name__})"
+
+
+class _Dequantize(torch.autograd.Function):
+    """Dequantization with the straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = tensor.dtype
+        return tensor.dequantize_impl(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].to(ctx.dtype), None
+
+
+@aten.implements(QuantizedTensor, _aten.detach.default, _aten.alias.default)
+def _detach(op: Any, tensor: QuantizedTensor) -> Any:
+    return tensor.make_like(tensor)
+
+
+@aten.implements(QuantizedTensor, _aten.clone.default)
+def _clone(op: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> Any:
+    return tensor.clone_storage()
+
+
+@aten.implements(QuantizedTensor, _aten._pin_memory.default)
+def _pin_memory(op: Any, tensor: QuantizedTensor, device: Any = None) -> Any:
+    return tensor.apply_to_inner(lambda t: t.pin_memory())
+
+
+@aten.implements(QuantizedTensor, _aten.is_pinned.default)
+def _is_pinned(op: Any, tensor: QuantizedTensor, device: Any = None) -> bool:
+    return all(t.is_pinned() for t in tensor.inner() if t is not None)
+
+
+@aten.implements(QuantizedTensor, _aten._to_copy.default)
+def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
+    dtype = kwargs.pop("dtype", None) or tensor.dtype
+    if not dtype.is_floating_point or dtype.itemsize < 2 or kwargs.get("layout") not in (None, torch.strided):
+        return NotImplemented
+    kwargs.pop("memory_format", None)
+    moved: Any = tensor.apply_to_inner(lambda t: _aten._to_copy.default(t, **kwargs))
+    return moved if dtype == tensor.dtype else moved.to_dtype(dtype)
+
+
+@aten.implements(QuantizedTensor, _aten.copy_.default)
+def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(dst, QuantizedTensor):
+        return dst.copy_(src.dequantize(), non_blocking)
+    if isinstance(src, QuantizedTensor) and dst.adopts_bytes_of(src):
+        dst.copy_from_storage(src)
+    else:
+        values = src.dequantize() if isinstance(src, QuantizedTensor) else src
+        dst.quantize_(values.to(dst.device).expand(dst.shape))
+    return dst
+
+

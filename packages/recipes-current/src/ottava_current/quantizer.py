@@ -1,0 +1,92 @@
+"""``Float8CurrentScalingQuantizer``: amax, scale and cast of one tensor, nothing remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ottava import kernels
+from ottava.distributed import reduce_amax
+from ottava.errors import OptionError
+from ottava.kernels import check_epsilon
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
+
+
+class Float8CurrentScalingQuantizer(Float8QuantizerBase):
+    """Quantizes a tensor with the scale that its own amax gives: ``scale = max / amax``.
+
+    Args:
+        fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        device: where results of ``make_empty`` are made by default.
+        rowwise, columnwise: usages to produce.
+        with_amax_reduction: use the largest amax of all ranks of ``amax_reduction_group``.
+        amax_reduction_group: process group; None is the default group.
+        force_pow_2_scales: floor scales to powers of two.
+        amax_epsilon: a smaller amax counts as this.
+
+    Raises:
+        DTypeError: ``fp8_dtype`` is not an FP8 element format.
+        OptionError: ``amax_epsilon`` is negative or not finite.
+    """
+
+    def __init__(
+        self,
+        fp8_dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+    ) -> None:
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        check_epsilon(amax_epsilon)
+        for name, value in (
+            ("with_amax_reduction", with_amax_reduction),
+            ("force_pow_2_scales", force_pow_2_scales),
+        ):
+            if not isinstance(value, bool):
+                raise OptionError(f"{name} is {value!r}", expected="True or False")
+        self.device = device
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.force_pow_2_scales = force_pow_2_scales
+        self.amax_epsilon = float(amax_epsilon)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group belongs to its process.
+        return self.__dict__ | {"amax_reduction_group": None}
+
+    def make_empty(self, shape: Any, *, device: Any = None, **kwargs: Any) -> QuantizedTensorStorage:
+        return super().make_empty(shape, device=device or self.device, **kwargs)
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        with_data, with_transpose = self.needs(tensor.device)
+        if with_transpose and tensor.dim() == 0:
+            with_data, with_transpose = True, False
+        if self.with_amax_reduction:
+            return self._quantize_reduced(tensor, dtype, with_data, with_transpose)
+        data, transpose, _, scale_inv, _ = kernels.quantize(
+            tensor,
+            self.fp8_dtype,
+            self.amax_epsilon,
+            self.force_pow_2_scales,
+            rowwise=with_data,
+            transposed=with_transpose,
+        )
+        return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
+
+    def _quantize_reduced(
+        self, tensor: torch.Tensor, dtype: torch.dtype, with_data: bool, with_transpose: bool
+    ) -> QuantizedTensorStorage:
+        amax = reduce_amax(kernels.amax(tensor), self.amax_reduction_group)
+        scale, scale_inv = kernels.scale_from_amax(
+            amax, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales
+        )
+        if not with_transpose:
+            return self.wrap(kernels.cast(tensor, scale, self.fp8_dtype), None, scale_inv, dtype)
+        data, transpose = kernels.cast_transpose(tensor, scale, self.fp8_dtype)
+        return self.wrap(data if with_data else None, transpose, scale_inv, dtype)

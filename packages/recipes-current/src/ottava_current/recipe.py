@@ -1,0 +1,60 @@
+"""``Float8CurrentScaling``: the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ottava.errors import OptionError
+from ottava.formats import Format
+from ottava.kernels import check_epsilon
+from ottava.recipes.base import Recipe
+from ottava.recipes.role import QuantizerRole
+from ottava_current.quantizer import Float8CurrentScalingQuantizer
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """Per-tensor FP8 whose scales come from the tensors themselves.
+
+    Attributes:
+        fp8_format: ``Format.HYBRID`` (E4M3 forward, E5M2 for gradients), ``Format.E4M3`` or ``Format.E5M2``.
+        force_pow_2_scales: floor scales to powers of two.
+        amax_epsilon: a smaller amax counts as this.
+        with_amax_reduction: inputs and gradients use the largest amax of the ranks of autocast's
+            ``amax_reduction_group`` (the default group when it gives none).
+
+    Raises:
+        OptionError: a field has a value that is not allowed.
+    """
+
+    name: ClassVar[str] = "current"
+
+    fp8_format: Format = Format.HYBRID
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+    with_amax_reduction: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fp8_format, Format):
+            raise OptionError(
+                f"fp8_format is {self.fp8_format!r}",
+                expected=f"one of {', '.join(f'Format.{f.name}' for f in Format)}",
+            )
+        for field in ("force_pow_2_scales", "with_amax_reduction"):
+            if not isinstance(getattr(self, field), bool):
+                raise OptionError(f"{field} is {getattr(self, field)!r}", expected="True or False")
+        check_epsilon(self.amax_epsilon)
+
+    def make_quantizer(
+        self, role: QuantizerRole, *, amax_reduction_group: Any = None
+    ) -> Float8CurrentScalingQuantizer:
+        """E4M3 or E5M2 by the direction of the tensor; weights are equal on all ranks and need no reduction."""
+        element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
+        return Float8CurrentScalingQuantizer(
+            element.torch_dtype,
+            with_amax_reduction=self.with_amax_reduction and role.tensor_type != "weight",
+            amax_reduction_group=amax_reduction_group,
+            force_pow_2_scales=self.force_pow_2_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
