@@ -1,0 +1,124 @@
+"""convert: filters, ties, sharing, hooks, the report, and that errors change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ottava
+from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError
+from ottava.nn import Linear
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4, 8)
+        self.down = torch.nn.Linear(8, 4)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.embedding = torch.nn.Embedding(10, 4)
+        self.head = torch.nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+        self.shared = self.blocks[0].up
+        self.attention = torch.nn.MultiheadAttention(4, 2)
+        self.wide = torch.nn.Linear(4, 4, dtype=torch.float64)
+
+
+def test_everything_that_can_be_is_swapped(recipe: Any) -> None:
+    model = Model()
+    parameters = {name: id(p) for name, p in model.named_parameters()}
+    assert ottava.convert(model, recipe) is model
+    assert {name: id(p) for name, p in model.named_parameters()} == parameters
+    assert model.head.weight is model.embedding.weight
+    assert type(model.head) is Linear
+    assert model.shared is model.blocks[0].up
+    report = ottava.conversion_report(model)
+    assert set(report.swapped) == {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head"}
+    assert "subclass" in report.skipped["attention.out_proj"]
+    assert "float64" in report.skipped["wide"]
+    assert "5 of 7" in str(report)
+    assert model.blocks[1].down.name == "blocks.1.down"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"include": "blocks.*"}, {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"}),
+        ({"include": ["*.up", "head"], "exclude": "blocks.1.*"}, {"blocks.0.up", "head"}),
+        ({"exclude": lambda name, module: module.in_features == 4}, {"blocks.0.down", "blocks.1.down"}),
+        ({"include": lambda name, module: name.endswith("head")}, {"head"}),
+    ],
+)
+def test_filters(recipe: Any, options: dict[str, Any], expected: set[str]) -> None:
+    model = ottava.convert(Model(), recipe, **options)
+    assert set(ottava.conversion_report(model).swapped) == expected
+    skipped = ottava.conversion_report(model).skipped
+    assert all("clude" in reason or "subclass" in reason or "float64" in reason for reason in skipped.values())
+
+
+def test_hooks_mode_and_attributes_are_kept(recipe: Any) -> None:
+    layer = torch.nn.Linear(4, 4).eval()
+    calls: list[str] = []
+    layer.register_forward_hook(lambda *args: calls.append("forward"))
+    layer.note = "kept"  # type: ignore[assignment]
+    converted = ottava.convert(layer, recipe)
+    assert type(converted) is Linear
+    assert not converted.training
+    converted(torch.randn(2, 4))
+    assert calls == ["forward"]
+    assert converted.note == "kept"
+    assert type(layer) is torch.nn.Linear
+
+
+def test_converting_again_binds_the_new_recipe(recipe: Any) -> None:
+    model = ottava.convert(Model(), recipe)
+    other = type(recipe)()
+    ottava.convert(model, other)
+    assert model.head.recipe is other
+    assert "recipe bound" in str(ottava.conversion_report(model))
+
+
+def test_errors_change_nothing(recipe: Any) -> None:
+    model = Model()
+    with pytest.raises(OptionError, match="blocks"):
+        ottava.convert(model, recipe, include="block.*")
+    with pytest.raises(OptionError):
+        ottava.convert(model, recipe, exclude=["nonesuch"])
+    with pytest.raises(DTypeError):
+        ottava.convert(model, 3)  # type: ignore[arg-type]
+    with pytest.raises(RecipeNotFoundError):
+        ottava.convert(model, "nonesuch")
+    with pytest.raises(DTypeError):
+        ottava.convert(torch.zeros(2), recipe)  # type: ignore[type-var]
+    assert not any(isinstance(m, Linear) for m in model.modules())
+    with pytest.raises(UsageError, match="convert"):
+        ottava.conversion_report(model)
+
+
+def test_a_factory_goes_over_a_recipe(recipe: Any) -> None:
+    roles: list[Any] = []
+    other = type(recipe)()
+
+    def factory(role: Any) -> Any:
+        roles.append(role)
+        return other.make_quantizer(role) if role.tensor_type == "input" else None
+
+    recipe.set_quantizer_factory(factory)
+    ottava.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe)
+    assert {(r.module_type, r.tensor_type, r.name) for r in roles} == {
+        ("linear", "input", "0"),
+        ("linear", "weight", "0"),
+        ("linear", "grad_output", "0"),
+    }
+    recipe.set_quantizer_factory(lambda role: 3)
+    with pytest.raises(DTypeError, match="factory"):
+        recipe.quantizer("input")
+    with pytest.raises(DTypeError):
+        recipe.set_quantizer_factory(3)

@@ -1,0 +1,78 @@
+"""The quantizer contract."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ottava import Float8Tensor, Quantizer
+from ottava.errors import DTypeError, OptionError
+from ottava.formats import E4M3, E5M2, Format, fp8_format
+
+
+def test_equal_configurations_compare_and_hash_equal(quantizer: Quantizer) -> None:
+    same = type(quantizer)(torch.float8_e4m3fn)  # type: ignore[call-arg]
+    other = type(quantizer)(torch.float8_e5m2)  # type: ignore[call-arg]
+    assert quantizer == same
+    assert hash(quantizer) == hash(same)
+    assert quantizer != other
+    same.set_usage(columnwise=False)
+    assert quantizer != same
+    assert quantizer.get_usages() == {"rowwise": True, "columnwise": True}
+
+
+def test_quantizers_that_hold_tensors_compare_by_identity(quantizer: Quantizer) -> None:
+    a, b = quantizer.copy(), quantizer.copy()
+    a.state, b.state = torch.ones(1), torch.ones(1)  # type: ignore[attr-defined]
+    assert a == a
+    assert a != b
+    assert len({a, b}) == 2
+
+
+def test_copies_have_usages_of_their_own(quantizer: Quantizer) -> None:
+    copied = quantizer.copy()
+    copied.set_usage(rowwise=False)
+    assert quantizer.rowwise_usage
+    assert quantizer.with_usage(True, True) is quantizer
+    assert quantizer.with_usage(True, False).get_usages() == {"rowwise": True, "columnwise": False}
+
+
+def test_refusals(quantizer: Quantizer) -> None:
+    for value in (torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.complex64), 3.0):
+        with pytest.raises(DTypeError):
+            quantizer.quantize(value)  # type: ignore[arg-type]
+        assert not quantizer.is_quantizable(value)  # type: ignore[arg-type]
+    with pytest.raises(DTypeError, match="nominal"):
+        quantizer.quantize(torch.zeros(2), dtype=torch.int8)
+    quantizer.set_usage(rowwise=False, columnwise=False)
+    with pytest.raises(OptionError, match="usage"):
+        quantizer.quantize(torch.zeros(2))
+
+
+def test_nominal_dtype_and_multi(quantizer: Quantizer) -> None:
+    q = quantizer.quantize(torch.randn(3), dtype=torch.bfloat16)
+    assert isinstance(q, Float8Tensor)
+    assert q.dtype == torch.bfloat16
+    both = quantizer.multi_quantize([torch.randn(2), torch.randn(3)])
+    assert [tuple(t.shape) for t in both] == [(2,), (3,)]
+    again = quantizer(q)
+    assert again.shape == q.shape
+
+
+def test_formats_agree_with_torch() -> None:
+    for fmt in (E4M3, E5M2):
+        info = torch.finfo(fmt.torch_dtype)
+        assert fmt.max == info.max
+        assert fmt.min_normal == info.tiny
+        assert fmt.min_subnormal == fmt.min_normal * 2.0**-fmt.mantissa_bits
+        assert fmt.min_normal == 2.0 ** (1 - fmt.bias)
+        assert math.isnan(torch.tensor([fmt.nan_code], dtype=torch.uint8).view(fmt.torch_dtype).float().item())
+        assert fp8_format(fmt.torch_dtype) is fmt
+    assert (Format.HYBRID.forward, Format.HYBRID.backward) == (E4M3, E5M2)
+    assert (Format.E5M2.forward, Format.E4M3.backward) == (E5M2, E4M3)
+    with pytest.raises(DTypeError):
+        fp8_format(torch.float32)
+    with pytest.raises(DTypeError):
+        fp8_format("e4m3")  # type: ignore[arg-type]

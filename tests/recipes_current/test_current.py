@@ -1,0 +1,149 @@
+"""Current scaling: the quantizer against arithmetic on Python numbers, the recipe, training, amax reduction."""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import ottava
+from ottava.errors import DTypeError, OptionError, UsageError
+from ottava.formats import Format
+from ottava_current import Float8CurrentScaling, Float8CurrentScalingQuantizer
+
+
+def float32(value: float) -> float:
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+@pytest.mark.parametrize("fp8_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("pow_2", [False, True])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-2])
+@pytest.mark.parametrize("largest", [0.0, 3.7e-3, 1.0, 448.0, 1e30, 2.0**-140, math.inf])
+def test_scale_and_values(fp8_dtype: torch.dtype, pow_2: bool, epsilon: float, largest: float) -> None:
+    x = torch.tensor([largest, -largest / 3 if math.isfinite(largest) else 1.0, 0.0, math.nan])
+    quantizer = Float8CurrentScalingQuantizer(fp8_dtype, force_pow_2_scales=pow_2, amax_epsilon=epsilon)
+    q = quantizer(x)
+    amax = max(float(x[0]), float32(epsilon))
+    scale = 1.0
+    if amax and math.isfinite(amax):
+        scale = min(torch.finfo(fp8_dtype).max / amax, torch.finfo(torch.float32).max)
+        scale = float32(scale)
+    if pow_2:
+        scale = 2.0 ** math.floor(math.log2(scale))
+    assert q._scale_inv.item() == float32(1.0 / scale)
+    assert q._data[3] == 0x7F
+    if math.isfinite(largest):
+        step = torch.finfo(fp8_dtype).eps
+        torch.testing.assert_close(q.dequantize()[:3], x[:3], rtol=step, atol=max(largest, epsilon) * 2**-9)
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(DTypeError):
+        Float8CurrentScalingQuantizer(torch.float16)
+    with pytest.raises(OptionError):
+        Float8CurrentScalingQuantizer(torch.float8_e4m3fn, amax_epsilon=-1.0)
+    with pytest.raises(OptionError):
+        Float8CurrentScalingQuantizer(torch.float8_e4m3fn, force_pow_2_scales=2)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="HYBRID"):
+        Float8CurrentScaling(fp8_format="E4M3")  # type: ignore[arg-type]
+    with pytest.raises(OptionError):
+        Float8CurrentScaling(amax_epsilon=math.nan)
+    with pytest.raises(OptionError, match="fp8_format"):
+        ottava.get_recipe("current", format="E4M3")
+
+
+def test_the_recipe_is_found_and_gives_formats_by_direction() -> None:
+    assert "current" in [spec.name for spec in ottava.list_recipes()]
+    recipe = ottava.get_recipe("current", force_pow_2_scales=True)
+    assert recipe == Float8CurrentScaling(force_pow_2_scales=True)
+    by_format = {
+        Format.HYBRID: (torch.float8_e4m3fn, torch.float8_e5m2),
+        Format.E4M3: (torch.float8_e4m3fn, torch.float8_e4m3fn),
+        Format.E5M2: (torch.float8_e5m2, torch.float8_e5m2),
+    }
+    for fmt, (forward, backward) in by_format.items():
+        recipe = Float8CurrentScaling(fp8_format=fmt)
+        for role, expected in (("input", forward), ("weight", forward), ("grad_output", backward)):
+            assert recipe.quantizer(role).fp8_dtype == expected  # type: ignore[attr-defined]
+
+
+def test_quantizers_and_tensors_pickle_with_weights_only() -> None:
+    q = Float8CurrentScalingQuantizer(torch.float8_e5m2, amax_epsilon=0.5)(torch.randn(3, 4))
+    buffer = io.BytesIO()
+    torch.save(q, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert torch.equal(loaded._data, q._data)
+    assert loaded._quantizer == q._quantizer
+
+
+def test_a_model_learns_as_in_bfloat16() -> None:
+    def train(convert: bool) -> float:
+        torch.manual_seed(0)
+        model: torch.nn.Module = torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)
+        ).bfloat16()
+        if convert:
+            ottava.convert(model, "current")
+        x = torch.randn(256, 32).bfloat16()
+        y = torch.sin(x @ torch.randn(32, 8).bfloat16())
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x).float(), y.float())
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    plain, quantized = train(False), train(True)
+    assert plain < 0.45
+    assert abs(quantized - plain) < 0.2 * plain
+
+
+def test_compiled_training_equals_eager() -> None:
+    torch._dynamo.reset()
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = ottava.convert(torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 3)), "current")
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(5, 9, generator=torch.Generator().manual_seed(1))
+        history = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = run(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+        losses.append(history)
+    assert losses[0] == losses[1]
+
+
+def _reduce(rank: int, path: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    try:
+        quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True)
+        shards = torch.tensor([[1.0, -2.0], [8.0, 0.5]])
+        whole = Float8CurrentScalingQuantizer(torch.float8_e4m3fn)(shards)
+        mine = quantizer(shards[rank])
+        assert torch.equal(mine._scale_inv, whole._scale_inv)
+        assert torch.equal(mine._data, whole._data[rank])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_share_one_scale(tmp_path: object) -> None:
+    mp.spawn(_reduce, args=(f"{tmp_path}/store",), nprocs=2)
+
+
+def test_reduction_without_a_process_group_is_an_error() -> None:
+    quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True)
+    with pytest.raises(UsageError, match="init_process_group"):
+        quantizer(torch.ones(2))
