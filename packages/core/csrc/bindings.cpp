@@ -1,0 +1,121 @@
+// The module `ottava._cpu`: the operations of cpu/kernels.h over raw pointers. No libtorch: the Python side passes
+// addresses, sizes and codes, and owns every check on tensors. What is checked here is only what a code could mean.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+ottava::Dtype dtype_of(int code) {
+    if (code < 0 || code > 2)
+        throw std::invalid_argument("element dtype code " + std::to_string(code) +
+                                    " is unknown: 0 is float32, 1 bfloat16, 2 float16");
+    return static_cast<ottava::Dtype>(code);
+}
+
+ottava::Fp8 fp8_of(int code) {
+    if (code < 0 || code > 1)
+        throw std::invalid_argument("FP8 format code " + std::to_string(code) + " is unknown: 0 is E4M3, 1 E5M2");
+    return static_cast<ottava::Fp8>(code);
+}
+
+// Negative sizes and thread counts below one mean nothing; they come from a caller's mistake.
+int64_t size_of(int64_t n) {
+    if (n < 0) throw std::invalid_argument("a size is negative: " + std::to_string(n));
+    return n;
+}
+
+int threads_of(int threads) {
+    if (threads < 1) throw std::invalid_argument("threads must be at least 1, not " + std::to_string(threads));
+    return threads;
+}
+
+void amax(Address src, int dtype, int64_t n, Address out, int threads) {
+    ottava::amax(at<const void>(src), dtype_of(dtype), size_of(n), at<float>(out), threads_of(threads));
+}
+
+void scale_from_amax(Address amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2, Address scale,
+                     Address scale_inv) {
+    ottava::scales_from_amax(at<const float>(amax), size_of(n), fp8_max, epsilon, force_pow_2, at<float>(scale),
+                             at<float>(scale_inv));
+}
+
+void cast(Address src, int dtype, int64_t n, Address scale, Address out, int format, int threads) {
+    ottava::cast(at<const void>(src), dtype_of(dtype), size_of(n), at<const float>(scale), at<uint8_t>(out),
+                 fp8_of(format), threads_of(threads));
+}
+
+void cast_transpose(Address src, int dtype, int64_t rows, int64_t cols, Address scale, Address out, Address out_t,
+                    int format, int threads) {
+    ottava::cast_transpose(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), at<const float>(scale),
+                           at<uint8_t>(out), at<uint8_t>(out_t), fp8_of(format), threads_of(threads));
+}
+
+void quantize(Address src, int dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2, Address amax,
+              Address scale, Address scale_inv, Address out, Address out_t, int format, int threads) {
+    ottava::quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), epsilon, force_pow_2,
+                     at<float>(amax), at<float>(scale), at<float>(scale_inv), at<uint8_t>(out), at<uint8_t>(out_t),
+                     fp8_of(format), threads_of(threads));
+}
+
+void transpose(Address src, int64_t rows, int64_t cols, Address out, int threads) {
+    ottava::transpose(at<const uint8_t>(src), size_of(rows), size_of(cols), at<uint8_t>(out), threads_of(threads));
+}
+
+void decode(Address src, int format, int64_t n, Address scale_inv, Address out, int dtype, int threads) {
+    ottava::decode(at<const uint8_t>(src), fp8_of(format), size_of(n), at<const float>(scale_inv), at<void>(out),
+                   dtype_of(dtype), threads_of(threads));
+}
+
+void epilogue(Address acc, int64_t rows, int64_t cols, Address scale_a, Address scale_b, Address bias, int bias_dtype,
+              int threads) {
+    ottava::epilogue(at<uint16_t>(acc), size_of(rows), size_of(cols), at<const float>(scale_a),
+                     at<const float>(scale_b), at<const void>(bias), dtype_of(bias_dtype), threads_of(threads));
+}
+
+std::vector<std::string> available_isas() {
+    const ottava::Kernels* available[8];
+    const int count = ottava::available_kernels(available, 8);
+    std::vector<std::string> names;
+    for (int i = 0; i < count; ++i) names.emplace_back(available[i]->name);
+    return names;
+}
+
+void set_isa(const std::string& name) {
+    if (ottava::set_active_kernels(name.c_str())) return;
+    std::string known;
+    for (const std::string& other : available_isas()) known += (known.empty() ? "" : ", ") + other;
+    throw std::invalid_argument("instruction set '" + name + "' is not available here; these are: " + known);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu, m) {
+    using Unlocked = py::call_guard<py::gil_scoped_release>;
+    m.doc() = "FP8 kernels for CPUs over raw addresses; ottava.kernels is the interface to use.";
+    m.def("amax", &amax, Unlocked());
+    m.def("scale_from_amax", &scale_from_amax, Unlocked());
+    m.def("cast", &cast, Unlocked());
+    m.def("cast_transpose", &cast_transpose, Unlocked());
+    m.def("quantize", &quantize, Unlocked());
+    m.def("transpose", &transpose, Unlocked());
+    m.def("decode", &decode, Unlocked());
+    m.def("epilogue", &epilogue, Unlocked());
+    m.def("isa", [] { return std::string(ottava::active_kernels().name); });
+    m.def("available_isas", &available_isas);
+    m.def("set_isa", &set_isa);
+}

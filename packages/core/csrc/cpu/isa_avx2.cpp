@@ -1,0 +1,19 @@
+// The kernels for AVX2 with F16C.
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "../numerics.h"
+#include "kernels.h"
+
+namespace ottava {
+namespace {
+#include "simd.h"
+#include "runs.h"
+#include "tiles.h"
+}  // namespace
+
+const Kernels kAvx2 = {"avx2",     amax_run,     cast_run,     cast_tile,
+                         transpose_tile, decode16_run, decode32_run, epilogue_run};
+
+}  // namespace ottava

@@ -1,0 +1,19 @@
+// The kernels for 64-bit ARM.
+#include <arm_neon.h>
+
+#include <cstring>
+
+#include "../numerics.h"
+#include "kernels.h"
+
+namespace ottava {
+namespace {
+#include "simd.h"
+#include "runs.h"
+#include "tiles.h"
+}  // namespace
+
+const Kernels kNeon = {"neon",     amax_run,     cast_run,     cast_tile,
+                         transpose_tile, decode16_run, decode32_run, epilogue_run};
+
+}  // namespace ottava

@@ -1,0 +1,21 @@
+// The kernels for any machine: the baseline of the architecture.
+#if defined(OTTAVA_X86)
+#include <immintrin.h>
+#endif
+
+#include <cstring>
+
+#include "../numerics.h"
+#include "kernels.h"
+
+namespace ottava {
+namespace {
+#include "simd.h"
+#include "runs.h"
+#include "tiles.h"
+}  // namespace
+
+const Kernels kPortable = {"portable",     amax_run,     cast_run,     cast_tile,
+                         transpose_tile, decode16_run, decode32_run, epilogue_run};
+
+}  // namespace ottava

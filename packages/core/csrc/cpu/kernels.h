@@ -1,0 +1,81 @@
+// What one instruction set provides, and the operations built on it.
+//
+// A `Kernels` table holds serial functions over runs and tiles; `operations.cpp` divides the work between threads.
+// Only plain types cross this border, and nothing inline with external linkage is declared here (see numerics.h).
+#pragma once
+
+#include <cstdint>
+
+namespace ottava {
+
+enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2 };
+enum class Fp8 : int { e4m3 = 0, e5m2 = 1 };
+
+// A tile is cast or copied into a scratch that stays in the caches, and leaves it transposed.
+constexpr int64_t kTileRows = 128;
+constexpr int64_t kTileCols = 256;
+
+// One rectangle of a row-major matrix, at most kTileRows by kTileCols, with the place of its results.
+struct Tile {
+    const void* src;      // first element of the rectangle
+    int64_t src_stride;   // in elements
+    int64_t rows, cols;   // of the rectangle
+    uint8_t* out;         // its rows, or null
+    int64_t out_stride;
+    uint8_t* out_t;       // its columns
+    int64_t out_t_stride;
+    bool stream;          // write around the caches: the results are larger than they are
+};
+
+struct Kernels {
+    const char* name;
+    float (*amax)(const void* src, Dtype dtype, int64_t n);
+    void (*cast)(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
+    void (*cast_tile)(const Tile& tile, Dtype dtype, float scale, Fp8 format);
+    void (*transpose_tile)(const Tile& tile);
+    // `table` holds the result of every code from 0 to 127; the sign is the top bit of a result.
+    void (*decode16)(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out, bool stream);
+    void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream);
+    // `bias` is a row of float32, or null.
+    void (*epilogue)(uint16_t* acc, int64_t n, float scale, const float* bias);
+};
+
+extern const Kernels kPortable;
+#if defined(OTTAVA_X86)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+#if defined(OTTAVA_NEON)
+extern const Kernels kNeon;
+#endif
+
+// The tables that this machine can run, best first. Returns how many were written, at most `capacity`.
+int available_kernels(const Kernels** out, int capacity);
+const Kernels& active_kernels();
+bool set_active_kernels(const char* name);
+
+// Operations. A null pointer leaves out what the comment calls optional; `threads` is an upper bound.
+void amax(const void* src, Dtype dtype, int64_t n, float* out, int threads);
+void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2, float* scale,
+                      float* scale_inv);
+void cast(const void* src, Dtype dtype, int64_t n, const float* scale, uint8_t* out, Fp8 format, int threads);
+void cast_transpose(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale,
+                    uint8_t* out,  // optional
+                    uint8_t* out_t, Fp8 format, int threads);
+void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2,
+              float* amax_out,                 // optional
+              float* scale,                    // optional
+              float* scale_inv, uint8_t* out,  // out is optional
+              uint8_t* out_t,                  // optional
+              Fp8 format, int threads);
+void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int threads);
+void decode(const uint8_t* src, Fp8 format, int64_t n,
+            const float* scale_inv,  // optional
+            void* out, Dtype dtype, int threads);
+void epilogue(uint16_t* acc, int64_t rows, int64_t cols,
+              const float* scale_a,  // optional
+              const float* scale_b,  // optional
+              const void* bias,      // optional
+              Dtype bias_dtype, int threads);
+
+}  // namespace ottava

@@ -1,0 +1,204 @@
+// The operations: what the threads do, and in what order memory is walked. No arithmetic on elements here.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "../numerics.h"
+#include "kernels.h"
+
+namespace ottava {
+namespace {
+
+constexpr int64_t kUnit = 4096;             // elements: the granularity of division, a multiple of a cache line
+constexpr int64_t kElementsPerThread = 32768;  // below this, starting a thread costs more than it saves
+constexpr int64_t kStreamBytes = 4 << 20;   // results beyond this would only evict what the caches hold
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+size_t element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+const uint8_t* advance(const void* base, int64_t elements, Dtype dtype) {
+    return static_cast<const uint8_t*>(base) + static_cast<size_t>(elements) * element_bytes(dtype);
+}
+
+// Calls body(begin, end, thread) on consecutive parts of [0, count), one per thread.
+// With one thread OpenMP is not entered at all, which keeps the call safe in a forked process.
+template <class Body>
+void in_parallel(int64_t count, int64_t elements, int threads, const Body& body) {
+    const int64_t wanted = std::min<int64_t>({threads, count, ceil_div(elements, kElementsPerThread)});
+    if (count <= 0) return;
+#if defined(_OPENMP)
+    if (wanted > 1) {
+#pragma omp parallel num_threads(static_cast<int>(wanted))
+        {
+            const int64_t team = omp_get_num_threads(), self = omp_get_thread_num();
+            body(count * self / team, count * (self + 1) / team, static_cast<int>(self));
+        }
+        return;
+    }
+#endif
+    body(int64_t{0}, count, 0);
+}
+
+float amax_of(const void* src, Dtype dtype, int64_t n, int threads) {
+    const Kernels& kernels = active_kernels();
+    std::vector<float> partial(static_cast<size_t>(std::max(threads, 1)), 0.0f);
+    in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int thread) {
+        const int64_t from = begin * kUnit, to = std::min(end * kUnit, n);
+        partial[static_cast<size_t>(thread)] = kernels.amax(advance(src, from, dtype), dtype, to - from);
+    });
+    return *std::max_element(partial.begin(), partial.end());
+}
+
+// Backwards through each thread's part: after an amax, which goes forwards, the end is what the caches still hold.
+void cast_with(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, int threads) {
+    constexpr int64_t block = 16;  // units per call
+    const Kernels& kernels = active_kernels();
+    const bool stream = n >= kStreamBytes;
+    in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
+        for (int64_t last = end; last > begin; last -= block) {
+            const int64_t from = std::max(begin, last - block) * kUnit, to = std::min(last * kUnit, n);
+            kernels.cast(advance(src, from, dtype), dtype, to - from, scale, out + from, format, stream);
+        }
+    });
+}
+
+// Calls body(row, col, rows, cols) for every tile, the last ones first.
+template <class Body>
+void over_tiles(int64_t rows, int64_t cols, int threads, const Body& body) {
+    const int64_t across = ceil_div(cols, kTileCols), down = ceil_div(rows, kTileRows);
+    in_parallel(across * down, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
+        for (int64_t tile = end - 1; tile >= begin; --tile) {
+            const int64_t row = tile / across * kTileRows, col = tile % across * kTileCols;
+            body(row, col, std::min(kTileRows, rows - row), std::min(kTileCols, cols - col));
+        }
+    });
+}
+
+void cast_transpose_with(const void* src, Dtype dtype, int64_t rows, int64_t cols, float scale, uint8_t* out,
+                         uint8_t* out_t, Fp8 format, int threads) {
+    const Kernels& kernels = active_kernels();
+    const bool stream = rows * cols >= kStreamBytes;
+    over_tiles(rows, cols, threads, [&](int64_t row, int64_t col, int64_t height, int64_t width) {
+        Tile tile{};
+        tile.src = advance(src, row * cols + col, dtype);
+        tile.src_stride = cols;
+        tile.rows = height;
+        tile.cols = width;
+        tile.out = out == nullptr ? nullptr : out + row * cols + col;
+        tile.out_stride = cols;
+        tile.out_t = out_t + col * rows + row;
+        tile.out_t_stride = rows;
+        tile.stream = stream;
+        kernels.cast_tile(tile, dtype, scale, format);
+    });
+}
+
+template <class Out, class Convert>
+void fill_table(Fp8 format, float scale_inv, Out* table, Convert convert) {
+    for (int code = 0; code < 128; ++code) {
+        const auto byte = static_cast<uint8_t>(code);
+        table[code] = convert(format == Fp8::e4m3 ? dequantize_element<E4M3>(byte, scale_inv)
+                                                  : dequantize_element<E5M2>(byte, scale_inv));
+    }
+}
+
+}  // namespace
+
+void amax(const void* src, Dtype dtype, int64_t n, float* out, int threads) {
+    *out = amax_of(src, dtype, n, threads);
+}
+
+void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2, float* scale,
+                      float* scale_inv) {
+    for (int64_t i = 0; i < n; ++i) {
+        const Scale result = scale_from_amax(amax[i], fp8_max, epsilon, force_pow_2);
+        scale[i] = result.scale;
+        scale_inv[i] = result.scale_inv;
+    }
+}
+
+void cast(const void* src, Dtype dtype, int64_t n, const float* scale, uint8_t* out, Fp8 format, int threads) {
+    cast_with(src, dtype, n, *scale, out, format, threads);
+}
+
+void cast_transpose(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, uint8_t* out,
+                    uint8_t* out_t, Fp8 format, int threads) {
+    cast_transpose_with(src, dtype, rows, cols, *scale, out, out_t, format, threads);
+}
+
+void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2,
+              float* amax_out, float* scale, float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format, int threads) {
+    const float largest = amax_of(src, dtype, rows * cols, threads);
+    const float fp8_max = format == Fp8::e4m3 ? format_max<E4M3>() : format_max<E5M2>();
+    const Scale result = scale_from_amax(largest, fp8_max, epsilon, force_pow_2);
+    if (amax_out != nullptr) *amax_out = largest;
+    if (scale != nullptr) *scale = result.scale;
+    *scale_inv = result.scale_inv;
+    if (out_t != nullptr)
+        cast_transpose_with(src, dtype, rows, cols, result.scale, out, out_t, format, threads);
+    else if (out != nullptr)
+        cast_with(src, dtype, rows * cols, result.scale, out, format, threads);
+}
+
+void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int threads) {
+    const Kernels& kernels = active_kernels();
+    const bool stream = rows * cols >= kStreamBytes;
+    over_tiles(rows, cols, threads, [&](int64_t row, int64_t col, int64_t height, int64_t width) {
+        Tile tile{};
+        tile.src = src + row * cols + col;
+        tile.src_stride = cols;
+        tile.rows = height;
+        tile.cols = width;
+        tile.out_t = out + col * rows + row;
+        tile.out_t_stride = rows;
+        tile.stream = stream;
+        kernels.transpose_tile(tile);
+    });
+}
+
+void decode(const uint8_t* src, Fp8 format, int64_t n, const float* scale_inv, void* out, Dtype dtype, int threads) {
+    const Kernels& kernels = active_kernels();
+    const float factor = scale_inv == nullptr ? 1.0f : *scale_inv;
+    const bool stream = n * static_cast<int64_t>(element_bytes(dtype)) >= kStreamBytes;
+    alignas(64) uint16_t narrow[128];
+    alignas(64) uint32_t wide[128];
+    if (dtype == Dtype::float32)
+        fill_table(format, factor, wide, [](float x) { return bits_as<uint32_t>(x); });
+    else if (dtype == Dtype::bfloat16)
+        fill_table(format, factor, narrow, [](float x) { return to_bfloat16(x); });
+    else
+        fill_table(format, factor, narrow, [](float x) { return to_half(x); });
+    in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
+        const int64_t from = begin * kUnit, count = std::min(end * kUnit, n) - from;
+        if (dtype == Dtype::float32)
+            kernels.decode32(src + from, count, wide, static_cast<uint32_t*>(out) + from, stream);
+        else
+            kernels.decode16(src + from, count, narrow, static_cast<uint16_t*>(out) + from, stream);
+    });
+}
+
+void epilogue(uint16_t* acc, int64_t rows, int64_t cols, const float* scale_a, const float* scale_b, const void* bias,
+              Dtype bias_dtype, int threads) {
+    const Kernels& kernels = active_kernels();
+    const float scale = multiply(scale_a == nullptr ? 1.0f : *scale_a, scale_b == nullptr ? 1.0f : *scale_b);
+    std::vector<float> row_bias;
+    if (bias != nullptr) {
+        row_bias.resize(static_cast<size_t>(cols));
+        for (size_t i = 0; i < row_bias.size(); ++i)
+            row_bias[i] = bias_dtype == Dtype::float32    ? static_cast<const float*>(bias)[i]
+                          : bias_dtype == Dtype::bfloat16 ? widen_bfloat16(static_cast<const uint16_t*>(bias)[i])
+                                                          : widen_half(static_cast<const uint16_t*>(bias)[i]);
+    }
+    if (cols <= 0) return;
+    in_parallel(rows, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
+        if (row_bias.empty()) return kernels.epilogue(acc + begin * cols, (end - begin) * cols, scale, nullptr);
+        for (int64_t row = begin; row < end; ++row) kernels.epilogue(acc + row * cols, cols, scale, row_bias.data());
+    });
+}
+
+}  // namespace ottava

@@ -1,0 +1,181 @@
+// The arithmetic of one element and of one scale, shared by every compiled backend.
+//
+// Header only, host and device. Each function template works on a scalar (`float` with `int32_t`) and, on the
+// host, on a GCC/Clang vector of them: one text is the kernel, the oracle of the kernel's tests, and the device
+// code, which is what makes the backends agree bit for bit. All of it is branch free.
+//
+// Everything here has internal linkage: the CPU files are compiled for different instruction sets, and a function
+// that the linker merged between them would run AVX-512 code on a machine without it.
+//
+// Compile with -ffp-contract=off and without fast-math. No step makes or reads a float32 subnormal except where
+// the caller's own values are subnormal.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define OTTAVA_HD static __host__ __device__ __forceinline__
+#else
+#define OTTAVA_HD static inline __attribute__((always_inline, unused))
+#endif
+
+namespace ottava {
+
+constexpr int32_t kMagnitude = 0x7fffffff;
+constexpr int32_t kInfinity = 0x7f800000;
+constexpr int32_t kQuietNan = 0x7fc00000;
+constexpr int32_t kLargestFinite = 0x7f7fffff;
+
+// A small float format as constants. `limit` is the float32 bit pattern that larger magnitudes are clamped to:
+// the largest value for the saturating FP8 formats, and for float16 the first power of two beyond it, whose code is
+// that of infinity.
+struct E4M3 {
+    static constexpr int mantissa = 3, bias = 7, width = 8;
+    static constexpr bool has_inf = false;
+    static constexpr int32_t limit = 0x43e00000;  // 448
+    static constexpr int32_t nan_code = 0x7f;
+};
+
+struct E5M2 {
+    static constexpr int mantissa = 2, bias = 15, width = 8;
+    static constexpr bool has_inf = true;
+    static constexpr int32_t limit = 0x47600000;  // 57344
+    static constexpr int32_t nan_code = 0x7f;
+};
+
+struct Half {
+    static constexpr int mantissa = 10, bias = 15, width = 16;
+    static constexpr bool has_inf = true;
+    static constexpr int32_t limit = 0x47800000;  // 65536
+    static constexpr int32_t nan_code = 0x7e00;
+};
+
+template <class To, class From>
+OTTAVA_HD To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From), "same size");
+    To to;
+    memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+// float32 -> code of `Format` in the low bits, round to nearest even. Beyond `limit` becomes `limit`, NaN becomes
+// the positive `nan_code`, the sign of zero is kept.
+//
+// Adding a power of two 23 - mantissa binades above |x| leaves |x| rounded in the low bits of the sum, done by
+// the adder itself. Below the smallest normal that power stays put, which is what makes subnormals. The mantissa of
+// the addend also carries the exponent field of the code, so that the sum's low bits are the whole code.
+template <class Format, class F, class I>
+OTTAVA_HD I encode(F x) {
+    constexpr int shift = 23 - Format::mantissa;
+    constexpr int32_t min_normal = (127 + 1 - Format::bias) << 23;
+    constexpr int32_t sign_bit = 1 << (Format::width - 1);
+    const I bits = bits_as<I>(x);
+    const I magnitude = bits & kMagnitude;
+    const I limit = I{} + Format::limit;
+    const I clamped = magnitude < limit ? magnitude : limit;
+    const I exponent = clamped & kInfinity;
+    const I lowest = I{} + min_normal;
+    const I binade = exponent > lowest ? exponent : lowest;
+    const I addend = binade + (binade >> shift) + ((shift << 23) - (min_normal >> shift));
+    const I sum = bits_as<I>(bits_as<F>(clamped) + bits_as<F>(addend));
+    const I code = (sum & (sign_bit - 1)) | ((bits >> (32 - Format::width)) & sign_bit);
+    const I nan = I{} + Format::nan_code;
+    return magnitude > kInfinity ? nan : code;
+}
+
+// Code of `Format` -> float32, exact. NaN becomes the canonical NaN with the code's sign.
+template <class Format, class F, class I>
+OTTAVA_HD F widen(I code) {
+    constexpr int shift = 23 - Format::mantissa;
+    constexpr int32_t min_normal = (127 + 1 - Format::bias) << 23;
+    constexpr int32_t sign_bit = 1 << (Format::width - 1);
+    constexpr int32_t top = (sign_bit - 1) << shift;                             // all ones
+    constexpr int32_t infinity = Format::has_inf ? (top & kInfinity) : kInfinity;  // in the small exponent
+    const I magnitude = (code & (sign_bit - 1)) << shift;
+    const I rebiased = magnitude + ((127 - Format::bias) << 23);
+    // A subnormal is read as if normal in the lowest binade, whose implicit one is then taken off again.
+    const I zero = I{};
+    const I borrowed = magnitude < (1 << 23) ? zero + min_normal : zero;
+    const I lifted = magnitude < (1 << 23) ? rebiased + (1 << 23) : rebiased;
+    I value = bits_as<I>(bits_as<F>(lifted) - bits_as<F>(borrowed));
+    if (Format::has_inf) {
+        value = magnitude == infinity ? zero + kInfinity : value;
+        value = magnitude > infinity ? zero + kQuietNan : value;
+    } else {
+        value = magnitude == top ? zero + kQuietNan : value;
+    }
+    return bits_as<F>(value | ((code & sign_bit) << (32 - Format::width)));
+}
+
+// float32 -> bfloat16 in the low 16 bits, round to nearest even; NaN becomes 0x7fc0.
+template <class F, class I>
+OTTAVA_HD I encode_bfloat16(F x) {
+    const I bits = bits_as<I>(x);
+    const I magnitude = bits & kMagnitude;
+    const I finite = magnitude > kInfinity ? I{} + kInfinity : magnitude;  // the addition below must not overflow
+    const I rounded = ((finite + 0x7fff + ((finite >> 16) & 1)) >> 16) | ((bits >> 16) & 0x8000);
+    const I nan = I{} + (kQuietNan >> 16);
+    return magnitude > kInfinity ? nan : rounded;
+}
+
+OTTAVA_HD float widen_bfloat16(uint16_t code) { return bits_as<float>(static_cast<uint32_t>(code) << 16); }
+OTTAVA_HD float widen_half(uint16_t code) { return widen<Half, float, int32_t>(code); }
+OTTAVA_HD uint16_t to_bfloat16(float x) { return static_cast<uint16_t>(encode_bfloat16<float, int32_t>(x)); }
+OTTAVA_HD uint16_t to_half(float x) { return static_cast<uint16_t>(encode<Half, float, int32_t>(x)); }
+
+// On the device a product may not be fused with what follows it.
+OTTAVA_HD float multiply(float a, float b) {
+#if defined(__CUDA_ARCH__)
+    return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
+}
+
+OTTAVA_HD float divide(float a, float b) {
+#if defined(__CUDA_ARCH__)
+    return __fdiv_rn(a, b);
+#else
+    return a / b;
+#endif
+}
+
+template <class Format>
+OTTAVA_HD uint8_t quantize_element(float x, float scale) {
+    return static_cast<uint8_t>(encode<Format, float, int32_t>(multiply(x, scale)));
+}
+
+// float32(code) * scale_inv. The sign of the code is put on last, NaN included: then the result is the same on
+// machines whose invalid operations give NaNs of different signs.
+template <class Format>
+OTTAVA_HD float dequantize_element(uint8_t code, float scale_inv) {
+    const float value = multiply(widen<Format, float, int32_t>(code & 0x7f), scale_inv);
+    const int32_t bits = bits_as<int32_t>(value);
+    const int32_t clean = (bits & kMagnitude) > kInfinity ? kQuietNan : bits;
+    return bits_as<float>(static_cast<uint32_t>(clean) ^ (static_cast<uint32_t>(code & 0x80) << 24));
+}
+
+template <class Format>
+OTTAVA_HD float format_max() {
+    return bits_as<float>(Format::limit);
+}
+
+struct Scale {
+    float scale;      // multiplies when quantizing
+    float scale_inv;  // multiplies when dequantizing: 1 / scale, correctly rounded
+};
+
+OTTAVA_HD Scale scale_from_amax(float amax, float fp8_max, float epsilon, bool force_pow_2) {
+    if (amax < epsilon) amax = epsilon;
+    const int32_t magnitude = bits_as<int32_t>(amax) & kMagnitude;
+    float scale = 1.0f;
+    if (magnitude != 0 && magnitude < kInfinity) {
+        scale = divide(fp8_max, amax);
+        if ((bits_as<int32_t>(scale) & kMagnitude) == kInfinity) scale = bits_as<float>(kLargestFinite);
+        if (force_pow_2) scale = bits_as<float>(bits_as<int32_t>(scale) & static_cast<int32_t>(0xff800000u));
+    }
+    return Scale{scale, divide(1.0f, scale)};
+}
+
+}  // namespace ottava
