@@ -257,3 +257,10 @@ class TestTransposeValidity:
         buffer.seek(0)
         for tensor in (held.clone(), held.detach(), torch.load(buffer, weights_only=True)):
             assert tensor._transpose is None
+
+
+def test_names_of_torch_tensor_are_not_shadowed(q: Float8Tensor) -> None:
+    assert torch.equal(q.flatten().dequantize(), q.dequantize().flatten())
+    assert torch.equal(q.select(0, 1).inner(q.select(0, 2)), q.dequantize()[1].inner(q.dequantize()[2]))
+    assert q.numel() == 24
+    assert q.dim() == 2

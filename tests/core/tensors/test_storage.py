@@ -50,17 +50,17 @@ def make_pair() -> PairStorage:
 
 
 def same(a: Any, b: Any) -> bool:
-    pairs = zip(a.inner(), b.inner(), strict=True)
+    pairs = zip(a.inner_list(), b.inner_list(), strict=True)
     return type(a) is type(b) and all((x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in pairs)
 
 
 def test_flatten_and_build_give_the_storage_back() -> None:
     pair = make_pair()
-    tensors, spec = pair.flatten()
+    tensors, spec = pair.flatten_storage()
     built = spec.build(tensors)
     assert same(pair, built)
     assert built._bits == 7
-    assert hash(spec) == hash(pair.flatten()[1])
+    assert hash(spec) == hash(pair.flatten_storage()[1])
 
 
 def test_declared_storages_clone_copy_pickle_and_count() -> None:
@@ -97,7 +97,7 @@ def test_methods_release_and_take_back() -> None:
     copy_of = make_pair()
     tensors, returned = pair.prepare_for_saving()
     assert returned is pair
-    assert pair.inner() == [None, None, None]
+    assert pair.inner_list() == [None, None, None]
     extra = torch.ones(1)
     assert pair.restore_from_saved([*tensors, extra]) == [extra]
     assert same(pair, copy_of)

@@ -12,6 +12,7 @@ import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.kernels import HIGH_PRECISION, backend_for, scaled_mm
+from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
 GemmType = Literal["fprop", "dgrad", "wgrad"]
@@ -99,11 +100,11 @@ def _matrix(x: Operand, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Ten
     return x.reshape(-1, x.shape[-1]).to(dtype), None
 
 
-def _custom_owner(a: Operand, b: Operand) -> QuantizedTensorStorage | None:
+def _custom_owner(a: Operand, b: Operand) -> Quantizer | None:
     for x in (a, b):
-        quantizer = getattr(x, "_quantizer", None)
+        quantizer: Quantizer | None = getattr(x, "_quantizer", None)
         if quantizer is not None and quantizer.custom:
-            return quantizer  # type: ignore[no-any-return]
+            return quantizer
     return None
 
 

@@ -95,7 +95,8 @@ def check_epsilon(epsilon: float) -> None:
 def amax(x: torch.Tensor) -> torch.Tensor:
     """max |x| as a float32 scalar on the device of ``x``; NaN is ignored, an empty tensor has 0."""
     check_high_precision(x)
-    return torch.ops.ottava.amax(x)
+    result: torch.Tensor = torch.ops.ottava.amax(x)
+    return result
 
 
 def scale_from_amax(
@@ -110,7 +111,8 @@ def scale_from_amax(
     check_epsilon(epsilon)
     if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
         raise DTypeError("amax is not a float32 tensor", expected="a float32 tensor")
-    return torch.ops.ottava.scale_from_amax(amax, fp8_dtype, float(epsilon), bool(force_pow_2))
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.ottava.scale_from_amax(amax, fp8_dtype, float(epsilon), bool(force_pow_2))
+    return result
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
@@ -118,7 +120,8 @@ def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.
     check_high_precision(x)
     fp8_format(fp8_dtype)
     _check_scalar(scale, x, "scale")
-    return torch.ops.ottava.cast(x, scale, fp8_dtype)
+    result: torch.Tensor = torch.ops.ottava.cast(x, scale, fp8_dtype)
+    return result
 
 
 def cast_transpose(
@@ -129,7 +132,8 @@ def cast_transpose(
     fp8_format(fp8_dtype)
     _check_scalar(scale, x, "scale")
     _check_matrix(x)
-    return torch.ops.ottava.cast_transpose(x, scale, fp8_dtype)
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.ottava.cast_transpose(x, scale, fp8_dtype)
+    return result
 
 
 def quantize(
@@ -150,14 +154,16 @@ def quantize(
     check_epsilon(epsilon)
     if transposed:
         _check_matrix(x)
-    return torch.ops.ottava.quantize(x, fp8_dtype, float(epsilon), bool(force_pow_2), rowwise, transposed)
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.ottava.quantize(x, fp8_dtype, float(epsilon), bool(force_pow_2), rowwise, transposed)
+    return result
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
     """Codes ``[*leading, K]`` to a contiguous ``[K, *leading]``."""
     _check_codes(data)
     _check_matrix(data)
-    return torch.ops.ottava.transpose(data)
+    result: torch.Tensor = torch.ops.ottava.transpose(data)
+    return result
 
 
 def decode(
@@ -170,7 +176,8 @@ def decode(
         _check_scalar(scale_inv, data, "scale_inv")
     if dtype not in HIGH_PRECISION:
         raise DTypeError(f"cannot decode to {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
-    return torch.ops.ottava.decode(data, scale_inv, fp8_dtype, dtype)
+    result: torch.Tensor = torch.ops.ottava.decode(data, scale_inv, fp8_dtype, dtype)
+    return result
 
 
 def scaled_mm(
@@ -182,7 +189,8 @@ def scaled_mm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """``round(a[M, K] @ b[K, N] * (scale_a * scale_b) + bias)``; scales are float32 scalars or None."""
-    return torch.ops.ottava.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
+    result: torch.Tensor = torch.ops.ottava.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
+    return result
 
 
 def _check_out(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:

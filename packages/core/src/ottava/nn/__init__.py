@@ -1,6 +1,6 @@
 """Modules that compute on quantized operands."""
 
-from ottava.nn.convert import ConversionReport, conversion_report, convert
+from ottava.nn.conversion import ConversionReport, conversion_report, convert
 from ottava.nn.linear import Linear
 from ottava.nn.model_init import quantized_model_init
 

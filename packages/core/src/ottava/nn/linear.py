@@ -134,7 +134,7 @@ class Linear(torch.nn.Linear):
         quantized_weight = self._weight_to_use(state, dtype, is_first_microbatch, grad_enabled)
         plan = LinearPlan(state, dtype, grad_enabled)
         with torch.autocast(device_type=input.device.type, enabled=False):
-            result: torch.Tensor = LinearFunction.apply(input, self.weight, self.bias, quantized_weight, plan)
+            result: torch.Tensor = LinearFunction.apply(input, self.weight, self.bias, quantized_weight, plan)  # type: ignore[no-untyped-call]
         return result
 
     def _plain_weight(self) -> torch.Tensor:

@@ -200,7 +200,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return values.reshape(-1, values.shape[-1]) if values.dim() != 2 else values, self._scale_inv
 
 
-class Float8Tensor(Float8TensorStorage, QuantizedTensor):
+class Float8Tensor(Float8TensorStorage, QuantizedTensor):  # type: ignore[override]
     """FP8 codes with one scale as a ``torch.Tensor``.
 
     Args:
@@ -216,11 +216,11 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
     static_fields: ClassVar[tuple[StaticField, ...]] = (StaticField("_fp8_dtype", "fp8_dtype"),)
 
     # As in QuantizedTensor: torch.Tensor answers these.
-    shape = torch.Tensor.shape  # type: ignore[assignment]
-    device = torch.Tensor.device  # type: ignore[assignment]
-    dtype = torch.Tensor.dtype  # type: ignore[assignment]
+    shape = torch.Tensor.shape
+    device = torch.Tensor.device
+    dtype = torch.Tensor.dtype
     size = torch.Tensor.size  # type: ignore[assignment]
-    dequantize = QuantizedTensor.dequantize  # type: ignore[assignment]
+    dequantize = QuantizedTensor.dequantize
 
     @staticmethod
     def __new__(
@@ -246,7 +246,7 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
         own = held.shape if data is not None else torch.Size((*held.shape[1:], held.shape[0]))
         if shape is not None and tuple(shape) != tuple(own):
             raise ShapeError(f"the data has shape {tuple(own)}", expected=str(tuple(shape)))
-        made: Float8Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Float8Tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             own,
             strides=data.stride() if data is not None else None,
@@ -270,7 +270,7 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
     ) -> None:
         self._set_data(data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer)
 
-    _dtype = QuantizedTensor._dtype  # type: ignore[assignment]
+    _dtype = QuantizedTensor._dtype
 
     def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
         with torch.no_grad():

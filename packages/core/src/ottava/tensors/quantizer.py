@@ -95,7 +95,7 @@ class Quantizer(ABC):
             )
         if self.internal or not (torch.is_grad_enabled() and tensor.requires_grad):
             return self.quantize_impl(tensor, dtype or tensor.dtype)
-        return _Quantize.apply(tensor, self, dtype or tensor.dtype)
+        return _Quantize.apply(tensor, self, dtype or tensor.dtype)  # type: ignore[no-untyped-call]
 
     def __call__(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         """Same as :meth:`quantize`."""

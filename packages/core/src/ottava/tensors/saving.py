@@ -1,6 +1,6 @@
 """Saving quantized tensors for backward, by value.
 
-``flatten()`` takes the tensors out and leaves an immutable spec; nothing is mutated, so that ``torch.compile`` can
+``flatten_storage()`` takes the tensors out and leaves an immutable spec; nothing is mutated, so that ``torch.compile`` can
 carry the specs from forward to backward.
 """
 
@@ -29,7 +29,7 @@ def prepare_for_saving(
     objects: list[StorageSpec | None] = []
     for tensor in tensors:
         if isinstance(tensor, QuantizedTensorStorage):
-            inner, spec = tensor.flatten()
+            inner, spec = tensor.flatten_storage()
             flat.extend(inner)
             objects.append(spec)
         else:

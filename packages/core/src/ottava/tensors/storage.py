@@ -57,7 +57,9 @@ class StorageSpec:
             arguments[inner.argument] = tensor
         for field, value in zip(self.cls.all_static_fields(), self.static, strict=True):
             arguments[field.argument] = value
-        return self.cls(**arguments, quantizer=self.quantizer)
+        make: Any = self.cls
+        built: QuantizedTensorStorage = make(**arguments, quantizer=self.quantizer)
+        return built
 
 
 class QuantizedTensorStorage:
@@ -87,14 +89,14 @@ class QuantizedTensorStorage:
         """The declared static fields; quantized tensors add those that every tensor has."""
         return cls.static_fields
 
-    def inner(self) -> list[torch.Tensor | None]:
+    def inner_list(self) -> list[torch.Tensor | None]:
         """The inner tensors in the order of the declaration; None for those not held."""
         return [getattr(self, inner.attribute) for inner in self.inner_tensors]
 
-    def flatten(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
+    def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
         """The inner tensors and what builds a storage around them again. Nothing is changed."""
         static = tuple(getattr(self, field.attribute) for field in type(self).all_static_fields())
-        return self.inner(), StorageSpec(type(self), static, self._quantizer)
+        return self.inner_list(), StorageSpec(type(self), static, self._quantizer)
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
@@ -106,7 +108,7 @@ class QuantizedTensorStorage:
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], QuantizedTensorStorage]:
         """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""
-        tensors = self.inner()
+        tensors = self.inner_list()
         for inner in self.inner_tensors:
             setattr(self, inner.attribute, None)
         return tensors, self
@@ -127,12 +129,12 @@ class QuantizedTensorStorage:
     @property
     def nbytes(self) -> int:
         """Bytes that the inner tensors hold."""
-        return sum(t.numel() * t.element_size() for t in self.inner() if t is not None)
+        return sum(t.numel() * t.element_size() for t in self.inner_list() if t is not None)
 
     @property
     def device(self) -> torch.device:
         """The device of the inner tensors."""
-        for tensor in self.inner():
+        for tensor in self.inner_list():
             if tensor is not None:
                 return tensor.device
         raise UsageError(f"{type(self).__name__} holds no data", expected="data", remedy="it was cleared or saved")
@@ -140,7 +142,7 @@ class QuantizedTensorStorage:
     @property
     def shape(self) -> torch.Size:
         """Shape of the tensor that was quantized."""
-        return self.size()
+        return torch.Size(self.size())
 
     def size(self, dim: int | None = None) -> Any:
         """Shape of the tensor that was quantized, or one of its dimensions."""
@@ -152,7 +154,7 @@ class QuantizedTensorStorage:
 
     def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
         """A new storage with ``function`` applied to each inner tensor held; the quantizer is copied."""
-        tensors, spec = self.flatten()
+        tensors, spec = self.flatten_storage()
         moved = [None if t is None else function(t) for t in tensors]
         quantizer = None if spec.quantizer is None else spec.quantizer.copy()
         return StorageSpec(spec.cls, spec.static, quantizer).build(moved)
@@ -167,7 +169,7 @@ class QuantizedTensorStorage:
             setattr(self, inner.attribute, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        tensors, spec = self.flatten()
+        tensors, spec = self.flatten_storage()
         return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensorStorage:
@@ -179,7 +181,7 @@ class QuantizedTensorStorage:
 
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
-        held = {i.usage for i, t in zip(self.inner_tensors, self.inner(), strict=True) if t is not None}
+        held = {i.usage for i, t in zip(self.inner_tensors, self.inner_list(), strict=True) if t is not None}
         both = not any(i.usage != "both" for i in self.inner_tensors) and "both" in held
         return {"rowwise": both or "rowwise" in held, "columnwise": both or "columnwise" in held}
 
@@ -261,7 +263,7 @@ class QuantizedTensorStorage:
         if tuple(src.size()) != tuple(self.size()):
             raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
         pairs = []
-        for inner, mine, theirs in zip(self.inner_tensors, self.inner(), src.inner(), strict=True):
+        for inner, mine, theirs in zip(self.inner_tensors, self.inner_list(), src.inner_list(), strict=True):
             if mine is None:
                 continue
             if theirs is None:

@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 _EXTRA_ATTRIBUTES = ("_is_param", "_high_precision_init_val")
 
 
-class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
+class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[override]
     """Base class of quantized tensors.
 
     A subclass declares its storage as any :class:`~ottava.QuantizedTensorStorage` does; its constructor takes
@@ -29,10 +29,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return QuantizedTensor._base_static_fields + cls.static_fields
 
     # torch.Tensor answers these; the storage's answers are for bare storages.
-    shape = torch.Tensor.shape  # type: ignore[assignment]
-    device = torch.Tensor.device  # type: ignore[assignment]
+    shape = torch.Tensor.shape
+    device = torch.Tensor.device
     size = torch.Tensor.size  # type: ignore[assignment]
-    numel = torch.Tensor.numel  # type: ignore[assignment]
+    numel = torch.Tensor.numel
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -43,11 +43,11 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return self.dtype
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         owner = next((t for t in types if issubclass(t, QuantizedTensor)), cls)
         return aten.dispatch(owner, func, args, kwargs or {})
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     # -- torch.compile ------------------------------------------------------------------------------------------
 
@@ -70,27 +70,29 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """High-precision values; what a subclass defines."""
         raise NotImplementedError(f"{type(self).__name__} must define dequantize_impl()")
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """High-precision values in ``dtype`` or the nominal dtype; differentiable, straight-through."""
         if torch.is_grad_enabled() and self.requires_grad:
-            return _Dequantize.apply(self, dtype or self.dtype)
+            values: torch.Tensor = _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
+            return values
         return self.dequantize_impl(dtype or self.dtype)
 
-    def float(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def float(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Dequantize to float32."""
         return self.dequantize(torch.float32)
 
-    def half(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def half(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Dequantize to float16."""
         return self.dequantize(torch.float16)
 
-    def bfloat16(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def bfloat16(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Dequantize to bfloat16."""
         return self.dequantize(torch.bfloat16)
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """The same quantized values presented as another nominal dtype."""
-        return self.make_like(self, dtype=dtype)
+        made: QuantizedTensor = self.make_like(self, dtype=dtype)
+        return made
 
     @classmethod
     def make_like(
@@ -106,9 +108,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         metadata = tensor.get_metadata() | replaced
         metadata["shape"] = tuple(tensor.shape) if shape is None else tuple(shape)
         metadata["dtype"] = dtype or tensor.dtype
-        made = type(tensor)(**metadata, requires_grad=requires_grad)
+        build: Any = type(tensor)
+        made = build(**metadata, requires_grad=requires_grad)
         made._share_freshness(tensor)
         return made
+
+    def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
+        """Whether copying from ``other`` can copy inner tensors instead of quantizing again."""
+        return False
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         """Share whatever tracks staleness with ``other``, an alias of the same data."""
@@ -118,7 +125,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             return super().apply_to_inner(function)
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         """An alias without gradient."""
         return self.detach()
 
@@ -126,21 +133,20 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if tuple(value.shape) != tuple(self.shape):
             raise ShapeError(f"new data has shape {tuple(value.shape)}", expected=str(tuple(self.shape)))
-        adoptable = (
-            isinstance(value, QuantizedTensor)
-            and value.inner_tensors == self.inner_tensors
-            and value.device == self.device
-            and value.dtype == self.dtype
-        )
-        if not adoptable:
+        if not isinstance(value, QuantizedTensor) or not self._can_adopt(value):
             with torch.no_grad():
                 self.quantize_(value.detach().to(self.device))
             return
-        for field in (*type(self).inner_tensors, *type(self).static_fields):
-            setattr(self, field.attribute, getattr(value, field.attribute))
+        names = [i.attribute for i in self.inner_tensors] + [f.attribute for f in self.static_fields]
+        for name in names:
+            setattr(self, name, getattr(value, name))
         if value._quantizer is not None:
             self._quantizer = value._quantizer
         self._share_freshness(value)
+
+    def _can_adopt(self, value: QuantizedTensor) -> bool:
+        same_kind = value.inner_tensors == self.inner_tensors
+        return same_kind and value.device == self.device and value.dtype == self.dtype
 
     def detach(self) -> Any:
         """An alias of the same data outside the autograd graph."""
@@ -181,11 +187,11 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        tensors, spec = self.flatten()
+        tensors, spec = self.flatten_storage()
         extra = self._extra() | {"requires_grad": self.requires_grad}
         return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer, extra)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         try:
             with torch.no_grad():
                 values = repr(self.detach().dequantize_impl(self.dtype))
@@ -226,7 +232,7 @@ def _pin_memory(op: Any, tensor: QuantizedTensor, device: Any = None) -> Any:
 
 @aten.implements(QuantizedTensor, _aten.is_pinned.default)
 def _is_pinned(op: Any, tensor: QuantizedTensor, device: Any = None) -> bool:
-    return all(t.is_pinned() for t in tensor.inner() if t is not None)
+    return all(t.is_pinned() for t in tensor.inner_list() if t is not None)
 
 
 @aten.implements(QuantizedTensor, _aten._to_copy.default)

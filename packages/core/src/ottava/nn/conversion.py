@@ -118,7 +118,7 @@ def convert(
     excluded, _ = _matcher(names, exclude, "exclude")
 
     decisions: list[Decision] = []
-    replacements: dict[int, torch.nn.Module] = {}
+    replacements: dict[int, Linear] = {}
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear):
             continue
@@ -138,9 +138,8 @@ def convert(
         else:
             decisions.append(Decision(name, False, reason))
 
-    for made in replacements.values():
-        if isinstance(made, Linear):
-            made.bind(chosen)
+    for replacement in replacements.values():
+        replacement.bind(chosen)
     for parent in list(model.modules()):
         for child_name, child in parent._modules.items():
             if child is not None and id(child) in replacements:
