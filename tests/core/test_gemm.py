@@ -42,7 +42,10 @@ def test_power_of_two_scales_round_once() -> None:
 
     def make(scale_inv: float) -> Float8Tensor:
         return Float8Tensor(
-            dtype=torch.bfloat16, data=codes, fp8_dtype=torch.float8_e4m3fn, fp8_scale_inv=torch.tensor(scale_inv)
+            dtype=torch.bfloat16,
+            data=codes,
+            fp8_dtype=torch.float8_e4m3fn,
+            fp8_scale_inv=torch.tensor(scale_inv),
         )
 
     for sa, sb in ((1.0, 1.0), (0.25, 0.125)):

@@ -40,7 +40,7 @@ def test_scale_and_values(fp8_dtype: torch.dtype, pow_2: bool, epsilon: float, l
     assert q._data[3] == 0x7F
     if math.isfinite(largest):
         step = torch.finfo(fp8_dtype).eps
-        torch.testing.assert_close(q.dequantize()[:3], x[:3], rtol=step, atol=max(largest, epsilon) * 2**-9)
+        torch.testing.assert_close(q.dequantize()[:3], x[:3], rtol=step, atol=2**-9 / scale)
 
 
 def test_options_are_checked() -> None:
@@ -102,8 +102,9 @@ def test_a_model_learns_as_in_bfloat16() -> None:
         return loss.item()
 
     plain, quantized = train(False), train(True)
-    assert plain < 0.45
-    assert abs(quantized - plain) < 0.2 * plain
+    assert plain < 0.06
+    # From about 0.5 at the start; rounding noise costs a little of the way down.
+    assert quantized < 0.08
 
 
 def test_compiled_training_equals_eager() -> None:

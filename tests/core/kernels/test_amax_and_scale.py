@@ -16,7 +16,20 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def amaxes() -> list[float]:
-    fixed = [0.0, math.inf, math.nan, 448.0, 57344.0, 1.0, 3e38, 2.0**-149, 2.0**-127, 2.0**-126, 1e-40, 1e-38]
+    fixed = [
+        0.0,
+        math.inf,
+        math.nan,
+        448.0,
+        57344.0,
+        1.0,
+        3e38,
+        2.0**-149,
+        2.0**-127,
+        2.0**-126,
+        1e-40,
+        1e-38,
+    ]
     bits = np.random.default_rng(5).integers(0, 0x7F800000, 3000, dtype=np.uint32).view(np.float32)
     return fixed + bits.tolist()
 

@@ -73,7 +73,9 @@ def test_the_product_with_the_scale_is_rounded_to_float32_first(scale: float, se
             assert kernels.cast(x, torch.tensor(scale), FP8["e4m3"]).tolist() == expected
 
 
-@pytest.mark.parametrize("shape", [(0,), (1,), (), (3, 0), (0, 5), (7,), (3, 5), (17, 33), (64, 64), (65, 129), (2, 3, 41)])
+@pytest.mark.parametrize(
+    "shape", [(0,), (1,), (), (3, 0), (0, 5), (7,), (3, 5), (17, 33), (64, 64), (65, 129), (2, 3, 41)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_shape_and_stride_equals_the_reference(
     code_path: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -89,7 +91,9 @@ def test_every_shape_and_stride_equals_the_reference(
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (31, 47), (64, 200), (129, 257), (300, 1), (1, 300), (0, 4), (4, 0)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (16, 16), (31, 47), (64, 200), (129, 257), (300, 1), (1, 300), (0, 4), (4, 0)]
+)
 def test_transposes_move_bytes(code_path: str, shape: tuple[int, int]) -> None:
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     assert torch.equal(kernels.transpose(codes), codes.t())

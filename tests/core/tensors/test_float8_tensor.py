@@ -200,7 +200,10 @@ def test_constructor_checks() -> None:
     data = torch.zeros(2, 2, dtype=torch.uint8)
     one = torch.ones(())
     viewed = Float8Tensor(
-        dtype=torch.bfloat16, data=data.view(torch.float8_e4m3fn), fp8_dtype=torch.float8_e4m3fn, fp8_scale_inv=one
+        dtype=torch.bfloat16,
+        data=data.view(torch.float8_e4m3fn),
+        fp8_dtype=torch.float8_e4m3fn,
+        fp8_scale_inv=one,
     )
     assert viewed._data.dtype == torch.uint8
     with pytest.raises(DTypeError):

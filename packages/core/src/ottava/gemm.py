@@ -64,9 +64,7 @@ def gemm(
 
     owner = _custom_owner(a, b)
     if owner is not None:
-        return owner.qgemm(
-            a, b, None, result_dtype, _scale_of(a), _scale_of(b), bias, out, accumulate, gemm_type, a, b
-        )
+        return owner.qgemm(a, b, None, result_dtype, _scale_of(a), _scale_of(b), bias, out, accumulate, gemm_type, a, b)
 
     (a_columnwise, b_columnwise), (transpose_a, transpose_b) = _GEMMS[gemm_type]
     # Adding into out must round once: the product stays float32 until the sum.
@@ -136,7 +134,7 @@ def _check_operands(
         inner, result = (_rows(a_shape), _rows(b_shape)), (a_shape[-1], b_shape[-1])
     if inner[0] != inner[1]:
         raise ShapeError(
-            f"{gemm_type} of {tuple(a_shape)} and {tuple(b_shape)}: the reduced dimensions are {inner[0]} and {inner[1]}",
+            f"{gemm_type} of {tuple(a_shape)} and {tuple(b_shape)}: reduced dimensions {inner[0]} and {inner[1]}",
             expected="equal ones",
         )
     if bias is not None and tuple(bias.shape) != (result[1],):

@@ -83,9 +83,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         self, tensor: torch.Tensor, dtype: torch.dtype, with_data: bool, with_transpose: bool
     ) -> QuantizedTensorStorage:
         amax = reduce_amax(kernels.amax(tensor), self.amax_reduction_group)
-        scale, scale_inv = kernels.scale_from_amax(
-            amax, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales
-        )
+        scale, scale_inv = kernels.scale_from_amax(amax, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales)
         if not with_transpose:
             return self.wrap(kernels.cast(tensor, scale, self.fp8_dtype), None, scale_inv, dtype)
         data, transpose = kernels.cast_transpose(tensor, scale, self.fp8_dtype)

@@ -46,9 +46,7 @@ class Float8CurrentScaling(Recipe):
                 raise OptionError(f"{field} is {getattr(self, field)!r}", expected="True or False")
         check_epsilon(self.amax_epsilon)
 
-    def make_quantizer(
-        self, role: QuantizerRole, *, amax_reduction_group: Any = None
-    ) -> Float8CurrentScalingQuantizer:
+    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Float8CurrentScalingQuantizer:
         """E4M3 or E5M2 by the direction of the tensor; weights are equal on all ranks and need no reduction."""
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
         return Float8CurrentScalingQuantizer(

@@ -55,7 +55,9 @@ def check_high_precision(x: torch.Tensor, what: str = "input") -> None:
     # Dynamo refuses to read the layout inside a backward; a graph's operators check it again.
     if not torch.compiler.is_compiling() and x.layout != torch.strided:
         raise DTypeError(
-            f"{what} has layout {x.layout}", expected="a dense (strided) tensor", remedy="call .to_dense() first"
+            f"{what} has layout {x.layout}",
+            expected="a dense (strided) tensor",
+            remedy="call .to_dense() first",
         )
 
 
@@ -111,7 +113,9 @@ def scale_from_amax(
     check_epsilon(epsilon)
     if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
         raise DTypeError("amax is not a float32 tensor", expected="a float32 tensor")
-    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.ottava.scale_from_amax(amax, fp8_dtype, float(epsilon), bool(force_pow_2))
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.ottava.scale_from_amax(
+        amax, fp8_dtype, float(epsilon), bool(force_pow_2)
+    )
     return result
 
 
@@ -124,9 +128,7 @@ def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.
     return result
 
 
-def cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`cast` of ``x [*leading, K]`` with its transpose ``[K, *leading]``, in one pass."""
     check_high_precision(x)
     fp8_format(fp8_dtype)
@@ -154,7 +156,9 @@ def quantize(
     check_epsilon(epsilon)
     if transposed:
         _check_matrix(x)
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.ottava.quantize(x, fp8_dtype, float(epsilon), bool(force_pow_2), rowwise, transposed)
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.ottava.quantize(
+        x, fp8_dtype, float(epsilon), bool(force_pow_2), rowwise, transposed
+    )
     return result
 
 
@@ -249,9 +253,7 @@ def transpose_out(data: torch.Tensor, out: torch.Tensor) -> None:
     backend_module(data.device.type).transpose_out(data, out)
 
 
-def decode_out(
-    data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor
-) -> None:
+def decode_out(data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor) -> None:
     """:func:`decode` into ``out``, whose dtype says what to round to."""
     _check_codes(data)
     check_high_precision(out, "out")

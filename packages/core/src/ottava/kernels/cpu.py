@@ -97,9 +97,7 @@ def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.
     return out
 
 
-def cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and their transpose, in one pass over ``x``."""
     x, scale = x.contiguous(), _scalar(scale)
     out = torch.empty(x.shape, dtype=torch.uint8)
@@ -147,7 +145,12 @@ def quantize_out(
 
 
 def quantize(
-    x: torch.Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    epsilon: float,
+    force_pow_2: bool,
+    rowwise: bool,
+    transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """amax, scale, cast and transpose: ``(data, transpose, scale, scale_inv, amax)``."""
     data = torch.empty(x.shape if rowwise else (0,), dtype=torch.uint8)
@@ -180,9 +183,7 @@ def transpose(data: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def decode_out(
-    data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor
-) -> None:
+def decode_out(data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor) -> None:
     """:func:`decode` into ``out``, whose dtype says what to round to."""
     data = data.contiguous()
     factor = None if scale_inv is None else _scalar(scale_inv)

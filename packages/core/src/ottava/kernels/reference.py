@@ -78,16 +78,19 @@ def transpose(data: torch.Tensor) -> torch.Tensor:
     return data.movedim(-1, 0).contiguous()
 
 
-def cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and their transpose."""
     data = cast(x, scale, fp8_dtype)
     return data, transpose(data)
 
 
 def quantize(
-    x: torch.Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    epsilon: float,
+    force_pow_2: bool,
+    rowwise: bool,
+    transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """amax, scale, cast and transpose: ``(data, transpose, scale, scale_inv, amax)``."""
     seen = amax(x)
@@ -154,8 +157,6 @@ def transpose_out(data: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(transpose(data))
 
 
-def decode_out(
-    data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor
-) -> None:
+def decode_out(data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor) -> None:
     """:func:`decode` into ``out``."""
     out.copy_(decode(data, scale_inv, fp8_dtype, out.dtype))

@@ -129,10 +129,7 @@ def convert(
             reason = "in exclude"
         if reason is None:
             made = module if isinstance(module, Linear) else Linear.from_linear(module, name=name)
-            if isinstance(module, Linear):
-                reason = "already an ottava.nn.Linear: recipe bound"
-            else:
-                reason = "nn.Linear swapped"
+            reason = "nn.Linear swapped" if made is not module else "already an ottava.nn.Linear: recipe bound"
             replacements[id(module)] = made
             decisions.append(Decision(name, True, reason))
         else:

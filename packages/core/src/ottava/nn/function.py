@@ -75,9 +75,7 @@ class LinearFunction(torch.autograd.Function):
         dx = dw = db = None
         dy2 = dy.reshape(-1, dy.shape[-1])
         if qx is not None or qw is not None:
-            quantizer = plan.state.quantizer(
-                "grad_output", rowwise=qw is not None, columnwise=qx is not None
-            )
+            quantizer = plan.state.quantizer("grad_output", rowwise=qw is not None, columnwise=qx is not None)
             qdy = quantizer.quantize(dy2, dtype=plan.dtype)
             if qw is not None:
                 dx = gemm(qdy, qw, "dgrad", out_dtype=plan.dtype).to(x_dtype).view(ctx.x_shape)

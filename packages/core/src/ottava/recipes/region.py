@@ -61,7 +61,9 @@ class autocast:
         for name, value in (("enabled", enabled), ("calibrating", calibrating)):
             if not isinstance(value, bool):
                 raise OptionError(
-                    f"autocast({name}={value!r})", expected="True or False", remedy="pass the recipe as the first argument"
+                    f"autocast({name}={value!r})",
+                    expected="True or False",
+                    remedy="pass the recipe as the first argument",
                 )
         self._recipe = None if recipe is None else as_recipe(recipe)
         self._enabled = enabled

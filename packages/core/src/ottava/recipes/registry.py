@@ -103,7 +103,8 @@ def _load() -> tuple[PluginStatus, ...]:
         except (Exception, SystemExit) as error:
             if os.environ.get("OTTAVA_STRICT_PLUGINS") == "1":
                 raise PluginError(
-                    f"plugin {facts[0]} {version} is broken: {error}", remedy="unset OTTAVA_STRICT_PLUGINS to go on"
+                    f"plugin {facts[0]} {version} is broken: {error}",
+                    remedy="unset OTTAVA_STRICT_PLUGINS to go on",
                 ) from error
             statuses.append(PluginStatus(*facts, "broken", f"{type(error).__name__}: {error}"))
             continue

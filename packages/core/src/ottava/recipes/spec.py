@@ -18,9 +18,7 @@ def _check(kind: str, name: str, factory: str) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise OptionError(f"{kind} name {name!r}", expected="lower-case letters, digits, - and _, a letter first")
     if not isinstance(factory, str) or not _REFERENCE.fullmatch(factory):
-        raise OptionError(
-            f"factory {factory!r} of {kind} {name!r}", expected='a reference "package.module:Object"'
-        )
+        raise OptionError(f"factory {factory!r} of {kind} {name!r}", expected='a reference "package.module:Object"')
 
 
 @dataclass(frozen=True, kw_only=True)

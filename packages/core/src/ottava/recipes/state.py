@@ -21,9 +21,7 @@ class RecipeState:
     has nothing to mutate. A stateful recipe derives from this and from ``torch.nn.Module``, with its state in buffers.
     """
 
-    def __init__(
-        self, recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
         self.recipe = recipe
         self.amax_reduction_group = amax_reduction_group
         self.quantizers: dict[tuple[str, bool, bool], Quantizer] = {}

@@ -90,7 +90,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._quantizer = quantizer
         self._transpose = _as_codes(data_transpose, "data_transpose")
 
-    # -- the transpose and its validity -------------------------------------------------------------------------
+    # -- the transpose and its validity --
 
     @property
     def _transpose(self) -> torch.Tensor | None:
@@ -107,9 +107,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def mark_written(self) -> None:
         self._writes.value += 1
 
-    def copy_from_storage(
-        self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
-    ) -> None:
+    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
         if self._whole is not None:
             self._write_part(src.dequantize(), noop_flag)
             return
@@ -131,7 +129,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         replaced.as_strided(part.shape, part.stride(), offset).copy_(values)
         whole.quantize_(replaced, noop_flag=noop_flag)
 
-    # -- usages -------------------------------------------------------------------------------------------------
+    # -- usages --
 
     def get_usages(self) -> dict[str, bool]:
         transposed = self._transpose is not None
@@ -163,7 +161,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
             self._data = None
             self._transpose = kept
 
-    # -- values -------------------------------------------------------------------------------------------------
+    # -- values --
 
     def size(self, dim: int | None = None) -> Any:
         if self._data is not None:

@@ -85,9 +85,7 @@ def _nominal(kwargs: dict[str, Any], tensor: Float8Tensor) -> torch.dtype | None
 
 def _new(tensor: Float8Tensor, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Float8Tensor:
     quantizer = None if tensor._quantizer is None else tensor._quantizer.copy()
-    return Float8Tensor(
-        dtype=dtype, data=codes, fp8_dtype=tensor._fp8_dtype, fp8_scale_inv=scale, quantizer=quantizer
-    )
+    return Float8Tensor(dtype=dtype, data=codes, fp8_dtype=tensor._fp8_dtype, fp8_scale_inv=scale, quantizer=quantizer)
 
 
 @implements(Float8Tensor, _aten.new_zeros.default, _aten.new_empty.default)
@@ -110,5 +108,3 @@ def _like(op: Any, tensor: Float8Tensor, **kwargs: Any) -> Any:
     make = torch.zeros if op is _aten.zeros_like.default else torch.empty
     codes = make(tensor.shape, dtype=torch.uint8, device=device)
     return _new(tensor, codes, torch.ones((), dtype=torch.float32, device=device), dtype)
-
-

@@ -1,7 +1,8 @@
 """Derived tensors (transposes) that are never read when stale.
 
 Aliases of one buffer share a :class:`WriteCount`; every in-place write counts. A :class:`DerivedTensor` remembers the
-count and the version of the buffer that it was computed from, so its validity belongs to it and not to whoever holds it.
+count and the version of the buffer that it was computed from, so its validity belongs to it and not to
+whoever holds it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Quantizer(ABC):
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
 
-    # -- what a subclass defines --------------------------------------------------------------------------------
+    # -- what a subclass defines --
 
     @abstractmethod
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
@@ -57,7 +57,7 @@ class Quantizer(ABC):
     ) -> QuantizedTensorStorage:
         """An uninitialized result for the usages set, to be filled by :meth:`update_quantized`."""
 
-    # -- quantizing ---------------------------------------------------------------------------------------------
+    # -- quantizing --
 
     def quantize(
         self,
@@ -81,9 +81,7 @@ class Quantizer(ABC):
             tensor = tensor.dequantize()
         check_high_precision(tensor)
         if dtype is not None and dtype not in HIGH_PRECISION:
-            raise DTypeError(
-                f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16"
-            )
+            raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
         if out is not None:
             self.update_quantized(tensor, out)
             return out
@@ -145,7 +143,7 @@ class Quantizer(ABC):
         """Whether quantizing dequantized values gives the same bytes again."""
         return False
 
-    # -- configuration ------------------------------------------------------------------------------------------
+    # -- configuration --
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Set the usages to produce; None leaves one as it is."""
@@ -195,7 +193,7 @@ class Quantizer(ABC):
         fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
         return f"{type(self).__name__}({fields})"
 
-    # -- GEMM of user-defined quantizers ------------------------------------------------------------------------
+    # -- GEMM of user-defined quantizers --
 
     def qgemm(
         self,

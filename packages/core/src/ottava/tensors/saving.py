@@ -1,6 +1,7 @@
 """Saving quantized tensors for backward, by value.
 
-``flatten_storage()`` takes the tensors out and leaves an immutable spec; nothing is mutated, so that ``torch.compile`` can
+``flatten_storage()`` takes the tensors out and leaves an immutable spec; nothing is mutated, so that
+``torch.compile`` can
 carry the specs from forward to backward.
 """
 
@@ -51,7 +52,9 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
     wanted = sum(1 if spec is None else len(spec.cls.inner_tensors) for spec in objects)
     if wanted != len(tensors):
         raise ShapeError(
-            f"{len(tensors)} saved tensors", expected=f"{wanted}", remedy="pass both lists of one prepare_for_saving"
+            f"{len(tensors)} saved tensors",
+            expected=f"{wanted}",
+            remedy="pass both lists of one prepare_for_saving",
         )
     restored: list[Any] = []
     position = 0

@@ -82,7 +82,7 @@ class QuantizedTensorStorage:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
 
-    # -- derived from the declaration ---------------------------------------------------------------------------
+    # -- derived from the declaration --
 
     @classmethod
     def all_static_fields(cls) -> tuple[StaticField, ...]:
@@ -177,7 +177,7 @@ class QuantizedTensorStorage:
         memo[id(self)] = copied
         return copied
 
-    # -- usages -------------------------------------------------------------------------------------------------
+    # -- usages --
 
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
@@ -217,7 +217,7 @@ class QuantizedTensorStorage:
             if (inner.usage == "rowwise" and not rowwise) or (inner.usage == "columnwise" and not columnwise):
                 setattr(self, inner.attribute, None)
 
-    # -- values -------------------------------------------------------------------------------------------------
+    # -- values --
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """High-precision values, in ``dtype`` or the nominal dtype."""
@@ -232,9 +232,7 @@ class QuantizedTensorStorage:
         values = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
 
-    def quantize_(
-        self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None
-    ) -> QuantizedTensorStorage:
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> QuantizedTensorStorage:
         """Overwrite the values with ``tensor``, quantized by this object's quantizer.
 
         Raises:

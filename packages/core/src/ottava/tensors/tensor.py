@@ -8,7 +8,7 @@ import torch
 
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors import aten
-from ottava.tensors.storage import QuantizedTensorStorage, StaticField, StorageSpec, rebuild_storage
+from ottava.tensors.storage import QuantizedTensorStorage, StaticField, rebuild_storage
 
 _aten = torch.ops.aten
 # Python attributes of a parameter that copying and pickling carry along.
@@ -49,7 +49,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    # -- torch.compile ------------------------------------------------------------------------------------------
+    # -- torch.compile --
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [i.attribute for i in self.inner_tensors if getattr(self, i.attribute) is not None]
@@ -64,7 +64,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         built: QuantizedTensor = cls(**arguments, shape=size, dtype=dtype, quantizer=quantizer)
         return built
 
-    # -- values -------------------------------------------------------------------------------------------------
+    # -- values --
 
     def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
         """High-precision values; what a subclass defines."""
@@ -157,7 +157,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
             super().quantize_(tensor, noop_flag=noop_flag)
         return self
 
-    # -- initial high-precision values --------------------------------------------------------------------------
+    # -- initial high-precision values --
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The values before quantization, on the CPU, when ``quantized_model_init`` made this weight."""
@@ -167,7 +167,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         """Release the initial values, for example once an optimizer has its master weights."""
         self.__dict__.pop("_high_precision_init_val", None)
 
-    # -- copying and pickling -----------------------------------------------------------------------------------
+    # -- copying and pickling --
 
     def _extra(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in _EXTRA_ATTRIBUTES if name in self.__dict__}
@@ -255,5 +255,3 @@ def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
         values = src.dequantize() if isinstance(src, QuantizedTensor) else src
         dst.quantize_(values.to(dst.device).expand(dst.shape))
     return dst
-
-

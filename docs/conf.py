@@ -1,0 +1,15 @@
+"""Sphinx configuration."""
+
+project = "Ottava"
+author = "The Ottava developers"
+copyright = "The Ottava developers"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = "Ottava"
+html_static_path = ["_static"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+suppress_warnings = ["myst.xref_missing"]

@@ -1,0 +1,181 @@
+"""The one front door: ``nox -s demo``, ``nox -s tests``, ``nox -t current``, ``nox -s lint types docs wheels``.
+
+Sessions are derived from the folders under ``packages/``: a new ``recipes-x`` folder joins by existing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = ROOT / "packages"
+RECIPES = sorted(p.name.removeprefix("recipes-") for p in PACKAGES.glob("recipes-*") if (p / "pyproject.toml").exists())
+WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
+TEST_TOOLS = ["pytest", "hypothesis", "numpy", "ml_dtypes"]
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["tests"]
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+
+# uv reads its own variable; a machine that offers a local torch to pip offers it to uv too.
+_FIND_LINKS = os.environ.get("PIP_FIND_LINKS", "")
+if _FIND_LINKS:
+    os.environ.setdefault("UV_FIND_LINKS", _FIND_LINKS.replace(" ", ","))
+
+
+def torch_requirement() -> str:
+    """The torch to install: the local wheel's version where PIP_FIND_LINKS offers one, so that no CUDA is pulled."""
+    for place in _FIND_LINKS.split():
+        folder = Path(place.removeprefix("file://"))
+        for wheel in sorted(folder.glob("torch-*.whl")) if folder.is_dir() else []:
+            found = re.match(r"torch-(\d+\.\d+\.\d+)", wheel.name)
+            if found:
+                return f"torch=={found[1]}"
+    return "torch>=2.11,<2.14"
+
+
+def _fingerprint(package: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(p for p in package.rglob("*") if p.is_file()):
+        relative = path.relative_to(package)
+        if {"build", "__pycache__", "dist", ".mypy_cache"} & set(relative.parts):
+            continue
+        digest.update(str(relative).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def wheel(session: nox.Session, package: str) -> str:
+    """The package's wheel for this interpreter, built once for each state of its sources."""
+    source = PACKAGES / package
+    version = session.run("python", "-c", "import sys; print('%d%d' % sys.version_info[:2])", silent=True)
+    folder = WHEELHOUSE / f"{package}-{str(version).strip()}-{_fingerprint(source)}"
+    if not list(folder.glob("*.whl")):
+        session.install("build")
+        session.run("python", "-m", "build", "--wheel", "--outdir", str(folder), str(source), silent=True)
+    return str(next(folder.glob("*.whl")))
+
+
+def install(session: nox.Session, *packages: str, tools: list[str]) -> None:
+    """Core and the recipes named, from their wheels, with torch pinned, and the tools."""
+    session.install(torch_requirement(), *tools)
+    wheels = [wheel(session, package) for package in ("core", *packages)]
+    session.install(torch_requirement(), "--force-reinstall", "--no-deps", *wheels)
+    session.install(torch_requirement(), *wheels, "matplotlib", "jinja2")
+
+
+def _test(session: nox.Session, folders: list[str], recipes: list[str]) -> None:
+    install(session, *(f"recipes-{r}" for r in recipes), tools=TEST_TOOLS)
+    session.run("python", "-m", "pytest", *(session.posargs or []), *folders)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything together, then core alone and each recipe alone with core."""
+    session.notify("tests_all", session.posargs)
+    session.notify("tests_core", session.posargs)
+    for recipe in RECIPES:
+        session.notify(f"tests_recipe(recipe='{recipe}')", session.posargs)
+
+
+@nox.session
+def tests_all(session: nox.Session) -> None:
+    """All packages installed: every test but those of one package alone."""
+    _test(
+        session,
+        [str(p) for p in sorted((ROOT / "tests").iterdir()) if p.is_dir() and p.name == "integration"],
+        RECIPES,
+    )
+
+
+@nox.session
+def tests_core(session: nox.Session) -> None:
+    """Core with no recipe installed."""
+    _test(session, ["tests/core"], [])
+
+
+@nox.session
+@nox.parametrize("recipe", [nox.param(r, id=f"recipe='{r}'", tags=[r]) for r in RECIPES])
+def tests_recipe(session: nox.Session, recipe: str) -> None:
+    """One recipe with core and nothing else."""
+    _test(session, [f"tests/recipes_{recipe}"], [recipe])
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train the demo model in BF16 and every recipe."""
+    install(session, *(f"recipes-{r}" for r in RECIPES), tools=[])
+    session.run("ottava", "demo", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff."""
+    session.install("ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy --strict on every package."""
+    session.install(torch_requirement(), "mypy", "pluggy", "typer", "rich", "numpy", "jinja2", "matplotlib")
+    sources = [str(p / "src") for p in sorted(PACKAGES.iterdir()) if (p / "src").is_dir()]
+    for source in sources:
+        package = next(p for p in sorted(Path(source).iterdir()) if (p / "py.typed").exists())
+        session.run("mypy", "--strict", str(package), env={"MYPYPATH": os.pathsep.join(sources)})
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Sphinx, warnings are errors."""
+    tools = ["sphinx", "myst-parser", "furo"]
+    install(session, *(f"recipes-{r}" for r in RECIPES), tools=tools)
+    output = ROOT / "docs" / "_build"
+    shutil.rmtree(output, ignore_errors=True)
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", str(output))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Benchmarks: ratios in one process."""
+    install(session, *(f"recipes-{r}" for r in RECIPES), tools=["numpy"])
+    session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """sdist and wheel of each package, installed alone in a fresh environment and tried."""
+    session.install("build")
+    dist = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for package in sorted(p for p in PACKAGES.iterdir() if (p / "pyproject.toml").exists()):
+        session.run("python", "-m", "build", "--outdir", str(dist), str(package), silent=True)
+    fresh = Path(session.create_tmp()) / "fresh"
+    shutil.rmtree(fresh, ignore_errors=True)
+    session.run("python", "-m", "venv", str(fresh))
+    python = str(fresh / "bin" / "python")
+    built = [str(p) for p in sorted(dist.glob("*.whl"))]
+    session.run(python, "-m", "pip", "install", "-q", torch_requirement(), *built, external=True)
+    code = (
+        "import torch, ottava; m = ottava.convert(torch.nn.Linear(8, 4), ottava.list_recipes()[0].name); "
+        "m(torch.ones(2, 8)).sum().backward(); print(m)"
+    )
+    session.run(python, "-c", code, external=True)
+    session.run(str(fresh / "bin" / "ottava"), "doctor", external=True)
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """The C++ kernels under ASan and UBSan."""
+    session.install("cmake", "ninja")
+    build = Path(session.create_tmp()) / "sanitize"
+    session.run("cmake", "-S", "tests/core/csrc", "-B", str(build), "-DOTTAVA_SANITIZE=ON")
+    session.run("cmake", "--build", str(build), "--parallel", "2")
+    session.run(str(build / "test_kernels"), external=True)

@@ -1,0 +1,1 @@
+"""The ``ottava`` command."""

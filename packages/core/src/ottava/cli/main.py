@@ -1,0 +1,68 @@
+"""The typer application. Commands import what they need when they run: listing recipes never imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import ottava
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"ottava {ottava.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """FP8 training for PyTorch."""
+
+
+@app.command()
+def recipes(as_json: Json = False) -> None:
+    """List the installed recipes, and the packages that are broken."""
+    from ottava.cli.recipes import show_recipes
+
+    show_recipes(as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check versions, kernel backends, plugins and the kernels themselves; exit code 1 when something is wrong."""
+    from ottava.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json))
+
+
+@app.command()
+def demo(
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="A recipe to train with, repeatable; by default every installed one.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 150,
+    size: Annotated[str, typer.Option(help="Model size: tiny, small or medium.")] = "small",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for the picture, the page and the results.")] = Path("demo-out"),
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = 0,
+) -> None:
+    """Train a small GPT in BF16 and in every recipe, on the standard library's source code."""
+    from ottava.cli.demo.command import run_demo
+    from ottava.errors import OttavaError
+
+    try:
+        code = run_demo(recipes=recipe, steps=steps, size=size, device=device, out=out, seed=seed)
+    except OttavaError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
