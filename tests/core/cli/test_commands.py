@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 GOOD = "import ottava.recipes.hookspecs as h\nfrom ottava.recipes.spec import RecipeSpec\n"
-HOOK = "@h.hookimpl\ndef ottava_recipes():\n    return [RecipeSpec(name='{name}', summary='s', factory='{module}:Thing')]\n"
+HOOK = (
+    "@h.hookimpl\ndef ottava_recipes():\n"
+    "    return [RecipeSpec(name='{name}', summary='s', factory='{module}:Thing')]\n"
+)
 
 
 def plugin(folder: Path, dist: str, module: str, source: str) -> None:
@@ -42,11 +45,8 @@ def plugins(tmp_path: Path) -> Path:
     )
     plugin(tmp_path, "ddd-taken", "ddd_taken", GOOD + HOOK.format(name="mine", module="ddd_taken"))
     plugin(tmp_path, "eee-unknown", "eee_unknown", GOOD + "@h.hookimpl\ndef ottava_nonesuch():\n    return []\n")
-    old = (
-        GOOD
-        + "@h.hookimpl\ndef ottava_recipes():\n    return [RecipeSpec(name='o', summary='', factory='m:O', api_version=9)]\n"
-    )
-    plugin(tmp_path, "fff-old", "fff_old", old)
+    old = HOOK.format(name="o", module="m").replace("summary='s'", "summary='s', api_version=9")
+    plugin(tmp_path, "fff-old", "fff_old", GOOD + old)
     return tmp_path
 
 
@@ -98,7 +98,8 @@ def test_doctor_says_what_is_wrong(plugins: Path, tmp_path: Path) -> None:
 
 PROBE = (
     "import sys, ottava; from ottava.cli.main import app; from ottava.recipes.registry import list_recipes;"
-    "list_recipes(); {extra}; bad = [m for m in ('torch', 'aaa_impl') if m in sys.modules]; sys.exit(','.join(bad) or 0)"
+    "list_recipes(); {extra}; bad = [m for m in ('torch', 'aaa_impl') if m in sys.modules];"
+    "sys.exit(','.join(bad) or 0)"
 )
 
 

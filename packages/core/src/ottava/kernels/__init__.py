@@ -95,7 +95,7 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x| as a float32 scalar on the device of ``x``; NaN is ignored, an empty tensor has 0."""
+    """The largest magnitude as a float32 scalar on the device of ``x``; NaN is ignored, an empty tensor has 0."""
     check_high_precision(x)
     result: torch.Tensor = torch.ops.ottava.amax(x)
     return result

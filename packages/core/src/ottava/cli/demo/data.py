@@ -1,0 +1,54 @@
+"""Real text that lies on every machine: the source code of Python's standard library, as bytes."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ottava.errors import OttavaError
+
+_MAX_BYTES = 4_000_000
+_VALIDATION_EVERY = 10  # every tenth file is for validation
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Byte values as uint8, ``[n]`` each; no file is in both."""
+
+    train: torch.Tensor
+    validation: torch.Tensor
+
+
+def load_corpus(max_bytes: int = _MAX_BYTES) -> Corpus:
+    """The top-level modules of the standard library in the order of their names, up to ``max_bytes``.
+
+    Raises:
+        OttavaError: the library's source is not there (a stripped installation).
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    total = 0
+    for index, path in enumerate(sorted(folder.glob("*.py"))):
+        content = path.read_bytes()
+        parts[index % _VALIDATION_EVERY == 0].append(content)
+        total += len(content)
+        if total >= max_bytes:
+            break
+    if total < 100_000:
+        raise OttavaError(
+            f"only {total} bytes of Python source in {folder}",
+            expected="the standard library's source",
+            remedy="run the demo on a Python that ships it",
+        )
+    train, validation = (torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in parts)
+    return Corpus(train, validation)
+
+
+def batch(data: torch.Tensor, size: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """``size`` random windows of ``length`` bytes, int64, and the same windows one byte on."""
+    starts = torch.randint(0, data.numel() - length - 1, (size,), generator=generator)
+    windows = torch.stack([data[s : s + length + 1] for s in starts.tolist()]).long()
+    return windows[:, :-1], windows[:, 1:]

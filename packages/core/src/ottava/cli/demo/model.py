@@ -1,0 +1,77 @@
+"""A small byte-level GPT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape of the model and of its batches."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int
+    batch: int
+
+
+SIZES = {
+    "tiny": Size(layers=1, width=64, heads=2, length=32, batch=4),
+    "small": Size(layers=4, width=256, heads=4, length=128, batch=16),
+    "medium": Size(layers=6, width=512, heads=8, length=256, batch=16),
+}
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, both with a norm before and a residual around."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.proj = nn.Linear(size.width, size.width)
+        self.up = nn.Linear(size.width, 4 * size.width)
+        self.down = nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, length, width]`` to the same."""
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(b, t, c))
+        hidden: torch.Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + hidden
+
+
+class GPT(nn.Module):
+    """Bytes in, logits over the next byte out. The embedding is tied to ``head``, which stays in BF16."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, size.width)
+        self.positions = nn.Embedding(size.length, size.width)
+        self.blocks = nn.ModuleList([Block(size) for _ in range(size.layers)])
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                depth = (2 * size.layers) ** -0.5 if name.endswith(("proj.weight", "down.weight")) else 1.0
+                nn.init.normal_(parameter, std=0.02 * depth)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[batch, length]`` bytes to ``[batch, length, 256]`` logits."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits

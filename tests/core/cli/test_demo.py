@@ -1,0 +1,78 @@
+"""The demo at its smallest: files, determinism, errors before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ottava.cli.demo.command import run_demo
+from ottava.cli.demo.data import batch, load_corpus
+from ottava.cli.demo.model import GPT, SIZES
+from ottava.cli.demo.report import deviation, rows
+from ottava.cli.demo.training import Run, train
+from ottava.errors import DeviceError, OptionError, RecipeNotFoundError
+
+OPTIONS = {"recipes": None, "steps": 3, "size": "tiny", "device": "cpu", "seed": 0}
+
+
+def test_the_corpus_is_the_same_twice_and_real() -> None:
+    first, second = load_corpus(300_000), load_corpus(300_000)
+    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.validation, second.validation)
+    assert b"import" in bytes(first.train.tolist())
+    assert bytes(first.validation[:200].tolist()) not in bytes(first.train.tolist())
+    x, y = batch(first.train, 3, 16, torch.Generator().manual_seed(0))
+    assert x.shape == y.shape == (3, 16)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_the_model_sees_no_future() -> None:
+    torch.manual_seed(0)
+    model = GPT(SIZES["tiny"])
+    tokens = torch.randint(0, 256, (1, 8))
+    before = model(tokens)
+    tokens[0, -1] = (tokens[0, -1] + 1) % 256
+    torch.testing.assert_close(model(tokens)[:, :-1], before[:, :-1])
+    assert model.head.weight is model.tokens.weight
+
+
+def test_one_seed_gives_one_curve() -> None:
+    corpus = load_corpus(300_000)
+    runs = [train(None, corpus, size="tiny", steps=3, device="cpu", seed=seed) for seed in (0, 0, 1)]
+    assert runs[0].losses == runs[1].losses
+    assert runs[0].losses != runs[2].losses
+    assert runs[0].saved_bytes == runs[1].saved_bytes > 0
+
+
+def test_it_writes_what_it_says(tmp_path: Path) -> None:
+    assert run_demo(**OPTIONS, out=tmp_path / "a") == 0
+    results = json.loads((tmp_path / "a" / "results.json").read_text())
+    assert results["runs"][0]["name"] == "bf16"
+    assert len(results["runs"][0]["losses"]) == 3
+    assert (tmp_path / "a" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "data:image/png" in (tmp_path / "a" / "index.html").read_text()
+
+
+def test_the_deviation_is_relative_to_bf16() -> None:
+    base, other = Run("bf16", [2.0], 2.0, 1.0, 1), Run("x", [2.0], 2.1, 1.0, 1)
+    assert deviation(other, base) == pytest.approx(5.0)
+    assert rows([base, other])[1][3] == "+5.00 %"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"size": "huge"}, OptionError),
+        ({"device": "tpu"}, DeviceError),
+        ({"recipes": ["nonesuch"]}, RecipeNotFoundError),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(
+    tmp_path: Path, change: dict[str, object], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        run_demo(**{**OPTIONS, **change, "out": tmp_path / "b"})  # type: ignore[arg-type]
+    assert not (tmp_path / "b").exists()
