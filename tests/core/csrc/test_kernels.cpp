@@ -1,0 +1,347 @@
+// Every kernel of every instruction set that this machine has, against the scalar arithmetic of numerics.h, and that
+// arithmetic against an oracle written here from the definition of the formats.
+//
+// All buffers are exactly as large as the kernels may use and end where the allocation ends, so that under the
+// address sanitizer one byte too far is a failure. Exits with 1 after printing what differed.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "numerics.h"
+
+using namespace ottava;
+
+namespace {
+
+long failures = 0;
+
+void report(const std::string& what, long long where, double got, double expected) {
+    if (++failures <= 20)
+        std::printf("FAILED %s at %lld: got %.9g, expected %.9g\n", what.c_str(), where, got, expected);
+}
+
+void check(const std::string& what, long long where, uint64_t got, uint64_t expected) {
+    if (got != expected) report(what, where, static_cast<double>(got), static_cast<double>(expected));
+}
+
+// `count` elements at `offset` bytes into an allocation that ends with the last of them.
+template <class T>
+class Buffer {
+    std::unique_ptr<uint8_t[]> bytes_;
+    size_t offset_, count_;
+
+   public:
+    explicit Buffer(int64_t count, size_t offset = 0)
+        : bytes_(new uint8_t[offset + static_cast<size_t>(count) * sizeof(T)]()),
+          offset_(offset),
+          count_(static_cast<size_t>(count)) {}
+    // The address may not suit T: kernels take any.
+    uint8_t* address() const { return bytes_.get() + offset_; }
+    T* data() const { return reinterpret_cast<T*>(address()); }
+    T get(size_t i) const {
+        T value;
+        std::memcpy(&value, address() + i * sizeof(T), sizeof(T));
+        return value;
+    }
+    void set(size_t i, T value) { std::memcpy(address() + i * sizeof(T), &value, sizeof(T)); }
+    size_t size() const { return count_; }
+};
+
+const Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::float16};
+const Fp8 kFormats[] = {Fp8::e4m3, Fp8::e5m2};
+const char* const kDtypeNames[] = {"float32", "bfloat16", "float16"};
+const char* const kFormatNames[] = {"e4m3", "e5m2"};
+
+std::string name(const char* operation, Dtype dtype, Fp8 format) {
+    return std::string(active_kernels().name) + " " + operation + " " + kDtypeNames[static_cast<int>(dtype)] + " " +
+           kFormatNames[static_cast<int>(format)];
+}
+
+// Elements of any dtype as bit patterns; only the low bytes of a pattern count.
+struct Elements {
+    Dtype dtype;
+    Buffer<uint8_t> raw;
+    int64_t count;
+    Elements(Dtype dtype, int64_t count, size_t offset = 0)
+        : dtype(dtype), raw(count * (dtype == Dtype::float32 ? 4 : 2), offset), count(count) {}
+    void set(int64_t i, uint32_t pattern) {
+        const auto narrow = static_cast<uint16_t>(pattern);
+        if (dtype == Dtype::float32)
+            std::memcpy(raw.address() + 4 * i, &pattern, 4);
+        else
+            std::memcpy(raw.address() + 2 * i, &narrow, 2);
+    }
+    uint32_t pattern(int64_t i) const {
+        uint32_t wide;
+        uint16_t narrow;
+        if (dtype == Dtype::float32) {
+            std::memcpy(&wide, raw.address() + 4 * i, 4);
+            return wide;
+        }
+        std::memcpy(&narrow, raw.address() + 2 * i, 2);
+        return narrow;
+    }
+    float get(int64_t i) const {
+        const uint32_t bits = pattern(i);
+        if (dtype == Dtype::float32) return bits_as<float>(bits);
+        const auto narrow = static_cast<uint16_t>(bits);
+        return dtype == Dtype::bfloat16 ? widen_bfloat16(narrow) : widen_half(narrow);
+    }
+};
+
+uint8_t scalar_cast(float x, float scale, Fp8 format) {
+    return format == Fp8::e4m3 ? quantize_element<E4M3>(x, scale) : quantize_element<E5M2>(x, scale);
+}
+
+template <class Format>
+uint32_t scalar_decode(uint8_t code, float scale_inv, Dtype dtype) {
+    if (dtype == Dtype::float32) return bits_as<uint32_t>(dequantize_element<Format>(code, scale_inv));
+    return dtype == Dtype::bfloat16 ? dequantize_bfloat16<Format>(code, scale_inv)
+                                    : dequantize_half<Format>(code, scale_inv);
+}
+
+// The value of a positive code, from the definition: exponent and mantissa fields of a small format.
+double defined_value(int code, int mantissa, int bias) {
+    const int exponent = code >> mantissa, fraction = code & ((1 << mantissa) - 1);
+    const double unit = std::ldexp(1.0, -mantissa);
+    return exponent == 0 ? std::ldexp(fraction * unit, 1 - bias) : std::ldexp(1 + fraction * unit, exponent - bias);
+}
+
+// Nearest of the positive codes up to `largest`, ties to the even one, by search: no bit tricks.
+int defined_code(double magnitude, const std::vector<double>& values) {
+    size_t high = 0;
+    while (high < values.size() && values[high] < magnitude) ++high;
+    if (high == values.size()) return static_cast<int>(high) - 1;
+    if (high == 0) return 0;
+    const double above = values[high] - magnitude, below = magnitude - values[high - 1];
+    if (above != below) return static_cast<int>(above < below ? high : high - 1);
+    return static_cast<int>(high % 2 == 0 ? high : high - 1);
+}
+
+// numerics.h itself: all bfloat16 and float16 values, all codes, and the midpoints with their float32 neighbours.
+template <class Format>
+void test_numerics(const char* format, int codes) {
+    std::vector<double> values;
+    for (int code = 0; code < codes; ++code) {
+        values.push_back(defined_value(code, Format::mantissa, Format::bias));
+        const float widened = widen<Format, float, int32_t>(code);
+        if (widened != values.back()) report(std::string(format) + " value", code, widened, values.back());
+    }
+    const auto compare = [&](float x) {
+        const int got = encode<Format, float, int32_t>(x);
+        int expected = 0x7f;
+        if (!std::isnan(x))
+            expected = defined_code(std::fabs(static_cast<double>(x)), values) | (std::signbit(x) ? 0x80 : 0);
+        if (got != expected) report(std::string(format) + " code", bits_as<int32_t>(x), got, expected);
+    };
+    for (uint32_t pattern = 0; pattern < 65536; ++pattern) {
+        compare(widen_bfloat16(static_cast<uint16_t>(pattern)));
+        compare(widen_half(static_cast<uint16_t>(pattern)));
+    }
+    for (size_t i = 0; i + 1 < values.size(); ++i)
+        for (const double exact : {values[i], (values[i] + values[i + 1]) / 2}) {
+            const auto x = static_cast<float>(exact);
+            for (const float y : {x, std::nextafter(x, 1e30f), std::nextafter(x, 0.0f)}) {
+                compare(y);
+                compare(-y);
+            }
+        }
+}
+
+void test_scales() {
+    const float inf = std::numeric_limits<float>::infinity(), largest = std::numeric_limits<float>::max();
+    struct Case {
+        float amax, epsilon;
+        bool pow2;
+        float scale;
+    };
+    const Case cases[] = {
+        {0.0f, 0.0f, false, 1.0f},      {inf, 0.0f, false, 1.0f},         {std::nanf(""), 0.0f, false, 1.0f},
+        {3.0f, 0.0f, false, 448 / 3.0f}, {3.0f, 0.0f, true, 128.0f},       {0.5f, 2.0f, false, 224.0f},
+        {0.0f, 2.0f, false, 224.0f},    {1e-45f, 0.0f, false, largest},   {1e-45f, 0.0f, true, std::ldexp(1.0f, 127)},
+    };
+    for (const Case& c : cases) {
+        const Scale got = scale_from_amax(c.amax, 448.0f, c.epsilon, c.pow2);
+        if (got.scale != c.scale) report("scale of amax", bits_as<int32_t>(c.amax), got.scale, c.scale);
+        if (got.scale_inv != 1.0f / c.scale) report("scale_inv", bits_as<int32_t>(c.amax), got.scale_inv, 1 / c.scale);
+    }
+}
+
+// Every 16-bit pattern, or a large sample of float32 ones, through cast, under scales ordinary and not.
+void test_cast(Dtype dtype, Fp8 format) {
+    const bool wide = dtype == Dtype::float32;
+    Elements src(dtype, wide ? 1 << 18 : 65536, wide ? 0 : 2);
+    std::mt19937 random(7);
+    for (int64_t i = 0; i < src.count; ++i) {
+        // Half of the sample stays within the range of the formats.
+        const uint32_t any = static_cast<uint32_t>(random());
+        src.set(i, !wide ? static_cast<uint32_t>(i) : i % 2 == 0 ? any : (any & 0x8fffffffu) | 0x38000000u);
+    }
+    const float scales[] = {1.0f, 0.37f, 448.0f, 1e-6f, 1e30f, -2.0f, 0.0f, std::nanf(""), INFINITY};
+    Buffer<uint8_t> out(src.count);
+    const std::string label = name("cast", dtype, format);
+    for (const float scale : scales) {
+        cast(src.raw.address(), dtype, src.count, &scale, out.data(), format, 2);
+        for (int64_t i = 0; i < src.count; ++i)
+            check(label, i, out.get(i), scalar_cast(src.get(i), scale, format));
+    }
+}
+
+void fill(Elements& src, std::mt19937& random) {
+    std::normal_distribution<float> normal;
+    for (int64_t i = 0; i < src.count; ++i) {
+        const float x = normal(random) * 5;
+        src.set(i, src.dtype == Dtype::float32    ? bits_as<uint32_t>(x)
+                   : src.dtype == Dtype::bfloat16 ? to_bfloat16(x)
+                                                  : to_half(x));
+    }
+    if (src.count > 2) src.set(src.count / 2, src.dtype == Dtype::float16 ? 0xfe00 : 0xffffffffu);  // a NaN
+}
+
+// amax, quantize, cast and transpose of a matrix that starts anywhere.
+void test_shape(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t offset) {
+    std::mt19937 random(static_cast<unsigned>(rows * 31 + cols));
+    const int64_t n = rows * cols;
+    Elements src(dtype, n, offset);
+    fill(src, random);
+    float expected_amax = 0;
+    for (int64_t i = 0; i < n; ++i)
+        if (std::fabs(src.get(i)) > expected_amax) expected_amax = std::fabs(src.get(i));
+    const float fp8_max = format == Fp8::e4m3 ? 448.0f : 57344.0f;
+    const Scale expected = scale_from_amax(expected_amax, fp8_max, 0.0f, false);
+    const std::string label = name("quantize", dtype, format) + " " + std::to_string(rows) + "x" +
+                              std::to_string(cols) + "+" + std::to_string(offset);
+    const std::string parts[] = {label + " out", label + " out only", label + " out_t", label + " out_t only",
+                                 label + " transpose"};
+    for (const int threads : {1, 3}) {
+        float seen = -1, scale = -1, scale_inv = -1;
+        Buffer<uint8_t> out(n, offset), out_t(n, offset), again(n), only_t(n), only(n);
+        quantize(src.raw.address(), dtype, rows, cols, 0.0f, false, &seen, &scale, &scale_inv, out.data(), out_t.data(),
+                 format, threads);
+        check(label + " amax", 0, bits_as<uint32_t>(seen), bits_as<uint32_t>(expected_amax));
+        check(label + " scale", 0, bits_as<uint32_t>(scale), bits_as<uint32_t>(expected.scale));
+        check(label + " scale_inv", 0, bits_as<uint32_t>(scale_inv), bits_as<uint32_t>(expected.scale_inv));
+        quantize(src.raw.address(), dtype, rows, cols, 0.0f, false, nullptr, nullptr, &scale_inv, only.data(), nullptr,
+                 format, threads);
+        cast_transpose(src.raw.address(), dtype, rows, cols, &expected.scale, nullptr, only_t.data(), format, threads);
+        transpose(out.data(), rows, cols, again.data(), threads);
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t col = 0; col < cols; ++col) {
+                const int64_t i = row * cols + col, j = col * rows + row;
+                const uint8_t code = scalar_cast(src.get(i), expected.scale, format);
+                check(parts[0], i, out.get(i), code);
+                check(parts[1], i, only.get(i), code);
+                check(parts[2], j, out_t.get(j), code);
+                check(parts[3], j, only_t.get(j), code);
+                check(parts[4], j, again.get(j), code);
+            }
+    }
+}
+
+void test_decode(Dtype dtype, Fp8 format) {
+    const std::string label = name("decode", dtype, format);
+    for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{33}, int64_t{256}, int64_t{70001}})
+        for (const size_t offset : {size_t{0}, size_t{3}, size_t{4}})
+            for (const float scale : {1.0f, 0.123f, 1e38f, 1e-38f, INFINITY, std::nanf(""), -3.0f}) {
+                Buffer<uint8_t> src(n, offset);
+                for (int64_t i = 0; i < n; ++i) src.set(i, static_cast<uint8_t>(i));
+                Elements out(dtype, n, offset);
+                decode(src.data(), format, n, &scale, out.raw.address(), dtype, 2);
+                for (int64_t i = 0; i < n; ++i) {
+                    const auto code = static_cast<uint8_t>(i);
+                    check(label, i, out.pattern(i),
+                          format == Fp8::e4m3 ? scalar_decode<E4M3>(code, scale, dtype)
+                                              : scalar_decode<E5M2>(code, scale, dtype));
+                }
+            }
+}
+
+void test_amax(Dtype dtype) {
+    const uint32_t infinity = dtype == Dtype::float32 ? 0x7f800000 : dtype == Dtype::bfloat16 ? 0x7f80 : 0x7c00;
+    std::mt19937 random(11);
+    for (int64_t n = 0; n < 300; ++n) {
+        Elements src(dtype, n, static_cast<size_t>(n % 5));
+        uint32_t best = 0;
+        const uint32_t mask = dtype == Dtype::float32 ? 0x7fffffff : 0x7fff;
+        for (int64_t i = 0; i < n; ++i) {
+            const auto pattern = static_cast<uint32_t>(random());
+            src.set(i, pattern);
+            if ((pattern & mask) <= infinity && (pattern & mask) > best) best = pattern & mask;
+        }
+        float got = -1;
+        amax(src.raw.address(), dtype, n, &got, 2);
+        Elements expected(dtype, 1);
+        expected.set(0, best);
+        check(name("amax", dtype, Fp8::e4m3), n, bits_as<uint32_t>(got), bits_as<uint32_t>(expected.get(0)));
+    }
+}
+
+void test_epilogue() {
+    const float a = 0.3f, b = -1.7f;
+    const std::string label = std::string(active_kernels().name) + " epilogue";
+    for (const int64_t cols : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{16}, int64_t{65}})
+        for (const int64_t rows : {int64_t{0}, int64_t{1}, int64_t{2048}})
+            for (const bool scaled : {false, true})
+                for (int bias_code = -1; bias_code < 3; ++bias_code) {
+                    const auto bias_dtype = static_cast<Dtype>(bias_code < 0 ? 0 : bias_code);
+                    std::mt19937 random(3);
+                    Buffer<uint16_t> acc(rows * cols), original(rows * cols);
+                    for (size_t i = 0; i < acc.size(); ++i) {
+                        acc.set(i, static_cast<uint16_t>(random()));  // NaNs, infinities and subnormals included
+                        original.set(i, acc.get(i));
+                    }
+                    Elements bias(bias_dtype, cols);
+                    fill(bias, random);
+                    epilogue(acc.data(), rows, cols, scaled ? &a : nullptr, scaled ? &b : nullptr,
+                             bias_code < 0 ? nullptr : bias.raw.address(), bias_dtype, 2);
+                    for (size_t i = 0; i < acc.size(); ++i) {
+                        float x = widen_bfloat16(original.get(i)) * (scaled ? a * b : 1.0f);
+                        if (bias_code >= 0) x = x + bias.get(static_cast<int64_t>(i) % cols);
+                        check(label, static_cast<long long>(i), acc.get(i), to_bfloat16(x));
+                    }
+                }
+}
+
+void test_kernels() {
+    for (const Dtype dtype : kDtypes) {
+        test_amax(dtype);
+        for (const Fp8 format : kFormats) {
+            test_cast(dtype, format);
+            test_decode(dtype, format);
+            const int64_t shapes[][2] = {{0, 0},   {0, 7},    {7, 0},     {1, 1},     {1, 70},     {70, 1},  {3, 5},
+                                         {16, 16}, {17, 15},  {63, 65},   {64, 64},   {64, 1024},  {65, 80}, {129, 1030},
+                                         {5, 3000}, {3000, 5}, {200, 333}};
+            for (const auto& shape : shapes)
+                for (const size_t offset : {size_t{0}, size_t{1}}) test_shape(dtype, format, shape[0], shape[1], offset);
+        }
+    }
+    // Large enough for the streaming stores, aligned and not.
+    test_shape(Dtype::bfloat16, Fp8::e4m3, 2048, 2112, 0);
+    test_shape(Dtype::bfloat16, Fp8::e5m2, 2049, 2111, 1);
+    test_epilogue();
+}
+
+}  // namespace
+
+int main() {
+    test_numerics<E4M3>("e4m3", 0x7f);
+    test_numerics<E5M2>("e5m2", 0x7c);
+    test_scales();
+    const Kernels* available[8];
+    const int count = available_kernels(available, 8);
+    for (int i = 0; i < count; ++i) {
+        if (!set_active_kernels(available[i]->name)) report("set_active_kernels", i, 0, 1);
+        test_kernels();
+        std::printf("%s: done\n", available[i]->name);
+    }
+    if (set_active_kernels("no such set")) report("set_active_kernels of an unknown name", 0, 1, 0);
+    std::printf(failures == 0 ? "all kernels agree\n" : "%ld differences\n", failures);
+    return failures == 0 ? 0 : 1;
+}
