@@ -1,0 +1,1 @@
+"""A recipe package from outside the project."""
