@@ -156,6 +156,19 @@ OTTAVA_HD float dequantize_element(uint8_t code, float scale_inv) {
     return bits_as<float>(static_cast<uint32_t>(clean) ^ (static_cast<uint32_t>(code & 0x80) << 24));
 }
 
+// The same in 16 bits, rounded from the float32 result.
+template <class Format>
+OTTAVA_HD uint16_t dequantize_bfloat16(uint8_t code, float scale_inv) {
+    const uint16_t magnitude = to_bfloat16(dequantize_element<Format>(code & 0x7f, scale_inv));
+    return static_cast<uint16_t>(magnitude ^ ((code & 0x80) << 8));
+}
+
+template <class Format>
+OTTAVA_HD uint16_t dequantize_half(uint8_t code, float scale_inv) {
+    const uint16_t magnitude = to_half(dequantize_element<Format>(code & 0x7f, scale_inv));
+    return static_cast<uint16_t>(magnitude ^ ((code & 0x80) << 8));
+}
+
 template <class Format>
 OTTAVA_HD float format_max() {
     return bits_as<float>(Format::limit);

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "../numerics.h"
 #include "kernels.h"
@@ -9,7 +10,9 @@
 namespace ottava {
 namespace {
 #include "simd.h"
-#include "runs.h"
+#include "amax.h"
+#include "cast.h"
+#include "decode.h"
 #include "tiles.h"
 }  // namespace
 

@@ -11,7 +11,9 @@
 namespace ottava {
 namespace {
 #include "simd.h"
-#include "runs.h"
+#include "amax.h"
+#include "cast.h"
+#include "decode.h"
 #include "tiles.h"
 }  // namespace
 

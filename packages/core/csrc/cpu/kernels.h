@@ -12,8 +12,8 @@ enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 enum class Fp8 : int { e4m3 = 0, e5m2 = 1 };
 
 // A tile is cast or copied into a scratch that stays in the caches, and leaves it transposed.
-constexpr int64_t kTileRows = 128;
-constexpr int64_t kTileCols = 256;
+constexpr int64_t kTileRows = 64;
+constexpr int64_t kTileCols = 1024;
 
 // One rectangle of a row-major matrix, at most kTileRows by kTileCols, with the place of its results.
 struct Tile {

@@ -98,14 +98,24 @@ void cast_transpose_with(const void* src, Dtype dtype, int64_t rows, int64_t col
     });
 }
 
-template <class Out, class Convert>
-void fill_table(Fp8 format, float scale_inv, Out* table, Convert convert) {
-    for (int code = 0; code < 128; ++code) {
-        const auto byte = static_cast<uint8_t>(code);
-        table[code] = convert(format == Fp8::e4m3 ? dequantize_element<E4M3>(byte, scale_inv)
-                                                  : dequantize_element<E5M2>(byte, scale_inv));
+// The results of the positive codes; a kernel puts the sign on.
+struct DecodeTable {
+    alignas(64) uint16_t narrow[128];
+    alignas(64) uint32_t wide[128];
+
+    template <class Format>
+    void fill(Dtype dtype, float scale_inv) {
+        for (int i = 0; i < 128; ++i) {
+            const auto code = static_cast<uint8_t>(i);
+            if (dtype == Dtype::float32)
+                wide[i] = bits_as<uint32_t>(dequantize_element<Format>(code, scale_inv));
+            else if (dtype == Dtype::bfloat16)
+                narrow[i] = dequantize_bfloat16<Format>(code, scale_inv);
+            else
+                narrow[i] = dequantize_half<Format>(code, scale_inv);
+        }
     }
-}
+};
 
 }  // namespace
 
@@ -165,20 +175,17 @@ void decode(const uint8_t* src, Fp8 format, int64_t n, const float* scale_inv, v
     const Kernels& kernels = active_kernels();
     const float factor = scale_inv == nullptr ? 1.0f : *scale_inv;
     const bool stream = n * static_cast<int64_t>(element_bytes(dtype)) >= kStreamBytes;
-    alignas(64) uint16_t narrow[128];
-    alignas(64) uint32_t wide[128];
-    if (dtype == Dtype::float32)
-        fill_table(format, factor, wide, [](float x) { return bits_as<uint32_t>(x); });
-    else if (dtype == Dtype::bfloat16)
-        fill_table(format, factor, narrow, [](float x) { return to_bfloat16(x); });
+    DecodeTable table;
+    if (format == Fp8::e4m3)
+        table.fill<E4M3>(dtype, factor);
     else
-        fill_table(format, factor, narrow, [](float x) { return to_half(x); });
+        table.fill<E5M2>(dtype, factor);
     in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
         const int64_t from = begin * kUnit, count = std::min(end * kUnit, n) - from;
         if (dtype == Dtype::float32)
-            kernels.decode32(src + from, count, wide, static_cast<uint32_t*>(out) + from, stream);
+            kernels.decode32(src + from, count, table.wide, static_cast<uint32_t*>(out) + from, stream);
         else
-            kernels.decode16(src + from, count, narrow, static_cast<uint16_t*>(out) + from, stream);
+            kernels.decode16(src + from, count, table.narrow, static_cast<uint16_t*>(out) + from, stream);
     });
 }
 

@@ -1,4 +1,4 @@
-// Kernels over tiles: cast and transpose, transpose. Include once, after runs.h.
+// Kernels over tiles: cast and transpose, transpose. Include once, after cast.h.
 //
 // The scratch holds a tile as pieces of 16 bytes, the codes of 16 neighbouring columns of one row. Pieces are laid
 // out so that one vector load takes the rows i, i + 16, i + 32, ... of one column group: the 16x16 byte transposes
@@ -16,47 +16,28 @@ struct Scratch {
     }
 };
 
-// Interleaves units of `Unit` bytes of a and b within each 16-byte part, from its low or its high half.
-template <int Unit, bool High>
+// The bytes of a and b alternating, within each 16-byte part, from its low or its high half.
+template <bool High>
 OTTAVA_INLINE u8v interleave(u8v a, u8v b) {
 #if defined(__AVX512BW__)
     const __m512i x = bits_as<__m512i>(a), y = bits_as<__m512i>(b);
-    if constexpr (Unit == 1) return bits_as<u8v>(High ? _mm512_unpackhi_epi8(x, y) : _mm512_unpacklo_epi8(x, y));
-    if constexpr (Unit == 2) return bits_as<u8v>(High ? _mm512_unpackhi_epi16(x, y) : _mm512_unpacklo_epi16(x, y));
-    if constexpr (Unit == 4) return bits_as<u8v>(High ? _mm512_unpackhi_epi32(x, y) : _mm512_unpacklo_epi32(x, y));
-    return bits_as<u8v>(High ? _mm512_unpackhi_epi64(x, y) : _mm512_unpacklo_epi64(x, y));
+    return bits_as<u8v>(High ? _mm512_unpackhi_epi8(x, y) : _mm512_unpacklo_epi8(x, y));
 #elif defined(__AVX2__)
     const __m256i x = bits_as<__m256i>(a), y = bits_as<__m256i>(b);
-    if constexpr (Unit == 1) return bits_as<u8v>(High ? _mm256_unpackhi_epi8(x, y) : _mm256_unpacklo_epi8(x, y));
-    if constexpr (Unit == 2) return bits_as<u8v>(High ? _mm256_unpackhi_epi16(x, y) : _mm256_unpacklo_epi16(x, y));
-    if constexpr (Unit == 4) return bits_as<u8v>(High ? _mm256_unpackhi_epi32(x, y) : _mm256_unpacklo_epi32(x, y));
-    return bits_as<u8v>(High ? _mm256_unpackhi_epi64(x, y) : _mm256_unpacklo_epi64(x, y));
+    return bits_as<u8v>(High ? _mm256_unpackhi_epi8(x, y) : _mm256_unpacklo_epi8(x, y));
 #else
-    constexpr int from = High ? 8 : 0;
-    if constexpr (Unit == 1)
-        return __builtin_shufflevector(a, b, from, from + 16, from + 1, from + 17, from + 2, from + 18, from + 3,
-                                       from + 19, from + 4, from + 20, from + 5, from + 21, from + 6, from + 22,
-                                       from + 7, from + 23);
-    if constexpr (Unit == 2)
-        return __builtin_shufflevector(a, b, from, from + 1, from + 16, from + 17, from + 2, from + 3, from + 18,
-                                       from + 19, from + 4, from + 5, from + 20, from + 21, from + 6, from + 7,
-                                       from + 22, from + 23);
-    if constexpr (Unit == 4)
-        return __builtin_shufflevector(a, b, from, from + 1, from + 2, from + 3, from + 16, from + 17, from + 18,
-                                       from + 19, from + 4, from + 5, from + 6, from + 7, from + 20, from + 21,
-                                       from + 22, from + 23);
-    return __builtin_shufflevector(a, b, from, from + 1, from + 2, from + 3, from + 4, from + 5, from + 6, from + 7,
-                                   from + 16, from + 17, from + 18, from + 19, from + 20, from + 21, from + 22,
-                                   from + 23);
+    constexpr int i = High ? 8 : 0;
+    return __builtin_shufflevector(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, i + 4, i + 20, i + 5,
+                                   i + 21, i + 6, i + 22, i + 7, i + 23);
 #endif
 }
 
-// One round of the transpose: rows k and k + 8 become rows 2k and 2k + 1. Four rounds of units 1, 2, 4, 8 with this
-// order would need other pairs each time; interleaving single bytes four times needs the same pairs.
+// A perfect shuffle of sixteen rows. Each round moves one bit of the row number into the column number and one back:
+// four of them transpose.
 OTTAVA_INLINE void transpose_round(const u8v* in, u8v* out) {
     for (int k = 0; k < 8; ++k) {
-        out[2 * k] = interleave<1, false>(in[k], in[k + 8]);
-        out[2 * k + 1] = interleave<1, true>(in[k], in[k + 8]);
+        out[2 * k] = interleave<false>(in[k], in[k + 8]);
+        out[2 * k + 1] = interleave<true>(in[k], in[k + 8]);
     }
 }
 
@@ -81,15 +62,20 @@ template <bool Stream>
 void write_transposed(const Tile& tile, const Scratch& scratch) {
     for (int64_t col = 0; col < tile.cols; col += 16) {
         const int64_t columns = tile.cols - col < 16 ? tile.cols - col : 16;
-        alignas(64) uint8_t lines[16][kTileRows];
         const uint8_t* group = scratch.bytes + (col / 16) * kGroupBytes;
+        uint8_t* out = tile.out_t + col * tile.out_t_stride;
+        u8v part[16];
+        if (kRowGroup == kTileRows && tile.rows == kTileRows && columns == 16) {
+            transpose16(group, part);
+            for (int k = 0; k < 16; ++k) put<Stream>(out + k * tile.out_t_stride, part[k]);
+            continue;
+        }
+        alignas(64) uint8_t lines[16][kTileRows];
         for (int64_t row = 0; row < tile.rows; row += kRowGroup) {
-            u8v part[16];
             transpose16(group + row * 16, part);
             for (int k = 0; k < 16; ++k) store(&lines[k][row], part[k]);
         }
-        for (int64_t k = 0; k < columns; ++k)
-            put_line<Stream>(tile.out_t + (col + k) * tile.out_t_stride, lines[k], tile.rows);
+        for (int64_t k = 0; k < columns; ++k) put_line<Stream>(out + k * tile.out_t_stride, lines[k], tile.rows);
     }
 }
 
@@ -99,26 +85,31 @@ OTTAVA_INLINE bool aligned(const uint8_t* base, int64_t stride) {
 }
 
 template <class Fill>
-OTTAVA_INLINE void tile_with(const Tile& tile, Fill fill) {
+OTTAVA_INLINE void tile_with(const Tile& tile, const Fill& fill) {
     Scratch scratch;
     const bool stream_rows = tile.stream && tile.out != nullptr && aligned(tile.out, tile.out_stride);
     const bool stream_columns = tile.stream && aligned(tile.out_t, tile.out_t_stride);
-    const int64_t whole = tile.cols / 16 * 16;
     for (int64_t row = 0; row < tile.rows; ++row) {
         uint8_t* out = tile.out == nullptr ? nullptr : tile.out + row * tile.out_stride;
-        for (int64_t col = 0; col < whole; col += 16) {
-            const u8x16 codes = fill.whole(row, col);
-            store(scratch.piece(row, col / 16), codes);
+        // The rows of a tile are far apart in memory, which the hardware's prefetch does not follow.
+        const int64_t next = row + 1 < tile.rows ? row + 1 : row;
+        int64_t col = 0;
+        for (; col + kLine <= tile.cols; col += kLine) {
+            fill.prefetch(next, col);
+            const Line line = fill.line(row, col);
+            for (int k = 0; k < 4; ++k) store(scratch.piece(row, col / 16 + k), line.piece(k));
             if (out == nullptr) continue;
             if (stream_rows)
-                put<true>(out + col, codes);
+                line.template put_to<true>(out + col);
             else
-                store(out + col, codes);
+                line.template put_to<false>(out + col);
         }
-        if (whole == tile.cols) continue;
-        uint8_t* piece = scratch.piece(row, whole / 16);
-        fill.partial(row, whole, tile.cols - whole, piece);
-        if (out != nullptr) memcpy(out + whole, piece, static_cast<size_t>(tile.cols - whole));
+        for (; col < tile.cols; col += 16) {
+            const int64_t count = tile.cols - col < 16 ? tile.cols - col : 16;
+            uint8_t* piece = scratch.piece(row, col / 16);
+            fill.partial(row, col, count, piece);
+            if (out != nullptr) memcpy(out + col, piece, static_cast<size_t>(count));
+        }
     }
     // The rows of the last group that the tile does not have are transposed too, into lines that are not written.
     if (stream_columns)
@@ -132,19 +123,22 @@ template <class Element, class Format>
 struct CastFill {
     const typename Element::storage* src;
     int64_t stride;
-    f32v scale;
-    OTTAVA_INLINE u8x16 whole(int64_t row, int64_t col) const {
-        return cast16<Element, Format>(src + row * stride + col, scale);
+    const LineCast<Element, Format> cast64;
+    OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const {
+        constexpr int64_t step = kLine / sizeof(*src);
+        for (int64_t k = 0; k < kLine; k += step) __builtin_prefetch(src + row * stride + col + k);
     }
+    OTTAVA_INLINE Line line(int64_t row, int64_t col) const { return cast64(src + row * stride + col); }
     OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out) const {
-        cast_partial<Element, Format>(src + row * stride + col, n, scale, out);
+        cast_partial<Element, Format>(src + row * stride + col, n, cast64.factor, out);
     }
 };
 
 struct CopyFill {
     const uint8_t* src;
     int64_t stride;
-    OTTAVA_INLINE u8x16 whole(int64_t row, int64_t col) const { return load<u8x16>(src + row * stride + col); }
+    OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const { __builtin_prefetch(src + row * stride + col); }
+    OTTAVA_INLINE Line line(int64_t row, int64_t col) const { return load<Line>(src + row * stride + col); }
     OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out) const {
         memcpy(out, src + row * stride + col, static_cast<size_t>(n));
     }
@@ -153,7 +147,7 @@ struct CopyFill {
 template <class Element, class Format>
 void cast_tile_typed(const Tile& tile, float scale) {
     const auto* src = static_cast<const typename Element::storage*>(tile.src);
-    tile_with(tile, CastFill<Element, Format>{src, tile.src_stride, broadcast(scale)});
+    tile_with(tile, CastFill<Element, Format>{src, tile.src_stride, LineCast<Element, Format>(scale)});
 }
 
 template <class Format>

@@ -1,0 +1,91 @@
+// Kernels over contiguous runs: cast. Include once, after simd.h.
+//
+// The unit is a line: 64 codes, which is what a streaming store wants. Every instruction set has the same generic line;
+// cast_avx512.h replaces it.
+
+// A scale in every lane, and what the fast paths need to know about it.
+struct Factor {
+    f32v lanes;
+    bool positive;  // not negative, zero or NaN: then the sign of a product is the sign of the element
+    explicit Factor(float scale) : lanes(broadcast(scale)), positive(scale > 0.0f) {}
+};
+
+template <class Element, class Format>
+OTTAVA_INLINE u8x16 cast16(const typename Element::storage* src, const Factor& factor) {
+    i32v codes[16 / kLanes];
+    for (int k = 0; k < 16 / kLanes; ++k)
+        codes[k] = encode<Format, f32v, i32v>(Element::load_floats(src + k * kLanes) * factor.lanes);
+    return narrow8(codes);
+}
+
+// Fewer than 16 elements, through buffers: no byte outside the run is touched.
+template <class Element, class Format>
+void cast_partial(const typename Element::storage* src, int64_t n, const Factor& factor, uint8_t* out) {
+    typename Element::storage in[16] = {};
+    memcpy(in, src, static_cast<size_t>(n) * sizeof(in[0]));
+    const u8x16 codes = cast16<Element, Format>(in, factor);
+    memcpy(out, &codes, static_cast<size_t>(n));
+}
+
+#if defined(__AVX512BW__)
+#include "cast_avx512.h"
+#else
+// A line of codes: 64 of them, as four pieces.
+struct Line {
+    u8x16 pieces[4];
+    OTTAVA_INLINE u8x16 piece(int k) const { return pieces[k]; }
+    template <bool Stream>
+    OTTAVA_INLINE void put_to(uint8_t* out) const {
+        for (int k = 0; k < 4; ++k) put<Stream>(out + 16 * k, pieces[k]);
+    }
+};
+
+template <class Element, class Format>
+struct LineCast {
+    const Factor factor;
+    explicit LineCast(float scale) : factor(scale) {}
+    OTTAVA_INLINE Line operator()(const typename Element::storage* src) const {
+        Line line;
+        for (int k = 0; k < 4; ++k) line.pieces[k] = cast16<Element, Format>(src + 16 * k, factor);
+        return line;
+    }
+};
+#endif
+
+template <class Element, class Format, bool Stream>
+void cast_aligned(const typename Element::storage* src, int64_t n, const LineCast<Element, Format>& cast64,
+                  uint8_t* out) {
+    int64_t i = 0;
+    for (; i + kLine <= n; i += kLine) cast64(src + i).template put_to<Stream>(out + i);
+    for (; i + 16 <= n; i += 16) store(out + i, cast16<Element, Format>(src + i, cast64.factor));
+    if (i < n) cast_partial<Element, Format>(src + i, n - i, cast64.factor, out + i);
+}
+
+template <class Element, class Format>
+void cast_typed(const void* from, int64_t n, float scale, uint8_t* out, bool stream) {
+    const auto* src = static_cast<const typename Element::storage*>(from);
+    const LineCast<Element, Format> cast64(scale);
+    if (!stream) return cast_aligned<Element, Format, false>(src, n, cast64, out);
+    int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out) & (kLine - 1));
+    head = head < n ? head : n;
+    cast_aligned<Element, Format, false>(src, head, cast64, out);
+    cast_aligned<Element, Format, true>(src + head, n - head, cast64, out + head);
+    finish_streaming();
+}
+
+template <class Format>
+void cast_format(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, bool stream) {
+    switch (dtype) {
+        case Dtype::float32:
+            return cast_typed<Float32, Format>(src, n, scale, out, stream);
+        case Dtype::bfloat16:
+            return cast_typed<BFloat16, Format>(src, n, scale, out, stream);
+        default:
+            return cast_typed<Float16, Format>(src, n, scale, out, stream);
+    }
+}
+
+void cast_run(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream) {
+    if (format == Fp8::e4m3) return cast_format<E4M3>(src, dtype, n, scale, out, stream);
+    return cast_format<E5M2>(src, dtype, n, scale, out, stream);
+}
