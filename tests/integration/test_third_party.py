@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -39,10 +40,62 @@ def test_it_is_not_installed_here() -> None:
 
 def test_it_is_listed(environment: Path) -> None:
     done = subprocess.run([environment, "-c", COMMAND, "recipes", "--json"], capture_output=True, text=True, check=True)
-    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    listed = json.loads(done.stdout)
+    rows = {row["name"]: row for row in listed["recipes"]}
     assert rows["acme-rows"]["distribution"] == "acme-fp8"
     assert rows["acme-rows"]["version"] == "3.1"
     assert rows["current"]["status"] == "ok"
+    assert {row["name"]: row["distribution"] for row in listed["quantizer_factories"]}["acme-weights"] == "acme-fp8"
+
+
+FACTORY = """
+import torch, ottava
+recipe = ottava.get_recipe("current")
+recipe.set_quantizer_factory(ottava.get_quantizer_factory("acme-weights"))
+layer = ottava.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), recipe)
+layer(torch.randn(4, 16)).sum().backward()
+print([type(recipe.quantizer(role)).__name__ for role in ("weight", "input")])
+"""
+
+
+def test_its_quantizer_factory_serves_another_recipe(environment: Path) -> None:
+    done = subprocess.run([environment, "-c", FACTORY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['RowQuantizer', 'Float8CurrentScalingQuantizer']"
+
+
+def test_doctor_is_content_with_it(environment: Path) -> None:
+    done = subprocess.run([environment, "-c", COMMAND, "doctor", "--json"], capture_output=True, text=True)
+    found = {check["name"]: check["ok"] for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 0, found
+    assert found["recipe acme-rows"]
+    assert found["quantizer factory acme-weights"]
+
+
+STRANGER = """
+from ottava import RecipeSpec, hookimpl
+
+@hookimpl
+def ottava_recipes():
+    return [RecipeSpec(name="current", summary="not the one", factory="builtins:object")]
+"""
+
+
+def test_it_cannot_take_over_a_recipe_of_another(environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "aaa_stranger.py").write_text(STRANGER)
+    info = tmp_path / "aaa_stranger-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: aaa-stranger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ottava]\nmain = aaa_stranger\n")
+    code = (
+        "import ottava; from ottava.recipes.registry import plugin_statuses;"
+        "print(type(ottava.get_recipe('current')).__name__,"
+        "[s.distribution for s in plugin_statuses() if s.problems])"
+    )
+    done = subprocess.run(
+        [environment, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert done.stdout.strip() == "Float8CurrentScaling ['aaa-stranger']", done.stderr
 
 
 def test_it_trains_the_demo_model(environment: Path, tmp_path: Path) -> None:

@@ -9,83 +9,158 @@ import sys
 from pathlib import Path
 
 import pytest
-
-GOOD = "import ottava.recipes.hookspecs as h\nfrom ottava.recipes.spec import RecipeSpec\n"
-HOOK = (
-    "@h.hookimpl\ndef ottava_recipes():\n"
-    "    return [RecipeSpec(name='{name}', summary='s', factory='{module}:Thing')]\n"
-)
-
-
-def plugin(folder: Path, dist: str, module: str, source: str) -> None:
-    """A distribution as pip would leave it: a module and its dist-info with an entry point."""
-    (folder / f"{module}.py").write_text(source)
-    info = folder / f"{dist.replace('-', '_')}-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[ottava]\nmain = {module}\n")
-
-
-def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-c", "from ottava.cli.main import app; app()", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **environment},
-    )
+from fake_plugins import GOOD, HOOK, RECIPE, hook, offers, plugin, run
 
 
 @pytest.fixture
 def plugins(tmp_path: Path) -> Path:
-    plugin(tmp_path, "aaa-good", "aaa_good", GOOD + HOOK.format(name="mine", module="aaa_good"))
-    plugin(tmp_path, "bbb-raises", "bbb_raises", "raise ZeroDivisionError('at import')")
+    plugin(tmp_path, "aaa-good", "aaa_good", GOOD + HOOK.format(name="mine", module="aaa_impl"))
+    (tmp_path / "aaa_impl.py").write_text(RECIPE)
+    plugin(tmp_path, "bbb-raises", "bbb_raises", "raise ZeroDivisionError('at import [/red]')")
     plugin(
         tmp_path, "ccc-signature", "ccc_signature", GOOD + "@h.hookimpl\ndef ottava_recipes(wrong):\n    return []\n"
     )
-    plugin(tmp_path, "ddd-taken", "ddd_taken", GOOD + HOOK.format(name="mine", module="ddd_taken"))
+    plugin(tmp_path, "ddd-taken", "ddd_taken", offers("mine", "own", factory="ddd_taken:Thing"))
     plugin(tmp_path, "eee-unknown", "eee_unknown", GOOD + "@h.hookimpl\ndef ottava_nonesuch():\n    return []\n")
     old = HOOK.format(name="o", module="m").replace("summary='s'", "summary='s', api_version=9")
     plugin(tmp_path, "fff-old", "fff_old", GOOD + old)
     return tmp_path
 
 
-def test_recipes_lists_the_healthy_and_names_the_broken(plugins: Path) -> None:
-    done = run(plugins, "recipes", "--json")
+def listing(folder: Path, **environment: str) -> dict[str, list[dict[str, str]]]:
+    done = run(folder, "recipes", "--json", **environment)
     assert done.returncode == 0, done.stderr
-    rows = {row["distribution"]: row for row in json.loads(done.stdout)}
-    assert rows["aaa-good"]["status"] == "ok"
-    assert rows["aaa-good"]["name"] == "mine"
-    assert "at import" in rows["bbb-raises"]["error"]
-    assert "wrong" in rows["ccc-signature"]["error"]
-    for part in ("mine", "aaa-good", "ddd-taken", "1.2"):
-        assert part in rows["ddd-taken"]["error"]
-    assert "ottava_nonesuch" in rows["eee-unknown"]["error"]
-    assert "version 9" in rows["fff-old"]["error"]
-    assert all(rows[d]["status"] == "broken" for d in rows if d[:3] in ("bbb", "ccc", "ddd", "eee", "fff"))
+    return json.loads(done.stdout)
+
+
+def checks(folder: Path) -> dict[str, dict[str, object]]:
+    done = run(folder, "doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == (0 if report["ok"] else 1)
+    assert report["ok"] == all(check["ok"] for check in report["checks"])
+    return {check["name"]: check for check in report["checks"]}
+
+
+def test_recipes_lists_the_healthy_and_names_the_broken(plugins: Path) -> None:
+    rows = {(row["distribution"], row["name"]): row for row in listing(plugins)["recipes"]}
+    assert rows["ddd-taken", "own"]["status"] == "ok"
+    for dist in ("aaa-good", "ddd-taken"):
+        assert rows[dist, "mine"]["status"] == "refused"
+        for part in ("mine", "aaa-good 1.2", "ddd-taken 1.2"):
+            assert part in rows[dist, "mine"]["error"]
+    for dist, said in (
+        ("bbb-raises", "at import [/red]"),
+        ("ccc-signature", "wrong"),
+        ("eee-unknown", "ottava_nonesuch"),
+        ("fff-old", "version 9"),
+    ):
+        assert rows[dist, ""]["status"] == "broken"
+        assert said in rows[dist, ""]["error"]
     text = run(plugins, "recipes").stdout
-    assert "mine" in text
-    assert "at import" in text
+    assert "own" in text
+    assert "bbb-raises:main 1.2 is broken: ZeroDivisionError: at import [/red]" in text
+    assert "ddd-taken:main 1.2 mine is refused" in text
 
 
 def test_plugins_can_be_disabled_or_required(plugins: Path) -> None:
-    disabled = "bbb-raises,ccc_signature,aaa-good,eee-unknown,fff-old"
-    rows = json.loads(run(plugins, "recipes", "--json", OTTAVA_DISABLE_PLUGINS=disabled).stdout)
-    statuses = {row["distribution"]: row["status"] for row in rows}
-    assert statuses["bbb-raises"] == statuses["ccc-signature"] == "disabled"
-    assert statuses["ddd-taken"] == "ok"
-    strict = run(plugins, "recipes", OTTAVA_STRICT_PLUGINS="1")
-    assert strict.returncode != 0
-    assert "bbb-raises" in strict.stderr
+    disabled = "bbb-raises,ccc_signature,aaa.good,eee-unknown,fff-old"
+    rows = listing(plugins, OTTAVA_DISABLE_PLUGINS=disabled)["recipes"]
+    statuses = {(row["distribution"], row["name"]): row["status"] for row in rows}
+    assert statuses["bbb-raises", ""] == statuses["ccc-signature", ""] == statuses["aaa-good", ""] == "disabled"
+    assert statuses["ddd-taken", "mine"] == "ok"
+
+
+@pytest.mark.parametrize("command", [["recipes"], ["recipes", "--json"], ["demo", "--steps", "1", "--size", "tiny"]])
+def test_strict_is_told_in_short(plugins: Path, tmp_path: Path, command: list[str]) -> None:
+    out = ["--out", str(tmp_path / "out")] if command[0] == "demo" else []
+    done = run(plugins, *command, *out, OTTAVA_STRICT_PLUGINS="true")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: plugin bbb-raises:main 1.2 is broken: ZeroDivisionError")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_misspelled_name_to_disable_is_told(plugins: Path) -> None:
+    done = run(plugins, "recipes", "--json", OTTAVA_DISABLE_PLUGINS="aaa-goood,bbb-raises")
+    assert "names what is not installed: aaa-goood\n" in done.stderr
+    assert json.loads(done.stdout)["recipes"]
+    doctor = run(plugins, "doctor", "--json", OTTAVA_DISABLE_PLUGINS="aaa-goood")
+    wrong = {check["name"]: check["detail"] for check in json.loads(doctor.stdout)["checks"] if not check["ok"]}
+    assert "aaa-goood" in wrong["OTTAVA_DISABLE_PLUGINS"]
+
+
+def test_quantizer_factories_are_listed(tmp_path: Path) -> None:
+    spec = "return [FactorySpec(name='{}', summary='by row', factory='{}')]"
+    name = "ottava_quantizer_factories"
+    plugin(tmp_path, "aaa-rows", "aaa_rows", hook(spec.format("rows", "builtins:str"), name))
+    plugin(tmp_path, "bbb-gone", "bbb_gone", hook(spec.format("gone", "nonesuch_module:f"), name))
+    plugin(tmp_path, "ccc-gone", "ccc_gone", hook(spec.format("taken", "builtins:str"), name))
+    plugin(tmp_path, "ddd-gone", "ddd_gone", hook(spec.format("taken", "builtins:str"), name))
+    given = listing(tmp_path)
+    rows = {(row["distribution"], row["name"]): row for row in given["quantizer_factories"]}
+    assert rows["aaa-rows", "rows"] == {
+        "name": "rows",
+        "summary": "by row",
+        "plugin": "aaa-rows:main",
+        "distribution": "aaa-rows",
+        "version": "1.2",
+        "status": "ok",
+        "error": "",
+    }
+    assert "ddd-gone 1.2" in rows["ccc-gone", "taken"]["error"]
+    assert not [row for row in given["recipes"] if row["distribution"][:3] in ("aaa", "bbb", "ccc", "ddd")]
+    assert "by row" in run(tmp_path, "recipes").stdout
+    found = checks(tmp_path)
+    assert found["quantizer factory rows"]["ok"]
+    assert not found["quantizer factory gone"]["ok"]
+    assert not found["plugin ccc-gone:main"]["ok"]
+
+
+def test_an_empty_plugin_is_told(tmp_path: Path) -> None:
+    plugin(tmp_path, "aaa-empty", "aaa_empty", hook("return []"))
+    rows = {row["distribution"]: row for row in listing(tmp_path)["recipes"]}
+    assert (rows["aaa-empty"]["status"], rows["aaa-empty"]["error"]) == ("empty", "it offers nothing")
+
+
+def test_json_is_json_when_plugins_print(tmp_path: Path) -> None:
+    plugin(tmp_path, "aaa-prints", "aaa_prints", "print('on import')\n" + offers("mine", factory="aaa_impl:Thing"))
+    (tmp_path / "aaa_impl.py").write_text("print('on build')\n" + RECIPE)
+    assert "mine" in [row["name"] for row in listing(tmp_path)["recipes"]]
+    assert checks(tmp_path)["recipe mine"]["ok"]
+    assert "on build" in run(tmp_path, "doctor", "--json").stderr
+
+
+@pytest.mark.parametrize(
+    ("factory", "source", "said"),
+    [
+        ("aaa_impl:Thing", "", ""),
+        ("aaa_impl:build", "def build(need): return Thing()", ""),
+        ("nonesuch_module:Thing", "", "No module named 'nonesuch_module'"),
+        ("aaa_impl:nonesuch", "", "nonesuch"),
+        ("math:pi", "", "type float"),
+        ("aaa_impl:build", "def build(): raise ValueError('ctor [/red] [bold]')", "ctor [/red] [bold]"),
+        ("builtins:object", "", "type object"),
+    ],
+)
+def test_doctor_builds_the_recipes(tmp_path: Path, factory: str, source: str, said: str) -> None:
+    plugin(tmp_path, "aaa-good", "aaa_good", offers("mine", factory=factory))
+    (tmp_path / "aaa_impl.py").write_text(RECIPE + source)
+    check = checks(tmp_path)["recipe mine"]
+    assert check["ok"] == (not said)
+    assert said in str(check["detail"])
+    if "need" in source:
+        assert "options: need" in str(check["detail"])
 
 
 def test_doctor_says_what_is_wrong(plugins: Path, tmp_path: Path) -> None:
-    done = run(plugins, "doctor", "--json")
-    assert done.returncode == 1
-    report = json.loads(done.stdout)
-    wrong = {check["name"] for check in report["checks"] if not check["ok"]}
-    assert "plugin bbb-raises:main" in wrong
+    wrong = {name for name, check in checks(plugins).items() if not check["ok"]}
+    assert {"plugin bbb-raises:main", "plugin aaa-good:main", "plugin ddd-taken:main", "recipe own"} <= wrong
     assert "kernel self-test" not in wrong
+    # A text of a plugin is no markup.
+    text = run(plugins, "doctor")
+    assert text.returncode == 1
+    assert "ZeroDivisionError: at import [/red]" in text.stdout
     healthy = run(tmp_path / "empty", "doctor")
     assert healthy.returncode == 0, healthy.stdout
     assert "instruction set" in healthy.stdout

@@ -30,8 +30,10 @@ _EXPORTS = {
     "autocast": "ottava.recipes.region",
     "conversion_report": "ottava.nn",
     "convert": "ottava.nn",
+    "get_quantizer_factory": "ottava.recipes.registry",
     "get_recipe": "ottava.recipes.registry",
     "hookimpl": "ottava.recipes.hookspecs",
+    "list_quantizer_factories": "ottava.recipes.registry",
     "list_recipes": "ottava.recipes.registry",
     "prepare_for_saving": "ottava.tensors",
     "quantized_model_init": "ottava.nn",
@@ -69,7 +71,9 @@ if TYPE_CHECKING:
     from ottava.recipes.base import Recipe as Recipe
     from ottava.recipes.hookspecs import hookimpl as hookimpl
     from ottava.recipes.region import autocast as autocast
+    from ottava.recipes.registry import get_quantizer_factory as get_quantizer_factory
     from ottava.recipes.registry import get_recipe as get_recipe
+    from ottava.recipes.registry import list_quantizer_factories as list_quantizer_factories
     from ottava.recipes.registry import list_recipes as list_recipes
     from ottava.recipes.role import QuantizerRole as QuantizerRole
     from ottava.recipes.spec import FactorySpec as FactorySpec

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +14,13 @@ from rich.table import Table
 
 import ottava
 from ottava.errors import OttavaError
-from ottava.recipes.registry import plugin_statuses
+from ottava.recipes.registry import (
+    get_quantizer_factory,
+    get_recipe,
+    plugin_statuses,
+    required_options,
+    unknown_disabled,
+)
 
 
 @dataclass(frozen=True)
@@ -69,39 +77,75 @@ def _self_test() -> Check:
     return Check("kernel self-test", True, "every bfloat16 value, E4M3 and E5M2: bytes equal the reference")
 
 
+def _recipe(name: str) -> Check:
+    """Whether the recipe can be built with its defaults; one that cannot do without options only has to resolve."""
+    try:
+        required = required_options(name)
+        if required:
+            return Check(f"recipe {name}", True, f"not built, it needs options: {', '.join(required)}")
+        return Check(f"recipe {name}", True, f"built, a {type(get_recipe(name)).__name__}")
+    except OttavaError as error:
+        return Check(f"recipe {name}", False, str(error))
+
+
+def _factory(name: str) -> Check:
+    try:
+        get_quantizer_factory(name)
+    except OttavaError as error:
+        return Check(f"quantizer factory {name}", False, str(error))
+    return Check(f"quantizer factory {name}", True, "imported")
+
+
+def _plugins() -> list[Check]:
+    try:
+        statuses = plugin_statuses()
+    except OttavaError as error:
+        return [Check("plugins", False, str(error))]
+    checks = []
+    for status in statuses:
+        names = [spec.name for spec in status.recipes] + [spec.name for spec in status.quantizer_factories]
+        detail = f"{status.distribution} {status.version}, {status.status}, offers: {', '.join(names) or 'nothing'}"
+        problems = status.problems
+        checks.append(Check(f"plugin {status.name}", not problems, "\n".join(problems) or detail))
+        checks += [_recipe(spec.name) for spec in status.recipes]
+        checks += [_factory(spec.name) for spec in status.quantizer_factories]
+    if not statuses:
+        checks.append(Check("plugins", True, "none; try: pip install ottava-recipes-current"))
+    unknown = unknown_disabled()
+    if unknown:
+        checks.append(Check("OTTAVA_DISABLE_PLUGINS", False, f"names what is not installed: {', '.join(unknown)}"))
+    return checks
+
+
 def examine() -> list[Check]:
     """All checks, in the order in which they are printed."""
     import torch
 
-    checks = [
+    return [
         Check("python", True, platform.python_version()),
         Check("torch", True, str(torch.__version__)),
         Check("ottava", True, ottava.__version__),
         *_backends(),
+        *_plugins(),
+        _self_test(),
     ]
-    try:
-        statuses = plugin_statuses()
-    except OttavaError as error:
-        return [*checks, Check("plugins", False, str(error)), _self_test()]
-    for status in statuses:
-        names = ", ".join(spec.name for spec in status.recipes) or "none"
-        detail = status.error or f"{status.distribution} {status.version}, {status.status}, recipes: {names}"
-        checks.append(Check(f"plugin {status.name}", status.status != "broken", detail))
-    if not statuses:
-        checks.append(Check("plugins", True, "none; try: pip install ottava-recipes-current"))
-    return [*checks, _self_test()]
 
 
 def run_doctor(as_json: bool) -> int:
     """Print the report; 1 when a check failed."""
-    checks = examine()
+    # What recipes print when they are imported and built is no part of the report.
+    with contextlib.redirect_stdout(sys.stderr):
+        checks = examine()
     healthy = all(check.ok for check in checks)
     if as_json:
         report: dict[str, Any] = {"ok": healthy, "checks": [asdict(check) for check in checks]}
         print(json.dumps(report, indent=2))
         return 0 if healthy else 1
-    table = Table("check", "", "detail", title="ottava doctor")
+    table = Table(title="ottava doctor")
+    for heading in ("check", "", "detail"):
+        table.add_column(heading, overflow="fold")
     for check in checks:
         table.add_row(check.name, "ok" if check.ok else "WRONG", check.detail)
-    Console().print(table)
+    # Texts of plugins are printed as they are, whatever brackets and colons they have.
+    Console(markup=False, emoji=False).print(table)
     return 0 if healthy else 1

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import ottava
+from ottava.errors import OttavaError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """An error that Ottava raises on purpose is told in its own words, with exit code 2."""
+    try:
+        yield
+    except OttavaError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 def _version(value: bool) -> None:
@@ -31,38 +44,36 @@ def main(
 
 @app.command()
 def recipes(as_json: Json = False) -> None:
-    """List the installed recipes, and the packages that are broken."""
+    """List the installed recipes and quantizer factories, and the packages that are broken."""
     from ottava.cli.recipes import show_recipes
 
-    show_recipes(as_json)
+    with _told():
+        show_recipes(as_json)
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Check versions, kernel backends, plugins and the kernels themselves; exit code 1 when something is wrong."""
+    """Check versions, kernel backends, plugins, recipes and the kernels themselves; exit code 1 when one is wrong."""
     from ottava.cli.doctor import run_doctor
 
-    raise typer.Exit(run_doctor(as_json))
+    with _told():
+        raise typer.Exit(run_doctor(as_json))
 
 
 @app.command()
 def demo(
     recipe: Annotated[
-        list[str] | None, typer.Option(help="A recipe to train with, repeatable; by default every installed one.")
+        list[str] | None,
+        typer.Option(help="A recipe to train with, repeatable; by default every installed one that can be built."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 150,
     size: Annotated[str, typer.Option(help="Model size: tiny, small or medium.")] = "small",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder for the picture, the page and the results.")] = Path("demo-out"),
     seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = 0,
 ) -> None:
     """Train a small GPT in BF16 and in every recipe, on the standard library's source code."""
     from ottava.cli.demo.command import run_demo
-    from ottava.errors import OttavaError
 
-    try:
-        code = run_demo(recipes=recipe, steps=steps, size=size, device=device, out=out, seed=seed)
-    except OttavaError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    raise typer.Exit(code)
+    with _told():
+        raise typer.Exit(run_demo(recipes=recipe, steps=steps, size=size, device=device, out=out, seed=seed))

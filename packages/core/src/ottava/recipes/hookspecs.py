@@ -24,5 +24,5 @@ def ottava_recipes() -> Iterable[RecipeSpec]:
 
 @hookspec
 def ottava_quantizer_factories() -> Iterable[FactorySpec]:
-    """The named quantizer factories of this package."""
+    """The named quantizer factories of this package. Must import neither torch nor the factories themselves."""
     return ()

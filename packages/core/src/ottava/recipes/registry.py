@@ -1,135 +1,62 @@
-"""The registry: loads recipe packages through their entry points and keeps failures to themselves."""
+"""The registry: what the installed packages offer, and building it by name."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import inspect
-import os
-from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import Distribution, EntryPoint, distributions
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import pluggy
-
-from ottava.errors import DuplicateRecipeError, OptionError, PluginError, RecipeNotFoundError
-from ottava.recipes import hookspecs
-from ottava.recipes.spec import API_VERSION, RecipeSpec
+from ottava.errors import OptionError, OttavaError, PluginError, RecipeNotFoundError
+from ottava.recipes import loader
+from ottava.recipes.discovery import canonical, disabled
+from ottava.recipes.ownership import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus
+from ottava.recipes.spec import FactorySpec, RecipeSpec
 
 if TYPE_CHECKING:
-    from ottava.recipes.base import Recipe
-
-
-@dataclass(frozen=True)
-class PluginStatus:
-    """One entry point of the group ``ottava`` and what became of it.
-
-    Attributes:
-        name: ``"distribution:entry"``.
-        status: ``"ok"``, ``"broken"`` or ``"disabled"``.
-        error: why it is broken.
-        recipes: the specs that it offers.
-    """
-
-    name: str
-    distribution: str
-    version: str
-    entry_point: str
-    status: str
-    error: str = ""
-    recipes: tuple[RecipeSpec, ...] = ()
-
-
-def _entry_points() -> list[tuple[Distribution, EntryPoint]]:
-    found: dict[tuple[str, str], tuple[Distribution, EntryPoint]] = {}
-    for dist in distributions():
-        for entry in dist.entry_points:
-            if entry.group == hookspecs.ENTRY_POINT_GROUP:
-                # The first on sys.path is the one that an import finds.
-                found.setdefault((dist.metadata["Name"], entry.name), (dist, entry))
-    return [found[key] for key in sorted(found)]
-
-
-def _disabled() -> set[str]:
-    names = os.environ.get("OTTAVA_DISABLE_PLUGINS", "").split(",")
-    return {name.strip().lower().replace("_", "-") for name in names if name.strip()}
-
-
-def _read(plugin_name: str, entry: EntryPoint) -> tuple[RecipeSpec, ...]:
-    """Load one plugin in a manager of its own, so that whatever it does stays with it."""
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    manager.register(entry.load(), plugin_name)
-    manager.check_pending()
-    specs: list[RecipeSpec] = []
-    for given in manager.hook.ottava_recipes():
-        for spec in given:
-            if not isinstance(spec, RecipeSpec):
-                raise PluginError(f"ottava_recipes yielded a {type(spec).__name__}", expected="RecipeSpec objects")
-            if spec.api_version != API_VERSION:
-                raise PluginError(
-                    f"recipe {spec.name!r} is written for version {spec.api_version} of the extension points",
-                    expected=f"version {API_VERSION}",
-                    remedy="install a release of the package that fits this ottava",
-                )
-            if spec.name in (other.name for other in specs):
-                raise DuplicateRecipeError(f"the plugin offers recipe {spec.name!r} twice", expected="one each")
-            specs.append(spec)
-    return tuple(specs)
-
-
-@cache
-def _load() -> tuple[PluginStatus, ...]:
-    disabled, statuses = _disabled(), []
-    owners: dict[str, PluginStatus] = {}
-    for dist, entry in _entry_points():
-        name, version = dist.metadata["Name"], dist.version
-        facts = (f"{name}:{entry.name}", name, version, entry.name)
-        if name.lower().replace("_", "-") in disabled:
-            statuses.append(PluginStatus(*facts, "disabled"))
-            continue
-        try:
-            specs = _read(facts[0], entry)
-            for spec in specs:
-                if spec.name in owners:
-                    owner = owners[spec.name]
-                    raise DuplicateRecipeError(
-                        f"recipe {spec.name!r} is offered by {owner.distribution} {owner.version} "
-                        f"and by {name} {version}",
-                        expected="one package for each recipe name",
-                        remedy=f"uninstall one, or set OTTAVA_DISABLE_PLUGINS to {owner.distribution} or {name}",
-                    )
-        except (Exception, SystemExit) as error:
-            if os.environ.get("OTTAVA_STRICT_PLUGINS") == "1":
-                raise PluginError(
-                    f"plugin {facts[0]} {version} is broken: {error}",
-                    remedy="unset OTTAVA_STRICT_PLUGINS to go on",
-                ) from error
-            statuses.append(PluginStatus(*facts, "broken", f"{type(error).__name__}: {error}"))
-            continue
-        statuses.append(PluginStatus(*facts, "ok", "", specs))
-        owners.update((spec.name, statuses[-1]) for spec in specs)
-    return tuple(statuses)
+    from ottava.recipes.base import QuantizerFactory, Recipe
 
 
 def plugin_statuses() -> list[PluginStatus]:
     """Every plugin found, healthy or not, in a stable order.
 
     Raises:
-        PluginError: a plugin is broken and ``OTTAVA_STRICT_PLUGINS=1``.
+        PluginError: a plugin is broken and ``OTTAVA_STRICT_PLUGINS`` is set.
+        DuplicateRecipeError: a name is claimed twice and ``OTTAVA_STRICT_PLUGINS`` is set.
     """
-    return list(_load())
+    return list(loader.statuses())
 
 
 def list_recipes() -> list[RecipeSpec]:
     """The recipes that can be used, by name. Neither torch nor a recipe is imported."""
-    return sorted((spec for status in _load() for spec in status.recipes), key=lambda spec: spec.name)
+    return sorted((spec for status in loader.statuses() for spec in status.recipes), key=lambda spec: spec.name)
+
+
+def list_quantizer_factories() -> list[FactorySpec]:
+    """The named quantizer factories that can be used, by name. Neither torch nor a factory is imported."""
+    found = (spec for status in loader.statuses() for spec in status.quantizer_factories)
+    return sorted(found, key=lambda spec: spec.name)
 
 
 def reload() -> None:
     """Forget what was loaded; the next question looks again."""
-    _load.cache_clear()
+    loader.forget()
+
+
+def unknown_disabled() -> list[str]:
+    """The names in ``OTTAVA_DISABLE_PLUGINS`` that no installed plugin has: most often misspelled."""
+    return sorted(disabled() - {canonical(status.distribution) for status in loader.statuses()})
+
+
+def required_options(name: str) -> list[str]:
+    """The options without which the recipe ``name`` cannot be built.
+
+    Raises:
+        As :func:`get_recipe`.
+    """
+    return _Provided(RECIPE, name).options()[1]
 
 
 def get_recipe(name: str, **options: Any) -> Recipe:
@@ -137,40 +64,121 @@ def get_recipe(name: str, **options: Any) -> Recipe:
 
     Raises:
         RecipeNotFoundError: no installed package provides it; the message has the nearest names.
-        OptionError: an option that the recipe does not take, or a value that it refuses.
-        PluginError: the package that provides it cannot be imported.
+        DuplicateRecipeError: several packages claim the name.
+        OptionError: an option that the recipe does not take, one that is missing, or a value that it refuses.
+        PluginError: the package that provides it cannot be imported, or does not build a recipe.
     """
-    spec = next((s for s in list_recipes() if s.name == name), None)
-    if spec is None:
-        raise _not_found(name)
-    module, _, attribute = spec.factory.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        raise PluginError(
-            f"recipe {name!r} cannot be imported from {spec.factory}: {type(error).__name__}: {error}",
-            remedy="reinstall the package that provides it",
-        ) from error
-    parameters = inspect.signature(factory).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = [option for option in options if option not in parameters and not takes_any]
+    from ottava.recipes.base import Recipe
+
+    provided = _Provided(RECIPE, name)
+    accepted, required, takes_any = provided.options()
+    expected = ", ".join(accepted) or ("" if takes_any else "no options")
+    unknown = [option for option in options if option not in accepted and not takes_any]
     if unknown:
-        raise OptionError(
-            f"recipe {name!r} has no option {', '.join(map(repr, unknown))}",
-            expected=", ".join(parameters) or "no options",
-        )
-    recipe: Recipe = factory(**options)
-    return recipe
+        raise OptionError(f"{provided} has no option {', '.join(map(repr, unknown))}", expected=expected)
+    missing = [option for option in required if option not in options]
+    if missing:
+        raise OptionError(f"{provided} needs the option {', '.join(map(repr, missing))}", expected=expected)
+    try:
+        made = provided.resolved(**options)
+    except OttavaError:
+        raise  # the recipe's own word on its options
+    except (Exception, SystemExit) as error:
+        # A factory that takes any keyword may hand them to one that does not.
+        refused = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if type(error) is TypeError else None
+        if refused and refused[1] in options:
+            raise OptionError(f"{provided} has no option {refused[1]!r}", expected=expected) from error
+        raise provided.error(f"cannot be built: {loader.describe(error)}") from error
+    if not isinstance(made, Recipe):
+        raise provided.error(f"gives an object of type {type(made).__name__}", expected="an ottava.Recipe")
+    return made
 
 
-def _not_found(name: object) -> RecipeNotFoundError:
-    known = [spec.name for spec in list_recipes()]
-    near = difflib.get_close_matches(str(name), known, n=3)
-    broken = [status.name for status in _load() if status.status == "broken"]
-    expected = f"one of {', '.join(known)}" if known else "a recipe package to be installed"
+def get_quantizer_factory(name: str) -> QuantizerFactory:
+    """The quantizer factory registered as ``name``: a ``qfactory(role)``, imported now.
+
+    Raises:
+        RecipeNotFoundError: no installed package provides it; the message has the nearest names.
+        DuplicateRecipeError: several packages claim the name.
+        PluginError: the package that provides it cannot be imported, or offers something that cannot be called.
+    """
+    return _Provided(FACTORY, name).resolved
+
+
+class _Provided:
+    """What a package provides under a name, with its reference resolved."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.kind, self.name = kind, name
+        self.spec, self.status = _find(kind, name)
+        module, _, attribute = self.spec.factory.partition(":")
+        try:
+            found: object = getattr(importlib.import_module(module), attribute)
+        except (Exception, SystemExit) as error:
+            what = f"cannot be imported from {self.spec.factory}: {loader.describe(error)}"
+            raise self.error(what, remedy="reinstall the package") from error
+        if not callable(found):
+            raise self.error(f"is of type {type(found).__name__}, {self.spec.factory}", expected="something to call")
+        self.resolved: Callable[..., Any] = found
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}"
+
+    def error(
+        self, what: str, *, expected: str = "", remedy: str = "report it to the package's authors"
+    ) -> PluginError:
+        """An error that names the package."""
+        package = f"{self.status.distribution} {self.status.version}"
+        return PluginError(f"{self} of {package} {what}", expected=expected, remedy=remedy)
+
+    def options(self) -> tuple[list[str], list[str], bool]:
+        """The names of the options, of those without a default, and whether any other is taken as well."""
+        try:
+            parameters = inspect.signature(self.resolved).parameters.values()
+        except (TypeError, ValueError):  # some builtins have none
+            return [], [], True
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        required = [p.name for p in named if p.default is p.empty]
+        return [p.name for p in named], required, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _find(kind: str, name: str) -> tuple[RecipeSpec | FactorySpec, PluginStatus]:
+    statuses = loader.statuses()
+    for status in statuses:
+        for spec in status.specs(kind):
+            if spec.name == name:
+                return spec, status
+    for status in statuses:
+        for refusal in status.refused:
+            if (refusal.kind, refusal.name) == (kind, name):
+                raise refusal.fresh_error()
+    raise _not_found(kind, name)
+
+
+def _not_found(kind: str, name: object) -> RecipeNotFoundError:
+    statuses = loader.statuses()
+    known = sorted(spec.name for status in statuses for spec in status.specs(kind))
+    installed = False
+    near = difflib.get_close_matches(str(name).lower(), known, n=3)
+    expected = f"one of {', '.join(known)}" if known else f"a package with a {kind} to be installed"
     if near:
         expected += f" (nearest: {', '.join(near)})"
-    remedy = f"pip install ottava-recipes-{name}, or the package that provides it"
-    if broken:
-        remedy += f"; broken plugins, see `ottava recipes`: {', '.join(broken)}"
-    return RecipeNotFoundError(f"no installed package provides recipe {name!r}", expected=expected, remedy=remedy)
+    remedies = []
+    hints = {
+        "disabled": "take the one that has it out of OTTAVA_DISABLE_PLUGINS",
+        "broken": "mend the one that has it, `ottava recipes` says what is broken",
+    }
+    for word, hint in hints.items():
+        plugins = [status for status in statuses if status.status == word]
+        if plugins:
+            remedies.append(f"{hint}: {', '.join(status.name for status in plugins)}")
+        if OWNER_PREFIX + canonical(str(name)) in (canonical(status.distribution) for status in plugins):
+            installed = True
+    # The name may be misspelled: it must not become a command that installs whatever has that name.
+    if near:
+        remedies.insert(0, f"use {near[0]!r}")
+    elif not installed:
+        remedies.insert(0, f"install the package that has it; Ottava's own are named {OWNER_PREFIX}NAME")
+    return RecipeNotFoundError(
+        f"no installed package provides {kind} {name!r}", expected=expected, remedy="; ".join(remedies)
+    )

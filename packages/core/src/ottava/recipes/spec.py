@@ -11,14 +11,33 @@ from ottava.errors import OptionError
 API_VERSION = 1
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def _check(kind: str, name: str, factory: str) -> None:
+# The fields are checked as values of any type: a plugin's author need not run a type checker, and what a spec holds is
+# printed and compared by code that no plugin's failure may reach.
+def _word(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _positive(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _require(right: bool, what: str, value: object, owner: str, expected: str) -> None:
+    if not right:
+        raise OptionError(f"{what} {value!r} of {owner}", expected=expected)
+
+
+def _check(kind: str, name: object, summary: object, factory: object, api_version: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise OptionError(f"{kind} name {name!r}", expected="lower-case letters, digits, - and _, a letter first")
-    if not isinstance(factory, str) or not _REFERENCE.fullmatch(factory):
-        raise OptionError(f"factory {factory!r} of {kind} {name!r}", expected='a reference "package.module:Object"')
+    owner = f"{kind} {name!r}"
+    _require(_word(summary), "summary", summary, owner, "one line of printable text")
+    reference = isinstance(factory, str) and _REFERENCE.fullmatch(factory) is not None
+    _require(reference, "factory", factory, owner, 'a reference "package.module:Object"')
+    _require(_positive(api_version), "api_version", api_version, owner, "a positive integer")
+    return owner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +70,17 @@ class RecipeSpec:
     fake_quant_formats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check("recipe", self.name, self.factory)
-        block = self.block_size
-        if block is not None and not (len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
-            raise OptionError(f"block_size {block!r} of recipe {self.name!r}", expected="two positive integers")
+        owner = _check("recipe", self.name, self.summary, self.factory, self.api_version)
+        block: object = self.block_size
+        pair = isinstance(block, tuple) and len(block) == 2 and all(map(_positive, block))
+        _require(block is None or pair, "block_size", block, owner, "None or a tuple of two positive integers")
+        for field in ("stateful", "needs_reduction"):
+            value: object = getattr(self, field)
+            _require(isinstance(value, bool), field, value, owner, "True or False")
+        for field in ("formats", "fake_quant_formats"):
+            value = getattr(self, field)
+            words = isinstance(value, tuple) and all(word and _word(word) for word in value)
+            _require(words, field, value, owner, 'a tuple of names, for example ("E4M3",)')
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -69,7 +95,17 @@ class RecipeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FactorySpec:
-    """A named quantizer factory: ``factory`` refers to a ``qfactory(role)``."""
+    """A named quantizer factory as its package announces it.
+
+    Attributes:
+        name: how users ask for it.
+        summary: one line for listings.
+        factory: lazy reference ``"package.module:Object"`` to a ``qfactory(role)``.
+        api_version: version of the extension points it was written for.
+
+    Raises:
+        OptionError: a field has a value that is not allowed.
+    """
 
     name: str
     summary: str
@@ -77,4 +113,4 @@ class FactorySpec:
     api_version: int = API_VERSION
 
     def __post_init__(self) -> None:
-        _check("quantizer factory", self.name, self.factory)
+        _check("quantizer factory", self.name, self.summary, self.factory, self.api_version)

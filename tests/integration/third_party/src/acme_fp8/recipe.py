@@ -57,3 +57,8 @@ class AcmeRows(Recipe):
     def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> RowQuantizer:
         """The same for every role."""
         return RowQuantizer()
+
+
+def weights_by_row(role: QuantizerRole) -> RowQuantizer | None:
+    """A quantizer factory: weights by row, everything else by the recipe that it is put over."""
+    return RowQuantizer() if role.tensor_type == "weight" else None

@@ -1,0 +1,182 @@
+"""Loads the recipe packages and keeps their failures to themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import EntryPoint
+from typing import Any, TypeVar
+
+import pluggy
+
+from ottava.errors import DuplicateRecipeError, PluginError
+from ottava.recipes import hookspecs
+from ottava.recipes.discovery import Found, canonical, disabled, discover, strict
+from ottava.recipes.ownership import PluginStatus, settle
+from ottava.recipes.spec import API_VERSION, FactorySpec, RecipeSpec
+
+_HOOKS = ("ottava_recipes", "ottava_quantizer_factories")
+_MACHINERY = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(path)), "")
+    for path in (pluggy.__file__, importlib.__file__, os.path.dirname(__file__))
+)
+
+SpecT = TypeVar("SpecT", RecipeSpec, FactorySpec)
+
+
+def describe(error: BaseException) -> str:
+    """Kind and text of an error, and where in a plugin's own code it comes from."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "an error whose text cannot be shown"
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(path, line) for path, line in places if not path.startswith(("<", *_MACHINERY))]
+    where = " ({}:{})".format(*own[-1]) if own else ""
+    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+
+
+def _collect(hook: Callable[[], list[Any]], name: str, kind: type[SpecT]) -> tuple[SpecT, ...]:
+    expected = f"a list of {kind.__name__} objects"
+    answers = hook()
+    if not answers:  # pluggy leaves out an answer of None
+        raise PluginError(f"{name} returned None", expected=expected, remedy="return a list, an empty one for none")
+    specs: list[SpecT] = []
+    for given in answers:
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            raise PluginError(f"{name} returned an object of type {type(given).__name__}", expected=expected)
+        for spec in given:
+            # A subclass could leave out the checks of the fields.
+            if type(spec) is not kind:
+                raise PluginError(f"{name} yielded an object of type {type(spec).__name__}", expected=expected)
+            if spec.api_version != API_VERSION:
+                raise PluginError(
+                    f"{spec.name!r} is written for version {spec.api_version} of the extension points",
+                    expected=f"version {API_VERSION}",
+                    remedy="install a release of the package that fits this ottava",
+                )
+            if spec.name in (other.name for other in specs):
+                raise DuplicateRecipeError(f"{name} yielded {spec.name!r} twice", expected="one each")
+            specs.append(spec)
+    return tuple(specs)
+
+
+def _read(plugin_name: str, entry: EntryPoint) -> tuple[tuple[RecipeSpec, ...], tuple[FactorySpec, ...]]:
+    """Load one plugin in a manager of its own, so that whatever it does stays with it."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    plugin = entry.load()
+    manager.register(plugin, plugin_name)
+    manager.check_pending()
+    marked = {caller.name for caller in manager.get_hookcallers(plugin) or ()}
+    unmarked = [name for name in _HOOKS if name not in marked and callable(getattr(plugin, name, None))]
+    if unmarked:
+        raise PluginError(f"{', '.join(unmarked)} is not marked", remedy="put @ottava.hookimpl before it")
+    if not marked:
+        raise PluginError(
+            f"{entry.value} has no hook", expected=" or ".join(_HOOKS), remedy="define one, with @ottava.hookimpl"
+        )
+    recipes, factories = _HOOKS
+    return (
+        _collect(manager.hook.ottava_recipes, recipes, RecipeSpec) if recipes in marked else (),
+        _collect(manager.hook.ottava_quantizer_factories, factories, FactorySpec) if factories in marked else (),
+    )
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collects the user's interrupts, to tell them from a KeyboardInterrupt that a plugin raises by itself."""
+    seen: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield seen
+        return
+    handler = before
+
+    def note(number: int, frame: Any) -> None:
+        seen.append(number)
+        handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, before)
+
+
+def _status(found: Found, left_out: set[str], required: bool, interrupts: list[int]) -> PluginStatus:
+    name = f"{found.distribution}:{found.entry_point}"
+    facts = (name, found.distribution, found.version, found.entry_point)
+    if canonical(found.distribution) in left_out:
+        return PluginStatus(*facts, "disabled")
+    cause: BaseException | None = None
+    text = found.error
+    if found.entry is not None:
+        try:
+            recipes, factories = _read(name, found.entry)
+        # A plugin may raise anything, SystemExit and a test runner's own kinds as well.
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and interrupts:
+                raise
+            cause, text = error, describe(error)
+        else:
+            return PluginStatus(*facts, "ok", "", recipes, factories)
+    if required:
+        raise PluginError(
+            f"plugin {name} {found.version} is broken: {text}", remedy="unset OTTAVA_STRICT_PLUGINS to go on"
+        ) from cause
+    return PluginStatus(*facts, "broken", text)
+
+
+def _load() -> tuple[PluginStatus, ...]:
+    left_out, required = disabled(), strict()
+    # What plugins print must not get between the lines of a listing that is read by a program.
+    with contextlib.redirect_stdout(sys.stderr), _interrupts() as interrupts:
+        statuses = [_status(found, left_out, required, interrupts) for found in discover()]
+    settled = settle(statuses)
+    for status in settled:
+        if status.refused and required:
+            raise status.refused[0].fresh_error()
+    return settled
+
+
+_lock = threading.RLock()
+_loaded: tuple[PluginStatus, ...] | None = None
+_loading = False
+
+
+def statuses() -> tuple[PluginStatus, ...]:
+    """Every plugin, read once.
+
+    Raises:
+        PluginError: a plugin is broken and ``OTTAVA_STRICT_PLUGINS`` is set, or a plugin asks while plugins are read.
+    """
+    global _loaded, _loading
+    # One thread reads: redirecting the output is a matter of the whole process.
+    with _lock:
+        if _loading:
+            raise PluginError(
+                "recipes were asked for while plugins are read",
+                remedy="a plugin's module and its hooks must not ask for recipes",
+            )
+        if _loaded is None:
+            _loading = True
+            try:
+                _loaded = _load()
+            finally:
+                _loading = False
+        return _loaded
+
+
+def forget() -> None:
+    """The next question reads the plugins again."""
+    global _loaded
+    with _lock:
+        _loaded = None

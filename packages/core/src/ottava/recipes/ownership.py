@@ -1,0 +1,114 @@
+"""What became of each plugin, and who owns a name that several claim.
+
+Of several plugins that claim a name none gets it, so that no stranger takes a name over, with one exception: the
+distribution ``ottava-recipes-NAME`` owns NAME.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ottava.errors import DuplicateRecipeError
+from ottava.recipes.discovery import canonical
+from ottava.recipes.spec import FactorySpec, RecipeSpec
+
+RECIPE, FACTORY = "recipe", "quantizer factory"
+OWNER_PREFIX = "ottava-recipes-"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A name that a plugin offers and does not get: ``kind`` is "recipe" or "quantizer factory"."""
+
+    kind: str
+    name: str
+    error: DuplicateRecipeError
+
+    def fresh_error(self) -> DuplicateRecipeError:
+        """The error anew: one that is raised twice would gather tracebacks."""
+        return DuplicateRecipeError(self.error.what, expected=self.error.expected, remedy=self.error.remedy)
+
+
+@dataclass(frozen=True)
+class PluginStatus:
+    """One entry point of the group ``ottava`` and what became of it.
+
+    Attributes:
+        name: ``"distribution:entry"``.
+        status: ``"ok"``, ``"broken"`` or ``"disabled"``.
+        error: why it is broken.
+        recipes: the specs that it offers.
+        quantizer_factories: the named quantizer factories that it offers.
+        refused: what it offers under names that are another's, or that two packages claim.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    entry_point: str
+    status: str
+    error: str = ""
+    recipes: tuple[RecipeSpec, ...] = ()
+    quantizer_factories: tuple[FactorySpec, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with it, one text each."""
+        return [*([self.error] if self.error else []), *(str(refusal.error) for refusal in self.refused)]
+
+    def specs(self, kind: str) -> tuple[RecipeSpec | FactorySpec, ...]:
+        """What it offers of one kind."""
+        return self.recipes if kind == RECIPE else self.quantizer_factories
+
+
+def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: PluginStatus | None) -> DuplicateRecipeError:
+    offers = " and by ".join(f"{s.distribution} {s.version} (entry point {s.entry_point})" for s in claimants)
+    what = f"{kind} {name!r} is offered by {offers}"
+    others = " or ".join(dict.fromkeys(s.distribution for s in claimants if s is not owner))
+    remedy = f"uninstall one, or set OTTAVA_DISABLE_PLUGINS to {others}"
+    if owner is not None:
+        what += f"; the name belongs to {owner.distribution} {owner.version}"
+        if owner.status == "broken":
+            what += ", which is broken"
+            remedy = f"mend or uninstall {owner.distribution}"
+    return DuplicateRecipeError(what, expected="one package for each name", remedy=remedy)
+
+
+def _refusals(statuses: list[PluginStatus], kind: str) -> dict[str, list[Refusal]]:
+    claims: dict[str, list[PluginStatus]] = {}
+    for status in statuses:
+        for spec in status.specs(kind):
+            claims.setdefault(spec.name, []).append(status)
+    refused: dict[str, list[Refusal]] = {}
+    for name, claimants in claims.items():
+        title = OWNER_PREFIX + canonical(name)
+        titled = [s for s in claimants if canonical(s.distribution) == title]
+        # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
+        broken = [s for s in statuses if s.status == "broken" and canonical(s.distribution) == title]
+        owner = titled[0] if len(titled) == 1 else broken[0] if broken and not titled else None
+        if len(claimants) == 1 and owner in (None, claimants[0]):
+            continue
+        error = _conflict(kind, name, claimants, owner)
+        for claimant in claimants:
+            if claimant is not owner:
+                refused.setdefault(claimant.name, []).append(Refusal(kind, name, error))
+    return refused
+
+
+def settle(statuses: list[PluginStatus]) -> tuple[PluginStatus, ...]:
+    """The same plugins, without what they do not get."""
+    recipes, factories = _refusals(statuses, RECIPE), _refusals(statuses, FACTORY)
+    settled = []
+    for status in statuses:
+        refused = (*recipes.get(status.name, ()), *factories.get(status.name, ()))
+        taken = {(refusal.kind, refusal.name) for refusal in refused}
+        settled.append(
+            replace(
+                status,
+                refused=refused,
+                recipes=tuple(s for s in status.recipes if (RECIPE, s.name) not in taken),
+                quantizer_factories=tuple(s for s in status.quantizer_factories if (FACTORY, s.name) not in taken),
+            )
+        )
+    return tuple(settled)

@@ -1,0 +1,50 @@
+"""Recipe packages as pip would leave them, healthy and broken, and commands that see them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+GOOD = "import ottava.recipes.hookspecs as h\nfrom ottava.recipes.spec import FactorySpec, RecipeSpec\n"
+HOOK = (
+    "@h.hookimpl\ndef ottava_recipes():\n"
+    "    return [RecipeSpec(name='{name}', summary='s', factory='{module}:Thing')]\n"
+)
+# What a factory reference may lead to.
+RECIPE = (
+    "import ottava\n\n\nclass Thing(ottava.Recipe):\n"
+    "    def make_quantizer(self, role, *, amax_reduction_group=None): ...\n"
+)
+
+
+def hook(body: str, name: str = "ottava_recipes") -> str:
+    """A plugin module whose hook has this body."""
+    return f"{GOOD}@h.hookimpl\ndef {name}():\n    {body}\n"
+
+
+def offers(*names: str, factory: str) -> str:
+    """A plugin module that offers recipes."""
+    specs = ", ".join(f"RecipeSpec(name={name!r}, summary='s', factory={factory!r})" for name in names)
+    return hook(f"return [{specs}]")
+
+
+def plugin(folder: Path, dist: str, module: str, source: str) -> None:
+    """A distribution: a module and its dist-info with an entry point."""
+    (folder / f"{module}.py").write_text(source)
+    info = folder / f"{dist.replace('-', '_')}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[ottava]\nmain = {module}\n")
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The ottava command with the packages in ``folder`` installed."""
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", "from ottava.cli.main import app; app()", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **environment},
+    )

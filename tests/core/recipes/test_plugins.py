@@ -1,0 +1,212 @@
+"""Reading plugins: what is wrong with one is said, and harms no other."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from fake_plugins import GOOD, RECIPE, hook, offers, plugin
+
+import ottava
+from ottava.errors import DuplicateRecipeError, OptionError, PluginError
+from ottava.recipes import registry
+from ottava.recipes.ownership import PluginStatus
+
+SPEC = "RecipeSpec(name='x', summary='s', factory='a:B'{})"
+
+
+def status(dist: str) -> PluginStatus:
+    return next(s for s in registry.plugin_statuses() if s.distribution == dist)
+
+
+def names() -> set[str]:
+    return {spec.name for spec in ottava.list_recipes()}
+
+
+def healthy(site: Path, dist: str, *recipes: str) -> None:
+    module = dist.replace("-", "_").replace(".", "_")
+    plugin(site, dist, module, offers(*recipes, factory=f"{module}_impl:Thing"))
+    (site / f"{module}_impl.py").write_text(RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise ZeroDivisionError('at [/red]')", "ZeroDivisionError: at [/red] ("),
+        ("\n\nraise ValueError('a\\n  b')", "ValueError: a b (.*broken_one.py:3)"),
+        ("raise KeyboardInterrupt('no')", "KeyboardInterrupt: no"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("class Odd(BaseException): pass\nraise Odd", "Odd"),
+        ("class E(Exception):\n    def __str__(self): raise E\nraise E", "E: an error whose text cannot be shown"),
+        ("this is no Python", "SyntaxError"),
+        ("", "no hook"),
+        ("def ottava_recipes(): return []", "ottava_recipes is not marked"),
+        (hook("return []") + "def ottava_quantizer_factories(): return []\n", "ottava_quantizer_factories is not m"),
+        (hook("return None"), "returned None"),
+        (hook("return 'abc'"), "type str"),
+        (hook("return 3"), "type int"),
+        (hook("return " + SPEC.format("")), "type RecipeSpec"),
+        (hook("return [{'name': 'x'}]"), "type dict"),
+        (hook("return [FactorySpec(name='x', summary='s', factory='a:B')]"), "type FactorySpec"),
+        (hook("raise ValueError('boom')"), "boom (.*broken_one.py:5)"),
+        (hook("yield " + SPEC.format("") + "\n    raise ValueError('boom')"), "boom"),
+        (hook("return [" + SPEC.format(", formats=None") + "]"), "formats None (.*broken_one.py:5)"),
+        (hook("return [" + SPEC.format(", block_size=32") + "]"), "block_size 32"),
+        (hook("return [" + SPEC.format("") + "] * 2"), "twice"),
+        (GOOD + "@h.hookimpl\ndef ottava_recipes(wrong): return []\n", "wrong"),
+        (GOOD + "@h.hookimpl\ndef ottava_recipe(): return []\n", "ottava_recipe"),
+        (hook("raise ValueError('in factories')", "ottava_quantizer_factories"), "in factories"),
+        (hook("return None", "ottava_quantizer_factories"), "ottava_quantizer_factories returned None"),
+        (hook("return [" + SPEC.format("") + "]", "ottava_quantizer_factories"), "type RecipeSpec"),
+        ("import ottava\nottava.list_recipes()", "asked for while plugins are read"),
+    ],
+)
+def test_what_is_broken_is_said_and_harms_no_other(site: Path, source: str, said: str) -> None:
+    plugin(site, "aaa-broken", "broken_one", source)
+    healthy(site, "bbb-good", "mine")
+    broken = status("aaa-broken")
+    assert broken.status == "broken"
+    text, _, place = said.partition(" (")
+    assert text in broken.error
+    assert place.removeprefix(".*") in broken.error
+    assert "\n" not in broken.error
+    assert "mine" in names()
+
+
+def test_an_empty_offer_is_no_error(site: Path) -> None:
+    plugin(site, "aaa-empty", "empty_one", hook("return []"))
+    assert status("aaa-empty").status == "ok"
+
+
+def test_the_users_interrupt_is_not_swallowed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin(site, "aaa-slow", "slow_one", "import signal\nsignal.raise_signal(signal.SIGINT)")
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        ottava.list_recipes()
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.setenv("OTTAVA_DISABLE_PLUGINS", "aaa-slow")
+    assert status("aaa-slow").status == "disabled"  # the next question reads again
+
+
+def test_what_plugins_print_is_no_output(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plugin(site, "aaa-prints", "prints_one", "print('hello from import')\n" + hook("print('and hook')\n    return []"))
+    ottava.list_recipes()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "hello from import\nand hook\n"
+    print("seen")
+    assert capsys.readouterr().out == "seen\n"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "entry_points", "said"),
+    [
+        (None, "[ottava]\nmain = odd", "no name or no version"),
+        ("Metadata-Version: 2.1\n", "[ottava]\nmain = odd", "no name or no version"),
+        ("Metadata-Version: 2.1\nName: odd\n", "[ottava]\nmain = odd", "no name or no version"),
+        ("Metadata-Version: 2.1\nName: odd\nVersion: 1\n", "[ottava]\nthis is garbage", "entry_points.txt"),
+    ],
+)
+def test_a_damaged_installation_is_reported(site: Path, metadata: str | None, entry_points: str, said: str) -> None:
+    healthy(site, "bbb-good", "mine")
+    info = site / "odd-1.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text(entry_points)
+    if metadata is not None:
+        (info / "METADATA").write_text(metadata)
+    broken = [s for s in registry.plugin_statuses() if s.status == "broken"]
+    assert [s.distribution.startswith("odd") for s in broken] == [True]
+    assert said in broken[0].error
+    assert "mine" in names()
+
+
+def test_files_of_strangers_to_ottava_are_not_parsed(site: Path) -> None:
+    info = site / "other-1.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text("[console_scripts]\nthis is garbage")
+    assert not [s for s in registry.plugin_statuses() if s.status == "broken"]
+
+
+@pytest.mark.parametrize("stranger", ["aaa-stranger", "zzz-stranger"])
+def test_a_name_belongs_to_the_package_that_is_named_so(site: Path, stranger: str) -> None:
+    healthy(site, stranger, "some-name", "own")
+    healthy(site, "Ottava_Recipes.some-name", "some-name")
+    recipe = ottava.get_recipe("some-name")
+    assert type(recipe).__module__.startswith("Ottava_Recipes")
+    assert type(ottava.get_recipe("own")).__module__.startswith(stranger[:3])
+    assert not status("Ottava_Recipes.some-name").problems
+    (problem,) = status(stranger).problems
+    for part in ("'some-name'", f"{stranger} 1.2", "belongs to Ottava_Recipes.some-name 1.2"):
+        assert part in problem
+
+
+@pytest.mark.parametrize("third", [[], ["ccc-third"]])
+def test_of_two_strangers_none_gets_the_name(site: Path, third: list[str]) -> None:
+    for dist in ["aaa-first", "bbb-second", *third]:
+        healthy(site, dist, "taken", f"own-{dist}")
+    assert "taken" not in names()
+    assert {"own-aaa-first", "own-bbb-second"} <= names()
+    for _ in range(2):
+        with pytest.raises(DuplicateRecipeError) as caught:
+            ottava.get_recipe("taken")
+        for dist in ["aaa-first", "bbb-second", *third]:
+            assert f"{dist} 1.2" in str(caught.value)
+            assert status(dist).refused[0].name == "taken"
+    assert ottava.get_recipe("own-aaa-first")
+
+
+def test_disabling_one_settles_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy(site, "aaa-first", "taken")
+    healthy(site, "bbb.second", "taken")
+    monkeypatch.setenv("OTTAVA_DISABLE_PLUGINS", " BBB_Second, nonesuch ")
+    assert type(ottava.get_recipe("taken")).__module__ == "aaa_first_impl"
+    assert status("bbb.second").status == "disabled"
+    assert registry.unknown_disabled() == ["nonesuch"]
+
+
+def test_a_broken_package_keeps_its_name(site: Path) -> None:
+    healthy(site, "aaa-stranger", "some-name")
+    plugin(site, "ottava-recipes-some-name", "broken_owner", "raise ValueError")
+    with pytest.raises(DuplicateRecipeError, match=r"which is broken.*mend or uninstall ottava-recipes-some-name"):
+        ottava.get_recipe("some-name")
+
+
+def test_two_entry_points_of_one_package_are_told_apart(site: Path) -> None:
+    healthy(site, "ottava-recipes-mine", "mine")
+    info = site / "ottava_recipes_mine-1.2.dist-info"
+    (info / "entry_points.txt").write_text("[ottava]\none = ottava_recipes_mine\ntwo = ottava_recipes_mine\n")
+    with pytest.raises(DuplicateRecipeError, match=r"entry point one.*entry point two"):
+        ottava.get_recipe("mine")
+
+
+@pytest.mark.parametrize("value", ["1", "true", "YES", "on"])
+def test_strict_turns_broken_and_taken_into_errors(site: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("OTTAVA_STRICT_PLUGINS", value)
+    plugin(site, "aaa-broken", "broken_one", "raise ValueError('boom')")
+    with pytest.raises(PluginError, match=r"aaa-broken:main 1\.2.*boom") as caught:
+        ottava.list_recipes()
+    assert isinstance(caught.value.__cause__, ValueError)
+    monkeypatch.setenv("OTTAVA_DISABLE_PLUGINS", "aaa-broken")
+    healthy(site, "bbb-first", "taken")
+    healthy(site, "ccc-second", "taken")
+    with pytest.raises(DuplicateRecipeError, match="bbb-first"):
+        ottava.list_recipes()
+
+
+def test_strict_is_yes_or_no(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin(site, "aaa-broken", "broken_one", "raise ValueError('boom')")
+    monkeypatch.setenv("OTTAVA_STRICT_PLUGINS", "off")
+    assert status("aaa-broken").status == "broken"
+    registry.reload()
+    monkeypatch.setenv("OTTAVA_STRICT_PLUGINS", "maybe")
+    with pytest.raises(OptionError, match="OTTAVA_STRICT_PLUGINS=maybe"):
+        ottava.list_recipes()
+
+
+def test_reading_imports_no_recipe(site: Path) -> None:
+    healthy(site, "aaa-good", "mine")
+    assert "mine" in names()
+    assert "aaa_good" in sys.modules
+    assert "aaa_good_impl" not in sys.modules
