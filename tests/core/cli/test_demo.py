@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from ottava.cli.demo import command, training
 from ottava.cli.demo.command import run_demo
 from ottava.cli.demo.data import batch, load_corpus
 from ottava.cli.demo.model import GPT, SIZES
 from ottava.cli.demo.report import deviation, rows
 from ottava.cli.demo.training import Run, train
-from ottava.errors import DeviceError, OptionError, RecipeNotFoundError
+from ottava.errors import DeviceError, OptionError, RecipeNotFoundError, UsageError
 
 OPTIONS = {"recipes": None, "steps": 3, "size": "tiny", "device": "cpu", "seed": 0}
 
@@ -67,6 +68,9 @@ def test_the_deviation_is_relative_to_bf16() -> None:
     [
         ({"size": "huge"}, OptionError),
         ({"device": "tpu"}, DeviceError),
+        ({"device": "meta"}, DeviceError),
+        ({"seed": 2**63}, OptionError),
+        ({"seed": -(2**63) - 1}, OptionError),
         ({"recipes": ["nonesuch"]}, RecipeNotFoundError),
     ],
 )
@@ -76,3 +80,47 @@ def test_bad_options_are_refused_before_anything_is_written(
     with pytest.raises(error):
         run_demo(**{**OPTIONS, **change, "out": tmp_path / "b"})  # type: ignore[arg-type]
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("out", ["file", "file/sub", "/proc/nonesuch"])
+def test_a_folder_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command, "train", lambda *a, **k: pytest.fail("it trains"))
+    with pytest.raises(OptionError, match="--out"):
+        run_demo(**OPTIONS, out=tmp_path / out)  # type: ignore[arg-type]
+
+
+def test_results_that_cannot_be_written_in_the_end_are_told(tmp_path: Path) -> None:
+    (tmp_path / "loss.png").mkdir()
+    with pytest.raises(UsageError, match="cannot be written"):
+        run_demo(**{**OPTIONS, "steps": 1}, out=tmp_path)  # type: ignore[arg-type]
+
+
+def test_extreme_seeds_train() -> None:
+    corpus = load_corpus(300_000)
+    for seed in (-(2**63), 2**63 - 1):
+        assert train(None, corpus, size="tiny", steps=1, device="cpu", seed=seed).losses
+
+
+def test_the_first_step_of_all_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    step, clock = training._Trainee.step, training.time.perf_counter
+    monkeypatch.setattr(training._Trainee, "step", lambda *a: (events.append("step"), step(*a))[1])
+    monkeypatch.setattr(training.time, "perf_counter", lambda: (events.append("clock"), clock())[1])
+    train(None, load_corpus(300_000), size="tiny", steps=2, device="cpu", seed=0)
+    assert events == ["step", "clock", "step", "step", "clock"]
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command._device("auto") == command._device("cpu:0") == "cpu"
+    with pytest.raises(DeviceError, match="sees no GPU"):
+        command._device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert command._device("auto") == command._device("cuda") == "cuda"
+    assert command._device("cuda:1") == "cuda:1"
+    with pytest.raises(DeviceError, match=r"sees 2 GPU\(s\).*cuda:0, cuda:1"):
+        command._device("cuda:2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -13,18 +14,71 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 import ottava
 from ottava.cli.demo.data import load_corpus
 from ottava.cli.demo.model import SIZES
-from ottava.cli.demo.report import check_libraries, table, write
+from ottava.cli.demo.report import Skipped, check_libraries, table, write
 from ottava.cli.demo.training import Run, train
-from ottava.errors import DeviceError, OptionError
+from ottava.errors import DeviceError, OptionError, OttavaError, UsageError
+from ottava.recipes.ownership import RECIPE
+from ottava.recipes.registry import plugin_statuses
+
+_SEEDS = range(-(2**63), 2**63)
 
 
 def _device(name: str) -> str:
-    available = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
-        return available[-1]
-    if name not in available:
-        raise DeviceError(f"device {name!r}", expected=f"auto or one of {', '.join(available)}")
-    return name
+        return "cuda" if devices else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")  # which is refused below, as any other that the demo does not know
+    if device.type == "cpu":
+        return "cpu"
+    available = ", ".join(["auto", "cpu", *(["cuda"] if devices else []), *(f"cuda:{n}" for n in range(devices))])
+    if device.type != "cuda":
+        raise DeviceError(f"device {name!r}", expected=f"one of {available}")
+    if not devices:
+        raise DeviceError(
+            f"device {name!r}, and torch sees no GPU",
+            expected=f"one of {available}",
+            remedy="check the driver, and that torch is built for CUDA",
+        )
+    if (device.index or 0) >= devices:
+        raise DeviceError(f"device {name!r}, and torch sees {devices} GPU(s)", expected=f"one of {available}")
+    return str(device)
+
+
+def _choose(asked: list[str] | None) -> tuple[list[str], list[Skipped]]:
+    """The recipes to train, and the installed ones that cannot be. One that is asked for must be fit to train."""
+    if asked:
+        names = list(dict.fromkeys(asked))
+        for name in names:
+            ottava.get_recipe(name)
+        return names, []
+    names, statuses = [], plugin_statuses()
+    skipped = [Skipped(status.name, status.error) for status in statuses if status.status == "broken"]
+    listed = {spec.name for status in statuses for spec in status.recipes}
+    contested = {refusal.name for status in statuses for refusal in status.refused if refusal.kind == RECIPE}
+    for name in sorted(listed | contested):
+        try:
+            ottava.get_recipe(name)
+        except OttavaError as error:
+            skipped.append(Skipped(name, str(error)))
+        else:
+            names.append(name)
+    return names, skipped
+
+
+def _make_folder(out: Path) -> None:
+    """Make the folder and write into it, before minutes are spent on what could not be saved."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise OptionError(
+            f"--out {out} cannot be written: {error.strerror}",
+            expected="a folder that exists or can be made, and can be written to",
+        ) from error
 
 
 def _advance(progress: Progress, task: TaskID, loss: float) -> None:
@@ -32,24 +86,31 @@ def _advance(progress: Progress, task: TaskID, loss: float) -> None:
 
 
 def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, out: Path, seed: int) -> int:
-    """Train BF16 and each recipe, print the table, write picture and page; 1 when a loss is not finite.
+    """Train BF16 and each recipe, print the table, write picture and page.
+
+    With ``recipes`` None every installed recipe is trained, and one that fails is reported and left out. Gives 1 when
+    a loss is not finite or a recipe fails in training.
 
     Raises:
-        OptionError, DeviceError, RecipeNotFoundError, UsageError: before anything is trained or written.
+        OptionError, DeviceError, RecipeNotFoundError, PluginError, UsageError: before anything is trained; but
+            UsageError also when the results cannot be written in the end.
     """
     if size not in SIZES:
         raise OptionError(f"size {size!r}", expected=f"one of {', '.join(SIZES)}")
-    if out.exists() and not out.is_dir():
-        raise OptionError(f"--out {out} is a file", expected="a folder")
+    if seed not in _SEEDS:
+        raise OptionError(f"seed {seed}", expected="a number of 64 bits, with sign")
     place = _device(device)
-    names = recipes or [spec.name for spec in ottava.list_recipes()]
-    for name in names:
-        ottava.get_recipe(name)
+    errors = Console(stderr=True, markup=False, emoji=False)
+    names, skipped = _choose(recipes)
+    for skip in skipped:
+        errors.print(f"skipped {skip.name}: {skip.reason}", soft_wrap=True)
     check_libraries()
     corpus = load_corpus()
+    _make_folder(out)
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     runs: list[Run] = []
+    failed: list[Skipped] = []
     columns = (
         TextColumn("{task.description:>10}"),
         BarColumn(),
@@ -58,16 +119,25 @@ def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, o
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        for name in ["bf16", *names]:
-            task = progress.add_task(name, total=steps, loss=math.nan)
+        for recipe in [None, *names]:
+            task = progress.add_task(recipe or "bf16", total=steps, loss=math.nan)
             advance = partial(_advance, progress, task)
-            recipe = None if name == "bf16" else name
-            runs.append(train(recipe, corpus, size=size, steps=steps, device=place, seed=seed, progress=advance))
-    console.print(table(runs))
+            try:
+                runs.append(train(recipe, corpus, size=size, steps=steps, device=place, seed=seed, progress=advance))
+            except Exception as error:
+                # A recipe nobody asked for by name must not cost the others their results.
+                if recipe is None or recipes:
+                    raise
+                failed.append(Skipped(recipe, f"failed in training: {type(error).__name__}: {error}"))
+                errors.print(f"{recipe} {failed[-1].reason}", soft_wrap=True)
+    console.print(table(runs, skipped + failed))
     summary = f"{size} model, {steps} steps, seed {seed}, on {place}, torch {torch.__version__}."
-    write(runs, out, summary)
+    try:
+        write(runs, skipped + failed, out, summary)
+    except OSError as error:
+        raise UsageError(f"the results cannot be written to {out}: {error}") from error
     console.print(f"Picture {out / 'loss.png'}, page {out / 'index.html'}", soft_wrap=True)
     broken = [run.name for run in runs if not math.isfinite(run.validation)]
     if broken:
         console.print(f"Not finite: {', '.join(broken)}")
-    return 1 if broken else 0
+    return 1 if broken or failed else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
@@ -23,11 +23,20 @@ th:first-child,td:first-child{text-align:left}</style></head><body>
 <h1>Ottava demo</h1><p>{{ summary }}</p>
 <table><tr>{% for h in headings %}<th>{{ h }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table>
-<p><img alt="Loss curves, and deviation from BF16 in percent" src="data:image/png;base64,{{ picture }}"></p>
+{% if skipped %}<p>Not run:</p><ul>{% for skip in skipped %}<li>{{ skip.name }}: {{ skip.reason }}</li>{% endfor %}</ul>
+{% endif %}<p><img alt="Loss curves, and deviation from BF16 in percent" src="data:image/png;base64,{{ picture }}"></p>
 </body></html>
 """
 
 _HEADINGS = ["run", "train loss", "validation loss", "from BF16", "tokens/s", "saved for backward"]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A recipe or a plugin that was not trained, and why."""
+
+    name: str
+    reason: str
 
 
 def check_libraries() -> None:
@@ -59,13 +68,15 @@ def rows(runs: list[Run]) -> list[list[str]]:
     ]
 
 
-def table(runs: list[Run]) -> Table:
-    """The table for the terminal."""
+def table(runs: list[Run], skipped: list[Skipped]) -> Table:
+    """The table for the terminal; what was not run is named, its reason was told when it came up."""
     made = Table(title="Same seed, same batches")
     for index, heading in enumerate(_HEADINGS):
         made.add_column(heading, justify="left" if index == 0 else "right")
     for row in rows(runs):
         made.add_row(*row)
+    for skip in skipped:
+        made.add_row(skip.name, "not run", *["-"] * (len(_HEADINGS) - 2))
     return made
 
 
@@ -109,15 +120,18 @@ def draw(runs: list[Run], path: Path) -> None:
     pyplot.close(figure)
 
 
-def write(runs: list[Run], out: Path, summary: str) -> None:
-    """``loss.png``, ``index.html`` and ``results.json`` in ``out``."""
+def write(runs: list[Run], skipped: list[Skipped], out: Path, summary: str) -> None:
+    """``loss.png``, ``index.html`` and ``results.json`` in the folder ``out``."""
     import jinja2
 
-    out.mkdir(parents=True, exist_ok=True)
     draw(runs, out / "loss.png")
     picture = base64.b64encode((out / "loss.png").read_bytes()).decode()
     page = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    html = page.render(summary=summary, headings=_HEADINGS, rows=rows(runs), picture=picture)
+    html = page.render(summary=summary, headings=_HEADINGS, rows=rows(runs), skipped=skipped, picture=picture)
     (out / "index.html").write_text(html, encoding="utf-8")
-    results = {"summary": summary, "runs": [asdict(run) for run in runs]}
+    results = {
+        "summary": summary,
+        "runs": [asdict(run) for run in runs],
+        "skipped": [asdict(skip) for skip in skipped],
+    }
     (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")

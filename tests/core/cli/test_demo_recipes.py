@@ -1,0 +1,118 @@
+"""The demo with recipes that can be trained, and others that cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_plugins import RECIPE, offers, plugin, run
+
+DEMO = ["demo", "--steps", "2", "--size", "tiny", "--device", "cpu"]
+TRAINS = """
+import torch
+from ottava import kernels
+from ottava.tensors import Float8QuantizerBase
+
+
+class Q(Float8QuantizerBase):
+    def quantize_impl(self, tensor, dtype):
+        with_data, with_transpose = self.needs(tensor.device)
+        data, transpose, _, scale_inv, _ = kernels.quantize(
+            tensor, self.fp8_dtype, rowwise=with_data, transposed=with_transpose
+        )
+        return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
+
+
+Thing.make_quantizer = lambda self, role, **k: Q(torch.float8_e4m3fn)
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """One recipe that trains and every way not to."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    for name, source in {
+        "good": TRAINS,
+        "raises": "def Thing(): raise ValueError('<b>ctor</b> [/red]')",
+        "needs": "class Thing(Thing):\n    def __init__(self, scale): ...",
+        "gone": "del Thing",
+    }.items():
+        plugin(folder, f"aaa-{name}", f"aaa_{name}", offers(name, factory=f"impl_{name}:Thing"))
+        (folder / f"impl_{name}.py").write_text(RECIPE + source)
+    for dist in ("bbb-one", "bbb-two"):
+        plugin(folder, dist, dist.replace("-", "_"), offers("taken", factory="impl_good:Thing"))
+    plugin(folder, "ccc-broken", "ccc_broken", "raise ZeroDivisionError('at import')")
+    return folder
+
+
+def test_what_cannot_be_built_is_left_out_and_told(site: Path, tmp_path: Path) -> None:
+    done = run(site, *DEMO, "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    trained = {one["name"] for one in results["runs"]}
+    assert {"bf16", "good"} <= trained
+    page = (tmp_path / "out" / "index.html").read_text()
+    reasons = {one["name"]: one["reason"] for one in results["skipped"]}
+    for name, said in (
+        ("raises", "ctor"),
+        ("needs", "needs the option 'scale'"),
+        ("gone", "cannot be imported"),
+        ("taken", "bbb-one 1.2"),
+        ("ccc-broken:main", "at import"),
+    ):
+        assert said in reasons.pop(name)
+        assert name not in trained
+        assert f"skipped {name}: " in done.stderr
+        assert f"<li>{name}: " in page
+        assert [line for line in done.stdout.splitlines() if name in line and "not run" in line]
+    assert not reasons
+    assert "<b>ctor" not in page
+
+
+def test_a_recipe_that_fails_in_training_does_not_cost_the_others_theirs(site: Path, tmp_path: Path) -> None:
+    plugin(site, "aaa-fails", "aaa_fails", offers("fails", factory="impl_fails:Thing"))
+    failing = RECIPE + "def fail(self, role, **k): raise ValueError('no quantizer')\nThing.make_quantizer = fail\n"
+    (site / "impl_fails.py").write_text(failing)
+    done = run(site, *DEMO, "--out", str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert "fails failed in training: ValueError: no quantizer" in done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert "good" in {one["name"] for one in results["runs"]}
+    assert "no quantizer" in {one["name"]: one["reason"] for one in results["skipped"]}["fails"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", "recipe 'raises' of aaa-raises 1.2 cannot be built: ValueError: <b>ctor</b> [/red]"),
+        ("needs", "needs the option 'scale'"),
+        ("gone", "recipe 'gone' of aaa-gone 1.2 cannot be imported"),
+        ("taken", "recipe 'taken' is offered by bbb-one 1.2"),
+        ("nonesuch", "no installed package provides recipe 'nonesuch'"),
+    ],
+)
+def test_what_is_asked_for_must_be_fit(site: Path, tmp_path: Path, name: str, said: str) -> None:
+    done = run(site, *DEMO, "--recipe", "good", "--recipe", name, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_asked_for_twice_is_trained_once(site: Path, tmp_path: Path) -> None:
+    done = run(site, *DEMO, "--recipe", "good", "--recipe", "good", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [one["name"] for one in results["runs"]] == ["bf16", "good"]
+    assert results["skipped"] == []
+
+
+@pytest.mark.parametrize("options", [["--seed", "99999999999999999999"], ["--out", "/proc/nonesuch"]])
+def test_a_bad_option_is_told_in_short(tmp_path: Path, options: list[str]) -> None:
+    done = run(tmp_path, *DEMO, *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
