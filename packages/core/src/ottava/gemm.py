@@ -6,12 +6,13 @@ takes over where there is one.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
-from ottava.kernels import HIGH_PRECISION, backend_for, scaled_mm
+from ottava.kernels import HIGH_PRECISION, backend_for, check_bias, check_high_precision, scaled_mm
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -55,6 +56,8 @@ def gemm(
     """
     if gemm_type not in _GEMMS:
         raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
+    if out is not None:
+        check_high_precision(out, "out")
     if accumulate and out is None:
         raise OptionError("accumulate=True without out", expected="the tensor to add to", remedy="pass out=main_grad")
     result_dtype = out_dtype if out is None else out.dtype
@@ -95,7 +98,7 @@ def _compute_dtype(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.dtyp
 def _matrix(x: Operand, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     if isinstance(x, QuantizedTensorStorage):
         return x.gemm_operand(columnwise=columnwise, dtype=dtype)
-    return x.reshape(-1, x.shape[-1]).to(dtype), None
+    return as_matrix(x).to(dtype), None
 
 
 def _custom_owner(a: Operand, b: Operand) -> Quantizer | None:
@@ -111,17 +114,21 @@ def _scale_of(x: Operand) -> torch.Tensor | None:
 
 
 def _rows(shape: torch.Size) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
+    return math.prod(shape[:-1])
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """``[*leading, K]`` as ``[rows, K]``; K may be 0, for which ``reshape(-1, K)`` has no answer."""
+    return x if x.dim() == 2 else x.reshape(_rows(x.shape), x.shape[-1])
 
 
 def _check_operands(
     a: Operand, b: Operand, gemm_type: GemmType, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> None:
     for name, x in (("a", a), ("b", b)):
-        if x.size() == () or len(x.size()) == 0:
+        if not isinstance(x, QuantizedTensorStorage):
+            check_high_precision(x, f"operand {name}")
+        if len(x.size()) == 0:
             raise ShapeError(f"operand {name} has no dimensions", expected="at least one")
     if a.device != b.device:
         raise DeviceError(f"operands on {a.device} and {b.device}", expected="one device")
@@ -137,7 +144,10 @@ def _check_operands(
             f"{gemm_type} of {tuple(a_shape)} and {tuple(b_shape)}: reduced dimensions {inner[0]} and {inner[1]}",
             expected="equal ones",
         )
-    if bias is not None and tuple(bias.shape) != (result[1],):
-        raise ShapeError(f"bias has shape {tuple(bias.shape)}", expected=f"({result[1]},)")
-    if out is not None and tuple(out.shape) != result:
-        raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(result))
+    if bias is not None:
+        check_bias(bias, result[1], a.device)
+    if out is not None:
+        if tuple(out.shape) != result:
+            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(result))
+        if out.device != a.device:
+            raise DeviceError(f"out is on {out.device}, the operands on {a.device}", expected="one device")

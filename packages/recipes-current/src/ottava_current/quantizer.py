@@ -10,7 +10,7 @@ from ottava import kernels
 from ottava.distributed import reduce_amax
 from ottava.errors import OptionError
 from ottava.kernels import check_epsilon
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
 
 
 class Float8CurrentScalingQuantizer(Float8QuantizerBase):
@@ -27,6 +27,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
 
     Raises:
         DTypeError: ``fp8_dtype`` is not an FP8 element format.
+        DeviceError: ``device`` names no device.
         OptionError: ``amax_epsilon`` is negative or not finite.
     """
 
@@ -50,7 +51,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         ):
             if not isinstance(value, bool):
                 raise OptionError(f"{name} is {value!r}", expected="True or False")
-        self.device = device
+        self.device = None if device is None else as_device(device)
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
         self.force_pow_2_scales = force_pow_2_scales
@@ -62,6 +63,11 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
 
     def make_empty(self, shape: Any, *, device: Any = None, **kwargs: Any) -> QuantizedTensorStorage:
         return super().make_empty(shape, device=device or self.device, **kwargs)
+
+    def for_shards(self, group: Any) -> Float8CurrentScalingQuantizer:
+        copied = self.copy()
+        copied.with_amax_reduction, copied.amax_reduction_group = True, group
+        return copied
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         with_data, with_transpose = self.needs(tensor.device)

@@ -64,14 +64,10 @@ def check_high_precision(x: torch.Tensor, what: str = "input") -> None:
 def _check_scalar(scale: torch.Tensor, x: torch.Tensor, what: str) -> None:
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
         raise DTypeError(f"{what} is not a float32 tensor", expected="a float32 tensor with one element")
+    check_high_precision(scale, what)
     if scale.numel() != 1:
         raise ShapeError(f"{what} has shape {tuple(scale.shape)}", expected="one element")
-    if scale.device != x.device:
-        raise DeviceError(
-            f"{what} is on {scale.device}, its tensor on {x.device}",
-            expected="the same device",
-            remedy=f"move it with .to({str(x.device)!r})",
-        )
+    _check_device(scale, x.device, what)
 
 
 def _check_codes(data: torch.Tensor) -> None:
@@ -90,7 +86,7 @@ def _check_matrix(x: torch.Tensor) -> None:
 
 def check_epsilon(epsilon: float) -> None:
     """Raises OptionError unless ``epsilon`` is a finite number >= 0."""
-    if not (isinstance(epsilon, (int, float)) and 0.0 <= epsilon < float("inf")):
+    if isinstance(epsilon, bool) or not (isinstance(epsilon, (int, float)) and 0.0 <= epsilon < float("inf")):
         raise OptionError(f"amax epsilon is {epsilon!r}", expected="a finite number >= 0")
 
 
@@ -193,23 +189,64 @@ def scaled_mm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """``round(a[M, K] @ b[K, N] * (scale_a * scale_b) + bias)``; scales are float32 scalars or None."""
+    for operand, what in ((a, "a"), (b, "b")):
+        check_high_precision(operand, what)
+        if operand.dim() != 2:
+            raise ShapeError(f"{what} has shape {tuple(operand.shape)}", expected="a matrix")
+    if a.dtype != b.dtype:
+        raise DTypeError(f"a has dtype {a.dtype}, b {b.dtype}", expected="one dtype")
+    if a.shape[1] != b.shape[0]:
+        raise ShapeError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}", expected="[M, K] and [K, N]")
+    if a.device != b.device:
+        raise DeviceError(f"a is on {a.device}, b on {b.device}", expected="one device")
+    for scale, what in ((scale_a, "scale_a"), (scale_b, "scale_b")):
+        if scale is not None:
+            _check_scalar(scale, a, what)
+    if bias is not None:
+        check_bias(bias, b.shape[1], a.device)
+    if out_dtype not in HIGH_PRECISION:
+        raise DTypeError(f"result dtype {out_dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
     result: torch.Tensor = torch.ops.ottava.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
     return result
 
 
-def _check_out(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
-    if out is None:
-        return
+def check_bias(bias: torch.Tensor, columns: int, device: torch.device) -> None:
+    """Refuse a bias that does not fit a product with ``columns`` columns.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: not a high-precision ``[columns]`` on ``device``.
+    """
+    check_high_precision(bias, "bias")
+    if tuple(bias.shape) != (columns,):
+        raise ShapeError(f"bias has shape {tuple(bias.shape)}", expected=f"({columns},)")
+    _check_device(bias, device, "bias")
+
+
+def _check_device(tensor: torch.Tensor, device: torch.device, what: str) -> None:
+    if tensor.device != device:
+        raise DeviceError(
+            f"{what} is on {tensor.device}, its operand on {device}",
+            expected="the same device",
+            remedy=f"move it with .to({str(device)!r})",
+        )
+
+
+def _check_out(
+    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str = "out"
+) -> None:
+    if not isinstance(out, torch.Tensor):
+        raise DTypeError(f"{what} is a {type(out).__name__}", expected="a torch.Tensor")
     if out.dtype != dtype:
         raise DTypeError(f"{what} has dtype {out.dtype}", expected=str(dtype))
     if tuple(out.shape) != tuple(shape) or not out.is_contiguous():
         raise ShapeError(f"{what} has shape {tuple(out.shape)}", expected=f"a contiguous {tuple(shape)}")
+    _check_device(out, device, what)
 
 
 def amax_out(x: torch.Tensor, out: torch.Tensor) -> None:
     """:func:`amax` into a float32 scalar (eager only, as all the ``_out`` functions)."""
     check_high_precision(x)
-    _check_out(out, (), torch.float32, "out")
+    _check_out(out, (), torch.float32, x.device)
     backend_module(x.device.type).amax_out(x, out)
 
 
@@ -217,7 +254,8 @@ def cast_out(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype, out: 
     """:func:`cast` into ``out``."""
     check_high_precision(x)
     _check_scalar(scale, x, "scale")
-    _check_out(out, tuple(x.shape), torch.uint8, "out")
+    fp8_format(fp8_dtype)
+    _check_out(out, tuple(x.shape), torch.uint8, x.device)
     backend_module(x.device.type).cast_out(x, scale, fp8_dtype, out)
 
 
@@ -234,13 +272,15 @@ def quantize_out(
 ) -> None:
     """:func:`quantize` into existing buffers; ``data`` and ``transpose`` may be None."""
     check_high_precision(x)
+    fp8_format(fp8_dtype)
     check_epsilon(epsilon)
-    _check_out(data, tuple(x.shape), torch.uint8, "data")
+    if data is not None:
+        _check_out(data, tuple(x.shape), torch.uint8, x.device, "data")
     if transpose is not None:
         _check_matrix(x)
-        _check_out(transpose, (x.shape[-1], *x.shape[:-1]), torch.uint8, "transpose")
+        _check_out(transpose, (x.shape[-1], *x.shape[:-1]), torch.uint8, x.device, "transpose")
     for value, what in ((scale, "scale"), (scale_inv, "scale_inv"), (amax, "amax")):
-        _check_out(value, (), torch.float32, what)
+        _check_out(value, (), torch.float32, x.device, what)
     backend = backend_module(x.device.type)
     backend.quantize_out(x, fp8_dtype, float(epsilon), force_pow_2, data, transpose, scale, scale_inv, amax)
 
@@ -249,13 +289,16 @@ def transpose_out(data: torch.Tensor, out: torch.Tensor) -> None:
     """:func:`transpose` into ``out``."""
     _check_codes(data)
     _check_matrix(data)
-    _check_out(out, (data.shape[-1], *data.shape[:-1]), torch.uint8, "out")
+    _check_out(out, (data.shape[-1], *data.shape[:-1]), torch.uint8, data.device)
     backend_module(data.device.type).transpose_out(data, out)
 
 
 def decode_out(data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor) -> None:
     """:func:`decode` into ``out``, whose dtype says what to round to."""
     _check_codes(data)
+    fp8_format(fp8_dtype)
+    if scale_inv is not None:
+        _check_scalar(scale_inv, data, "scale_inv")
     check_high_precision(out, "out")
-    _check_out(out, tuple(data.shape), out.dtype, "out")
+    _check_out(out, tuple(data.shape), out.dtype, data.device)
     backend_module(data.device.type).decode_out(data, scale_inv, fp8_dtype, out)

@@ -49,7 +49,7 @@ def _try_load(name: str) -> ModuleType | None:
 
 
 def _check(name: str, origin: str) -> str:
-    if name not in _SERVES:
+    if not isinstance(name, str) or name not in _SERVES:
         raise BackendError(
             f"unknown kernel backend {name!r} ({origin})",
             expected=f"one of {', '.join(sorted(_SERVES))}",

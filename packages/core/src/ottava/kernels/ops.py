@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from ottava.kernels.backends import backend_module
 
@@ -110,3 +111,9 @@ torch.library.register_fake(
     lambda a, b, scale_a, scale_b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
     lib=_LIBRARY,
 )
+
+
+@register_flop_formula(torch.ops.ottava.scaled_mm)  # type: ignore[untyped-decorator]
+def _scaled_mm_flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
+    """Two operations for each multiply-add, as torch counts its own products."""
+    return int(2 * a_shape[0] * a_shape[1] * b_shape[1])

@@ -61,6 +61,8 @@ def _matcher(names: list[str], given: Filter | None, what: str) -> tuple[Predica
         return (lambda name, module: False), False
     if callable(given):
         return given, True
+    if not isinstance(given, (str, Iterable)):
+        raise DTypeError(f"{what} is a {type(given).__name__}", expected="name patterns or a predicate")
     patterns = [given] if isinstance(given, str) else list(given)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -72,13 +74,22 @@ def _matcher(names: list[str], given: Filter | None, what: str) -> tuple[Predica
                 expected=f"a name such as {', '.join(near)}" if near else "the qualified name of a module",
                 remedy="names are those of model.named_modules(); * matches any characters",
             )
-    return (lambda name, module: any(fnmatchcase(name, p) for p in patterns)), True
+
+    def matches(name: str, module: torch.nn.Module) -> bool:
+        # A pattern that names a container speaks of all that is in it.
+        parts = name.split(".")
+        paths = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(fnmatchcase(path, pattern) for path in paths for pattern in patterns)
+
+    return matches, True
 
 
 def _refusal(module: torch.nn.Module) -> str | None:
     """Why a linear module cannot be swapped, or None."""
     if type(module) is not torch.nn.Linear and not isinstance(module, Linear):
         return f"is a subclass, {type(module).__name__}, whose behaviour would be lost"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance, which would go on running the old module"
     weight = module.weight
     if weight.dtype not in HIGH_PRECISION:
         return f"its weight has dtype {weight.dtype}"
@@ -100,11 +111,12 @@ def convert(
     Args:
         model: swapped in place.
         recipe: a recipe, or the name of an installed one.
-        include: only these: name patterns (``fnmatch`` on qualified names) or ``predicate(name, module)``.
+        include: only these: name patterns (``fnmatch`` on qualified names, of the module or of a module that it is in)
+            or ``predicate(name, module)``.
         exclude: not these, in the same forms; it wins over ``include``.
 
     Raises:
-        DTypeError: ``model`` is no module, or ``recipe`` no recipe.
+        DTypeError: ``model`` is no module, ``recipe`` no recipe, or a filter neither patterns nor a predicate.
         RecipeNotFoundError: no installed package provides the name.
         OptionError: a pattern matches no module. Nothing is changed by any of these.
 
@@ -113,30 +125,38 @@ def convert(
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
     chosen = as_recipe(recipe)
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    aliases: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(id(module), []).append(name)
+    names = [name for group in aliases.values() for name in group]
     included, has_include = _matcher(names, include, "include")
     excluded, _ = _matcher(names, exclude, "exclude")
 
+    fast_paths = {name for name, m in model.named_modules() if isinstance(m, torch.nn.TransformerEncoderLayer)}
     decisions: list[Decision] = []
     replacements: dict[int, Linear] = {}
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear):
             continue
         reason = _refusal(module)
-        if reason is None and has_include and not included(name, module):
+        if reason is None and has_include and not any(included(alias, module) for alias in aliases[id(module)]):
             reason = "not in include"
-        if excluded(name, module):
+        if any(excluded(alias, module) for alias in aliases[id(module)]):
             reason = "in exclude"
         if reason is None:
             made = module if isinstance(module, Linear) else Linear.from_linear(module, name=name)
             reason = "nn.Linear swapped" if made is not module else "already an ottava.nn.Linear: recipe bound"
+            if name.rpartition(".")[0] in fast_paths:
+                reason += "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high precision"
             replacements[id(module)] = made
             decisions.append(Decision(name, True, reason))
         else:
             decisions.append(Decision(name, False, reason))
 
-    for replacement in replacements.values():
-        replacement.bind(chosen)
+    # All states before the first change: a quantizer factory may raise.
+    states = {key: replacement._make_state(chosen, None) for key, replacement in replacements.items()}
+    for key, replacement in replacements.items():
+        replacement._bind_prepared(chosen, states[key])
     for parent in list(model.modules()):
         for child_name, child in parent._modules.items():
             if child is not None and id(child) in replacements:

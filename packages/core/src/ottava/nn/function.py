@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from ottava.gemm import gemm
+from ottava.gemm import as_matrix, gemm
 from ottava.recipes.state import RecipeState
 from ottava.tensors.saving import prepare_for_saving, restore_from_saved
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -41,14 +42,16 @@ class LinearFunction(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        quantized_weight: QuantizedTensorStorage | None,
+        kept_weight: QuantizedTensorStorage | None,
         plan: LinearPlan,
     ) -> torch.Tensor:
         x_needs = plan.grad_enabled and ctx.needs_input_grad[0]
         w_needs = plan.grad_enabled and ctx.needs_input_grad[1]
-        x2 = x.reshape(-1, x.shape[-1])
+        x2 = as_matrix(x)
         qx = plan.state.quantizer("input", rowwise=True, columnwise=w_needs).quantize(x2, dtype=plan.dtype)
-        qw = quantized_weight
+        primary = isinstance(weight, QuantizedTensorStorage)
+        qw: Any = weight if primary else kept_weight
+        made_here = qw is None
         if qw is None:
             quantizer = plan.state.quantizer("weight", rowwise=True, columnwise=x_needs)
             qw = quantizer.quantize(weight, dtype=plan.dtype)
@@ -56,24 +59,30 @@ class LinearFunction(torch.autograd.Function):
 
         if w_needs:
             qx.update_usage(rowwise_usage=False)
-        if x_needs and quantized_weight is None:
+        if x_needs and made_here:
             qw.update_usage(rowwise_usage=False)
-        tensors, objects = prepare_for_saving(qx if w_needs else None, qw if x_needs else None)
-        ctx.save_for_backward(*tensors)
+        tensors, objects = prepare_for_saving(qx if w_needs else None, qw if x_needs and not primary else None)
+        # A weight whose only form is quantized is saved as the parameter that it is.
+        ctx.save_for_backward(*tensors, weight if x_needs and primary else None)
         ctx.objects = objects
         ctx.plan = plan
         ctx.x_shape = x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        # Not a view: the output may be modified in place (by an activation, say).
+        shaped: torch.Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+        return shaped
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (dy,) = grads
         plan: LinearPlan = ctx.plan
         x_dtype, w_dtype, b_dtype = ctx.dtypes
-        qx, qw = restore_from_saved(ctx.saved_tensors, ctx.objects)
+        *tensors, given_weight = ctx.saved_tensors
+        qx, qw = restore_from_saved(tensors, ctx.objects)
+        qw = given_weight if qw is None else qw
         dx = dw = db = None
-        dy2 = dy.reshape(-1, dy.shape[-1])
+        dy2 = as_matrix(dy)
         if qx is not None or qw is not None:
             quantizer = plan.state.quantizer("grad_output", rowwise=qw is not None, columnwise=qx is not None)
             qdy = quantizer.quantize(dy2, dtype=plan.dtype)

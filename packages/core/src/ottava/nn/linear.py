@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ from ottava.recipes.region import as_recipe, current_region
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.tensor import QuantizedTensor
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type=device_type, enabled=False)
+
 
 _TENSOR_TYPES = ("input", "weight", "grad_output")
 
@@ -39,8 +48,10 @@ class Linear(torch.nn.Linear):
     _state: RecipeState | None = None
     _recipe: Recipe | None = None
     _quantized_weight: QuantizedTensorStorage | None = None
-    # The recipe of the last forward outside a backward pass: activation checkpointing recomputes under it.
+    # Recipe and group of the last forward outside a backward pass: activation checkpointing recomputes under them.
     _last_recipe: Recipe | None = None
+    _last_group: Any = None
+    _has_run: bool = False
 
     def __init__(
         self,
@@ -78,9 +89,11 @@ class Linear(torch.nn.Linear):
         Raises:
             DTypeError, RecipeNotFoundError: as in :func:`~ottava.get_recipe`.
         """
-        self._recipe = None if recipe is None else as_recipe(recipe)
-        self._quantized_weight = None
-        self._state = None if self._recipe is None else self._make_state(self._recipe, None)
+        bound = None if recipe is None else as_recipe(recipe)
+        self._bind_prepared(bound, None if bound is None else self._make_state(bound, None))
+
+    def _bind_prepared(self, recipe: Recipe | None, state: RecipeState | None) -> None:
+        self._recipe, self._state, self._quantized_weight = recipe, state, None
 
     def _make_state(self, recipe: Recipe, group: Any) -> RecipeState:
         roles = [QuantizerRole("linear", tensor_type, self.name) for tensor_type in _TENSOR_TYPES]
@@ -97,14 +110,24 @@ class Linear(torch.nn.Linear):
     def _resolve(self) -> tuple[Recipe | None, Any, bool]:
         """Recipe (None for high precision), reduction group and whether to calibrate."""
         region = current_region()
+        if not torch.compiler.is_compiling():
+            task = torch._C._current_graph_task_id()
+            if task != -1 and (region is None or region.graph_task != task):
+                # A recomputation: whatever surrounds backward() now, it repeats the forward pass.
+                return (self._last_recipe if self._has_run else self._recipe), self._last_group, False
         if region is None:
-            if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-                return self._last_recipe, None, False
             return self._recipe, None, False
         recipe = region.recipe if region.recipe is not None else self._recipe
         if not region.enabled:
             recipe = recipe if region.calibrating else None
         return recipe, region.amax_reduction_group, region.calibrating
+
+    def _remember(self, recipe: Recipe | None, group: Any) -> None:
+        """Note what a recomputation is to repeat; an evaluation between forward and backward is not."""
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        if self.training or torch.is_grad_enabled():
+            self._last_recipe, self._last_group, self._has_run = recipe, group, True
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """Apply the layer.
@@ -118,8 +141,7 @@ class Linear(torch.nn.Linear):
             ShapeError, DTypeError, DeviceError: the input does not fit the layer.
         """
         recipe, group, calibrating = self._resolve()
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
-            self._last_recipe = None if calibrating else recipe
+        self._remember(None if calibrating else recipe, group)
         if recipe is None:
             return self._high_precision(input)
         dtype = self._check(input)
@@ -131,10 +153,10 @@ class Linear(torch.nn.Linear):
         if isinstance(input, QuantizedTensorStorage):
             input = input.dequantize()
         grad_enabled = torch.is_grad_enabled()
-        quantized_weight = self._weight_to_use(state, dtype, is_first_microbatch, grad_enabled)
+        kept_weight = self._kept_weight(state, dtype, is_first_microbatch)
         plan = LinearPlan(state, dtype, grad_enabled)
-        with torch.autocast(device_type=input.device.type, enabled=False):
-            result: torch.Tensor = LinearFunction.apply(input, self.weight, self.bias, quantized_weight, plan)  # type: ignore[no-untyped-call]
+        with _no_autocast(input.device.type):
+            result: torch.Tensor = LinearFunction.apply(input, self.weight, self.bias, kept_weight, plan)  # type: ignore[no-untyped-call]
         return result
 
     def _plain_weight(self) -> torch.Tensor:
@@ -144,13 +166,11 @@ class Linear(torch.nn.Linear):
     def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input, self._plain_weight(), self.bias)
 
-    def _weight_to_use(
-        self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool | None, grad_enabled: bool
+    def _kept_weight(
+        self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool | None
     ) -> QuantizedTensorStorage | None:
-        """The quantized weight where there is one already: an FP8-primary weight, or the one kept for the step."""
-        if isinstance(self.weight, QuantizedTensorStorage):
-            return self.weight
-        if is_first_microbatch is None:
+        """The weight as it was quantized in the first microbatch of the step, if it is to be reused."""
+        if is_first_microbatch is None or isinstance(self.weight, QuantizedTensorStorage):
             return None
         if is_first_microbatch or self._quantized_weight is None:
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True)
@@ -182,7 +202,7 @@ class Linear(torch.nn.Linear):
                     remedy="convert it first, for example with .to(torch.bfloat16)",
                 )
         device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
         if input.dtype != self.weight.dtype:
             raise DTypeError(
@@ -191,6 +211,21 @@ class Linear(torch.nn.Linear):
                 remedy="convert one of them, or run inside torch.autocast",
             )
         return input.dtype
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # ``.half()`` and its like dequantize; a module's weight keeps its codes and changes its nominal dtype.
+        def keep_codes(tensor: Any) -> Any:
+            moved = fn(tensor)
+            if not isinstance(tensor, QuantizedTensor) or isinstance(moved, QuantizedTensor):
+                return moved
+            kept: Any = tensor.to(moved.device)
+            return kept.to_dtype(moved.dtype) if moved.dtype in HIGH_PRECISION else moved
+
+        initial = getattr(self.weight, "_high_precision_init_val", None)
+        super()._apply(keep_codes, recurse)  # type: ignore[no-untyped-call]
+        if initial is not None:
+            self.weight._high_precision_init_val = initial  # type: ignore[attr-defined]
+        return self
 
     def _label(self) -> str:
         return f"Linear {self.name!r}" if self.name else "Linear"

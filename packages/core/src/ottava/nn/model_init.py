@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,15 @@ from ottava.recipes.region import as_recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensor
 
-_recipes: list[Recipe | None] = []
+
+class _Recipes(threading.local):
+    """The recipes of the enclosing blocks of a thread, innermost last; None where one is disabled."""
+
+    def __init__(self) -> None:
+        self.stack: list[Recipe | None] = []
+
+
+_recipes = _Recipes()
 
 
 @contextmanager
@@ -27,16 +36,16 @@ def quantized_model_init(recipe: Recipe | str, *, enabled: bool = True) -> Itera
     Raises:
         DTypeError, RecipeNotFoundError: ``recipe`` is no recipe.
     """
-    _recipes.append(as_recipe(recipe) if enabled else None)
+    _recipes.stack.append(as_recipe(recipe) if enabled else None)
     try:
         yield
     finally:
-        _recipes.pop()
+        _recipes.stack.pop()
 
 
 def quantize_new_weight(layer: Any) -> None:
     """Replace the weight of a layer that was just made by a quantized one, inside ``quantized_model_init``."""
-    recipe = _recipes[-1] if _recipes else None
+    recipe = _recipes.stack[-1] if _recipes.stack else None
     if recipe is None:
         return
     weight = layer.weight
@@ -52,5 +61,6 @@ def quantize_new_weight(layer: Any) -> None:
             remedy="FP8-primary weights need a quantizer whose results are tensors when internal is False",
         )
     parameter: Any = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
-    parameter._high_precision_init_val = weight.detach().cpu().clone()
+    if not weight.is_meta:
+        parameter._high_precision_init_val = weight.detach().cpu().clone()
     layer.weight = parameter

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ottava.errors import DTypeError, OptionError
+from ottava.recipes import registry
 from ottava.recipes.base import Recipe
 
 
@@ -19,21 +23,26 @@ class Region:
     enabled: bool = True
     amax_reduction_group: Any = None
     calibrating: bool = False
+    # The backward pass inside which the block was entered, by autograd's number; -1 outside any.
+    graph_task: int = -1
 
 
-class _Current(threading.local):
-    region: Region | None = None
+class _Regions(threading.local):
+    """The regions that a thread is in, innermost last: one autocast object can serve several threads."""
+
+    def __init__(self) -> None:
+        self.stack: list[Region] = []
 
 
-_current = _Current()
+_regions = _Regions()
 
 
 def current_region() -> Region | None:
     """The innermost region of this thread, or None."""
-    return _current.region
+    return _regions.stack[-1] if _regions.stack else None
 
 
-class autocast:
+class autocast(ContextDecorator):
     """A region in which layers run under ``recipe``.
 
     Args:
@@ -43,7 +52,9 @@ class autocast:
         amax_reduction_group: process group over which amaxes are reduced, for recipes that do.
         calibrating: compute in high precision and let quantizers observe what they would quantize.
 
-    The object can be entered again. Activation checkpointing that recomputes after the block has ended takes it as
+    The object can be entered again, also by other threads, and serves as a decorator of functions. Activation
+    checkpointing repeats the forward pass under the recipe that a layer last ran under; where that is not enough (one
+    layer under two recipes in one step) it takes the region as
     ``context_fn=lambda: (contextlib.nullcontext(), autocast(recipe))``.
 
     Raises:
@@ -65,26 +76,25 @@ class autocast:
                     expected="True or False",
                     remedy="pass the recipe as the first argument",
                 )
-        self._recipe = None if recipe is None else as_recipe(recipe)
+        self._recipe = _by_name(recipe) if isinstance(recipe, str) else None if recipe is None else as_recipe(recipe)
         self._enabled = enabled
         self._group = amax_reduction_group
         self._calibrating = calibrating
-        self._outer: list[Region | None] = []
 
     def __enter__(self) -> autocast:
-        outer = _current.region
+        outer = current_region()
         recipe, group = self._recipe, self._group
         if outer is not None:
             recipe = outer.recipe if recipe is None else recipe
             group = outer.amax_reduction_group if group is None else group
-        self._outer.append(outer)
-        _current.region = Region(recipe, self._enabled, group, self._calibrating)
+        task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+        _regions.stack.append(Region(recipe, self._enabled, group, self._calibrating, task))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _current.region = self._outer.pop()
+        _regions.stack.pop()
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
@@ -95,9 +105,7 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
         RecipeNotFoundError: no installed package provides the name.
     """
     if isinstance(recipe, str):
-        from ottava.recipes.registry import get_recipe
-
-        return get_recipe(recipe)
+        return registry.get_recipe(recipe)
     if not isinstance(recipe, Recipe):
         raise DTypeError(
             f"recipe is a {type(recipe).__name__}: {recipe!r}",
@@ -105,3 +113,13 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
             remedy="pass an instance, for example Float8CurrentScaling(), or a name that `ottava recipes` lists",
         )
     return recipe
+
+
+def _by_name(name: str) -> Recipe:
+    """The recipe ``name`` with its defaults, the same object each time: layers keep the state that it gave them."""
+    _found(name)
+    return registry.defaults[name]
+
+
+# A compiled function may name its recipe: the registry is asked once, while the function is traced.
+_found = torch.compiler.assume_constant_result(registry.remember_default)

@@ -13,10 +13,14 @@ from ottava.errors import OptionError, OttavaError, PluginError, RecipeNotFoundE
 from ottava.recipes import loader
 from ottava.recipes.discovery import canonical, disabled
 from ottava.recipes.ownership import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus
-from ottava.recipes.spec import FactorySpec, RecipeSpec
+from ottava.recipes.spec import FactorySpec, RecipeSpec, is_name
 
 if TYPE_CHECKING:
     from ottava.recipes.base import QuantizerFactory, Recipe
+
+
+# Recipes that were built with their defaults, for code that names a recipe again and again: a region in a loop.
+defaults: dict[str, Recipe] = {}
 
 
 def plugin_statuses() -> list[PluginStatus]:
@@ -43,6 +47,7 @@ def list_quantizer_factories() -> list[FactorySpec]:
 def reload() -> None:
     """Forget what was loaded; the next question looks again."""
     loader.forget()
+    defaults.clear()
 
 
 def unknown_disabled() -> list[str]:
@@ -92,6 +97,13 @@ def get_recipe(name: str, **options: Any) -> Recipe:
     if not isinstance(made, Recipe):
         raise provided.error(f"gives an object of type {type(made).__name__}", expected="an ottava.Recipe")
     return made
+
+
+def remember_default(name: str) -> bool:
+    """See that ``defaults`` has the recipe ``name``; raises as :func:`get_recipe`."""
+    if name not in defaults:
+        defaults[name] = get_recipe(name)
+    return True
 
 
 def get_quantizer_factory(name: str) -> QuantizerFactory:
@@ -176,7 +188,10 @@ def _not_found(kind: str, name: object) -> RecipeNotFoundError:
             installed = True
     # The name may be misspelled: it must not become a command that installs whatever has that name.
     if near:
-        remedies.insert(0, f"use {near[0]!r}")
+        remedies.insert(0, f"use {near[0]!r}, or install the package that has {name!r}")
+    elif not installed and is_name(name):
+        own = f"pip install {OWNER_PREFIX}{name}"
+        remedies.insert(0, f"install the package that has it; were it one of Ottava's own: {own}")
     elif not installed:
         remedies.insert(0, f"install the package that has it; Ottava's own are named {OWNER_PREFIX}NAME")
     return RecipeNotFoundError(

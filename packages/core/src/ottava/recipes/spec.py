@@ -29,8 +29,13 @@ def _require(right: bool, what: str, value: object, owner: str, expected: str) -
         raise OptionError(f"{what} {value!r} of {owner}", expected=expected)
 
 
+def is_name(name: object) -> bool:
+    """Whether a recipe or a factory may have this name."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def _check(kind: str, name: object, summary: object, factory: object, api_version: object) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not is_name(name):
         raise OptionError(f"{kind} name {name!r}", expected="lower-case letters, digits, - and _, a letter first")
     owner = f"{kind} {name!r}"
     _require(_word(summary), "summary", summary, owner, "one line of printable text")

@@ -37,6 +37,10 @@ class RecipeState:
         """The quantizer of ``tensor_type`` with these usages."""
         return self.quantizers[tensor_type, rowwise, columnwise]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group belongs to its process.
+        return self.__dict__ | {"amax_reduction_group": None}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RecipeState:
         # A process group cannot be copied, and quantizers without state need not be.
         return self

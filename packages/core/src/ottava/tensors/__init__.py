@@ -4,7 +4,7 @@ from ottava.tensors import float8_ops as _float8_ops  # noqa: F401  (fills the a
 from ottava.tensors.aten import implements
 from ottava.tensors.float8 import Float8QuantizerBase, Float8Tensor, Float8TensorStorage
 from ottava.tensors.layout import columnwise_is_transpose, columnwise_layout
-from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.quantizer import Quantizer, as_device
 from ottava.tensors.saving import prepare_for_saving, restore_from_saved
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StaticField, StorageSpec
 from ottava.tensors.tensor import QuantizedTensor
@@ -19,6 +19,7 @@ __all__ = [
     "Quantizer",
     "StaticField",
     "StorageSpec",
+    "as_device",
     "columnwise_is_transpose",
     "columnwise_layout",
     "implements",

@@ -5,31 +5,60 @@ Invariant: ``original ≈ float32(codes) * scale_inv``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from ottava import kernels
-from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
+from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
-from ottava.tensors.freshness import DerivedTensor, WriteCount
+from ottava.tensors.freshness import DerivedTensor, WriteCount, bump_version
 from ottava.tensors.layout import columnwise_is_transpose
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StaticField
 from ottava.tensors.tensor import QuantizedTensor
 
 
-def _as_codes(data: torch.Tensor | None, what: str) -> torch.Tensor | None:
-    if data is None or data.dtype == torch.uint8:
-        return data
-    if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return data.view(torch.uint8)
+def _as_codes(data: Any, fp8_dtype: torch.dtype, what: str) -> torch.Tensor | None:
+    if data is None:
+        return None
+    dtype = data.dtype if isinstance(data, torch.Tensor) else type(data).__name__
+    if dtype == torch.uint8:
+        codes: torch.Tensor = data
+        return codes
+    if dtype == fp8_dtype:
+        return data.view(torch.uint8)  # type: ignore[no-any-return]
     raise DTypeError(
-        f"{what} has dtype {data.dtype}",
-        expected="torch.uint8 codes or a float8 tensor",
+        f"{what} is of {dtype}",
+        expected=f"torch.uint8 codes or a {fp8_dtype} tensor",
         remedy="quantize high-precision values with a quantizer",
     )
+
+
+def _checked_parts(
+    data: Any, data_transpose: Any, fp8_scale_inv: Any, fp8_dtype: torch.dtype, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Codes, transposed codes and a scale without dimensions, or a typed error for what does not fit together."""
+    fp8_format(fp8_dtype)
+    if dtype not in kernels.HIGH_PRECISION:
+        raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
+    codes, transposed = _as_codes(data, fp8_dtype, "data"), _as_codes(data_transpose, fp8_dtype, "data_transpose")
+    if codes is not None and transposed is not None:
+        expected = (codes.shape[-1], *codes.shape[:-1]) if codes.dim() else ()
+        if tuple(transposed.shape) != expected:
+            raise ShapeError(f"data_transpose has shape {tuple(transposed.shape)}", expected=str(expected))
+    held = codes if codes is not None else transposed
+    if held is None and fp8_scale_inv is None:
+        return None, None, None
+    if not isinstance(fp8_scale_inv, torch.Tensor) or fp8_scale_inv.dtype != torch.float32:
+        raise DTypeError("fp8_scale_inv is not a float32 tensor", expected="a float32 tensor with one element")
+    if fp8_scale_inv.numel() != 1:
+        raise ShapeError(f"fp8_scale_inv has shape {tuple(fp8_scale_inv.shape)}", expected="one element")
+    if held is not None and held.device != fp8_scale_inv.device:
+        raise DeviceError(f"data is on {held.device}, fp8_scale_inv on {fp8_scale_inv.device}", expected="one device")
+    return codes, transposed, fp8_scale_inv if fp8_scale_inv.dim() == 0 else fp8_scale_inv.reshape(())
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -69,7 +98,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
         quantizer: Quantizer | None = None,
     ) -> None:
         self._dtype = dtype
-        self._set_data(data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer)
+        codes, transposed, scale_inv = _checked_parts(data, data_transpose, fp8_scale_inv, fp8_dtype, dtype)
+        self._set_data(codes, scale_inv, fp8_dtype, transposed, quantizer)
 
     def _set_data(
         self,
@@ -79,16 +109,13 @@ class Float8TensorStorage(QuantizedTensorStorage):
         data_transpose: torch.Tensor | None,
         quantizer: Quantizer | None,
     ) -> None:
-        fp8_format(fp8_dtype)
         self._writes = WriteCount()
         self._derived: DerivedTensor | None = None
-        # The whole tensor that this one is a part of (a slice, say): writing to a part rescales the whole.
-        self._whole: Float8TensorStorage | None = None
-        self._data = _as_codes(data, "data")
+        self._data = data
         self._scale_inv = fp8_scale_inv  # type: ignore[assignment]
         self._fp8_dtype = fp8_dtype
         self._quantizer = quantizer
-        self._transpose = _as_codes(data_transpose, "data_transpose")
+        self._transpose = data_transpose
 
     # -- the transpose and its validity --
 
@@ -96,7 +123,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _transpose(self) -> torch.Tensor | None:
         """The transposed codes if they are held and still those of ``_data``, else None."""
         derived = self._derived
-        if derived is None or not derived.fresh(self._writes):
+        if derived is None or not derived.fresh(self._data, self._writes):
             return None
         return derived.tensor
 
@@ -107,27 +134,62 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def mark_written(self) -> None:
         self._writes.value += 1
 
+    def _codes(self) -> torch.Tensor:
+        """The codes in the order of the values: what rowwise data holds, or a view of the transposed ones."""
+        if self._data is not None:
+            return self._data
+        transposed = self._transpose
+        if transposed is None:
+            raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
+        return transposed.movedim(0, -1)
+
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
-        if self._whole is not None:
-            self._write_part(src.dequantize(), noop_flag)
+        if self._whole is not None and isinstance(src, QuantizedTensorStorage):
+            self._write_part(src, noop_flag)
             return
         if isinstance(src, Float8TensorStorage) and src._fp8_dtype != self._fp8_dtype:
             raise DTypeError(f"source holds {src._fp8_dtype}", expected=str(self._fp8_dtype))
-        had_transpose = self._transpose is not None and noop_flag is None
+        derived = self._derived if self._transpose is not None else None
         super().copy_from_storage(src, noop_flag=noop_flag)
-        if had_transpose:
-            # The write above reached the transposed codes too: they are fresh again.
-            self._transpose = self._derived.tensor if self._derived is not None else None
+        if derived is not None:
+            # The write above reached the transposed codes too: they are fresh again, for every alias.
+            derived.refresh(self._data, self._writes)
 
-    def _write_part(self, values: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
-        """A part has no scale of its own: quantize the whole again with the part replaced."""
+    def _has_scale_of(self, other: QuantizedTensorStorage) -> bool:
+        """Whether the codes of ``other`` mean the same here: format and scale are equal."""
+        if not isinstance(other, Float8TensorStorage) or other._data is None or other._fp8_dtype != self._fp8_dtype:
+            return False
+        mine, theirs = self._scale_inv, other._scale_inv
+        # Comparing values would break a graph that is being traced.
+        return mine is theirs or (not torch.compiler.is_compiling() and torch.equal(mine, theirs.to(mine.device)))
+
+    def _write_part(self, src: QuantizedTensorStorage, noop_flag: torch.Tensor | None) -> None:
+        """Write to a part: its codes where the scales are equal, else the whole is quantized again."""
         whole, part = self._whole, self._data
-        if whole is None or whole._data is None or part is None or not whole._data.is_contiguous():
-            raise UsageError("this slice cannot be written in place", remedy="write to the whole tensor instead")
-        replaced = whole.dequantize().detach().contiguous().clone()
-        offset = part.storage_offset() - whole._data.storage_offset()
-        replaced.as_strided(part.shape, part.stride(), offset).copy_(values)
-        whole.quantize_(replaced, noop_flag=noop_flag)
+        if not isinstance(whole, Float8TensorStorage) or part is None:
+            raise UsageError("this part cannot be written in place", remedy="write to the whole tensor instead")
+        if noop_flag is None and self._has_scale_of(src):
+            part.copy_(src._data)  # type: ignore[attr-defined]
+            whole._written_through(part)
+            return
+        codes = whole._codes()
+        # The values in the memory order of the codes, so that the part is found by its strides and offset.
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(codes.shape, codes.stride(), strict=True))
+        memory = torch.zeros(extent, dtype=whole.dtype, device=codes.device)
+        values = memory.as_strided(codes.shape, codes.stride(), 0)
+        values.copy_(Float8TensorStorage.dequantize(whole))
+        memory.as_strided(part.shape, part.stride(), part.storage_offset() - codes.storage_offset()).copy_(
+            src.dequantize().detach()
+        )
+        whole.quantize_(values, noop_flag=noop_flag)
+
+    def _written_through(self, part: torch.Tensor) -> None:
+        """Codes were written through a view of them: what is derived from them is stale, what they are is not."""
+        bump_version(part)
+        derived = self._derived if self._data is None else None
+        self.mark_written()
+        if derived is not None:
+            derived.refresh(None, self._writes)
 
     # -- usages --
 
@@ -143,7 +205,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if self._data is None and self._transpose is None:
             raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
         if rowwise and self._data is None:
-            self._data = self._transpose.movedim(0, -1).contiguous()  # type: ignore[union-attr]
+            self._data = self._codes().contiguous()
             self._transpose = kernels.transpose(self._data)
         if self._data is None:
             return
@@ -181,10 +243,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _decode(self, scale_inv: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         if self._data is not None:
             return kernels.decode(self._data, scale_inv, self._fp8_dtype, dtype)
-        transposed = self._transpose
-        if transposed is None:
-            raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
-        return kernels.decode(transposed, scale_inv, self._fp8_dtype, dtype).movedim(0, -1)
+        # In the memory order of the transposed codes; a view puts it right.
+        return kernels.decode(self._codes().movedim(-1, 0), scale_inv, self._fp8_dtype, dtype).movedim(0, -1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         wanted = dtype or self._dtype
@@ -195,7 +255,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The bare elements (exact in bfloat16 and float32) and ``scale_inv``."""
         values = self._decode(None, dtype)
-        return values.reshape(-1, values.shape[-1]) if values.dim() != 2 else values, self._scale_inv
+        rows = math.prod(values.shape[:-1])
+        return values if values.dim() == 2 else values.reshape(rows, values.shape[-1]), self._scale_inv
 
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor):  # type: ignore[override]
@@ -207,8 +268,11 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):  # type: ignore[overri
         data, fp8_dtype, fp8_scale_inv, data_transpose, quantizer: see :class:`Float8TensorStorage`.
 
     Raises:
-        DTypeError: ``data`` is neither uint8 nor float8, or ``fp8_dtype`` is no FP8 format.
-        ShapeError: the data does not have the shape.
+        DTypeError: the data is neither uint8 nor of ``fp8_dtype``, that is no FP8 format, the scale is not float32, or
+            ``dtype`` is not a high-precision one.
+        ShapeError: the data, its transpose or the scale has another shape.
+        DeviceError: data and scale are on different devices.
+        UsageError: there is neither ``data`` nor ``data_transpose``.
     """
 
     static_fields: ClassVar[tuple[StaticField, ...]] = (StaticField("_fp8_dtype", "fp8_dtype"),)
@@ -233,21 +297,19 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):  # type: ignore[overri
         quantizer: Quantizer | None = None,
         requires_grad: bool = False,
     ) -> Float8Tensor:
-        held = data if data is not None else data_transpose
+        codes, transposed, _ = _checked_parts(data, data_transpose, fp8_scale_inv, fp8_dtype, dtype)
+        held = codes if codes is not None else transposed
         if held is None:
             raise UsageError("a Float8Tensor needs data", expected="data or data_transpose")
-        fp8_format(fp8_dtype)
-        _as_codes(data, "data")
-        _as_codes(data_transpose, "data_transpose")
-        if dtype not in kernels.HIGH_PRECISION and dtype != torch.float64:
-            raise DTypeError(f"nominal dtype {dtype}", expected="a high-precision floating-point dtype")
-        own = held.shape if data is not None else torch.Size((*held.shape[1:], held.shape[0]))
+        # Transposed codes alone lie in memory as a transposed tensor does.
+        held = codes if codes is not None else held.movedim(0, -1)
+        own = held.shape
         if shape is not None and tuple(shape) != tuple(own):
             raise ShapeError(f"the data has shape {tuple(own)}", expected=str(tuple(shape)))
         made: Float8Tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             own,
-            strides=data.stride() if data is not None else None,
+            strides=held.stride(),
             dtype=dtype,
             device=held.device,
             requires_grad=requires_grad,
@@ -266,7 +328,8 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):  # type: ignore[overri
         quantizer: Quantizer | None = None,
         requires_grad: bool = False,
     ) -> None:
-        self._set_data(data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer)
+        codes, transposed, scale_inv = _checked_parts(data, data_transpose, fp8_scale_inv, fp8_dtype, dtype)
+        self._set_data(codes, scale_inv, fp8_dtype, transposed, quantizer)
 
     _dtype = QuantizedTensor._dtype
 
@@ -285,7 +348,7 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):  # type: ignore[overri
             isinstance(other, Float8Tensor)
             and other._fp8_dtype == self._fp8_dtype
             and other.shape == self.shape
-            and self._whole is None
+            and (self._whole is None or self._has_scale_of(other))
             and self._data is not None
             and other._data is not None
             and (self._transpose is None or other._transpose is not None)
@@ -331,13 +394,11 @@ class Float8QuantizerBase(Quantizer):
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensorStorage:
-        place = torch.empty(0, device=device).device
-        if not (self.rowwise_usage or self.columnwise_usage):
-            raise OptionError("neither rowwise nor columnwise usage is set", remedy="call set_usage(rowwise=True)")
+        shape, place = self.check_empty(shape, dtype, device, requires_grad)
         with_data, with_transpose = self.needs(place)
         if with_transpose and len(shape) == 0:
             with_data, with_transpose = True, False
-        codes = torch.empty(tuple(shape), dtype=torch.uint8, device=place) if with_data else None
+        codes = torch.empty(shape, dtype=torch.uint8, device=place) if with_data else None
         transposed = None
         if with_transpose:
             transposed = torch.empty((shape[-1], *shape[:-1]), dtype=torch.uint8, device=place)

@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 
+from ottava.kernels import HIGH_PRECISION
 from ottava.tensors.aten import implements
 from ottava.tensors.float8 import Float8Tensor
 
 _aten = torch.ops.aten
 
 
-def _alias(tensor: Float8Tensor, codes: torch.Tensor, transpose: torch.Tensor | None = None) -> Float8Tensor:
+def _alias(
+    tensor: Float8Tensor, codes: torch.Tensor, *, transpose: torch.Tensor | None = None, part: bool = False
+) -> Float8Tensor:
     """A view of ``tensor`` around ``codes``, a view of its codes: writes to either reach both."""
     view = Float8Tensor(
         dtype=tensor.dtype,
@@ -23,26 +26,23 @@ def _alias(tensor: Float8Tensor, codes: torch.Tensor, transpose: torch.Tensor | 
     )
     view._writes = tensor._writes
     view._transpose = transpose
-    view._whole = tensor._whole
-    if view._whole is None and codes.numel() != tensor.numel():
-        view._whole = tensor
+    # Writing to less than the whole rescales the whole; so does writing through a view of transposed codes.
+    part = part or tensor._data is None or codes.numel() != tensor.numel()
+    view._whole = tensor if tensor._whole is None and part else tensor._whole
     return view
-
-
-def _codes(tensor: Any) -> torch.Tensor | None:
-    return tensor._data if isinstance(tensor, Float8Tensor) else None
 
 
 @implements(Float8Tensor, _aten.view.default, _aten._unsafe_view.default)
 def _view(op: Any, tensor: Float8Tensor, shape: Any) -> Any:
-    codes = _codes(tensor)
-    if codes is None:
+    codes = tensor._codes()
+    if tensor._data is None and tensor.is_contiguous() and not codes.is_contiguous():
+        # Its rowwise data was dropped since: no view of the transposed codes has this shape.
         return NotImplemented
     viewed = op(codes, shape)
-    transpose = tensor._transpose
+    transpose = tensor._transpose if tensor._data is not None else None
     keeps_columns = viewed.dim() > 0 and tensor.dim() > 0 and viewed.shape[-1] == tensor.shape[-1]
     if transpose is not None and keeps_columns and transpose.is_contiguous():
-        return _alias(tensor, viewed, transpose.view(viewed.shape[-1], *viewed.shape[:-1]))
+        return _alias(tensor, viewed, transpose=transpose.view(viewed.shape[-1], *viewed.shape[:-1]))
     return _alias(tensor, viewed)
 
 
@@ -50,61 +50,87 @@ def _view(op: Any, tensor: Float8Tensor, shape: Any) -> Any:
     Float8Tensor,
     _aten.slice.Tensor,
     _aten.select.int,
-    _aten.as_strided.default,
     _aten.t.default,
+    _aten.transpose.int,
+    _aten.permute.default,
     _aten.unsqueeze.default,
     _aten.squeeze.default,
     _aten.squeeze.dim,
     _aten.squeeze.dims,
+    _aten.diagonal.default,
+    _aten.expand.default,
 )
 def _move(op: Any, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> Any:
-    codes = _codes(tensor)
-    return NotImplemented if codes is None else _alias(tensor, op(codes, *args, **kwargs))
+    return _alias(tensor, op(tensor._codes(), *args, **kwargs))
 
 
-@implements(Float8Tensor, _aten.transpose.int, _aten.permute.default)
-def _transpose(op: Any, tensor: Float8Tensor, *args: Any) -> Any:
-    codes = _codes(tensor)
-    if codes is None or tensor.dim() != 2:
-        return NotImplemented
-    return _alias(tensor, op(codes, *args))
+@implements(Float8Tensor, _aten.as_strided.default)
+def _as_strided(op: Any, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> Any:
+    codes = tensor._codes()
+    view = op(codes, *args, **kwargs)
+    same = view.stride() == codes.stride() and view.storage_offset() == codes.storage_offset()
+    return _alias(tensor, view, part=view.shape != codes.shape or not same)
 
 
-@implements(Float8Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
+@implements(
+    Float8Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.chunk.default,
+    _aten.unbind.int,
+)
 def _split(op: Any, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> Any:
-    codes = _codes(tensor)
-    return NotImplemented if codes is None else [_alias(tensor, part) for part in op(codes, *args, **kwargs)]
+    return [_alias(tensor, part) for part in op(tensor._codes(), *args, **kwargs)]
+
+
+@implements(Float8Tensor, _aten.clone.default)
+def _clone(op: Any, tensor: Float8Tensor, *, memory_format: Any = None) -> Any:
+    if memory_format in (None, torch.preserve_format):
+        return NotImplemented
+    codes = tensor._codes().clone(memory_format=memory_format)
+    copied = _new(tensor, codes, tensor._scale_inv.clone(), tensor.dtype)
+    transpose = tensor._transpose
+    if transpose is not None:
+        copied._transpose = transpose.clone()
+    return copied
 
 
 def _nominal(kwargs: dict[str, Any], tensor: Float8Tensor) -> torch.dtype | None:
     """Nominal dtype of a new tensor; None when the options ask for something that is not quantized."""
     dtype: torch.dtype = kwargs.get("dtype") or tensor.dtype
-    plain = not dtype.is_floating_point or dtype.itemsize < 2 or kwargs.get("layout") not in (None, torch.strided)
+    plain = dtype not in HIGH_PRECISION or kwargs.get("layout") not in (None, torch.strided)
     return None if plain else dtype
 
 
+# A new tensor keeps the scale: parts of the old one can be copied into parts of it without loss (sharding does).
 def _new(tensor: Float8Tensor, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Float8Tensor:
     quantizer = None if tensor._quantizer is None else tensor._quantizer.copy()
     return Float8Tensor(dtype=dtype, data=codes, fp8_dtype=tensor._fp8_dtype, fp8_scale_inv=scale, quantizer=quantizer)
 
 
-@implements(Float8Tensor, _aten.new_zeros.default, _aten.new_empty.default)
-def _new_of_shape(op: Any, tensor: Float8Tensor, shape: Any, **kwargs: Any) -> Any:
+def _scale_for(tensor: Float8Tensor, device: Any) -> torch.Tensor:
+    if tensor._scale_inv.is_meta and torch.device(device).type != "meta":
+        return torch.ones((), dtype=torch.float32, device=device)
+    return tensor._scale_inv.to(device, copy=True)
+
+
+@implements(Float8Tensor, _aten.new_zeros.default, _aten.new_empty.default, _aten.new_empty_strided.default)
+def _new_of_shape(op: Any, tensor: Float8Tensor, *layout: Any, **kwargs: Any) -> Any:
     dtype = _nominal(kwargs, tensor)
     if dtype is None:
         return NotImplemented
     device = kwargs.get("device") or tensor.device
     # Code 0 is the value 0, so new_zeros may reuse the op on codes.
-    codes = op(torch.empty(0, dtype=torch.uint8, device=device), shape)
-    return _new(tensor, codes, torch.ones((), dtype=torch.float32, device=device), dtype)
+    codes = op(torch.empty(0, dtype=torch.uint8, device=device), *layout)
+    return _new(tensor, codes, _scale_for(tensor, device), dtype)
 
 
-@implements(Float8Tensor, _aten.empty_like.default, _aten.zeros_like.default)
-def _like(op: Any, tensor: Float8Tensor, **kwargs: Any) -> Any:
+# zeros_like is not here: optimizers make their moments with it, and moments with the scale of a weight are wrong.
+@implements(Float8Tensor, _aten.empty_like.default)
+def _empty_like(op: Any, tensor: Float8Tensor, **kwargs: Any) -> Any:
     dtype = _nominal(kwargs, tensor)
     if dtype is None:
         return NotImplemented
     device = kwargs.get("device") or tensor.device
-    make = torch.zeros if op is _aten.zeros_like.default else torch.empty
-    codes = make(tensor.shape, dtype=torch.uint8, device=device)
-    return _new(tensor, codes, torch.ones((), dtype=torch.float32, device=device), dtype)
+    codes = torch.empty(tensor.shape, dtype=torch.uint8, device=device)
+    return _new(tensor, codes, _scale_for(tensor, device), dtype)

@@ -33,10 +33,20 @@ class DerivedTensor:
 
     def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None, writes: WriteCount) -> None:
         self.tensor = tensor
+        self.refresh(source, writes)
+
+    def refresh(self, source: torch.Tensor | None, writes: WriteCount) -> None:
+        """Declare the tensor up to date with ``source`` as it is now; aliases that share this object see it."""
         self._source = source
         self._count = writes.value
         self._version = _version(source)
 
-    def fresh(self, writes: WriteCount) -> bool:
-        """Whether nothing was written to the buffer since."""
-        return self._count == writes.value and self._version == _version(self._source)
+    def fresh(self, source: torch.Tensor | None, writes: WriteCount) -> bool:
+        """Whether it was computed from ``source`` and nothing was written to it since."""
+        return self._source is source and self._count == writes.value and self._version == _version(source)
+
+
+def bump_version(tensor: torch.Tensor) -> None:
+    """Tell autograd of a write below its level, so that a backward pass that saved the old values refuses."""
+    if not torch.compiler.is_compiling() and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)

@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from ottava.errors import OptionError
+
 Layout = Literal["transpose", "shared"]
 
 _forced: Layout | None = None
@@ -35,8 +37,14 @@ def columnwise_is_transpose(device: torch.device) -> bool:
 
 @contextmanager
 def columnwise_layout(layout: Layout) -> Iterator[None]:
-    """Force a layout inside a ``with`` block: Hopper's layout can be tested on a CPU with it."""
+    """Force a layout inside a ``with`` block: Hopper's layout can be tested on a CPU with it.
+
+    Raises:
+        OptionError: it is no layout.
+    """
     global _forced
+    if layout not in ("transpose", "shared"):
+        raise OptionError(f"columnwise layout {layout!r}", expected="transpose or shared")
     previous, _forced = _forced, layout
     try:
         yield

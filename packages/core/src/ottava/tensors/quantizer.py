@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
-from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.storage import QuantizedTensorStorage, check_noop_flag
 
 _USAGE_FLAGS = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
 
@@ -31,8 +31,8 @@ class Quantizer(ABC):
     custom: bool = False
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
-        self.rowwise_usage = rowwise
-        self.columnwise_usage = columnwise
+        self.rowwise_usage = _flag("rowwise", rowwise)
+        self.columnwise_usage = _flag("columnwise", columnwise)
         self.internal = False
         self.optimize_for_gemm = False
 
@@ -56,6 +56,27 @@ class Quantizer(ABC):
         requires_grad: bool = False,
     ) -> QuantizedTensorStorage:
         """An uninitialized result for the usages set, to be filled by :meth:`update_quantized`."""
+
+    def check_empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: Any, requires_grad: bool
+    ) -> tuple[tuple[int, ...], torch.device]:
+        """Shape and device of a :meth:`make_empty` with these arguments.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError, OptionError: an argument is not what it should be.
+        """
+        sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+        if not isinstance(shape, Sequence) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+            raise ShapeError(f"shape {shape!r}", expected="a sequence of integers")
+        if any(size < 0 for size in sizes):
+            raise ShapeError(f"shape {sizes}", expected="sizes >= 0")
+        if dtype not in HIGH_PRECISION:
+            raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
+        if not (self.rowwise_usage or self.columnwise_usage):
+            raise OptionError("neither rowwise nor columnwise usage is set", remedy="call set_usage(rowwise=True)")
+        if requires_grad and self.internal:
+            raise OptionError("requires_grad=True for a bare storage", expected="internal=False")
+        return sizes, torch.get_default_device() if device is None else as_device(device)
 
     # -- quantizing --
 
@@ -124,9 +145,11 @@ class Quantizer(ABC):
             raise ShapeError(f"source has shape {tuple(src.shape)}", expected=str(tuple(dst.size())))
         if src.device != dst.device:
             raise DeviceError(f"source is on {src.device}, destination on {dst.device}", expected="one device")
-        if noop_flag is not None and (noop_flag.dtype != torch.float32 or noop_flag.numel() != 1):
-            raise DTypeError("noop_flag is not a float32 tensor with one element", expected="torch.ones(1)")
+        if noop_flag is not None:
+            check_noop_flag(noop_flag, dst.device)
         usages = dst.get_usages()
+        if not any(usages.values()):
+            raise UsageError(f"{type(dst).__name__} holds no data to write to", remedy="it was cleared or saved")
         quantizer = self.with_usage(usages["rowwise"], usages["columnwise"])
         with torch.no_grad():
             dst.copy_from_storage(quantizer.quantize_impl(src.detach(), src.dtype), noop_flag=noop_flag)
@@ -137,7 +160,7 @@ class Quantizer(ABC):
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether :meth:`quantize` takes this tensor."""
-        return isinstance(tensor, torch.Tensor) and tensor.dtype in HIGH_PRECISION
+        return isinstance(tensor, torch.Tensor) and tensor.dtype in HIGH_PRECISION and tensor.layout == torch.strided
 
     def is_requantization_safe(self) -> bool:
         """Whether quantizing dequantized values gives the same bytes again."""
@@ -146,9 +169,15 @@ class Quantizer(ABC):
     # -- configuration --
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Set the usages to produce; None leaves one as it is."""
+        """Set the usages to produce; None leaves one as it is.
+
+        Raises:
+            OptionError: a usage is neither a bool nor None.
+        """
+        if columnwise is not None:
+            _flag("columnwise", columnwise)
         if rowwise is not None:
-            self.rowwise_usage = rowwise
+            self.rowwise_usage = _flag("rowwise", rowwise)
         if columnwise is not None:
             self.columnwise_usage = columnwise
 
@@ -156,7 +185,7 @@ class Quantizer(ABC):
         """The usages set, ``{"rowwise": …, "columnwise": …}``."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
-    def with_usage(self, rowwise: bool, columnwise: bool) -> Quantizer:
+    def with_usage(self, rowwise: bool, columnwise: bool) -> Self:
         """This quantizer if it has these usages, else a copy that has."""
         if (self.rowwise_usage, self.columnwise_usage) == (rowwise, columnwise):
             return self
@@ -164,7 +193,15 @@ class Quantizer(ABC):
         copied.set_usage(rowwise=rowwise, columnwise=columnwise)
         return copied
 
-    def copy(self) -> Quantizer:
+    def for_shards(self, group: Any) -> Quantizer:
+        """The quantizer of one shard of a tensor whose other shards lie on the ranks of ``group``.
+
+        All shards of one tensor share one scale. A quantizer whose scale depends on all of the tensor returns one that
+        reduces over ``group``; the default is for quantizers whose scales do not, and returns this one.
+        """
+        return self
+
+    def copy(self) -> Self:
         """A quantizer with the same configuration whose usages can be set by themselves."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
@@ -172,9 +209,12 @@ class Quantizer(ABC):
 
     def _configuration(self) -> tuple[Any, ...] | None:
         """Everything but the usage flags; None when the quantizer holds state and compares by identity."""
-        if self.stateful or any(isinstance(value, torch.Tensor) for value in self.__dict__.values()):
+        if self.stateful:
             return None
-        return tuple(sorted((k, v) for k, v in self.__dict__.items() if k not in _USAGE_FLAGS))
+        try:
+            return tuple((k, _frozen(v)) for k, v in sorted(self.__dict__.items()) if k not in _USAGE_FLAGS)
+        except TypeError:
+            return None
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -237,6 +277,38 @@ def _dense(operand: Any, quantized: Any) -> torch.Tensor:
     source = quantized if quantized is not None else operand
     values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensorStorage) else source.float()
     return values.reshape(-1, values.shape[-1])
+
+
+def as_device(device: torch.device | str | int) -> torch.device:
+    """``device`` as a ``torch.device``; whether this machine has it shows when it is used.
+
+    Raises:
+        DeviceError: it names none.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(f"device {device!r}", expected="the name of a device, such as 'cpu' or 'cuda:0'") from error
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}", expected="True or False")
+    return value
+
+
+def _frozen(value: Any) -> Any:
+    """A hashable stand-in for an attribute that compares as it does; TypeError where there is none."""
+    if isinstance(value, torch.Tensor):
+        raise TypeError("a tensor is state")
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(entry) for entry in value)
+    if isinstance(value, dict):
+        return tuple(sorted((key, _frozen(entry)) for key, entry in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    hash(value)
+    return value
 
 
 class _Quantize(torch.autograd.Function):

@@ -1,8 +1,7 @@
 """Saving quantized tensors for backward, by value.
 
 ``flatten_storage()`` takes the tensors out and leaves an immutable spec; nothing is mutated, so that
-``torch.compile`` can
-carry the specs from forward to backward.
+``torch.compile`` can carry the specs from forward to backward.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ottava.errors import ShapeError
+from ottava.errors import DTypeError, ShapeError
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 
 Saveable = torch.Tensor | QuantizedTensorStorage | None
@@ -25,6 +24,9 @@ def prepare_for_saving(
 
     Returns:
         The plain tensors for ``ctx.save_for_backward(*tensors)``, and one object for each argument.
+
+    Raises:
+        DTypeError: an argument is something else.
     """
     flat: list[torch.Tensor | None] = []
     objects: list[StorageSpec | None] = []
@@ -33,9 +35,13 @@ def prepare_for_saving(
             inner, spec = tensor.flatten_storage()
             flat.extend(inner)
             objects.append(spec)
-        else:
+        elif tensor is None or isinstance(tensor, torch.Tensor):
             flat.append(tensor)
             objects.append(None)
+        else:
+            raise DTypeError(
+                f"cannot save a {type(tensor).__name__}", expected="quantized or plain tensors, storages, or None"
+            )
     return flat, objects
 
 
@@ -43,12 +49,15 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
     """What was given to :func:`prepare_for_saving`; the two lists may come in either order.
 
     Raises:
+        DTypeError: neither list is one of objects.
         ShapeError: the number of tensors does not fit the objects.
     """
     if any(isinstance(entry, StorageSpec) for entry in tensors) or any(
         isinstance(entry, torch.Tensor) for entry in objects
     ):
         tensors, objects = objects, tensors
+    if not all(spec is None or isinstance(spec, StorageSpec) for spec in objects):
+        raise DTypeError("the second list holds no saved objects", expected="both lists of one prepare_for_saving")
     wanted = sum(1 if spec is None else len(spec.cls.inner_tensors) for spec in objects)
     if wanted != len(tensors):
         raise ShapeError(

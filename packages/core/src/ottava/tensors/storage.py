@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.tensors.freshness import bump_version
 
 if TYPE_CHECKING:
     from ottava.tensors.quantizer import Quantizer
@@ -49,16 +50,19 @@ class StorageSpec:
     cls: type[QuantizedTensorStorage]
     static: tuple[Any, ...]
     quantizer: Quantizer | None
+    whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
 
     def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
         """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
         arguments: dict[str, Any] = {}
         for inner, tensor in zip(self.cls.inner_tensors, tensors, strict=True):
             arguments[inner.argument] = tensor
-        for field, value in zip(self.cls.all_static_fields(), self.static, strict=True):
-            arguments[field.argument] = value
+        for declared, value in zip(self.cls.all_static_fields(), self.static, strict=True):
+            arguments[declared.argument] = value
         make: Any = self.cls
         built: QuantizedTensorStorage = make(**arguments, quantizer=self.quantizer)
+        if self.whole is not None:
+            built._whole = self.whole
         return built
 
 
@@ -77,6 +81,8 @@ class QuantizedTensorStorage:
     custom: bool = False
 
     _quantizer: Quantizer | None
+    # The storage that this one is a part of (a slice, say), when they share what a write to the part would change.
+    _whole: QuantizedTensorStorage | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -96,13 +102,13 @@ class QuantizedTensorStorage:
     def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
         """The inner tensors and what builds a storage around them again. Nothing is changed."""
         static = tuple(getattr(self, field.attribute) for field in type(self).all_static_fields())
-        return self.inner_list(), StorageSpec(type(self), static, self._quantizer)
+        return self.inner_list(), StorageSpec(type(self), static, self._quantizer, self._whole)
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
         metadata = {inner.argument: getattr(self, inner.attribute) for inner in self.inner_tensors}
-        for field in type(self).all_static_fields():
-            metadata[field.argument] = getattr(self, field.attribute)
+        for declared in type(self).all_static_fields():
+            metadata[declared.argument] = getattr(self, declared.attribute)
         metadata["quantizer"] = self._quantizer
         return metadata
 
@@ -120,6 +126,10 @@ class QuantizedTensorStorage:
             ShapeError: fewer tensors than this storage declares.
         """
         count = len(self.inner_tensors)
+        if not isinstance(tensors, (list, tuple)) or not all(
+            tensor is None or isinstance(tensor, torch.Tensor) for tensor in tensors[:count]
+        ):
+            raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
         if len(tensors) < count:
             raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
         for inner, tensor in zip(self.inner_tensors, tensors[:count], strict=True):
@@ -169,8 +179,14 @@ class QuantizedTensorStorage:
             setattr(self, inner.attribute, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        tensors, spec = self.flatten_storage()
+        tensors, spec = self._for_pickling().flatten_storage()
         return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer)
+
+    def _for_pickling(self) -> QuantizedTensorStorage:
+        """This storage, or a copy of a part: unpickled, it would not know of its whole."""
+        if all(tensor is None for tensor in self.inner_list()):
+            raise UsageError(f"{type(self).__name__} holds no data to pickle", remedy="it was cleared or saved")
+        return self if self._whole is None else self.clone_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensorStorage:
         copied = self.clone_storage()
@@ -189,6 +205,9 @@ class QuantizedTensorStorage:
         have = self.get_usages()
         rowwise = have["rowwise"] if rowwise_usage is None else rowwise_usage
         columnwise = have["columnwise"] if columnwise_usage is None else columnwise_usage
+        for name, value in (("rowwise_usage", rowwise), ("columnwise_usage", columnwise)):
+            if not isinstance(value, bool):
+                raise OptionError(f"{name} is {value!r}", expected="True, False or None")
         if not (rowwise or columnwise):
             raise OptionError(
                 "update_usage would leave neither usage",
@@ -254,9 +273,9 @@ class QuantizedTensorStorage:
         Raises:
             DTypeError: ``src`` is of another kind.
             ShapeError: ``src`` has another shape.
-            UsageError: ``src`` lacks an inner tensor that this object holds.
+            UsageError: ``src`` lacks an inner tensor that this object holds, or this object holds none.
         """
-        if src.inner_tensors != self.inner_tensors:
+        if not isinstance(src, QuantizedTensorStorage) or src.inner_tensors != self.inner_tensors:
             raise DTypeError(f"cannot copy a {type(src).__name__} into a {type(self).__name__}", expected="one kind")
         if tuple(src.size()) != tuple(self.size()):
             raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
@@ -270,16 +289,33 @@ class QuantizedTensorStorage:
                     expected="a source quantized for the same usages",
                     remedy="quantize it with the usages of the destination",
                 )
+            if theirs.shape != mine.shape:
+                raise ShapeError(
+                    f"{inner.argument!r} of the source has shape {tuple(theirs.shape)}", expected=str(tuple(mine.shape))
+                )
             pairs.append((mine, theirs))
+        if not pairs:
+            raise UsageError(f"{type(self).__name__} holds no data to write to", remedy="it was cleared or saved")
+        if noop_flag is not None:
+            check_noop_flag(noop_flag, self.device)
         for mine, theirs in pairs:
             mine.copy_(theirs if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, mine, theirs))
+            bump_version(mine)
+        if isinstance(self, torch.Tensor):
+            bump_version(self)
         self.mark_written()
 
     def mark_written(self) -> None:
         """Called after the values changed in place, for storages that keep something derived from them."""
 
     def update_quantizer(self, quantizer: Quantizer | None) -> None:
-        """Replace the quantizer used by in-place updates."""
+        """Replace the quantizer used by in-place updates.
+
+        Raises:
+            DTypeError: it has no ``update_quantized``.
+        """
+        if quantizer is not None and not callable(getattr(quantizer, "update_quantized", None)):
+            raise DTypeError(f"the quantizer is a {type(quantizer).__name__}", expected="an ottava.Quantizer or None")
         self._quantizer = quantizer
 
     def __repr__(self) -> str:
@@ -288,6 +324,20 @@ class QuantizedTensorStorage:
         except Exception as error:
             body = f"no readable data: {type(error).__name__}"
         return f"{type(self).__name__}({body})"
+
+
+def check_noop_flag(noop_flag: torch.Tensor, device: torch.device) -> None:
+    """Refuse a ``noop_flag`` that is not a float32 tensor with one element on ``device``.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: it is not.
+    """
+    if not isinstance(noop_flag, torch.Tensor) or noop_flag.dtype != torch.float32:
+        raise DTypeError("noop_flag is not a float32 tensor", expected="torch.ones(1)")
+    if noop_flag.numel() != 1:
+        raise ShapeError(f"noop_flag has shape {tuple(noop_flag.shape)}", expected="one element")
+    if noop_flag.device != device:
+        raise DeviceError(f"noop_flag is on {noop_flag.device}", expected=f"{device}, where the values are")
 
 
 def rebuild_storage(

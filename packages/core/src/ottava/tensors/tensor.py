@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ottava.errors import ShapeError, UsageError
+from ottava.errors import DTypeError, ShapeError, UsageError
+from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.tensors import aten
+from ottava.tensors.sharding import GatherPlan, post_all_gather, pre_all_gather
 from ottava.tensors.storage import QuantizedTensorStorage, StaticField, rebuild_storage
 
 _aten = torch.ops.aten
@@ -23,6 +26,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
     """
 
     _base_static_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
+    # The group on which this tensor's shards agreed on their scales.
+    _shard_group: Any = None
 
     @classmethod
     def all_static_fields(cls) -> tuple[StaticField, ...]:
@@ -90,8 +95,11 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         return self.dequantize(torch.bfloat16)
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
-        """The same quantized values presented as another nominal dtype."""
-        made: QuantizedTensor = self.make_like(self, dtype=dtype)
+        """The same quantized values (shared) presented as another nominal dtype; differentiable."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            made: QuantizedTensor = _ToDtype.apply(self, dtype)  # type: ignore[no-untyped-call]
+            return made
+        made = self.make_like(self, dtype=dtype)
         return made
 
     @classmethod
@@ -105,6 +113,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         **replaced: Any,
     ) -> Any:
         """A tensor around the inner tensors of ``tensor`` (shared), with some of its arguments replaced."""
+        if not isinstance(tensor, QuantizedTensor):
+            raise DTypeError(f"make_like of a {type(tensor).__name__}", expected="a quantized tensor")
         metadata = tensor.get_metadata() | replaced
         metadata["shape"] = tuple(tensor.shape) if shape is None else tuple(shape)
         metadata["dtype"] = dtype or tensor.dtype
@@ -131,22 +141,34 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise DTypeError(f"new data is a {type(value).__name__}", expected="a tensor")
         if tuple(value.shape) != tuple(self.shape):
             raise ShapeError(f"new data has shape {tuple(value.shape)}", expected=str(tuple(self.shape)))
-        if not isinstance(value, QuantizedTensor) or not self._can_adopt(value):
+        adopted = value
+        if not isinstance(value, QuantizedTensor) or value.inner_tensors != self.inner_tensors:
+            check_high_precision(value, "new data")
+            if self._quantizer is None:
+                raise UsageError(f"{type(self).__name__} has no quantizer", remedy="set one with update_quantizer()")
+            usages = self.get_usages()
+            quantizer = self._quantizer.with_usage(usages["rowwise"], usages["columnwise"])
             with torch.no_grad():
-                self.quantize_(value.detach().to(self.device))
-            return
-        names = [i.attribute for i in self.inner_tensors] + [f.attribute for f in self.static_fields]
+                adopted = quantizer.quantize(value.detach().to(self.device))
+            adopted._quantizer = self._quantizer
+        self._adopt(adopted)
+
+    def _adopt(self, value: Any) -> None:
+        """Take over dtype, device and inner tensors of ``value``, a quantized tensor of this kind."""
+        if (value.dtype, value.device) != (self.dtype, self.device):
+            # What torch itself keeps of this tensor, its dtype and device, follows only this way.
+            torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
+        names = [i.attribute for i in self.inner_tensors] + [f.attribute for f in type(self).static_fields]
         for name in names:
             setattr(self, name, getattr(value, name))
+        self._whole = value._whole
         if value._quantizer is not None:
             self._quantizer = value._quantizer
         self._share_freshness(value)
-
-    def _can_adopt(self, value: QuantizedTensor) -> bool:
-        same_kind = value.inner_tensors == self.inner_tensors
-        return same_kind and value.device == self.device and value.dtype == self.dtype
 
     def detach(self) -> Any:
         """An alias of the same data outside the autograd graph."""
@@ -156,6 +178,29 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         with torch.no_grad():
             super().quantize_(tensor, noop_flag=noop_flag)
         return self
+
+    # -- FSDP2 --
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: torch.Size, stride: Sequence[int], module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
+        """What ``fully_shard`` gathers of this shard, as bytes, and what :meth:`fsdp_post_all_gather` needs.
+
+        Raises:
+            UsageError: the shards of the weight have different scales.
+        """
+        return pre_all_gather(self, mesh, orig_size)
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: Sequence[torch.Tensor],
+        metadata: GatherPlan,
+        param_dtype: torch.dtype,
+        *,
+        out: QuantizedTensor | None = None,
+    ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
+        """The whole tensor of dtype ``param_dtype`` around the gathered bytes, or ``out`` brought up to date."""
+        return post_all_gather(metadata, outputs, param_dtype, out)
 
     # -- initial high-precision values --
 
@@ -167,7 +212,26 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         """Release the initial values, for example once an optimizer has its master weights."""
         self.__dict__.pop("_high_precision_init_val", None)
 
+    # -- shared memory --
+
+    def share_memory_(self) -> Any:
+        """Move the inner tensors to shared memory."""
+        for tensor in self.inner_list():
+            if tensor is not None:
+                tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the inner tensors are in shared memory."""
+        return all(tensor.is_shared() for tensor in self.inner_list() if tensor is not None)
+
     # -- copying and pickling --
+
+    def __copy__(self) -> Any:
+        copied = self.make_like(self, requires_grad=self.requires_grad)
+        for name, value in self._extra().items():
+            setattr(copied, name, value)
+        return copied
 
     def _extra(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in _EXTRA_ATTRIBUTES if name in self.__dict__}
@@ -187,7 +251,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        tensors, spec = self.flatten_storage()
+        tensors, spec = self._for_pickling().flatten_storage()
         extra = self._extra() | {"requires_grad": self.requires_grad}
         return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer, extra)
 
@@ -209,6 +273,19 @@ class _Dequantize(torch.autograd.Function):
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.dtype = tensor.dtype
         return tensor.dequantize_impl(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].to(ctx.dtype), None
+
+
+class _ToDtype(torch.autograd.Function):
+    """Another nominal dtype, with the straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Any:
+        ctx.dtype = tensor.dtype
+        return tensor.make_like(tensor, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -238,11 +315,11 @@ def _is_pinned(op: Any, tensor: QuantizedTensor, device: Any = None) -> bool:
 @aten.implements(QuantizedTensor, _aten._to_copy.default)
 def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     dtype = kwargs.pop("dtype", None) or tensor.dtype
-    if not dtype.is_floating_point or dtype.itemsize < 2 or kwargs.get("layout") not in (None, torch.strided):
+    if dtype not in HIGH_PRECISION or kwargs.get("layout") not in (None, torch.strided):
         return NotImplemented
     kwargs.pop("memory_format", None)
     moved: Any = tensor.apply_to_inner(lambda t: _aten._to_copy.default(t, **kwargs))
-    return moved if dtype == tensor.dtype else moved.to_dtype(dtype)
+    return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
 
 
 @aten.implements(QuantizedTensor, _aten.copy_.default)

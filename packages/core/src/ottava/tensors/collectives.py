@@ -1,0 +1,45 @@
+"""The one collective of scaling: all-reduce(MAX)."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ottava.errors import UsageError
+
+# Hold the last reduced tensors as their ``grad``. gloo's thread lets go of a tensor a moment after the collective has
+# returned; if Python's is the only reference left then, the thread needs the interpreter, and a process that ends in
+# this moment aborts. A reference held in C++ spares it that.
+_keepers: deque[torch.Tensor] = deque(maxlen=16)
+
+
+def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The elementwise maximum of ``values`` over the ranks of ``group``, a new tensor.
+
+    Args:
+        values: float32, any shape; not changed.
+        group: a process group or its name (a name keeps no group alive); None is the default group.
+
+    Raises:
+        UsageError: no process group is initialized.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UsageError(
+            "a reduction over processes was asked for but no process group is initialized",
+            expected="torch.distributed.init_process_group() before training",
+            remedy="initialize it, or set with_amax_reduction=False",
+        )
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    if dist.get_world_size(group) == 1:
+        return values
+    reduced = values.clone()
+    if not torch.compiler.is_compiling():
+        keeper = torch.empty_like(reduced)
+        keeper.grad = reduced
+        _keepers.append(keeper)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    return reduced
