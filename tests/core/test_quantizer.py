@@ -76,3 +76,16 @@ def test_formats_agree_with_torch() -> None:
         fp8_format(torch.float32)
     with pytest.raises(DTypeError):
         fp8_format("e4m3")  # type: ignore[arg-type]
+
+
+def test_configurations_of_lists_and_dicts_compare_by_value(quantizer: Quantizer) -> None:
+    one, two = quantizer.copy(), quantizer.copy()
+    one.table, two.table = {"a": [1, 2]}, {"a": [1, 2]}
+    assert one == two
+    assert hash(one) == hash(two)
+    two.table = {"a": [1, 3]}
+    assert one != two
+    one.held, two.held = [torch.ones(1)], [torch.ones(1)]
+    assert one != two
+    assert one != one.copy()
+    assert isinstance(hash(one), int)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import ottava
-from ottava.errors import DTypeError, OptionError, UsageError
+from ottava.errors import DeviceError, DTypeError, OptionError, UsageError
 from ottava.formats import Format
 from ottava_current import Float8CurrentScaling, Float8CurrentScalingQuantizer
 
@@ -148,3 +148,34 @@ def test_reduction_without_a_process_group_is_an_error() -> None:
     quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True)
     with pytest.raises(UsageError, match="init_process_group"):
         quantizer(torch.ones(2))
+
+
+def test_devices_compare_by_what_they_name() -> None:
+    by_name, by_object = (
+        Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device=device) for device in ("cpu", torch.device("cpu"))
+    )
+    assert by_name == by_object
+    with pytest.raises(DeviceError, match="bogus"):
+        Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device="bogus")
+
+
+def test_a_compiled_function_names_its_recipe() -> None:
+    layer, x = ottava.nn.Linear(16, 8), torch.randn(4, 16)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with ottava.autocast("current"):
+            return layer(x)
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
+    assert not torch.equal(run(x), layer(x))
+
+
+def test_a_named_region_keeps_the_state_of_its_layers() -> None:
+    layer = ottava.nn.Linear(16, 8)
+    states = []
+    for _ in range(2):
+        with ottava.autocast("current"):
+            layer(torch.randn(4, 16))
+        states.append(layer._state)
+    assert states[0] is states[1]

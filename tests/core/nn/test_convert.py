@@ -122,3 +122,52 @@ def test_a_factory_goes_over_a_recipe(recipe: Any) -> None:
         recipe.quantizer("input")
     with pytest.raises(DTypeError):
         recipe.set_quantizer_factory(3)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.up", "shared"])
+def test_a_shared_module_is_excluded_by_any_of_its_names(recipe: Any, name: str) -> None:
+    model = ottava.convert(Model(), recipe, exclude=name)
+    assert type(model.shared) is torch.nn.Linear
+    assert model.blocks[0].up is model.shared
+
+
+@pytest.mark.parametrize("pattern", ["blocks", "blocks.1", "block*"])
+def test_a_container_stands_for_what_is_in_it(recipe: Any, pattern: str) -> None:
+    model = ottava.convert(Model(), recipe, include=pattern)
+    assert type(model.blocks[1].down) is Linear
+    assert type(model.head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("given", [3, 1.5, [1]])
+def test_a_filter_of_another_type_is_named(recipe: Any, given: Any) -> None:
+    with pytest.raises(DTypeError, match="include"):
+        ottava.convert(Model(), recipe, include=given)
+
+
+def test_a_factory_that_raises_leaves_the_model_alone(recipe: Any) -> None:
+    model = ottava.convert(Model(), recipe)
+
+    class Failing(type(recipe)):  # type: ignore[misc]
+        def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Any:
+            if role.name == "blocks.1.down" or role.name == "head":
+                raise RuntimeError("no")
+            return super().make_quantizer(role)
+
+    with pytest.raises(RuntimeError, match="no"):
+        ottava.convert(model, Failing())
+    assert all(m.recipe is recipe for m in model.modules() if isinstance(m, Linear))
+
+
+def test_a_replaced_forward_is_left_alone(recipe: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].forward = lambda x: x
+    ottava.convert(model, recipe)
+    assert type(model[0]) is torch.nn.Linear
+    assert "forward was replaced" in ottava.conversion_report(model).skipped["0"]
+
+
+def test_the_report_tells_of_the_encoder_fast_path(recipe: Any) -> None:
+    model = ottava.convert(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), recipe)
+    reasons = {d.name: d.reason for d in ottava.conversion_report(model).decisions if d.swapped}
+    assert set(reasons) == {"linear1", "linear2"}
+    assert all("bypasses it" in reason for reason in reasons.values())

@@ -151,7 +151,8 @@ def test_a_cleared_tensor_refuses_writes(x: torch.Tensor, quantizer: object) -> 
 def test_contiguous_and_reshape_of_a_transpose(x: torch.Tensor, quantizer: object) -> None:
     transposed = quantizer(x).t()
     made = transposed.contiguous()
-    assert made.is_contiguous() and made._data.is_contiguous()
+    assert made.is_contiguous()
+    assert made._data.is_contiguous()
     assert torch.equal(made.dequantize(), transposed.dequantize())
     assert torch.equal(transposed.reshape(-1).dequantize(), transposed.dequantize().reshape(-1))
 
@@ -184,7 +185,8 @@ def test_autograd_refuses_a_value_that_was_overwritten(x: torch.Tensor, quantize
 def test_to_dtype_is_differentiable(x: torch.Tensor, quantizer: object) -> None:
     tensor = quantizer(x).requires_grad_(True)
     made = tensor.to_dtype(torch.bfloat16)
-    assert isinstance(made, Float8Tensor) and made.dtype == torch.bfloat16
+    assert isinstance(made, Float8Tensor)
+    assert made.dtype == torch.bfloat16
     made.sum().backward()
     assert torch.equal(tensor.grad, torch.ones(4, 8))
 
@@ -193,7 +195,8 @@ def test_data_takes_over_dtype_and_values(x: torch.Tensor, quantizer: object) ->
     parameter = torch.nn.Parameter(quantizer(x))
     alias = parameter.detach()
     parameter.data = (2 * x).bfloat16()
-    assert parameter.dtype == torch.bfloat16 and parameter.requires_grad
+    assert parameter.dtype == torch.bfloat16
+    assert parameter.requires_grad
     assert torch.equal(parameter.dequantize(torch.float32), quantizer((2 * x).bfloat16()).dequantize(torch.float32))
     assert torch.equal(alias.dequantize(), quantizer(x).dequantize())
     parameter.data = quantizer(3 * x)
@@ -203,7 +206,8 @@ def test_data_takes_over_dtype_and_values(x: torch.Tensor, quantizer: object) ->
 
 def test_float64_is_not_a_nominal_dtype(x: torch.Tensor, quantizer: object) -> None:
     made = quantizer(x).double()
-    assert type(made) is torch.Tensor and made.dtype == torch.float64
+    assert type(made) is torch.Tensor
+    assert made.dtype == torch.float64
 
 
 def test_optimizer_moments_are_plain(x: torch.Tensor, quantizer: object) -> None:
@@ -214,4 +218,5 @@ def test_shared_memory(x: torch.Tensor, quantizer: object) -> None:
     tensor = quantizer(x)
     assert not tensor.is_shared()
     assert tensor.share_memory_() is tensor
-    assert tensor.is_shared() and torch.equal(tensor.dequantize(), quantizer(x).dequantize())
+    assert tensor.is_shared()
+    assert torch.equal(tensor.dequantize(), quantizer(x).dequantize())

@@ -113,7 +113,7 @@ torch.library.register_fake(
 )
 
 
-@register_flop_formula(torch.ops.ottava.scaled_mm)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.ottava.scaled_mm)
 def _scaled_mm_flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
     """Two operations for each multiply-add, as torch counts its own products."""
     return int(2 * a_shape[0] * a_shape[1] * b_shape[1])

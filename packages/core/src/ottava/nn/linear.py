@@ -227,6 +227,10 @@ class Linear(torch.nn.Linear):
             self.weight._high_precision_init_val = initial  # type: ignore[attr-defined]
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group belongs to its process.
+        return self.__dict__ | {"_last_group": None}
+
     def _label(self) -> str:
         return f"Linear {self.name!r}" if self.name else "Linear"
 

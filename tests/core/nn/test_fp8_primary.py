@@ -1,0 +1,142 @@
+"""Layers whose weight is quantized only: optimizers, dtypes, devices, compilation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import ottava
+from ottava.nn import Linear, quantized_model_init
+from ottava.tensors import Float8Tensor
+
+
+def model(recipe: Any, dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    with quantized_model_init(recipe):
+        return torch.nn.Sequential(
+            Linear(16, 24, dtype=dtype, recipe=recipe),
+            torch.nn.ReLU(inplace=True),
+            Linear(24, 8, dtype=dtype, recipe=recipe),
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}], ids=["foreach", "loop", "fused"])
+def test_adam_follows_the_same_steps_on_plain_weights(recipe: Any, options: dict[str, bool]) -> None:
+    net, x = model(recipe), torch.randn(64, 16)
+    weight = net[0].weight
+    twin = torch.nn.Parameter(weight.dequantize().detach().clone())
+    # Weight decay would be an operation of its own, rounded by itself.
+    mine, theirs = (torch.optim.AdamW([p], lr=0.01, weight_decay=0.0, **options) for p in (weight, twin))
+    for _ in range(4):
+        mine.zero_grad()
+        net(x).pow(2).mean().backward()
+        twin.grad = weight.grad.clone()
+        mine.step()
+        theirs.step()
+        # The plain weight is rounded as the quantized one is, so that both start the next step alike.
+        with torch.no_grad():
+            twin.copy_(weight._quantizer(twin).dequantize())
+        assert type(mine.state[weight]["exp_avg"]) is torch.Tensor
+        assert torch.equal(weight.dequantize(), twin)
+
+
+def test_a_step_between_forward_and_backward_is_refused(recipe: Any) -> None:
+    net, x = model(recipe), torch.randn(4, 16, requires_grad=True)
+    y = net(x).sum()
+    with torch.no_grad():
+        net[0].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("convert", [lambda m: m.half(), lambda m: m.to(torch.float16)], ids=["half", "to"])
+def test_conversion_keeps_the_codes(recipe: Any, convert: Any) -> None:
+    net = model(recipe)
+    codes, initial = net[0].weight._data.clone(), net[0].weight.get_high_precision_init_val()
+    convert(net)
+    weight = net[0].weight
+    assert isinstance(weight, Float8Tensor)
+    assert isinstance(weight, torch.nn.Parameter)
+    assert weight.dtype == net[0].bias.dtype == torch.float16
+    assert torch.equal(weight._data, codes)
+    assert weight.get_high_precision_init_val() is initial
+    assert initial is not None
+    net(torch.randn(3, 16).half()).sum().backward()
+    assert weight.grad.dtype == torch.float16
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_compiled_equals_eager_bitwise(recipe: Any, backend: str) -> None:
+    net = model(recipe, torch.bfloat16)
+    twin = copy.deepcopy(net)
+    compiled = torch.compile(twin, fullgraph=True, backend=backend)
+    for step in range(2):
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
+        one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+        for module, value in ((net, one), (compiled, two)):
+            module(value).square().sum().backward()
+        assert torch.equal(one.grad, two.grad)
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        for module in (net, twin):
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+        assert torch.equal(net[0].weight._data, twin[0].weight._data)
+
+
+def test_made_on_meta_and_filled(recipe: Any) -> None:
+    with quantized_model_init(recipe):
+        layer = Linear(16, 8, device="meta", recipe=recipe)
+    assert layer(torch.empty(3, 16, device="meta")).shape == (3, 8)
+    assert layer.weight.get_high_precision_init_val() is None
+    layer.to_empty(device="cpu")
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    torch.manual_seed(1)
+    plain = torch.nn.Linear(16, 8)
+    assert isinstance(layer.weight, Float8Tensor)
+    assert torch.equal(layer.weight.dequantize(), layer.weight._quantizer(plain.weight).dequantize())
+
+
+def test_shared_between_processes(recipe: Any) -> None:
+    net = model(recipe)
+    net.share_memory()
+    assert all(p.is_shared() for p in net.parameters())
+    assert net(torch.randn(2, 16)).shape == (2, 8)
+
+
+def test_init_is_of_its_thread(recipe: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with quantized_model_init(recipe), ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(lambda: Linear(4, 4)).result()
+        here = Linear(4, 4)
+    assert isinstance(here.weight, Float8Tensor)
+    assert not isinstance(elsewhere.weight, Float8Tensor)
+
+
+def test_state_dict_round_trip(recipe: Any) -> None:
+    net, other = model(recipe), model(recipe)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    other.load_state_dict(net.state_dict(), strict=True)
+    assert torch.equal(other[0].weight._data, net[0].weight._data)
+    assert torch.equal(other[0].weight._scale_inv, net[0].weight._scale_inv)
+    plain = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.ReLU(), torch.nn.Linear(24, 8))
+    other.load_state_dict(plain.state_dict())
+    assert torch.equal(other[0].weight.dequantize(), other[0].weight._quantizer(plain[0].weight).dequantize())
+
+
+def test_parametrized_layer(recipe: Any) -> None:
+    layer = Linear(16, 8, recipe=recipe)
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    x = torch.randn(4, 16)
+    expected = ottava.nn.Linear(16, 8, recipe=recipe)
+    with torch.no_grad():
+        expected.weight.copy_(layer.weight)
+        expected.bias.copy_(layer.bias)
+    assert torch.equal(layer(x), expected(x))
+    layer(x).sum().backward()
+    assert layer.parametrizations.weight.original1.grad is not None
