@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -72,6 +73,24 @@ void quantize(Address src, int dtype, int64_t rows, int64_t cols, float epsilon,
                      fp8_of(format), threads_of(threads));
 }
 
+void cast_amax(Address src, int dtype, int64_t rows, int64_t cols, Address scale, Address amax, Address saturated,
+               Address scale_inv, Address out, Address out_t, int format, int threads) {
+    ottava::cast_amax(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), at<const float>(scale),
+                      at<float>(amax), at<int64_t>(saturated), at<float>(scale_inv), at<uint8_t>(out),
+                      at<uint8_t>(out_t), fp8_of(format), threads_of(threads));
+}
+
+// One entry a tensor: the addresses of its scale, its history and its maxima, and the number of its slots.
+void update_scales(const std::vector<std::tuple<Address, Address, Address, int64_t>>& tensors, int64_t length,
+                   bool most_recent, Address last) {
+    std::vector<ottava::HistorySlots> slots;
+    slots.reserve(tensors.size());
+    for (const auto& [scale, history, maximum, count] : tensors)
+        slots.push_back({at<float>(scale), at<float>(history), at<const float>(maximum), size_of(count)});
+    ottava::update_scales(slots.data(), static_cast<int64_t>(slots.size()), size_of(length), most_recent,
+                          at<const float>(last));
+}
+
 void transpose(Address src, int64_t rows, int64_t cols, Address out, int threads) {
     ottava::transpose(at<const uint8_t>(src), size_of(rows), size_of(cols), at<uint8_t>(out), threads_of(threads));
 }
@@ -112,6 +131,8 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("cast", &cast, Unlocked());
     m.def("cast_transpose", &cast_transpose, Unlocked());
     m.def("quantize", &quantize, Unlocked());
+    m.def("cast_amax", &cast_amax, Unlocked());
+    m.def("update_scales", &update_scales, Unlocked());
     m.def("transpose", &transpose, Unlocked());
     m.def("decode", &decode, Unlocked());
     m.def("epilogue", &epilogue, Unlocked());

@@ -191,4 +191,12 @@ OTTAVA_HD Scale scale_from_amax(float amax, float fp8_max, float epsilon, bool f
     return Scale{scale, divide(1.0f, scale)};
 }
 
+// `maximum` is the format's, already reduced by the margin. An amax that gives no scale leaves the previous one.
+OTTAVA_HD float scale_from_history(float amax, float maximum, float previous) {
+    const int32_t pattern = bits_as<int32_t>(amax);
+    if (pattern <= 0 || pattern >= kInfinity) return previous;
+    const float scale = divide(maximum, amax);
+    return (bits_as<int32_t>(scale) & kMagnitude) == kInfinity ? bits_as<float>(kLargestFinite) : scale;
+}
+
 }  // namespace ottava

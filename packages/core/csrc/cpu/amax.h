@@ -1,47 +1,106 @@
-// Kernel over a contiguous run: amax. Include once, after simd.h.
+// Kernels over contiguous runs: amax, and the count of what saturates. Include once, after simd.h.
 
 template <class V>
 OTTAVA_INLINE V larger(V a, V b) {
     return a > b ? a : b;
 }
 
-// The largest magnitude as the bit pattern of the element type: order of magnitudes is order of patterns.
+// The largest magnitude seen, as the bit pattern of the element type: order of magnitudes is order of patterns.
 template <class Element>
-typename Element::storage amax_pattern(const typename Element::storage* src, int64_t n) {
+class Largest {
     typedef typename Element::integers V;
     typedef typename Element::storage Storage;
-    constexpr int64_t lanes = sizeof(V) / sizeof(Storage);
-    constexpr Storage magnitude_mask = static_cast<Storage>(~Storage{0}) >> 1;
-    const V mask = V{} + static_cast<decltype(Element::infinity)>(magnitude_mask);
-    const V infinity = V{} + Element::infinity;
-    const V zero = V{};
-    V best[4] = {zero, zero, zero, zero};
-    const auto take = [&](V& into, V x) {
-        x &= mask;
-        into = larger(into, x > infinity ? zero : x);
-    };
-    int64_t i = 0;
-    for (; i + 4 * lanes <= n; i += 4 * lanes)
-        for (int k = 0; k < 4; ++k) take(best[k], load<V>(src + i + k * lanes));
-    for (; i + lanes <= n; i += lanes) take(best[0], load<V>(src + i));
-    Storage rest[lanes] = {};
-    if (i < n) {
-        memcpy(rest, src + i, static_cast<size_t>(n - i) * sizeof(Storage));
-        take(best[1], load<V>(rest));
+    static constexpr int64_t kCount = sizeof(V) / sizeof(Storage);
+    V best_[4] = {V{}, V{}, V{}, V{}};
+
+    OTTAVA_INLINE void take(V& into, V x) const {
+        constexpr Storage magnitude = static_cast<Storage>(~Storage{0}) >> 1;
+        const V infinity = V{} + Element::infinity;
+        x &= V{} + static_cast<decltype(Element::infinity)>(magnitude);
+        into = larger(into, x > infinity ? V{} : x);
     }
-    store(rest, larger(larger(best[0], best[1]), larger(best[2], best[3])));
-    Storage result = 0;
-    for (int64_t k = 0; k < lanes; ++k) result = rest[k] > result ? rest[k] : result;
-    return result;
+
+   public:
+    // kLine elements.
+    OTTAVA_INLINE void line(const Storage* src) {
+        for (int64_t k = 0; k < kLine / kCount; ++k) take(best_[k % 4], load<V>(src + k * kCount));
+    }
+    OTTAVA_INLINE void some(const Storage* src, int64_t n) {
+        int64_t i = 0;
+        for (; i + kCount <= n; i += kCount) take(best_[0], load<V>(src + i));
+        if (i == n) return;
+        Storage rest[kCount] = {};
+        memcpy(rest, src + i, static_cast<size_t>(n - i) * sizeof(Storage));
+        take(best_[1], load<V>(rest));
+    }
+    float value() const {
+        Storage lanes[kCount], result = 0;
+        store(lanes, larger(larger(best_[0], best_[1]), larger(best_[2], best_[3])));
+        for (int64_t k = 0; k < kCount; ++k) result = lanes[k] > result ? lanes[k] : result;
+        return Element::widen(result);
+    }
+};
+
+// For a cast that need not know.
+template <class Element>
+struct Unobserved {
+    OTTAVA_INLINE void line(const typename Element::storage*) {}
+    OTTAVA_INLINE void some(const typename Element::storage*, int64_t) {}
+    float value() const { return 0.0f; }
+};
+
+template <class Element>
+float amax_typed(const void* from, int64_t n) {
+    const auto* src = static_cast<const typename Element::storage*>(from);
+    Largest<Element> seen;
+    int64_t i = 0;
+    for (; i + kLine <= n; i += kLine) seen.line(src + i);
+    seen.some(src + i, n - i);
+    return seen.value();
 }
 
 float amax_run(const void* src, Dtype dtype, int64_t n) {
     switch (dtype) {
         case Dtype::float32:
-            return Float32::widen(amax_pattern<Float32>(static_cast<const uint32_t*>(src), n));
+            return amax_typed<Float32>(src, n);
         case Dtype::bfloat16:
-            return BFloat16::widen(amax_pattern<BFloat16>(static_cast<const uint16_t*>(src), n));
+            return amax_typed<BFloat16>(src, n);
         default:
-            return Float16::widen(amax_pattern<Float16>(static_cast<const uint16_t*>(src), n));
+            return amax_typed<Float16>(src, n);
+    }
+}
+
+// How many elements a cast with `scale` clamps: those beyond `limit` in magnitude. NaN is none of them.
+template <class Element>
+int64_t saturated_typed(const void* from, int64_t n, float scale, float limit) {
+    const auto* src = static_cast<const typename Element::storage*>(from);
+    const f32v factor = broadcast(scale), top = broadcast(limit);
+    int64_t count = 0, i = 0;
+    while (i + kLanes <= n) {
+        i32v found = {};
+        for (int64_t last = i + (int64_t{1} << 30) * kLanes; i + kLanes <= n && i < last; i += kLanes) {
+            const f32v x = Element::load_floats(src + i) * factor;
+            // A comparison that holds is -1.
+            found -= (x > top) | (x < -top);
+        }
+        for (int k = 0; k < kLanes; ++k) count += found[k];
+    }
+    typename Element::storage rest[kLanes] = {};
+    memcpy(rest, src + i, static_cast<size_t>(n - i) * sizeof(rest[0]));
+    const f32v x = Element::load_floats(rest) * factor;
+    // Zeros fill the rest; an infinite scale makes NaN of them.
+    const i32v found = (x > top) | (x < -top);
+    for (int k = 0; k < n - i; ++k) count -= found[k];
+    return count;
+}
+
+int64_t saturated_run(const void* src, Dtype dtype, int64_t n, float scale, float limit) {
+    switch (dtype) {
+        case Dtype::float32:
+            return saturated_typed<Float32>(src, n, scale, limit);
+        case Dtype::bfloat16:
+            return saturated_typed<BFloat16>(src, n, scale, limit);
+        default:
+            return saturated_typed<Float16>(src, n, scale, limit);
     }
 }

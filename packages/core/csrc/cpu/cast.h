@@ -1,4 +1,4 @@
-// Kernels over contiguous runs: cast. Include once, after simd.h.
+// Kernels over contiguous runs: cast. Include once, after amax.h.
 //
 // The unit is a line: 64 codes, which is what a streaming store wants. Every instruction set has the same generic line;
 // cast_avx512.h replaces it.
@@ -52,40 +52,52 @@ struct LineCast {
 };
 #endif
 
-template <class Element, class Format, bool Stream>
+template <class Element, class Format, bool Stream, class Seen>
 void cast_aligned(const typename Element::storage* src, int64_t n, const LineCast<Element, Format>& cast64,
-                  uint8_t* out) {
+                  uint8_t* out, Seen& observer) {
+    Seen seen = observer;  // in registers
     int64_t i = 0;
-    for (; i + kLine <= n; i += kLine) cast64(src + i).template put_to<Stream>(out + i);
+    for (; i + kLine <= n; i += kLine) {
+        cast64(src + i).template put_to<Stream>(out + i);
+        seen.line(src + i);
+    }
+    seen.some(src + i, n - i);
     for (; i + 16 <= n; i += 16) store(out + i, cast16<Element, Format>(src + i, cast64.factor));
     if (i < n) cast_partial<Element, Format>(src + i, n - i, cast64.factor, out + i);
+    observer = seen;
 }
 
-template <class Element, class Format>
-void cast_typed(const void* from, int64_t n, float scale, uint8_t* out, bool stream) {
+template <class Element, class Format, class Seen>
+float cast_typed(const void* from, int64_t n, float scale, uint8_t* out, bool stream) {
     const auto* src = static_cast<const typename Element::storage*>(from);
     const LineCast<Element, Format> cast64(scale);
-    if (!stream) return cast_aligned<Element, Format, false>(src, n, cast64, out);
+    Seen seen;
+    if (!stream) {
+        cast_aligned<Element, Format, false>(src, n, cast64, out, seen);
+        return seen.value();
+    }
     int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out) & (kLine - 1));
     head = head < n ? head : n;
-    cast_aligned<Element, Format, false>(src, head, cast64, out);
-    cast_aligned<Element, Format, true>(src + head, n - head, cast64, out + head);
+    cast_aligned<Element, Format, false>(src, head, cast64, out, seen);
+    cast_aligned<Element, Format, true>(src + head, n - head, cast64, out + head, seen);
     finish_streaming();
+    return seen.value();
 }
 
-template <class Format>
-void cast_format(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, bool stream) {
+template <template <class> class Seen, class Format>
+float cast_format(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, bool stream) {
     switch (dtype) {
         case Dtype::float32:
-            return cast_typed<Float32, Format>(src, n, scale, out, stream);
+            return cast_typed<Float32, Format, Seen<Float32>>(src, n, scale, out, stream);
         case Dtype::bfloat16:
-            return cast_typed<BFloat16, Format>(src, n, scale, out, stream);
+            return cast_typed<BFloat16, Format, Seen<BFloat16>>(src, n, scale, out, stream);
         default:
-            return cast_typed<Float16, Format>(src, n, scale, out, stream);
+            return cast_typed<Float16, Format, Seen<Float16>>(src, n, scale, out, stream);
     }
 }
 
-void cast_run(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream) {
-    if (format == Fp8::e4m3) return cast_format<E4M3>(src, dtype, n, scale, out, stream);
-    return cast_format<E5M2>(src, dtype, n, scale, out, stream);
+template <template <class> class Seen>
+float cast_run(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream) {
+    if (format == Fp8::e4m3) return cast_format<Seen, E4M3>(src, dtype, n, scale, out, stream);
+    return cast_format<Seen, E5M2>(src, dtype, n, scale, out, stream);
 }

@@ -16,7 +16,16 @@ namespace {
 #include "tiles.h"
 }  // namespace
 
-const Kernels kAvx512 = {"avx512",     amax_run,     cast_run,     cast_tile,
-                         transpose_tile, decode16_run, decode32_run, epilogue_run};
+const Kernels kAvx512 = {"avx512",
+    amax_run,
+    saturated_run,
+    cast_run<Unobserved>,
+    cast_run<Largest>,
+    cast_tile<Unobserved>,
+    cast_tile<Largest>,
+    transpose_tile,
+    decode16_run,
+    decode32_run,
+    epilogue_run};
 
 }  // namespace ottava

@@ -15,7 +15,16 @@ namespace {
 #include "tiles.h"
 }  // namespace
 
-const Kernels kNeon = {"neon",     amax_run,     cast_run,     cast_tile,
-                         transpose_tile, decode16_run, decode32_run, epilogue_run};
+const Kernels kNeon = {"neon",
+    amax_run,
+    saturated_run,
+    cast_run<Unobserved>,
+    cast_run<Largest>,
+    cast_tile<Unobserved>,
+    cast_tile<Largest>,
+    transpose_tile,
+    decode16_run,
+    decode32_run,
+    epilogue_run};
 
 }  // namespace ottava

@@ -30,8 +30,12 @@ struct Tile {
 struct Kernels {
     const char* name;
     float (*amax)(const void* src, Dtype dtype, int64_t n);
-    void (*cast)(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
-    void (*cast_tile)(const Tile& tile, Dtype dtype, float scale, Fp8 format);
+    int64_t (*saturated)(const void* src, Dtype dtype, int64_t n, float scale, float limit);
+    // The casts that observe return the amax of what they cast, the others zero.
+    float (*cast)(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
+    float (*cast_amax)(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
+    float (*cast_tile)(const Tile& tile, Dtype dtype, float scale, Fp8 format);
+    float (*cast_tile_amax)(const Tile& tile, Dtype dtype, float scale, Fp8 format);
     void (*transpose_tile)(const Tile& tile);
     // `table` holds the result of every code from 0 to 127; the sign is the top bit of a result.
     void (*decode16)(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out, bool stream);
@@ -68,6 +72,23 @@ void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float ep
               float* scale_inv, uint8_t* out,  // out is optional
               uint8_t* out_t,                  // optional
               Fp8 format, int threads);
+// A cast with a known scale that raises `amax` to the largest magnitude of its source, in the same pass.
+// `saturated` grows by the number of clamped elements; only when there are any is the source read again for it.
+void cast_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, float* amax,
+               int64_t* saturated,  // optional
+               float* scale_inv, uint8_t* out,
+               uint8_t* out_t,  // optional; out is, with it
+               Fp8 format, int threads);
+// One tensor's slots of scaling state: `scale` [slots], `history` [length, slots] whose first row collects.
+struct HistorySlots {
+    float* scale;
+    float* history;
+    const float* maximum;  // [slots], what an amax is scaled to
+    int64_t slots;
+};
+// The scales of the next step, for every slot in which the first row of its history is not zero (see numerics.h).
+void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, bool most_recent,
+                   const float* last);  // optional: the first rows to use instead, one after the other
 void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int threads);
 void decode(const uint8_t* src, Fp8 format, int64_t n,
             const float* scale_inv,  // optional

@@ -1,5 +1,7 @@
 // The operations: what the threads do, and in what order memory is walked. No arithmetic on elements here.
 #include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -18,6 +20,8 @@ constexpr int64_t kElementsPerThread = 32768;  // below this, starting a thread 
 constexpr int64_t kStreamBytes = 4 << 20;   // results beyond this would only evict what the caches hold
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+float max_of(Fp8 format) { return format == Fp8::e4m3 ? format_max<E4M3>() : format_max<E5M2>(); }
 
 size_t element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
@@ -44,46 +48,64 @@ void in_parallel(int64_t count, int64_t elements, int threads, const Body& body)
     body(int64_t{0}, count, 0);
 }
 
+float largest_of(const std::vector<float>& partial) { return *std::max_element(partial.begin(), partial.end()); }
+
+std::vector<float> one_for_each(int threads) { return std::vector<float>(static_cast<size_t>(std::max(threads, 1)), 0.0f); }
+
 float amax_of(const void* src, Dtype dtype, int64_t n, int threads) {
     const Kernels& kernels = active_kernels();
-    std::vector<float> partial(static_cast<size_t>(std::max(threads, 1)), 0.0f);
+    std::vector<float> partial = one_for_each(threads);
     in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int thread) {
         const int64_t from = begin * kUnit, to = std::min(end * kUnit, n);
         partial[static_cast<size_t>(thread)] = kernels.amax(advance(src, from, dtype), dtype, to - from);
     });
-    return *std::max_element(partial.begin(), partial.end());
+    return largest_of(partial);
+}
+
+int64_t saturated_of(const void* src, Dtype dtype, int64_t n, float scale, Fp8 format, int threads) {
+    const Kernels& kernels = active_kernels();
+    std::atomic<int64_t> count{0};
+    in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
+        const int64_t from = begin * kUnit, to = std::min(end * kUnit, n);
+        count += kernels.saturated(advance(src, from, dtype), dtype, to - from, scale, max_of(format));
+    });
+    return count;
 }
 
 // Backwards through each thread's part: after an amax, which goes forwards, the end is what the caches still hold.
-void cast_with(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, int threads) {
+template <class Cast>
+float cast_with(Cast run, const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, int threads) {
     constexpr int64_t block = 16;  // units per call
-    const Kernels& kernels = active_kernels();
+    std::vector<float> partial = one_for_each(threads);
     const bool stream = n >= kStreamBytes;
-    in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
+    in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int thread) {
+        float& seen = partial[static_cast<size_t>(thread)];
         for (int64_t last = end; last > begin; last -= block) {
             const int64_t from = std::max(begin, last - block) * kUnit, to = std::min(last * kUnit, n);
-            kernels.cast(advance(src, from, dtype), dtype, to - from, scale, out + from, format, stream);
+            seen = std::max(seen, run(advance(src, from, dtype), dtype, to - from, scale, out + from, format, stream));
         }
     });
+    return largest_of(partial);
 }
 
-// Calls body(row, col, rows, cols) for every tile, the last ones first.
+// Calls body(row, col, rows, cols, thread) for every tile, the last ones first.
 template <class Body>
 void over_tiles(int64_t rows, int64_t cols, int threads, const Body& body) {
     const int64_t across = ceil_div(cols, kTileCols), down = ceil_div(rows, kTileRows);
-    in_parallel(across * down, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
+    in_parallel(across * down, rows * cols, threads, [&](int64_t begin, int64_t end, int thread) {
         for (int64_t tile = end - 1; tile >= begin; --tile) {
             const int64_t row = tile / across * kTileRows, col = tile % across * kTileCols;
-            body(row, col, std::min(kTileRows, rows - row), std::min(kTileCols, cols - col));
+            body(row, col, std::min(kTileRows, rows - row), std::min(kTileCols, cols - col), thread);
         }
     });
 }
 
-void cast_transpose_with(const void* src, Dtype dtype, int64_t rows, int64_t cols, float scale, uint8_t* out,
-                         uint8_t* out_t, Fp8 format, int threads) {
-    const Kernels& kernels = active_kernels();
+template <class CastTile>
+float cast_transpose_with(CastTile run, const void* src, Dtype dtype, int64_t rows, int64_t cols, float scale,
+                          uint8_t* out, uint8_t* out_t, Fp8 format, int threads) {
+    std::vector<float> partial = one_for_each(threads);
     const bool stream = rows * cols >= kStreamBytes;
-    over_tiles(rows, cols, threads, [&](int64_t row, int64_t col, int64_t height, int64_t width) {
+    over_tiles(rows, cols, threads, [&](int64_t row, int64_t col, int64_t height, int64_t width, int thread) {
         Tile tile{};
         tile.src = advance(src, row * cols + col, dtype);
         tile.src_stride = cols;
@@ -94,8 +116,10 @@ void cast_transpose_with(const void* src, Dtype dtype, int64_t rows, int64_t col
         tile.out_t = out_t + col * rows + row;
         tile.out_t_stride = rows;
         tile.stream = stream;
-        kernels.cast_tile(tile, dtype, scale, format);
+        float& seen = partial[static_cast<size_t>(thread)];
+        seen = std::max(seen, run(tile, dtype, scale, format));
     });
+    return largest_of(partial);
 }
 
 // The results of the positive codes; a kernel puts the sign on.
@@ -133,32 +157,68 @@ void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon
 }
 
 void cast(const void* src, Dtype dtype, int64_t n, const float* scale, uint8_t* out, Fp8 format, int threads) {
-    cast_with(src, dtype, n, *scale, out, format, threads);
+    cast_with(active_kernels().cast, src, dtype, n, *scale, out, format, threads);
 }
 
 void cast_transpose(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, uint8_t* out,
                     uint8_t* out_t, Fp8 format, int threads) {
-    cast_transpose_with(src, dtype, rows, cols, *scale, out, out_t, format, threads);
+    cast_transpose_with(active_kernels().cast_tile, src, dtype, rows, cols, *scale, out, out_t, format, threads);
 }
 
 void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2,
               float* amax_out, float* scale, float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format, int threads) {
     const float largest = amax_of(src, dtype, rows * cols, threads);
-    const float fp8_max = format == Fp8::e4m3 ? format_max<E4M3>() : format_max<E5M2>();
-    const Scale result = scale_from_amax(largest, fp8_max, epsilon, force_pow_2);
+    const Scale result = scale_from_amax(largest, max_of(format), epsilon, force_pow_2);
     if (amax_out != nullptr) *amax_out = largest;
     if (scale != nullptr) *scale = result.scale;
     *scale_inv = result.scale_inv;
     if (out_t != nullptr)
-        cast_transpose_with(src, dtype, rows, cols, result.scale, out, out_t, format, threads);
+        cast_transpose_with(active_kernels().cast_tile, src, dtype, rows, cols, result.scale, out, out_t, format,
+                            threads);
     else if (out != nullptr)
-        cast_with(src, dtype, rows * cols, result.scale, out, format, threads);
+        cast_with(active_kernels().cast, src, dtype, rows * cols, result.scale, out, format, threads);
+}
+
+void cast_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, float* amax,
+               int64_t* saturated, float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format, int threads) {
+    const Kernels& kernels = active_kernels();
+    // Read before anything is written: the state of a slot may be one array.
+    const float factor = *scale;
+    *scale_inv = divide(1.0f, factor);
+    const float seen =
+        out_t != nullptr
+            ? cast_transpose_with(kernels.cast_tile_amax, src, dtype, rows, cols, factor, out, out_t, format, threads)
+            : cast_with(kernels.cast_amax, src, dtype, rows * cols, factor, out, format, threads);
+    *amax = std::max(*amax, seen);
+    // Rounding keeps the order of products: none is larger than that of the amax.
+    if (saturated != nullptr && !(std::fabs(multiply(seen, factor)) <= max_of(format)))
+        *saturated += saturated_of(src, dtype, rows * cols, factor, format, threads);
+}
+
+void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, bool most_recent, const float* last) {
+    for (int64_t i = 0; i < count; ++i) {
+        const HistorySlots& t = tensors[i];
+        for (int64_t slot = 0; slot < t.slots; ++slot) {
+            const float seen = last == nullptr ? t.history[slot] : last[slot];
+            if (seen == 0.0f) continue;
+            float amax = seen;
+            for (int64_t row = 1; row < length; ++row) {
+                const float older = t.history[row * t.slots + slot];
+                if (!most_recent) amax = std::max(amax, older);
+                t.history[(row - 1) * t.slots + slot] = older;
+            }
+            t.history[(length - 1) * t.slots + slot] = seen;
+            t.history[slot] = 0.0f;
+            t.scale[slot] = scale_from_history(amax, t.maximum[slot], t.scale[slot]);
+        }
+        if (last != nullptr) last += t.slots;
+    }
 }
 
 void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int threads) {
     const Kernels& kernels = active_kernels();
     const bool stream = rows * cols >= kStreamBytes;
-    over_tiles(rows, cols, threads, [&](int64_t row, int64_t col, int64_t height, int64_t width) {
+    over_tiles(rows, cols, threads, [&](int64_t row, int64_t col, int64_t height, int64_t width, int) {
         Tile tile{};
         tile.src = src + row * cols + col;
         tile.src_stride = cols;

@@ -119,17 +119,22 @@ OTTAVA_INLINE void tile_with(const Tile& tile, const Fill& fill) {
     if (tile.stream) finish_streaming();
 }
 
-template <class Element, class Format>
+template <class Element, class Format, class Seen>
 struct CastFill {
     const typename Element::storage* src;
     int64_t stride;
     const LineCast<Element, Format> cast64;
+    Seen* seen;
     OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const {
         constexpr int64_t step = kLine / sizeof(*src);
         for (int64_t k = 0; k < kLine; k += step) __builtin_prefetch(src + row * stride + col + k);
     }
-    OTTAVA_INLINE Line line(int64_t row, int64_t col) const { return cast64(src + row * stride + col); }
+    OTTAVA_INLINE Line line(int64_t row, int64_t col) const {
+        seen->line(src + row * stride + col);
+        return cast64(src + row * stride + col);
+    }
     OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out) const {
+        seen->some(src + row * stride + col, n);
         cast_partial<Element, Format>(src + row * stride + col, n, cast64.factor, out);
     }
 };
@@ -144,27 +149,30 @@ struct CopyFill {
     }
 };
 
-template <class Element, class Format>
-void cast_tile_typed(const Tile& tile, float scale) {
+template <class Element, class Format, class Seen>
+float cast_tile_typed(const Tile& tile, float scale) {
     const auto* src = static_cast<const typename Element::storage*>(tile.src);
-    tile_with(tile, CastFill<Element, Format>{src, tile.src_stride, LineCast<Element, Format>(scale)});
+    Seen seen;
+    tile_with(tile, CastFill<Element, Format, Seen>{src, tile.src_stride, LineCast<Element, Format>(scale), &seen});
+    return seen.value();
 }
 
-template <class Format>
-void cast_tile_format(const Tile& tile, Dtype dtype, float scale) {
+template <template <class> class Seen, class Format>
+float cast_tile_format(const Tile& tile, Dtype dtype, float scale) {
     switch (dtype) {
         case Dtype::float32:
-            return cast_tile_typed<Float32, Format>(tile, scale);
+            return cast_tile_typed<Float32, Format, Seen<Float32>>(tile, scale);
         case Dtype::bfloat16:
-            return cast_tile_typed<BFloat16, Format>(tile, scale);
+            return cast_tile_typed<BFloat16, Format, Seen<BFloat16>>(tile, scale);
         default:
-            return cast_tile_typed<Float16, Format>(tile, scale);
+            return cast_tile_typed<Float16, Format, Seen<Float16>>(tile, scale);
     }
 }
 
-void cast_tile(const Tile& tile, Dtype dtype, float scale, Fp8 format) {
-    if (format == Fp8::e4m3) return cast_tile_format<E4M3>(tile, dtype, scale);
-    return cast_tile_format<E5M2>(tile, dtype, scale);
+template <template <class> class Seen>
+float cast_tile(const Tile& tile, Dtype dtype, float scale, Fp8 format) {
+    if (format == Fp8::e4m3) return cast_tile_format<Seen, E4M3>(tile, dtype, scale);
+    return cast_tile_format<Seen, E5M2>(tile, dtype, scale);
 }
 
 void transpose_tile(const Tile& tile) {

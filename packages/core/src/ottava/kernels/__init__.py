@@ -6,6 +6,8 @@ Every function takes float32, bfloat16 or float16 tensors of any shape and any s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
@@ -20,6 +22,7 @@ __all__ = [
     "available_backends",
     "backend_for",
     "cast",
+    "cast_amax",
     "cast_out",
     "cast_transpose",
     "check_epsilon",
@@ -32,6 +35,7 @@ __all__ = [
     "scaled_mm",
     "transpose",
     "transpose_out",
+    "update_scales",
     "use_backend",
 ]
 
@@ -68,6 +72,14 @@ def _check_scalar(scale: torch.Tensor, x: torch.Tensor, what: str) -> None:
     if scale.numel() != 1:
         raise ShapeError(f"{what} has shape {tuple(scale.shape)}", expected="one element")
     _check_device(scale, x.device, what)
+
+
+def _check_counter(counter: torch.Tensor, x: torch.Tensor) -> None:
+    if not isinstance(counter, torch.Tensor) or counter.dtype != torch.int64:
+        raise DTypeError("saturated is not an int64 tensor", expected="an int64 tensor with one element")
+    if counter.numel() != 1:
+        raise ShapeError(f"saturated has shape {tuple(counter.shape)}", expected="one element")
+    _check_device(counter, x.device, "saturated")
 
 
 def _check_codes(data: torch.Tensor) -> None:
@@ -156,6 +168,81 @@ def quantize(
         x, fp8_dtype, float(epsilon), bool(force_pow_2), rowwise, transposed
     )
     return result
+
+
+def cast_amax(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    saturated: torch.Tensor | None = None,
+    transposed: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`cast` with a known scale that records, all in one pass over ``x``: ``(data, transpose, scale_inv)``.
+
+    Args:
+        amax: float32 with one element, raised in place to the largest magnitude of ``x`` (``max(amax, max|x|)``).
+        saturated: int64 with one element, raised by the number of elements beyond the format's maximum; they are
+            counted in a second pass, which is made only when there are any.
+        transposed: whether the transpose is wanted; an empty tensor comes back otherwise.
+    """
+    check_high_precision(x)
+    fp8_format(fp8_dtype)
+    _check_scalar(scale, x, "scale")
+    _check_scalar(amax, x, "amax")
+    if saturated is not None:
+        _check_counter(saturated, x)
+    if transposed:
+        _check_matrix(x)
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.ottava.cast_amax(
+        x, scale, amax, saturated, fp8_dtype, transposed
+    )
+    return result
+
+
+def update_scales(
+    scales: Sequence[torch.Tensor],
+    histories: Sequence[torch.Tensor],
+    maxima: Sequence[torch.Tensor],
+    *,
+    most_recent: bool = False,
+    last: torch.Tensor | None = None,
+) -> None:
+    """The scales of the next step from the amaxes of past ones, in place, for any number of tensors in one call.
+
+    Where the first row of a history is not 0: the amax is the largest of the column (``most_recent``: its first entry),
+    the column moves up by one with that entry at its end, its first entry becomes 0, and
+    ``scale = maximum / amax``, correctly rounded, at most the largest finite float32, if the amax is finite and > 0. A
+    NaN counts in the step that saw it, and then no more.
+
+    Args:
+        scales: float32 ``[slots]`` each.
+        histories: float32 ``[length, slots]`` each, one length for all.
+        maxima: float32 ``[slots]`` each: what an amax is scaled to.
+        last: float32 ``[all slots]``, to be taken for the first rows, one after the other (reduced ones, say).
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: the tensors do not fit together.
+    """
+    if not len(scales) == len(histories) == len(maxima):
+        raise ShapeError(f"{len(scales)} scales, {len(histories)} histories, {len(maxima)} maxima", expected="as many")
+    if not scales:
+        return
+    device, length = scales[0].device, histories[0].shape[0] if histories[0].dim() == 2 else -1
+    if length == 0:
+        raise ShapeError("a history has no rows", expected="at least one")
+    for scale, history, maximum in zip(scales, histories, maxima, strict=True):
+        slots = scale.numel()
+        for tensor, shape, what in (
+            (scale, (slots,), "scale"),
+            (history, (length, slots), "amax history"),
+            (maximum, (slots,), "maximum"),
+        ):
+            _check_out(tensor, shape, torch.float32, device, what)
+    if last is not None:
+        _check_out(last, (sum(scale.numel() for scale in scales),), torch.float32, device, "last")
+    torch.ops.ottava.update_scales(list(scales), list(histories), list(maxima), most_recent, last)
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:

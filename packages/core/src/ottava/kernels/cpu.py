@@ -170,6 +170,51 @@ def quantize(
     return data, out_t, scale, scale_inv, seen
 
 
+def cast_amax(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    saturated: torch.Tensor | None,
+    fp8_dtype: torch.dtype,
+    transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, their transpose and scale_inv, in one pass that also raises ``amax``."""
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=torch.uint8)
+    out_t = torch.empty(_transposed_shape(x) if transposed else (0,), dtype=torch.uint8)
+    scale_inv = torch.empty((), dtype=torch.float32)
+    _cpu.cast_amax(
+        x.data_ptr(),
+        _DTYPE_CODES[x.dtype],
+        *_matrix(x),
+        scale.data_ptr(),
+        amax.data_ptr(),
+        _pointer(saturated),
+        scale_inv.data_ptr(),
+        out.data_ptr(),
+        out_t.data_ptr() if transposed else 0,
+        fp8_format(fp8_dtype).code,
+        torch.get_num_threads(),
+    )
+    return out, out_t, scale_inv
+
+
+def update_scales(
+    scales: list[torch.Tensor],
+    histories: list[torch.Tensor],
+    maxima: list[torch.Tensor],
+    most_recent: bool,
+    last: torch.Tensor | None,
+) -> None:
+    """Every slot of every tensor in one call."""
+    slots = [
+        (scale.data_ptr(), history.data_ptr(), maximum.data_ptr(), scale.numel())
+        for scale, history, maximum in zip(scales, histories, maxima, strict=True)
+    ]
+    if slots:
+        _cpu.update_scales(slots, histories[0].shape[0], most_recent, _pointer(last))
+
+
 def transpose_out(data: torch.Tensor, out: torch.Tensor) -> None:
     """:func:`transpose` into ``out``."""
     data = data.contiguous()

@@ -70,11 +70,31 @@ _kernel(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_quantize,
 )
+_kernel(
+    "cast_amax(Tensor x, Tensor scale, Tensor(a!) amax, Tensor(b!)? saturated, ScalarType fp8_dtype, bool transposed)"
+    " -> (Tensor, Tensor, Tensor)",
+    lambda x, scale, amax, saturated, fp8_dtype, transposed: (
+        _codes_like(x),
+        _transposed_like(x) if transposed else x.new_empty((0,), dtype=torch.uint8),
+        _scalar_like(x),
+    ),
+)
 _kernel("transpose(Tensor data) -> Tensor", _transposed_like)
 _kernel(
     "decode(Tensor data, Tensor? scale_inv, ScalarType fp8_dtype, ScalarType dtype) -> Tensor",
     lambda data, scale_inv, fp8_dtype, dtype: data.new_empty(data.shape, dtype=dtype),
 )
+
+
+_LIBRARY.define(
+    "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor[] maxima, bool most_recent, Tensor? last) -> ()"
+)
+_LIBRARY.impl(
+    "update_scales",
+    lambda scales, *rest: backend_module(scales[0].device.type).update_scales(scales, *rest) if scales else None,
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake("ottava::update_scales", lambda *_: None, lib=_LIBRARY)
 
 
 def _scaled_mm(

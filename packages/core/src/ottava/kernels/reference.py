@@ -31,6 +31,10 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     return torch.where(magnitude.isnan(), torch.zeros_like(magnitude), magnitude).amax()
 
 
+# A name that no parameter hides.
+_amax = amax
+
+
 def scale_from_amax(
     amax: torch.Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,6 +102,51 @@ def quantize(
     data = cast(x, scale, fp8_dtype)
     absent = data.new_empty(0)
     return data if rowwise else absent, transpose(data) if transposed else absent, scale, scale_inv, seen
+
+
+def cast_amax(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    saturated: torch.Tensor | None,
+    fp8_dtype: torch.dtype,
+    transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes with a known scale, their transpose and scale_inv; raises ``amax`` and counts what was clamped."""
+    factor = scale.reshape(()).clone()
+    data = cast(x, factor, fp8_dtype)
+    amax.copy_(torch.maximum(amax, _amax(x).reshape(amax.shape)))
+    if saturated is not None:
+        beyond = (x.to(torch.float32) * factor).abs() > fp8_format(fp8_dtype).max
+        saturated.add_(beyond.sum())
+    return data, transpose(data) if transposed else data.new_empty(0), torch.div(torch.ones_like(factor), factor)
+
+
+def update_scales(
+    scales: list[torch.Tensor],
+    histories: list[torch.Tensor],
+    maxima: list[torch.Tensor],
+    most_recent: bool,
+    last: torch.Tensor | None,
+) -> None:
+    """Every slot of every tensor. A slot whose first row is 0 saw nothing, and stays as it is."""
+    done = 0
+    for scale, history, maximum in zip(scales, histories, maxima, strict=True):
+        seen = history[0].clone() if last is None else last[done : done + scale.numel()]
+        done += scale.numel()
+        older = torch.where(history.isnan(), torch.zeros_like(history), history)[1:]
+        amax = seen
+        if not most_recent and len(older):
+            # A NaN counts in the step that saw it, and then no more.
+            amax = torch.maximum(seen, older.amax(0))
+        rolled = torch.cat([history[1:], seen.unsqueeze(0)])
+        rolled[0] = 0.0
+        quotient = torch.div(maximum, torch.where(amax > 0, amax, torch.ones_like(amax)))
+        quotient = torch.where(quotient.isinf(), torch.full_like(quotient, _FLOAT32_MAX), quotient)
+        usable = amax.isfinite() & (amax > 0)
+        moves = seen != 0
+        scale.copy_(torch.where(moves & usable, quotient, scale))
+        history.copy_(torch.where(moves, rolled, history))
 
 
 def decode(
