@@ -1,4 +1,4 @@
-"""The README's and the docs' Python snippets run as printed, page by page; CI runs the README's test command."""
+"""The README's and the docs' snippets run as printed, page by page; CI runs the README's test command."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from ottava.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+SHELL = re.compile(r"^```sh\n(.*?)^```", re.M | re.S)
+QUICKSTART = DOCS / "quickstart.md"
+COMMANDS = [line for block in SHELL.findall(QUICKSTART.read_text()) for line in block.splitlines()]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
@@ -18,6 +25,16 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     namespace: dict[str, object] = {"__name__": "snippet"}
     for block in BLOCK.findall(page.read_text()):
         exec(compile(block, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("ottava ")])
+def test_the_quickstarts_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if " demo" in command:
+        pytest.importorskip("matplotlib")
+        pytest.importorskip("jinja2")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, command.split()[1:])
+    assert done.exit_code == 0, done.output
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
