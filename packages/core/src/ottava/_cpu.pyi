@@ -23,6 +23,21 @@ def quantize(
     fmt: int,
     threads: int,
 ) -> None: ...
+def cast_amax(
+    src: int,
+    dtype: int,
+    rows: int,
+    cols: int,
+    scale: int,
+    amax: int,
+    saturated: int,
+    scale_inv: int,
+    out: int,
+    out_t: int,
+    fmt: int,
+    threads: int,
+) -> None: ...
+def update_scales(tensors: list[tuple[int, int, int, int]], length: int, most_recent: bool, last: int) -> None: ...
 def transpose(src: int, rows: int, cols: int, out: int, threads: int) -> None: ...
 def decode(src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, threads: int) -> None: ...
 def epilogue(

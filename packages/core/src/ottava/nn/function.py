@@ -22,11 +22,13 @@ class LinearPlan:
         state: the layer's quantizers.
         dtype: dtype of the output and of the gradients that are computed.
         grad_enabled: whether a backward may follow.
+        recording: whether the state is to see the operands of the forward.
     """
 
     state: RecipeState
     dtype: torch.dtype
     grad_enabled: bool
+    recording: bool
 
 
 class LinearFunction(torch.autograd.Function):
@@ -48,12 +50,14 @@ class LinearFunction(torch.autograd.Function):
         x_needs = plan.grad_enabled and ctx.needs_input_grad[0]
         w_needs = plan.grad_enabled and ctx.needs_input_grad[1]
         x2 = as_matrix(x)
-        qx = plan.state.quantizer("input", rowwise=True, columnwise=w_needs).quantize(x2, dtype=plan.dtype)
+        recording = plan.recording
+        quantizer = plan.state.quantizer("input", rowwise=True, columnwise=w_needs, recording=recording)
+        qx = quantizer.quantize(x2, dtype=plan.dtype)
         primary = isinstance(weight, QuantizedTensorStorage)
         qw: Any = weight if primary else kept_weight
         made_here = qw is None
         if qw is None:
-            quantizer = plan.state.quantizer("weight", rowwise=True, columnwise=x_needs)
+            quantizer = plan.state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=recording)
             qw = quantizer.quantize(weight, dtype=plan.dtype)
         y = gemm(qx, qw, "fprop", out_dtype=plan.dtype, bias=bias, use_split_accumulator=False)
 

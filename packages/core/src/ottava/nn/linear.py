@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,6 +17,7 @@ from ottava.recipes.base import Recipe
 from ottava.recipes.region import as_recipe, current_region
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
+from ottava.recipes.stepping import begin_step, may_begin
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 
@@ -52,6 +54,8 @@ class Linear(torch.nn.Linear):
     _last_recipe: Recipe | None = None
     _last_group: Any = None
     _has_run: bool = False
+    # What a checkpoint held for a recipe that a region has yet to bring.
+    _loaded_state: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -93,18 +97,45 @@ class Linear(torch.nn.Linear):
         self._bind_prepared(bound, None if bound is None else self._make_state(bound, None))
 
     def _bind_prepared(self, recipe: Recipe | None, state: RecipeState | None) -> None:
-        self._recipe, self._state, self._quantized_weight = recipe, state, None
+        self._recipe, self._quantized_weight = recipe, None
+        if state is None or not state.stateful:
+            self._modules.pop("recipe_state", None)
+        self._set_state(state)
 
     def _make_state(self, recipe: Recipe, group: Any) -> RecipeState:
         roles = [QuantizerRole("linear", tensor_type, self.name) for tensor_type in _TENSOR_TYPES]
         return recipe.make_state(roles, amax_reduction_group=group)
 
-    def _state_for(self, recipe: Recipe, group: Any) -> RecipeState:
-        state = self._state
-        if state is None or state.recipe is not recipe or state.amax_reduction_group is not group:
-            state = self._make_state(recipe, group)
+    def _set_state(self, state: RecipeState | None) -> None:
+        """Use ``state`` from now on. A stateful one becomes the submodule that checkpoints and ``.to()`` see."""
+        if isinstance(state, torch.nn.Module):
+            self.__dict__["_state"] = state
+            self._modules["recipe_state"] = state
+        else:
             self._state = state
-            self._quantized_weight = None
+
+    def _state_for(self, recipe: Recipe, group: Any) -> RecipeState:
+        """The state in use, the stateful one that was in use before, or a new one."""
+        state = self._state
+        if state is not None and state.serves(recipe, group):
+            return state
+        kept: Any = self._modules.get("recipe_state")
+        if kept is not None and kept.serves(recipe, group):
+            state = kept
+        else:
+            state = self._make_state(recipe, group)
+            if self._loaded_state is not None and isinstance(state, torch.nn.Module):
+                state.load_state_dict(self._loaded_state)
+                self._loaded_state = None
+            if kept is not None and state.stateful:
+                warnings.warn(
+                    f"the scaling state of {self._label()} is discarded: the recipe changed from {kept.recipe!r} to "
+                    f"{recipe!r}, and the new one starts afresh",
+                    UserWarning,
+                    stacklevel=4,
+                )
+        self._set_state(state)
+        self._quantized_weight = None
         return state
 
     def _resolve(self) -> tuple[Recipe | None, Any, bool]:
@@ -112,7 +143,7 @@ class Linear(torch.nn.Linear):
         region = current_region()
         if not torch.compiler.is_compiling():
             task = torch._C._current_graph_task_id()
-            if task != -1 and (region is None or region.graph_task != task):
+            if task != -1 and (region is None or region.module is not None or region.graph_task != task):
                 # A recomputation: whatever surrounds backward() now, it repeats the forward pass.
                 return (self._last_recipe if self._has_run else self._recipe), self._last_group, False
         if region is None:
@@ -146,6 +177,8 @@ class Linear(torch.nn.Linear):
             return self._high_precision(input)
         dtype = self._check(input)
         state = self._state_for(recipe, group)
+        if state.stateful:
+            self._take_part(state, group)
         if calibrating:
             state.quantizer("input", rowwise=True, columnwise=True).calibrate(input.detach())
             state.quantizer("weight", rowwise=True, columnwise=True).calibrate(self._plain_weight().detach())
@@ -153,11 +186,33 @@ class Linear(torch.nn.Linear):
         if isinstance(input, QuantizedTensorStorage):
             input = input.dequantize()
         grad_enabled = torch.is_grad_enabled()
-        kept_weight = self._kept_weight(state, dtype, is_first_microbatch)
-        plan = LinearPlan(state, dtype, grad_enabled)
+        recording = self._is_recording(grad_enabled)
+        kept_weight = self._kept_weight(state, dtype, is_first_microbatch, recording)
+        plan = LinearPlan(state, dtype, grad_enabled, recording)
         with _no_autocast(input.device.type):
             result: torch.Tensor = LinearFunction.apply(input, self.weight, self.bias, kept_weight, plan)  # type: ignore[no-untyped-call]
         return result
+
+    def _take_part(self, state: RecipeState, group: Any) -> None:
+        """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
+        region = current_region()
+        if region is None:
+            if may_begin():
+                begin_step([state], group)
+        elif region.cohort is not None:
+            region.cohort.join(state)
+        if isinstance(self.weight, QuantizedTensor) and not torch.compiler.is_compiling():
+            quantizer = state.weight_quantizer(self.weight)
+            if quantizer is not None:
+                self.weight.update_quantizer(quantizer)
+
+    def _is_recording(self, grad_enabled: bool) -> bool:
+        """Whether the operands are a step's own: not recomputed, and not those of an evaluation.
+
+        Reentrant checkpointing runs the forward without gradients, which is why the mode of the module counts.
+        """
+        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        return not recomputing and (grad_enabled or self.training)
 
     def _plain_weight(self) -> torch.Tensor:
         weight = self.weight
@@ -167,13 +222,13 @@ class Linear(torch.nn.Linear):
         return F.linear(input, self._plain_weight(), self.bias)
 
     def _kept_weight(
-        self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool | None
+        self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool | None, recording: bool
     ) -> QuantizedTensorStorage | None:
         """The weight as it was quantized in the first microbatch of the step, if it is to be reused."""
         if is_first_microbatch is None or isinstance(self.weight, QuantizedTensorStorage):
             return None
         if is_first_microbatch or self._quantized_weight is None:
-            quantizer = state.quantizer("weight", rowwise=True, columnwise=True)
+            quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
             with torch.no_grad():
                 self._quantized_weight = quantizer.quantize(self.weight.detach(), dtype=dtype)
         return self._quantized_weight
@@ -226,6 +281,33 @@ class Linear(torch.nn.Linear):
         if initial is not None:
             self.weight._high_precision_init_val = initial  # type: ignore[attr-defined]
         return self
+
+    def reset_parameters(self) -> None:
+        """Initialize the weight and the bias again, and whatever a stateful recipe has learnt of them."""
+        super().reset_parameters()
+        state: Any = self._modules.get("recipe_state")
+        if state is not None:
+            state.reset()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        if self._recipe is not None or "recipe_state" in self._modules:
+            return
+        # No recipe yet: the region that brings one finds its state here.
+        own = f"{prefix}recipe_state."
+        loaded = {key.removeprefix(own): value for key, value in state_dict.items() if key.startswith(own)}
+        if loaded:
+            self._loaded_state = loaded
+            unexpected[:] = [key for key in unexpected if not key.startswith(own)]
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group belongs to its process.

@@ -53,6 +53,7 @@ def quantize_new_weight(layer: Any) -> None:
     quantizer.set_usage(rowwise=True, columnwise=True)
     quantizer.internal = False
     with torch.no_grad():
+        quantizer.initialize(weight.detach())
         quantized = quantizer.quantize(weight.detach())
     if not isinstance(quantized, QuantizedTensor):
         raise DTypeError(

@@ -61,6 +61,19 @@ class Recipe(ABC):
                 return made
         return self.make_quantizer(role, amax_reduction_group=amax_reduction_group)
 
+    def same_as(self, other: Recipe | None) -> bool:
+        """Whether ``other`` says the same: the same object, or an equal one under the same factory."""
+        return self is other or (other is not None and self._factory is other._factory and bool(self == other))
+
+    def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
+        """Begin a step: called at the entry of a region with every stateful state of this recipe that takes part.
+
+        All of them together, so that whatever needs the other ranks of ``amax_reduction_group`` (None: the default
+        group, if there is one) takes one collective. The entry of a region is that of an
+        :class:`~ottava.autocast` block, or of the forward pass of the outermost module that ``convert`` returned,
+        with gradients enabled and outside a backward pass; and the exit of a calibrating block.
+        """
+
     def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> RecipeState:
         """What a layer keeps for this recipe: its quantizers. A stateful recipe returns a module with buffers."""
         return RecipeState(self, roles, amax_reduction_group=amax_reduction_group)

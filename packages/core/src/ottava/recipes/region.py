@@ -13,6 +13,7 @@ import torch
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe
+from ottava.recipes.stepping import Cohort, begin_step, cohort_for, may_begin, states_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Region:
     calibrating: bool = False
     # The backward pass inside which the block was entered, by autograd's number; -1 outside any.
     graph_task: int = -1
+    # The converted module whose forward pass is this region; None for a block.
+    module: torch.nn.Module | None = None
+    # The stateful states that have run in regions like this one; None in a module's, which knows its own.
+    cohort: Cohort | None = None
 
 
 class _Regions(threading.local):
@@ -51,6 +56,9 @@ class autocast(ContextDecorator):
         enabled: False computes in high precision.
         amax_reduction_group: process group over which amaxes are reduced, for recipes that do.
         calibrating: compute in high precision and let quantizers observe what they would quantize.
+
+    Entered with gradients enabled, outside a backward pass and not inside another region for the same recipe and group,
+    it begins a step: recipes that remember (delayed scaling) update their scales then, in one collective.
 
     The object can be entered again, also by other threads, and serves as a decorator of functions. Activation
     checkpointing repeats the forward pass under the recipe that a layer last ran under; where that is not enough (one
@@ -88,12 +96,41 @@ class autocast(ContextDecorator):
             recipe = outer.recipe if recipe is None else recipe
             group = outer.amax_reduction_group if group is None else group
         task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
-        _regions.stack.append(Region(recipe, self._enabled, group, self._calibrating, task))
+        cohort = cohort_for(recipe, group)
+        if self._enabled and not self._calibrating and may_begin() and self._is_new(cohort):
+            begin_step(cohort.states(), group)
+        _regions.stack.append(Region(recipe, self._enabled, group, self._calibrating, task, cohort=cohort))
         return self
+
+    def _is_new(self, cohort: Cohort) -> bool:
+        """Whether this is not inside a region that has begun the step already."""
+        outer = _regions.stack
+        if self._recipe is None and self._group is None and outer:
+            return False
+        return all(region.cohort is not cohort for region in outer)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        region = _regions.stack.pop()
+        if region.calibrating and error is None and region.cohort is not None and region.graph_task == -1:
+            # What was observed serves the next step, and evaluation, which begins none.
+            begin_step(region.cohort.states(), region.amax_reduction_group)
+
+
+def enter_module(module: torch.nn.Module, args: Any = None) -> None:
+    """A forward pre-hook of converted modules: the forward pass of the outermost one is a region."""
+    if _regions.stack:
+        return
+    if may_begin():
+        begin_step(states_of(module), None)
+    task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    _regions.stack.append(Region(graph_task=task, module=module))
+
+
+def leave_module(module: torch.nn.Module, args: Any = None, output: Any = None) -> None:
+    """A forward hook of converted modules, called after an error too."""
+    if _regions.stack and _regions.stack[-1].module is module:
         _regions.stack.pop()
 
 

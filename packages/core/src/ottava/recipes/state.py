@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ottava.recipes.role import QuantizerRole
 
 if TYPE_CHECKING:
+    import torch
+
     from ottava.recipes.base import Recipe
     from ottava.tensors import Quantizer
 
@@ -18,8 +20,17 @@ class RecipeState:
     """The quantizers of one layer, one for each role and combination of usages.
 
     They are made beforehand, so that a forward pass only looks them up and never changes one: a compiled graph then
-    has nothing to mutate. A stateful recipe derives from this and from ``torch.nn.Module``, with its state in buffers.
+    has nothing to mutate. A stateful recipe's state derives from ``torch.nn.Module`` and this, sets :attr:`stateful`,
+    keeps its values in buffers, and defines :meth:`quantizer`; the layer owns it as the submodule ``recipe_state``.
     """
+
+    #: Whether there are values that outlive a step. Such states are kept, saved and updated at the entry of regions.
+    stateful: ClassVar[bool] = False
+
+    recipe: Recipe
+    amax_reduction_group: Any
+    # Where a stateful state begins its steps, once it has run inside an ``autocast`` block.
+    cohort: Any = None
 
     def __init__(self, recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
         self.recipe = recipe
@@ -33,9 +44,24 @@ class RecipeState:
                 variant.internal = True
                 self.quantizers[role.tensor_type, rowwise, columnwise] = variant
 
-    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool) -> Quantizer:
-        """The quantizer of ``tensor_type`` with these usages."""
+    def serves(self, recipe: Recipe, amax_reduction_group: Any) -> bool:
+        """Whether this is the state for that recipe and process group."""
+        return self.recipe.same_as(recipe) and self.amax_reduction_group is amax_reduction_group
+
+    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
+        """The quantizer of ``tensor_type`` with these usages.
+
+        ``recording`` is False where a value is quantized that the state has seen, or is not to see: in the
+        recomputation of activation checkpointing, and in evaluation.
+        """
         return self.quantizers[tensor_type, rowwise, columnwise]
+
+    def reset(self) -> None:
+        """Forget what was learnt. Nothing to do without state."""
+
+    def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
+        """The quantizer for in-place updates of an FP8-primary weight, or None to leave it the one that it has."""
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group belongs to its process.

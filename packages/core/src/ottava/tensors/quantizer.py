@@ -158,6 +158,9 @@ class Quantizer(ABC):
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Observe a tensor without quantizing it. Nothing to do unless the quantizer holds state."""
 
+    def initialize(self, tensor: torch.Tensor) -> None:
+        """Prepare for the first values of a weight that is to be kept quantized. Nothing to do without state."""
+
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether :meth:`quantize` takes this tensor."""
         return isinstance(tensor, torch.Tensor) and tensor.dtype in HIGH_PRECISION and tensor.layout == torch.strided

@@ -1,0 +1,87 @@
+"""Which stateful states begin a step together, and when."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ottava.recipes.base import Recipe
+from ottava.recipes.state import RecipeState
+
+
+def states_of(module: torch.nn.Module) -> list[RecipeState]:
+    """The stateful states of a module's layers, in the order of the modules."""
+    return [m for m in module.modules() if isinstance(m, RecipeState) and m.stateful]
+
+
+def begin_step(states: Iterable[RecipeState], amax_reduction_group: Any) -> None:
+    """Update the states, those of equal recipes in one call."""
+    by_recipe: list[tuple[Recipe, list[RecipeState]]] = []
+    for state in states:
+        for recipe, together in by_recipe:
+            if recipe.same_as(state.recipe):
+                together.append(state)
+                break
+        else:
+            by_recipe.append((state.recipe, [state]))
+    for recipe, together in by_recipe:
+        recipe.update_states(together, amax_reduction_group)
+
+
+def may_begin() -> bool:
+    """Whether a region that is entered now begins a step: not in evaluation, not in a recomputation."""
+    if not torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+
+
+class Cohort:
+    """The states that have run in the regions of one recipe and one process group, oldest first.
+
+    They belong to their layers, and leave when these go.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[weakref.ref[Any]] = []
+        self._joined: list[RecipeState] = []
+
+    def join(self, state: Any) -> None:
+        """Take a state in, once."""
+        if state.cohort is not self:
+            state.cohort = self
+            self._joined.append(state)
+
+    def states(self) -> list[RecipeState]:
+        """The members that are still in use."""
+        if self._joined:
+            self._members += [weakref.ref(state) for state in self._joined]
+            self._joined.clear()
+        alive = [(reference, reference()) for reference in self._members]
+        present = [(reference, state) for reference, state in alive if state is not None and state.cohort is self]
+        if len(present) != len(alive):
+            self._members = [reference for reference, _ in present]
+        return [state for _, state in present]
+
+
+# Found again by what a region says: a new block for every step, with an equal recipe, continues the last one.
+_cohorts: list[tuple[Recipe | None, Any, Cohort]] = []
+
+
+def cohort_for(recipe: Recipe | None, amax_reduction_group: Any) -> Cohort:
+    """The cohort of the regions with this recipe (None: the bound ones) and group."""
+    key = group_key(amax_reduction_group)
+    for known, known_key, cohort in _cohorts:
+        same = known is recipe if known is None or recipe is None else known.same_as(recipe)
+        if same and known_key == key:
+            return cohort
+    made = Cohort()
+    _cohorts.append((recipe, key, made))
+    return made
+
+
+def group_key(amax_reduction_group: Any) -> Any:
+    """A process group's name: unlike the group, it can be held when the group is gone."""
+    return getattr(amax_reduction_group, "group_name", amax_reduction_group)

@@ -1,0 +1,109 @@
+"""``Float8Quantizer``: quantizes with a scale that is known, and records the amax for the next one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+
+from ottava import kernels
+from ottava.errors import DeviceError, DTypeError, ShapeError
+from ottava.formats import fp8_format
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
+
+
+class Float8Quantizer(Float8QuantizerBase):
+    """Quantizes with ``scale`` and raises ``amax`` to the largest magnitude that it saw, in one pass over the tensor.
+
+    Args:
+        scale: float32 with one element; read at every quantization, so that whoever owns it may update it.
+        amax: float32 with one element, raised in place: ``amax = max(amax, max|x|)``; None records nothing.
+        fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        rowwise, columnwise: usages to produce.
+        saturated: int64 with one element, raised by the number of elements that were clamped; None counts nothing.
+
+    Quantizers with such state compare by identity.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: the state is not of this kind, or ``fp8_dtype`` no FP8 element format.
+    """
+
+    stateful: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        scale: torch.Tensor,
+        amax: torch.Tensor | None,
+        fp8_dtype: torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        saturated: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        for value, dtype, what in ((scale, torch.float32, "scale"), (amax, torch.float32, "amax")):
+            _check_state(value, dtype, what, optional=what == "amax")
+        _check_state(saturated, torch.int64, "saturated", optional=True)
+        for value, what in ((amax, "amax"), (saturated, "saturated")):
+            if value is not None and value.device != scale.device:
+                raise DeviceError(f"{what} is on {value.device}, scale on {scale.device}", expected="one device")
+        self.scale, self.amax, self.saturated = scale, amax, saturated
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Set ``amax`` to that of the tensor, whatever it was."""
+        if self.amax is not None:
+            self.amax.copy_(kernels.amax(tensor).reshape(self.amax.shape))
+
+    def initialize(self, tensor: torch.Tensor) -> None:
+        """Take the scale that the tensor's own amax gives: a weight that is kept quantized starts with it."""
+        amax = kernels.amax(tensor)
+        self.scale.copy_(kernels.scale_from_amax(amax, self.fp8_dtype)[0].reshape(self.scale.shape))
+
+    def update_quantized(
+        self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
+    ) -> QuantizedTensorStorage:
+        held = [t for t in (self.amax, self.saturated) if t is not None]
+        before = [t.clone() for t in held] if noop_flag is not None else []
+        super().update_quantized(src, dst, noop_flag=noop_flag)
+        if noop_flag is not None:
+            # Nothing is to happen to the state either.
+            for tensor, old in zip(held, before, strict=True):
+                tensor.copy_(torch.where(noop_flag.reshape(()) == 1, old, tensor))
+        return dst
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        with_data, with_transpose = self.needs(tensor.device)
+        if with_transpose and tensor.dim() == 0:
+            with_data, with_transpose = True, False
+        if self.amax is None:
+            return self._quantize_unrecorded(tensor, dtype, with_data, with_transpose)
+        data, transpose, scale_inv = kernels.cast_amax(
+            tensor, self.scale, self.amax, self.fp8_dtype, saturated=self.saturated, transposed=with_transpose
+        )
+        return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
+
+    def _quantize_unrecorded(
+        self, tensor: torch.Tensor, dtype: torch.dtype, with_data: bool, with_transpose: bool
+    ) -> QuantizedTensorStorage:
+        scale = self.scale.reshape(())
+        scale_inv = torch.div(torch.ones_like(scale), scale)
+        if not with_transpose:
+            return self.wrap(kernels.cast(tensor, scale, self.fp8_dtype), None, scale_inv, dtype)
+        data, transpose = kernels.cast_transpose(tensor, scale, self.fp8_dtype)
+        return self.wrap(data if with_data else None, transpose, scale_inv, dtype)
+
+
+def _check_state(value: Any, dtype: torch.dtype, what: str, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, torch.Tensor) or value.dtype != dtype:
+        found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise DTypeError(f"{what} is of {found}", expected=f"a {dtype} tensor with one element")
+    if value.numel() != 1:
+        raise ShapeError(f"{what} has shape {tuple(value.shape)}", expected="one element")
+
+
+def largest(fp8_dtype: torch.dtype, margin: float) -> float:
+    """What an amax is scaled to: the format's maximum, 2^margin times smaller."""
+    return fp8_format(fp8_dtype).max * math.pow(2.0, -margin)

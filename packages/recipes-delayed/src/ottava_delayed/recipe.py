@@ -1,0 +1,91 @@
+"""``DelayedScaling``: the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+
+from ottava.errors import OptionError
+from ottava.formats import Format
+from ottava.recipes.base import Recipe
+from ottava.recipes.role import QuantizerRole
+from ottava.recipes.state import RecipeState
+from ottava_delayed.quantizer import Float8Quantizer
+from ottava_delayed.state import DelayedScalingState
+from ottava_delayed.update import update
+
+AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
+ScaleAlgorithm = Callable[[torch.Tensor, torch.Tensor, float, "DelayedScaling"], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """Per-tensor FP8 whose scales come from the amaxes of past steps.
+
+    Attributes:
+        margin: scales are 2^margin times smaller than what would make the amax the format's maximum.
+        fp8_format: ``Format.HYBRID`` (E4M3 forward, E5M2 for gradients), ``Format.E4M3`` or ``Format.E5M2``.
+        amax_history_len: how many steps an amax is remembered, the current one included.
+        amax_compute_algo: ``"max"`` of the history, its ``"most_recent"`` entry, or a function of the histories
+            ``[amax_history_len, slots]``, the current step in row 0, that gives the amaxes ``[slots]``.
+        scaling_factor_compute_algo: a function ``(amax [slots], scale [slots], fp8_max, recipe)`` that gives the new
+            scales ``[slots]`` in place of ``(fp8_max * 2^-margin) / amax``; called for each format's slots.
+        reduce_amax: use the largest amaxes of all ranks of autocast's ``amax_reduction_group``, or of the default
+            group where it gives none: one all-reduce for all layers at the entry of a region.
+
+    Slots in which a step saw nothing stay as they are, under any algorithm.
+
+    Raises:
+        OptionError: a field has a value that is not allowed.
+    """
+
+    name: ClassVar[str] = "delayed"
+
+    margin: float = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: ScaleAlgorithm | None = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        # Beyond this a maximum times 2^-margin would no longer be exact.
+        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not -64 <= self.margin <= 64:
+            raise OptionError(f"margin is {self.margin!r}", expected="a number from -64 to 64")
+        if not isinstance(self.fp8_format, Format):
+            raise OptionError(
+                f"fp8_format is {self.fp8_format!r}",
+                expected=f"one of {', '.join(f'Format.{f.name}' for f in Format)}",
+            )
+        length = self.amax_history_len
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise OptionError(f"amax_history_len is {length!r}", expected="a positive integer")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            raise OptionError(
+                f"amax_compute_algo is {self.amax_compute_algo!r}", expected="'max', 'most_recent' or a function"
+            )
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise OptionError(
+                f"scaling_factor_compute_algo is {self.scaling_factor_compute_algo!r}", expected="None or a function"
+            )
+        if not isinstance(self.reduce_amax, bool):
+            raise OptionError(f"reduce_amax is {self.reduce_amax!r}", expected="True or False")
+
+    def fp8_dtype(self, role: QuantizerRole) -> torch.dtype:
+        """The element format for a role, by the direction of the tensor."""
+        element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
+        return element.torch_dtype
+
+    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Float8Quantizer:
+        """A quantizer with a state of its own; those of a layer share the layer's."""
+        return Float8Quantizer(torch.ones(1), torch.zeros(1), self.fp8_dtype(role))
+
+    def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> DelayedScalingState:
+        return DelayedScalingState(self, roles, amax_reduction_group=amax_reduction_group)
+
+    def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
+        """Reduce and update all slots of all layers, in one collective and one operation."""
+        update(self, cast("Sequence[DelayedScalingState]", states), amax_reduction_group)

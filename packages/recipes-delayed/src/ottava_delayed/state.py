@@ -1,0 +1,148 @@
+"""``DelayedScalingState``: scales, histories and counters of one layer, as buffers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ottava.recipes.role import QuantizerRole
+from ottava.recipes.state import RecipeState
+from ottava.tensors import Quantizer
+from ottava_delayed.quantizer import Float8Quantizer, largest
+
+if TYPE_CHECKING:
+    from ottava_delayed.recipe import DelayedScaling
+
+
+class DelayedScalingState(torch.nn.Module, RecipeState):
+    """What delayed scaling keeps for a layer: a slot for each tensor that it quantizes.
+
+    Buffers, all of which are saved:
+        scale: float32 ``[slots]``, what multiplies in the next quantizations; 1 at first.
+        amax_history: float32 ``[amax_history_len, slots]``; row 0 collects the amax of the current step, the last row
+            is that of the step before, row 1 the oldest.
+        saturated: int64 ``[slots]``, how many elements were clamped since the layer was made or reset.
+    """
+
+    stateful: ClassVar[bool] = True
+
+    recipe: DelayedScaling
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+    saturated: torch.Tensor
+    maximum: torch.Tensor
+
+    def __init__(
+        self, recipe: DelayedScaling, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
+    ) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.amax_reduction_group = None
+        self.slots = {role.tensor_type: slot for slot, role in enumerate(roles)}
+        self.formats = tuple(recipe.fp8_dtype(role) for role in roles)
+        # Quantizers that a factory put in the place of the recipe's.
+        self.given: dict[str, Quantizer] = {}
+        for role in roles:
+            quantizer = recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
+            if recipe._factory is not None and not isinstance(quantizer, Float8Quantizer):
+                self.given[role.tensor_type] = quantizer
+        maxima = [largest(dtype, recipe.margin) for dtype in self.formats]
+        self.register_buffer("scale", torch.ones(len(roles)))
+        self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, len(roles)))
+        self.register_buffer("saturated", torch.zeros(len(roles), dtype=torch.int64))
+        self.register_buffer("maximum", torch.tensor(maxima), persistent=False)
+
+    def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
+        """Whatever the group: it is the update that reduces."""
+        return self.recipe.same_as(recipe)
+
+    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
+        given = self.given.get(tensor_type)
+        if given is not None:
+            made: Quantizer = given.with_usage(rowwise, columnwise).copy()
+        else:
+            made = self._own(tensor_type, recording, rowwise, columnwise)
+        made.internal = True
+        return made
+
+    def _own(self, tensor_type: str, recording: bool, rowwise: bool, columnwise: bool) -> Float8Quantizer:
+        # Made from the buffers as they are now: they are other tensors after a move to another device.
+        slot = self.slots[tensor_type]
+        return Float8Quantizer(
+            self.scale[slot],
+            self.amax_history[0, slot] if recording else None,
+            self.formats[slot],
+            rowwise=rowwise,
+            columnwise=columnwise,
+            saturated=self.saturated[slot] if recording else None,
+        )
+
+    def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
+        """The slot's quantizer; at the first call the slot takes over the scale that the weight was made with."""
+        present: Any = getattr(weight, "_quantizer", None)
+        if "weight" in self.given or not isinstance(present, Float8Quantizer):
+            return None
+        slot = self.scale[self.slots["weight"]]
+        if present.scale.data_ptr() == slot.data_ptr():
+            return None
+        if present.scale.device == slot.device and bool(slot == 1) and not self.amax_history.any():
+            slot.copy_(present.scale.reshape(()))
+        return self._own("weight", True, present.rowwise_usage, present.columnwise_usage)
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        self.scale.fill_(1.0)
+        self.amax_history.zero_()
+        self.saturated.zero_()
+        # A buffer that is not saved has no value after ``to_empty``.
+        self.maximum.copy_(torch.tensor([largest(dtype, self.recipe.margin) for dtype in self.formats]))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            moved: torch.Tensor = fn(tensor)
+            # The model may become bfloat16; scales stay float32.
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        key = f"{prefix}amax_history"
+        loaded = state_dict.get(key)
+        if loaded is not None and loaded.dim() == 2 and loaded.shape[1] == self.amax_history.shape[1]:
+            length = self.amax_history.shape[0]
+            if loaded.shape[0] != length:
+                warnings.warn(
+                    f"{key} was saved with {loaded.shape[0]} steps and is loaded into {length}: "
+                    + ("the newest are kept" if loaded.shape[0] > length else "older ones are taken as 0"),
+                    UserWarning,
+                    stacklevel=2,
+                )
+                state_dict = {**state_dict, key: resized(loaded, length)}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"amax_reduction_group": None, "cohort": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingState:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        kept = {"recipe": self.recipe, "given": dict(self.given)}
+        copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__getstate__().items() if k not in kept}, memo))
+        copied.__dict__.update(kept)
+        return copied
+
+    def extra_repr(self) -> str:
+        return f"slots={list(self.slots)}, amax_history_len={self.amax_history.shape[0]}"
+
+
+def resized(history: torch.Tensor, length: int) -> torch.Tensor:
+    """A history of another length: the current step, then the newest, with zeros for steps that it never saw."""
+    current, past = history[:1], history[1:]
+    if length - 1 <= len(past):
+        return torch.cat([current, past[len(past) - (length - 1) :]])
+    missing = torch.zeros(length - 1 - len(past), history.shape[1], dtype=history.dtype, device=history.device)
+    return torch.cat([current, missing, past])

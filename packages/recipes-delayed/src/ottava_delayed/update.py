@@ -1,0 +1,102 @@
+"""The update of all slots at the beginning of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ottava import kernels
+from ottava.distributed import reduce_amax
+from ottava.errors import DTypeError, ShapeError
+from ottava.formats import fp8_format
+
+if TYPE_CHECKING:
+    from ottava_delayed.recipe import DelayedScaling
+    from ottava_delayed.state import DelayedScalingState
+
+
+@torch.no_grad()
+def update(recipe: DelayedScaling, states: Sequence[DelayedScalingState], group: Any) -> None:
+    """Begin a step for the layers of ``states``: one all-reduce if there is a group, then one operation.
+
+    Raises:
+        ShapeError, DTypeError: a function of the recipe returned something else than one float32 for each slot.
+    """
+    if not states:
+        return
+    scales = [state.scale for state in states]
+    histories = [state.amax_history for state in states]
+    maxima = [state.maximum for state in states]
+    last = None
+    if recipe.reduce_amax and _reduces(group):
+        last = reduce_amax(torch.cat([history[0] for history in histories]), group)
+    if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
+        _update_by_functions(recipe, states, last)
+    else:
+        kernels.update_scales(
+            scales, histories, maxima, most_recent=recipe.amax_compute_algo == "most_recent", last=last
+        )
+
+
+def _reduces(group: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _update_by_functions(
+    recipe: DelayedScaling, states: Sequence[DelayedScalingState], last: torch.Tensor | None
+) -> None:
+    """The same with the recipe's own functions, each called once for all slots of a format."""
+    history = torch.cat([state.amax_history for state in states], 1)
+    scale = torch.cat([state.scale for state in states])
+    maximum = torch.cat([state.maximum for state in states])
+    if last is not None:
+        history = torch.cat([last.unsqueeze(0), history[1:]])
+    amax = _amaxes(recipe, history)
+    new_scale = scale.clone()
+    formats = [dtype for state in states for dtype in state.formats]
+    for dtype in dict.fromkeys(formats):
+        chosen = torch.tensor([other == dtype for other in formats], device=scale.device)
+        new_scale[chosen] = _scales(recipe, amax[chosen], scale[chosen], maximum[chosen], fp8_format(dtype).max)
+    moves = history[0] != 0
+    rolled = torch.cat([history[1:], history[:1]])
+    rolled[0] = 0.0
+    slot = 0
+    for state in states:
+        end = slot + state.scale.numel()
+        state.scale.copy_(torch.where(moves[slot:end], new_scale[slot:end], state.scale))
+        state.amax_history.copy_(torch.where(moves[slot:end], rolled[:, slot:end], state.amax_history))
+        slot = end
+
+
+def _amaxes(recipe: DelayedScaling, history: torch.Tensor) -> torch.Tensor:
+    algorithm = recipe.amax_compute_algo
+    if callable(algorithm):
+        return _checked(algorithm(history.clone()), history[0], "amax_compute_algo")
+    if algorithm == "most_recent" or len(history) == 1:
+        return history[0]
+    older = torch.where(history.isnan(), torch.zeros_like(history), history)[1:]
+    return torch.maximum(history[0], older.amax(0))
+
+
+def _scales(
+    recipe: DelayedScaling, amax: torch.Tensor, scale: torch.Tensor, maximum: torch.Tensor, fp8_max: float
+) -> torch.Tensor:
+    algorithm = recipe.scaling_factor_compute_algo
+    if algorithm is not None:
+        return _checked(algorithm(amax, scale.clone(), fp8_max, recipe), scale, "scaling_factor_compute_algo")
+    usable = amax.isfinite() & (amax > 0)
+    quotient = torch.div(maximum, torch.where(usable, amax, torch.ones_like(amax)))
+    quotient = quotient.clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(usable, quotient, scale)
+
+
+def _checked(result: Any, like: torch.Tensor, what: str) -> torch.Tensor:
+    if not isinstance(result, torch.Tensor) or result.dtype != torch.float32:
+        found = result.dtype if isinstance(result, torch.Tensor) else type(result).__name__
+        raise DTypeError(f"{what} returned {found}", expected="a torch.float32 tensor")
+    if result.shape != like.shape:
+        raise ShapeError(f"{what} returned shape {tuple(result.shape)}", expected=f"{tuple(like.shape)}, one a slot")
+    return result
