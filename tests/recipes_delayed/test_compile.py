@@ -1,0 +1,65 @@
+"""Training steps compiled whole, with the update of the state inside the graph: bitwise equal to eager."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import ottava
+from ottava_delayed import DelayedScaling
+
+
+def train(net: torch.nn.Module, run: Any, steps: int = 5) -> tuple[list[float], dict[str, torch.Tensor]]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    random = torch.Generator().manual_seed(1)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(24, 16, generator=random).bfloat16() * (step + 1)
+        loss = run(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("where", ["converted", "region inside", "region outside"])
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=3), DelayedScaling(amax_compute_algo="most_recent")])
+def test_steps_equal_eager(where: str, recipe: DelayedScaling) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)).bfloat16()
+    eager = ottava.convert(net, recipe)
+    twin = copy.deepcopy(eager)
+
+    def inside(module: Any) -> Any:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with ottava.autocast(recipe):
+                return module(x)
+
+        return run
+
+    def compiled(module: Any) -> Any:
+        return torch.compile(module, fullgraph=True, backend="aot_eager")
+
+    runs = {
+        "converted": (eager, compiled(twin)),
+        "region inside": (inside(eager), compiled(inside(twin))),
+        "region outside": (inside(eager), inside(compiled(twin))),
+    }
+    mine, theirs = train(eager, runs[where][0]), train(twin, runs[where][1])
+    assert mine[0] == theirs[0]
+    assert mine[1].keys() == theirs[1].keys()
+    assert all(torch.equal(mine[1][name], theirs[1][name]) for name in mine[1])
+    assert (mine[1]["0.recipe_state.scale"] != 1).all()
+
+
+def test_no_recompilation_after_the_first_steps() -> None:
+    torch._dynamo.reset()
+    net = ottava.convert(torch.nn.Sequential(torch.nn.Linear(16, 8)), DelayedScaling())
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    train(net.bfloat16(), torch.compile(net, fullgraph=True, backend=counter))
+    assert counter.frame_count == 1
