@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from ottava_delayed import DelayedScaling
 
 import ottava
-from ottava_delayed import DelayedScaling
 
 
 def train(net: torch.nn.Module, run: Any, steps: int = 5) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -27,7 +27,9 @@ def train(net: torch.nn.Module, run: Any, steps: int = 5) -> tuple[list[float], 
 
 
 @pytest.mark.parametrize("where", ["converted", "region inside", "region outside"])
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=3), DelayedScaling(amax_compute_algo="most_recent")])
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(amax_history_len=3), DelayedScaling(amax_compute_algo="most_recent")]
+)
 def test_steps_equal_eager(where: str, recipe: DelayedScaling) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

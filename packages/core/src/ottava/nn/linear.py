@@ -199,8 +199,11 @@ class Linear(torch.nn.Linear):
         if region is None:
             if may_begin():
                 begin_step([state], group)
-        elif region.cohort is not None:
-            region.cohort.join(state)
+        elif region.cohort is not None and region.cohort.join(state) and state.has_run and may_begin():
+            # It came with amaxes of a step before, after the others had begun this one.
+            begin_step([state], group)
+        if not state.has_run and not torch.compiler.is_compiling():
+            state.has_run = True
         if isinstance(self.weight, QuantizedTensor) and not torch.compiler.is_compiling():
             quantizer = state.weight_quantizer(self.weight)
             if quantizer is not None:
@@ -304,7 +307,8 @@ class Linear(torch.nn.Linear):
             return
         # No recipe yet: the region that brings one finds its state here.
         own = f"{prefix}recipe_state."
-        loaded = {key.removeprefix(own): value for key, value in state_dict.items() if key.startswith(own)}
+        # Copies: the caller's tensors may be those of a model that goes on training.
+        loaded = {key.removeprefix(own): value.clone() for key, value in state_dict.items() if key.startswith(own)}
         if loaded:
             self._loaded_state = loaded
             unexpected[:] = [key for key in unexpected if not key.startswith(own)]

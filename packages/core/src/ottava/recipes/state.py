@@ -31,6 +31,8 @@ class RecipeState:
     amax_reduction_group: Any
     # Where a stateful state begins its steps, once it has run inside an ``autocast`` block.
     cohort: Any = None
+    # Whether it may hold something of a step before: it has run, or was loaded.
+    has_run: bool = False
 
     def __init__(self, recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
         self.recipe = recipe

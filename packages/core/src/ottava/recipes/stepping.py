@@ -48,11 +48,13 @@ class Cohort:
         self._members: list[weakref.ref[Any]] = []
         self._joined: list[RecipeState] = []
 
-    def join(self, state: Any) -> None:
-        """Take a state in, once."""
-        if state.cohort is not self:
-            state.cohort = self
-            self._joined.append(state)
+    def join(self, state: Any) -> bool:
+        """Take a state in, once; True when it is new here."""
+        if state.cohort is self:
+            return False
+        state.cohort = self
+        self._joined.append(state)
+        return True
 
     def states(self) -> list[RecipeState]:
         """The members that are still in use."""

@@ -1,0 +1,179 @@
+"""One rank of test_distributed.py. Usage: reduce_worker.py RANK WORLD STORE, on gloo and the CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ottava_delayed import DelayedScaling
+
+import ottava
+
+STEPS = 6
+ROWS = 5
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(3):
+        layers += [torch.nn.Linear(16, 16), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers)
+
+
+def shard(step: int, rank: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(ROWS, 16, generator=random) * (1 + (7 * step + 3 * rank) % 5)
+
+
+def scales(net: torch.nn.Module) -> torch.Tensor:
+    parts = [value.reshape(-1) for name, value in net.state_dict().items() if "recipe_state.scale" in name]
+    parts += [value[1:].reshape(-1) for name, value in net.state_dict().items() if "amax_history" in name]
+    return torch.cat(parts)
+
+
+class Counted:
+    """Counts the all-reduces of a block."""
+
+    def __enter__(self) -> Counted:
+        self.count, self.original = 0, dist.all_reduce
+
+        def all_reduce(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return self.original(*args, **kwargs)
+
+        dist.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        dist.all_reduce = self.original
+
+
+def same_on(ranks: list[int], group: Any, values: torch.Tensor) -> None:
+    gathered = [torch.empty_like(values) for _ in ranks]
+    dist.all_gather(gathered, values, group=group)
+    assert all(torch.equal(other, gathered[0]) for other in gathered), gathered
+
+
+def whole(net: torch.nn.Module, step: int, ranks: list[int]) -> None:
+    """One process that sees all the data, in pieces of the same shapes: the same bytes."""
+    with ottava.autocast(DelayedScaling(amax_history_len=3, reduce_amax=False)):
+        outputs = [net(shard(step, rank)) for rank in ranks]
+    torch.cat(outputs).sum().backward()
+
+
+def steps(rank: int, world: int, begin: Callable[[torch.nn.Module], Any], group: Any, ranks: list[int]) -> None:
+    net, alone = ottava.convert(model(), DelayedScaling(amax_history_len=3)), model()
+    ottava.convert(alone, DelayedScaling(amax_history_len=3, reduce_amax=False))
+    for step in range(STEPS):
+        with Counted() as reductions:
+            begin(net)(shard(step, rank)).sum().backward()
+        # A block does not know its layers before they have run in it once.
+        assert reductions.count == 1 or (step == 0 and begin is not converted), (step, reductions.count)
+        whole(alone, step, ranks)
+        same_on(ranks, group, scales(net))
+        assert torch.equal(scales(net), scales(alone)), step
+        if rank == 0:
+            net.eval()
+            with torch.no_grad():
+                begin(net)(1000 * shard(step, 0))
+            net.train()
+
+
+def converted(net: torch.nn.Module) -> Any:
+    return net
+
+
+def in_default_group(rank: int, world: int) -> None:
+    steps(rank, world, converted, None, list(range(world)))
+
+
+def in_block(rank: int, world: int) -> None:
+    def begin(net: torch.nn.Module) -> Any:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with ottava.autocast(amax_reduction_group=dist.group.WORLD):
+                return net(x)
+
+        return run
+
+    steps(rank, world, begin, None, list(range(world)))
+
+
+def in_halves(rank: int, world: int) -> None:
+    """Each half of the ranks by itself."""
+    halves = [list(range(world // 2)), list(range(world // 2, world))]
+    groups = [dist.new_group(half) for half in halves]
+    mine = rank // (world // 2)
+
+    def begin(net: torch.nn.Module) -> Any:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with ottava.autocast(amax_reduction_group=groups[mine]):
+                return net(x)
+
+        return run
+
+    steps(rank, world, begin, groups[mine], halves[mine])
+
+
+def nested(rank: int, world: int) -> None:
+    """A region in a region, each with its own group: one reduction for each, over the right ranks."""
+    pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
+    outer, inner = DelayedScaling(amax_history_len=3), DelayedScaling(amax_history_len=4)
+    a, b = ottava.nn.Linear(16, 16), ottava.nn.Linear(16, 16)
+    expected_a, expected_b = 1.0, 1.0
+    for step in range(STEPS):
+        with Counted() as reductions:
+            with ottava.autocast(outer, amax_reduction_group=dist.group.WORLD):
+                a(shard(step, rank))
+                with ottava.autocast(inner, amax_reduction_group=pairs[rank // 2]):
+                    y = b(shard(step, rank))
+            y.sum().backward()
+        assert reductions.count == (2 if step else 0), (step, reductions.count)
+        if step:
+            past = range(max(0, step - 3), step)
+            largest = max(shard(s, r).abs().max() for s in past for r in range(world))
+            expected_a = torch.div(torch.tensor(448.0), largest)
+            pair = (rank // 2 * 2, rank // 2 * 2 + 1)
+            largest = max(shard(s, r).abs().max() for s in range(max(0, step - 4), step) for r in pair)
+            expected_b = torch.div(torch.tensor(448.0), largest)
+        assert a.recipe_state.scale[0] == expected_a, step
+        assert b.recipe_state.scale[0] == expected_b, step
+
+
+def compiled(rank: int, world: int) -> None:
+    """The reduction inside the graph."""
+    net, alone = ottava.convert(model(), DelayedScaling(amax_history_len=3)), model()
+    ottava.convert(alone, DelayedScaling(amax_history_len=3, reduce_amax=False))
+    run = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        run(shard(step, rank)).sum().backward()
+        whole(alone, step, list(range(world)))
+        assert torch.equal(scales(net), scales(alone)), step
+
+
+def main() -> None:
+    rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world))
+    for case in (in_default_group, in_block, in_halves, nested, compiled):
+        # A group of one has nobody to reduce with.
+        if case is not in_halves or world > 2:
+            case(rank, world)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    # Without the interpreter's finalization, which gloo's threads can abort (a group that is still referenced).
+    os._exit(code)
