@@ -145,6 +145,17 @@ def nested(rank: int, world: int) -> None:
         assert b.recipe_state.scale[0] == expected_b, step
 
 
+def under_ddp(rank: int, world: int) -> None:
+    """DistributedDataParallel broadcasts buffers by default: not these, or amaxes of other ranks would be lost."""
+    net, alone = ottava.convert(model(), DelayedScaling(amax_history_len=3)), model()
+    ottava.convert(alone, DelayedScaling(amax_history_len=3, reduce_amax=False))
+    run = torch.nn.parallel.DistributedDataParallel(net)
+    for step in range(3):
+        run(shard(step, rank)).sum().backward()
+        whole(alone, step, list(range(world)))
+        assert torch.equal(scales(net), scales(alone)), step
+
+
 def compiled(rank: int, world: int) -> None:
     """The reduction inside the graph."""
     net, alone = ottava.convert(model(), DelayedScaling(amax_history_len=3)), model()
@@ -160,7 +171,7 @@ def main() -> None:
     rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world))
-    for case in (in_default_group, in_block, in_halves, nested, compiled):
+    for case in (in_default_group, in_block, in_halves, nested, under_ddp, compiled):
         # A group of one has nobody to reduce with.
         if case is not in_halves or world > 2:
             case(rank, world)

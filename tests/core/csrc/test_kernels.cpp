@@ -245,6 +245,67 @@ void test_shape(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t offs
     }
 }
 
+// The cast that records: codes, transpose, amax and the count of what is beyond the format, from one call.
+void test_recording(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t offset) {
+    std::mt19937 random(static_cast<unsigned>(rows * 31 + cols));
+    const int64_t n = rows * cols;
+    Elements src(dtype, n, offset);
+    fill(src, random);
+    const float fp8_max = format == Fp8::e4m3 ? 448.0f : 57344.0f;
+    const std::string label = name("cast_amax", dtype, format) + " " + std::to_string(rows) + "x" +
+                              std::to_string(cols) + "+" + std::to_string(offset);
+    const std::string only_label = label + " out only", transposed_label = label + " out_t";
+    for (const float scale : {1.0f, fp8_max / 7, -3.0f * fp8_max, 0.0f, INFINITY, std::nanf("")})
+        for (const int threads : {1, 3}) {
+            float amax = 0.25f, expected_amax = 0.25f, scale_inv = -1;
+            int64_t saturated = 5, expected_saturated = 5;
+            Buffer<uint8_t> out(n, offset), only(n, offset), out_t(n, offset);
+            cast_amax(src.raw.address(), dtype, rows, cols, &scale, &amax, &saturated, &scale_inv, out.data(),
+                      out_t.data(), format, threads);
+            float again = 0;
+            cast_amax(src.raw.address(), dtype, rows, cols, &scale, &again, nullptr, &scale_inv, only.data(), nullptr,
+                      format, threads);
+            for (int64_t row = 0; row < rows; ++row)
+                for (int64_t col = 0; col < cols; ++col) {
+                    const int64_t i = row * cols + col;
+                    const float x = src.get(i);
+                    const uint8_t code = scalar_cast(x, scale, format);
+                    check(label, i, out.get(i), code);
+                    check(only_label, i, only.get(i), code);
+                    check(transposed_label, i, out_t.get(col * rows + row), code);
+                    if (std::fabs(x) > expected_amax) expected_amax = std::fabs(x);
+                    if (std::fabs(x * scale) > fp8_max) ++expected_saturated;
+                }
+            check(label + " amax", 0, bits_as<uint32_t>(amax), bits_as<uint32_t>(expected_amax));
+            check(label + " amax again", 0, again <= amax, 1);
+            check(label + " saturated", 0, saturated, expected_saturated);
+            const float inverse = 1.0f / scale;
+            if (!std::isnan(inverse))
+                check(label + " scale_inv", 0, bits_as<uint32_t>(scale_inv), bits_as<uint32_t>(inverse));
+        }
+}
+
+// Two tensors of different numbers of slots, with and without amaxes from elsewhere.
+void test_update() {
+    const float maxima[] = {448.0f, 448.0f, 57344.0f};
+    for (const bool most_recent : {false, true})
+        for (const bool elsewhere : {false, true}) {
+            float scale[] = {1.0f, 9.0f, 1.0f}, other_scale[] = {1.0f};
+            float history[] = {2.0f, 0.0f, INFINITY, 8.0f, 5.0f, 1.0f, 1.0f, 6.0f, 3.0f};
+            float other_history[] = {1e-45f, 0.0f, 0.0f};
+            const float last[] = {2.0f, 0.0f, INFINITY, 1e-45f};
+            if (elsewhere) history[0] = other_history[0] = 77.0f;
+            const HistorySlots tensors[] = {{scale, history, maxima, 3}, {other_scale, other_history, maxima, 1}};
+            update_scales(tensors, 2, 3, most_recent, elsewhere ? last : nullptr);
+            const float expected_scale[] = {448.0f / (most_recent ? 2.0f : 8.0f), 9.0f, 1.0f};
+            const float expected_history[] = {0.0f, 0.0f, 0.0f, 1.0f, 5.0f, 3.0f, 2.0f, 6.0f, INFINITY};
+            for (int i = 0; i < 3; ++i) check("update scale", i, bits_as<uint32_t>(scale[i]), bits_as<uint32_t>(expected_scale[i]));
+            for (int i = 0; i < 9; ++i)
+                check("update history", i, bits_as<uint32_t>(history[i]), bits_as<uint32_t>(expected_history[i]));
+            check("update largest scale", 0, bits_as<uint32_t>(other_scale[0]), bits_as<uint32_t>(std::numeric_limits<float>::max()));
+        }
+}
+
 void test_decode(Dtype dtype, Fp8 format) {
     const std::string label = name("decode", dtype, format);
     for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{33}, int64_t{256}, int64_t{70001}})
@@ -319,12 +380,17 @@ void test_kernels() {
                                          {16, 16}, {17, 15},  {63, 65},   {64, 64},   {64, 1024},  {65, 80}, {129, 1030},
                                          {5, 3000}, {3000, 5}, {200, 333}};
             for (const auto& shape : shapes)
-                for (const size_t offset : {size_t{0}, size_t{1}}) test_shape(dtype, format, shape[0], shape[1], offset);
+                for (const size_t offset : {size_t{0}, size_t{1}}) {
+                    test_shape(dtype, format, shape[0], shape[1], offset);
+                    test_recording(dtype, format, shape[0], shape[1], offset);
+                }
         }
     }
     // Large enough for the streaming stores, aligned and not.
     test_shape(Dtype::bfloat16, Fp8::e4m3, 2048, 2112, 0);
     test_shape(Dtype::bfloat16, Fp8::e5m2, 2049, 2111, 1);
+    test_recording(Dtype::bfloat16, Fp8::e4m3, 2048, 2112, 0);
+    test_recording(Dtype::bfloat16, Fp8::e5m2, 2049, 2111, 1);
     test_epilogue();
 }
 
@@ -334,6 +400,7 @@ int main() {
     test_numerics<E4M3>("e4m3", 0x7f);
     test_numerics<E5M2>("e5m2", 0x7c);
     test_scales();
+    test_update();
     const Kernels* available[8];
     const int count = available_kernels(available, 8);
     for (int i = 0; i < count; ++i) {

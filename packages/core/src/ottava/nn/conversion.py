@@ -15,6 +15,7 @@ from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.base import Recipe
 from ottava.recipes.region import as_recipe, enter_module, leave_module
+from ottava.recipes.state import RecipeState
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 Predicate = Callable[[str, torch.nn.Module], bool]
@@ -166,9 +167,23 @@ def convert(
         # Its forward pass is a region, in which all layers begin a step together.
         result.register_forward_pre_hook(enter_module, prepend=True)
         result.register_forward_hook(leave_module, always_call=True)
+        _keep_from_broadcast(result)
     report = ConversionReport(chosen.name or type(chosen).__name__, tuple(decisions))
     setattr(result, _REPORT_ATTRIBUTE, report)
     return result  # type: ignore[no-any-return]
+
+
+def _keep_from_broadcast(model: torch.nn.Module) -> None:
+    """Have DistributedDataParallel leave the states alone.
+
+    It copies the first rank's buffers over those of the others at every forward pass, which would lose what these
+    recorded before it is reduced.
+    """
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, RecipeState) and isinstance(module, torch.nn.Module):
+            ignored |= {f"{name}.{buffer}" for buffer, _ in module.named_buffers()}
+    model._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]
 
 
 def conversion_report(model: torch.nn.Module) -> ConversionReport:
