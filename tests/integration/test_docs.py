@@ -13,6 +13,7 @@ import typer
 import ottava
 import ottava.errors
 import ottava_current
+import ottava_delayed
 from ottava.cli.main import app
 from ottava.recipes import hookspecs
 
@@ -70,6 +71,7 @@ PUBLIC = sorted(
     {
         *exported(ottava),
         *exported(ottava_current),
+        *exported(ottava_delayed),
         *(name for package in PACKAGES for name in exported(importlib.import_module(package))),
         *HOOKS,
         *ERRORS,

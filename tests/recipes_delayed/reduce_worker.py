@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ottava_delayed import DelayedScaling
 
 import ottava
+from ottava_delayed import DelayedScaling
 
 STEPS = 6
 ROWS = 5

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import torch
-from ottava_delayed import DelayedScaling
 
 import ottava
+from ottava_delayed import DelayedScaling
 
 
 def main(folder: Path, steps: int, kill_at: int) -> None:

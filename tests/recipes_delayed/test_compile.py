@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from ottava_delayed import DelayedScaling
 
 import ottava
+from ottava_delayed import DelayedScaling
 
 
 def train(net: torch.nn.Module, run: Any, steps: int = 5) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from ottava_delayed import Float8Quantizer
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
+from ottava_delayed import Float8Quantizer
 
 FORMATS = {torch.float8_e4m3fn: (ml_dtypes.float8_e4m3fn, 448.0), torch.float8_e5m2: (ml_dtypes.float8_e5m2, 57344.0)}
 

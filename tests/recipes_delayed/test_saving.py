@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ottava_delayed import DelayedScaling
 
 import ottava
+from ottava_delayed import DelayedScaling
 
 safetensors = pytest.importorskip("safetensors.torch")
 

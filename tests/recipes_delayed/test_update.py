@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ottava_delayed import DelayedScaling, DelayedScalingState
 
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import Format
 from ottava.kernels.backends import use_backend
 from ottava.recipes import QuantizerRole
 from ottava.recipes.stepping import begin_step
+from ottava_delayed import DelayedScaling, DelayedScalingState
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import Slot, divide, largest

@@ -80,14 +80,19 @@ void cast_amax(Address src, int dtype, int64_t rows, int64_t cols, Address scale
                       at<uint8_t>(out_t), fp8_of(format), threads_of(threads));
 }
 
-// One entry a tensor: the addresses of its scale, its history and its maxima, and the number of its slots.
-void update_scales(const std::vector<std::tuple<Address, Address, Address, int64_t>>& tensors, int64_t length,
-                   bool most_recent, Address last) {
+// One entry a tensor: the addresses of its scale and its history, and the number of its slots.
+void update_scales(const std::vector<std::tuple<Address, Address, int64_t>>& tensors, int64_t length,
+                   const std::vector<float>& maxima, bool most_recent, Address last) {
     std::vector<ottava::HistorySlots> slots;
     slots.reserve(tensors.size());
-    for (const auto& [scale, history, maximum, count] : tensors)
-        slots.push_back({at<float>(scale), at<float>(history), at<const float>(maximum), size_of(count)});
-    ottava::update_scales(slots.data(), static_cast<int64_t>(slots.size()), size_of(length), most_recent,
+    int64_t total = 0;
+    for (const auto& [scale, history, count] : tensors) {
+        slots.push_back({at<float>(scale), at<float>(history), size_of(count)});
+        total += count;
+    }
+    if (total != static_cast<int64_t>(maxima.size()))
+        throw std::invalid_argument(std::to_string(maxima.size()) + " maxima for " + std::to_string(total) + " slots");
+    ottava::update_scales(slots.data(), static_cast<int64_t>(slots.size()), size_of(length), maxima.data(), most_recent,
                           at<const float>(last));
 }
 

@@ -287,7 +287,7 @@ void test_recording(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t 
 
 // Two tensors of different numbers of slots, with and without amaxes from elsewhere.
 void test_update() {
-    const float maxima[] = {448.0f, 448.0f, 57344.0f};
+    const float maxima[] = {448.0f, 448.0f, 57344.0f, 448.0f};
     for (const bool most_recent : {false, true})
         for (const bool elsewhere : {false, true}) {
             float scale[] = {1.0f, 9.0f, 1.0f}, other_scale[] = {1.0f};
@@ -295,8 +295,8 @@ void test_update() {
             float other_history[] = {1e-45f, 0.0f, 0.0f};
             const float last[] = {2.0f, 0.0f, INFINITY, 1e-45f};
             if (elsewhere) history[0] = other_history[0] = 77.0f;
-            const HistorySlots tensors[] = {{scale, history, maxima, 3}, {other_scale, other_history, maxima, 1}};
-            update_scales(tensors, 2, 3, most_recent, elsewhere ? last : nullptr);
+            const HistorySlots tensors[] = {{scale, history, 3}, {other_scale, other_history, 1}};
+            update_scales(tensors, 2, 3, maxima, most_recent, elsewhere ? last : nullptr);
             const float expected_scale[] = {448.0f / (most_recent ? 2.0f : 8.0f), 9.0f, 1.0f};
             const float expected_history[] = {0.0f, 0.0f, 0.0f, 1.0f, 5.0f, 3.0f, 2.0f, 6.0f, INFINITY};
             for (int i = 0; i < 3; ++i) check("update scale", i, bits_as<uint32_t>(scale[i]), bits_as<uint32_t>(expected_scale[i]));

@@ -79,8 +79,8 @@ def test_two_hundred_steps(code_path: str, length: int, most_recent: bool) -> No
     counts = [3, 1, 5]
     scales = [torch.ones(n) for n in counts]
     histories = [torch.zeros(length, n) for n in counts]
-    maxima = [torch.tensor(random.choice([448.0, 57344.0, 28672.0], n), dtype=torch.float32) for n in counts]
-    mine = [(s.tolist(), h.tolist(), m.tolist()) for s, h, m in zip(scales, histories, maxima, strict=True)]
+    maxima = [random.choice([448.0, 57344.0, 28672.0], n).tolist() for n in counts]
+    mine = [(s.tolist(), h.tolist(), m) for s, h, m in zip(scales, histories, maxima, strict=True)]
     for step in range(200):
         use_last = step % 3 == 0
         planted = []
@@ -100,7 +100,7 @@ def test_two_hundred_steps(code_path: str, length: int, most_recent: bool) -> No
             # What stands in the first rows is not read.
             for history, amaxes in zip(histories, planted, strict=True):
                 history[0] = torch.where(amaxes == 0, 0.0, 123.0)
-        kernels.update_scales(scales, histories, maxima, most_recent=most_recent, last=last)
+        kernels.update_scales(scales, histories, [m for row in maxima for m in row], most_recent=most_recent, last=last)
         for (scale, kept, maximum), got, history in zip(mine, scales, histories, strict=True):
             oracle(scale, kept, maximum, most_recent)
             assert got.numpy().tobytes() == np.array(scale, np.float32).tobytes(), step
@@ -112,12 +112,12 @@ def test_two_hundred_steps(code_path: str, length: int, most_recent: bool) -> No
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(width=32, min_value=0.0), min_size=1, max_size=30), st.integers(1, 5), st.booleans())
 def test_any_amaxes(code_path: str, amaxes: list[float], length: int, most_recent: bool) -> None:
-    scale, history, maximum = torch.ones(1), torch.zeros(length, 1), torch.tensor([448.0])
-    mine = (scale.tolist(), history.tolist(), maximum.tolist())
+    scale, history = torch.ones(1), torch.zeros(length, 1)
+    mine = (scale.tolist(), history.tolist(), [448.0])
     for amax in amaxes:
         history[0] = amax
         mine[1][0][0] = amax
-        kernels.update_scales([scale], [history], [maximum], most_recent=most_recent)
+        kernels.update_scales([scale], [history], [448.0], most_recent=most_recent)
         oracle(*mine, most_recent)
         assert scale.tolist() == mine[0]
         assert history.tolist() == mine[1]

@@ -83,11 +83,11 @@ void cast_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, const f
 struct HistorySlots {
     float* scale;
     float* history;
-    const float* maximum;  // [slots], what an amax is scaled to
     int64_t slots;
 };
 // The scales of the next step, for every slot in which the first row of its history is not zero (see numerics.h).
-void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, bool most_recent,
+// `maxima` holds what an amax is scaled to, one for each slot of all tensors.
+void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,
                    const float* last);  // optional: the first rows to use instead, one after the other
 void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int threads);
 void decode(const uint8_t* src, Fp8 format, int64_t n,

@@ -195,7 +195,8 @@ void cast_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, const f
         *saturated += saturated_of(src, dtype, rows * cols, factor, format, threads);
 }
 
-void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, bool most_recent, const float* last) {
+void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,
+                   const float* last) {
     for (int64_t i = 0; i < count; ++i) {
         const HistorySlots& t = tensors[i];
         for (int64_t slot = 0; slot < t.slots; ++slot) {
@@ -209,8 +210,9 @@ void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, b
             }
             t.history[(length - 1) * t.slots + slot] = seen;
             t.history[slot] = 0.0f;
-            t.scale[slot] = scale_from_history(amax, t.maximum[slot], t.scale[slot]);
+            t.scale[slot] = scale_from_history(amax, maxima[slot], t.scale[slot]);
         }
+        maxima += t.slots;
         if (last != nullptr) last += t.slots;
     }
 }

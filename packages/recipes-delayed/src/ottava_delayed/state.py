@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 class DelayedScalingState(torch.nn.Module, RecipeState):
     """What delayed scaling keeps for a layer: a slot for each tensor that it quantizes.
 
-    Buffers, all of which are saved:
-        scale: float32 ``[slots]``, what multiplies in the next quantizations; 1 at first.
-        amax_history: float32 ``[amax_history_len, slots]``; row 0 collects the amax of the current step, the last row
-            is that of the step before, row 1 the oldest.
-        saturated: int64 ``[slots]``, how many elements were clamped since the layer was made or reset.
+    Attributes:
+        scale: buffer, float32 ``[slots]``: what multiplies in the next quantizations; 1 at first.
+        amax_history: buffer, float32 ``[amax_history_len, slots]``; row 0 collects the amax of the current step, the
+            last row is that of the step before, row 1 the oldest.
+        saturated: buffer, int64 ``[slots]``: how many elements were clamped since the layer was made or reset.
+        slots: which slot is which tensor's.
+        maxima: what the amax of a slot is scaled to: its format's maximum, 2^margin times smaller.
     """
 
     stateful: ClassVar[bool] = True
@@ -34,7 +36,6 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     scale: torch.Tensor
     amax_history: torch.Tensor
     saturated: torch.Tensor
-    maximum: torch.Tensor
 
     def __init__(
         self, recipe: DelayedScaling, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
@@ -45,16 +46,12 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.slots = {role.tensor_type: slot for slot, role in enumerate(roles)}
         self.formats = tuple(recipe.fp8_dtype(role) for role in roles)
         # Quantizers that a factory put in the place of the recipe's.
-        self.given: dict[str, Quantizer] = {}
-        for role in roles:
-            quantizer = recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
-            if recipe._factory is not None and not isinstance(quantizer, Float8Quantizer):
-                self.given[role.tensor_type] = quantizer
-        maxima = [largest(dtype, recipe.margin) for dtype in self.formats]
+        given = {role.tensor_type: recipe.given_quantizer(role) for role in roles}
+        self.given = {tensor_type: quantizer for tensor_type, quantizer in given.items() if quantizer is not None}
+        self.maxima = tuple(largest(dtype, recipe.margin) for dtype in self.formats)
         self.register_buffer("scale", torch.ones(len(roles)))
         self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, len(roles)))
         self.register_buffer("saturated", torch.zeros(len(roles), dtype=torch.int64))
-        self.register_buffer("maximum", torch.tensor(maxima), persistent=False)
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """Whatever the group: it is the update that reduces."""
@@ -98,8 +95,6 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.scale.fill_(1.0)
         self.amax_history.zero_()
         self.saturated.zero_()
-        # A buffer that is not saved has no value after ``to_empty``.
-        self.maximum.copy_(torch.tensor([largest(dtype, self.recipe.margin) for dtype in self.formats]))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:

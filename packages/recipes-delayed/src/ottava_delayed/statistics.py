@@ -15,7 +15,7 @@ class SlotStatistics:
 
     Attributes:
         scale: what multiplies in the next quantization.
-        amax: of the step before.
+        amax: of the step before; with a history of one, of the current step.
         largest_amax: of the whole history, the current step included.
         saturated: elements clamped since the layer was made or its state reset.
     """

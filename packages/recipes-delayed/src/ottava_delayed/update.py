@@ -25,20 +25,34 @@ def update(recipe: DelayedScaling, states: Sequence[DelayedScalingState], group:
     Raises:
         ShapeError, DTypeError: a function of the recipe returned something else than one float32 for each slot.
     """
-    if not states:
-        return
-    scales = [state.scale for state in states]
-    histories = [state.amax_history for state in states]
-    maxima = [state.maximum for state in states]
     last = None
-    if recipe.reduce_amax and _reduces(group):
-        last = reduce_amax(torch.cat([history[0] for history in histories]), group)
+    if states and recipe.reduce_amax and _reduces(group):
+        # One collective for all layers, wherever they are.
+        device = states[0].scale.device
+        last = reduce_amax(torch.cat([state.amax_history[0].to(device) for state in states]), group)
+    by_device: dict[torch.device, list[int]] = {}
+    for position, state in enumerate(states):
+        by_device.setdefault(state.scale.device, []).append(position)
+    for device, positions in by_device.items():
+        there = [states[position] for position in positions]
+        seen = last
+        if last is not None and len(by_device) > 1:
+            parts = last.split([state.scale.numel() for state in states])
+            seen = torch.cat([parts[position] for position in positions]).to(device)
+        _update_on_device(recipe, there, seen)
+
+
+def _update_on_device(recipe: DelayedScaling, states: Sequence[DelayedScalingState], last: torch.Tensor | None) -> None:
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _update_by_functions(recipe, states, last)
-    else:
-        kernels.update_scales(
-            scales, histories, maxima, most_recent=recipe.amax_compute_algo == "most_recent", last=last
-        )
+        return
+    kernels.update_scales(
+        [state.scale for state in states],
+        [state.amax_history for state in states],
+        [maximum for state in states for maximum in state.maxima],
+        most_recent=recipe.amax_compute_algo == "most_recent",
+        last=last,
+    )
 
 
 def _reduces(group: Any) -> bool:
@@ -51,7 +65,7 @@ def _update_by_functions(
     """The same with the recipe's own functions, each called once for all slots of a format."""
     history = torch.cat([state.amax_history for state in states], 1)
     scale = torch.cat([state.scale for state in states])
-    maximum = torch.cat([state.maximum for state in states])
+    maximum = torch.tensor([m for state in states for m in state.maxima], dtype=torch.float32, device=scale.device)
     if last is not None:
         history = torch.cat([last.unsqueeze(0), history[1:]])
     amax = _amaxes(recipe, history)

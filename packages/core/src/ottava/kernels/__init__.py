@@ -114,7 +114,8 @@ def scale_from_amax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(scale, scale_inv)`` for every amax, float32, same shape.
 
-    ``scale = max / max(amax, epsilon)``, correctly rounded; 1 where amax is 0, infinite or NaN; at most the largest
+    An amax below ``epsilon`` counts as ``epsilon``. ``scale = max / amax``, correctly rounded; 1 where that amax is 0,
+    infinite or NaN; at most the largest
     finite float32; with ``force_pow_2`` floored to a power of two. ``scale_inv`` is the correctly rounded ``1/scale``.
     """
     fp8_format(fp8_dtype)
@@ -204,7 +205,7 @@ def cast_amax(
 def update_scales(
     scales: Sequence[torch.Tensor],
     histories: Sequence[torch.Tensor],
-    maxima: Sequence[torch.Tensor],
+    maxima: Sequence[float],
     *,
     most_recent: bool = False,
     last: torch.Tensor | None = None,
@@ -219,30 +220,32 @@ def update_scales(
     Args:
         scales: float32 ``[slots]`` each.
         histories: float32 ``[length, slots]`` each, one length for all.
-        maxima: float32 ``[slots]`` each: what an amax is scaled to.
+        maxima: what an amax is scaled to, one number for each slot of all tensors.
         last: float32 ``[all slots]``, to be taken for the first rows, one after the other (reduced ones, say).
 
     Raises:
         ShapeError, DTypeError, DeviceError: the tensors do not fit together.
     """
-    if not len(scales) == len(histories) == len(maxima):
-        raise ShapeError(f"{len(scales)} scales, {len(histories)} histories, {len(maxima)} maxima", expected="as many")
+    total = sum(scale.numel() for scale in scales)
+    if len(scales) != len(histories) or len(maxima) != total:
+        raise ShapeError(
+            f"{len(scales)} scales with {total} slots, {len(histories)} histories, {len(maxima)} maxima",
+            expected="as many histories as scales, and a maximum for each slot",
+        )
     if not scales:
         return
     device, length = scales[0].device, histories[0].shape[0] if histories[0].dim() == 2 else -1
     if length == 0:
         raise ShapeError("a history has no rows", expected="at least one")
-    for scale, history, maximum in zip(scales, histories, maxima, strict=True):
+    for scale, history in zip(scales, histories, strict=True):
         slots = scale.numel()
-        for tensor, shape, what in (
-            (scale, (slots,), "scale"),
-            (history, (length, slots), "amax history"),
-            (maximum, (slots,), "maximum"),
-        ):
-            _check_out(tensor, shape, torch.float32, device, what)
+        _check_out(scale, (slots,), torch.float32, device, "scale")
+        _check_out(history, (length, slots), torch.float32, device, "amax history")
     if last is not None:
-        _check_out(last, (sum(scale.numel() for scale in scales),), torch.float32, device, "last")
-    torch.ops.ottava.update_scales(list(scales), list(histories), list(maxima), most_recent, last)
+        _check_out(last, (total,), torch.float32, device, "last")
+    torch.ops.ottava.update_scales(
+        list(scales), list(histories), [float(maximum) for maximum in maxima], most_recent, last
+    )
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:

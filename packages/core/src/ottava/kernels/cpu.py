@@ -202,17 +202,16 @@ def cast_amax(
 def update_scales(
     scales: list[torch.Tensor],
     histories: list[torch.Tensor],
-    maxima: list[torch.Tensor],
+    maxima: list[float],
     most_recent: bool,
     last: torch.Tensor | None,
 ) -> None:
     """Every slot of every tensor in one call."""
     slots = [
-        (scale.data_ptr(), history.data_ptr(), maximum.data_ptr(), scale.numel())
-        for scale, history, maximum in zip(scales, histories, maxima, strict=True)
+        (scale.data_ptr(), history.data_ptr(), scale.numel()) for scale, history in zip(scales, histories, strict=True)
     ]
     if slots:
-        _cpu.update_scales(slots, histories[0].shape[0], most_recent, _pointer(last))
+        _cpu.update_scales(slots, histories[0].shape[0], maxima, most_recent, _pointer(last))
 
 
 def transpose_out(data: torch.Tensor, out: torch.Tensor) -> None:

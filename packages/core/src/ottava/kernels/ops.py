@@ -87,7 +87,7 @@ _kernel(
 
 
 _LIBRARY.define(
-    "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor[] maxima, bool most_recent, Tensor? last) -> ()"
+    "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, Tensor? last) -> ()"
 )
 _LIBRARY.impl(
     "update_scales",

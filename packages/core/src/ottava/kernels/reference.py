@@ -125,14 +125,16 @@ def cast_amax(
 def update_scales(
     scales: list[torch.Tensor],
     histories: list[torch.Tensor],
-    maxima: list[torch.Tensor],
+    maxima: list[float],
     most_recent: bool,
     last: torch.Tensor | None,
 ) -> None:
     """Every slot of every tensor. A slot whose first row is 0 saw nothing, and stays as it is."""
     done = 0
-    for scale, history, maximum in zip(scales, histories, maxima, strict=True):
-        seen = history[0].clone() if last is None else last[done : done + scale.numel()]
+    for scale, history in zip(scales, histories, strict=True):
+        slots = slice(done, done + scale.numel())
+        seen = history[0].clone() if last is None else last[slots]
+        maximum = torch.tensor(maxima[slots], dtype=torch.float32, device=scale.device)
         done += scale.numel()
         older = torch.where(history.isnan(), torch.zeros_like(history), history)[1:]
         amax = seen

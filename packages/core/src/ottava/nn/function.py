@@ -81,6 +81,8 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (dy,) = grads
         plan: LinearPlan = ctx.plan
+        if plan.state.stateful and not torch.compiler.is_compiling():
+            plan.state.backward_ran = True
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         *tensors, given_weight = ctx.saved_tensors
         qx, qw = restore_from_saved(tensors, ctx.objects)

@@ -54,6 +54,8 @@ class Linear(torch.nn.Linear):
     _last_recipe: Recipe | None = None
     _last_group: Any = None
     _has_run: bool = False
+    # Whether the state has seen the operands of that forward.
+    _recorded: bool = False
     # What a checkpoint held for a recipe that a region has yet to bring.
     _loaded_state: dict[str, Any] | None = None
 
@@ -98,17 +100,26 @@ class Linear(torch.nn.Linear):
 
     def _bind_prepared(self, recipe: Recipe | None, state: RecipeState | None) -> None:
         self._recipe, self._quantized_weight = recipe, None
-        if state is None or not state.stateful:
+        kept: Any = self._modules.get("recipe_state")
+        if kept is not None and recipe is not None and kept.serves(recipe, None):
+            state = kept
+        elif state is not None and not state.stateful:
+            # Another recipe for good. (Without one, the state waits for a region that brings its recipe.)
             self._modules.pop("recipe_state", None)
         self._set_state(state)
 
     def _make_state(self, recipe: Recipe, group: Any) -> RecipeState:
         roles = [QuantizerRole("linear", tensor_type, self.name) for tensor_type in _TENSOR_TYPES]
-        return recipe.make_state(roles, amax_reduction_group=group)
+        state = recipe.make_state(roles, amax_reduction_group=group)
+        # Its buffers lie where the weight does.
+        return state.to(self.weight.device) if isinstance(state, torch.nn.Module) else state
 
     def _set_state(self, state: RecipeState | None) -> None:
         """Use ``state`` from now on. A stateful one becomes the submodule that checkpoints and ``.to()`` see."""
         if isinstance(state, torch.nn.Module):
+            if self._loaded_state is not None:
+                state.load_state_dict(self._loaded_state)
+                self._loaded_state = None
             self.__dict__["_state"] = state
             self._modules["recipe_state"] = state
         else:
@@ -124,9 +135,6 @@ class Linear(torch.nn.Linear):
             state = kept
         else:
             state = self._make_state(recipe, group)
-            if self._loaded_state is not None and isinstance(state, torch.nn.Module):
-                state.load_state_dict(self._loaded_state)
-                self._loaded_state = None
             if kept is not None and state.stateful:
                 warnings.warn(
                     f"the scaling state of {self._label()} is discarded: the recipe changed from {kept.recipe!r} to "
@@ -202,6 +210,14 @@ class Linear(torch.nn.Linear):
         elif region.cohort is not None and region.cohort.join(state) and state.has_run and may_begin():
             # It came with amaxes of a step before, after the others had begun this one.
             begin_step([state], group)
+        elif state.backward_ran and not torch.compiler.is_compiling() and may_begin():
+            state.backward_ran = False
+            warnings.warn(
+                f"{self._label()} runs another forward pass after a backward pass, in one region: scales are updated "
+                "at the entry of a region only; enter it anew for every step",
+                UserWarning,
+                stacklevel=4,
+            )
         if not state.has_run and not torch.compiler.is_compiling():
             state.has_run = True
         if isinstance(self.weight, QuantizedTensor) and not torch.compiler.is_compiling():
@@ -210,12 +226,16 @@ class Linear(torch.nn.Linear):
                 self.weight.update_quantizer(quantizer)
 
     def _is_recording(self, grad_enabled: bool) -> bool:
-        """Whether the operands are a step's own: not recomputed, and not those of an evaluation.
+        """Whether the state is to see the operands: not those of an evaluation, and those of a step once.
 
-        Reentrant checkpointing runs the forward without gradients, which is why the mode of the module counts.
+        Reentrant checkpointing runs the forward without gradients: there the recomputation is what is seen.
         """
-        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        return not recomputing and (grad_enabled or self.training)
+        if torch.compiler.is_compiling():
+            return grad_enabled
+        if torch._C._current_graph_task_id() != -1:
+            return not self._recorded
+        self._recorded = grad_enabled
+        return grad_enabled
 
     def _plain_weight(self) -> torch.Tensor:
         weight = self.weight
@@ -312,6 +332,11 @@ class Linear(torch.nn.Linear):
         if loaded:
             self._loaded_state = loaded
             unexpected[:] = [key for key in unexpected if not key.startswith(own)]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, value in (self._loaded_state or {}).items():
+            destination[f"{prefix}recipe_state.{name}"] = value
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group belongs to its process.

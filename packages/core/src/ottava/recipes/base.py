@@ -47,19 +47,25 @@ class Recipe(ABC):
         Raises:
             DTypeError: the factory returned something that is not a quantizer.
         """
+        role = QuantizerRole.of(role)
+        given = self.given_quantizer(role)
+        return self.make_quantizer(role, amax_reduction_group=amax_reduction_group) if given is None else given
+
+    def given_quantizer(self, role: QuantizerRole) -> Quantizer | None:
+        """What a factory that was put over this recipe gives for ``role``; None where the recipe's own serves.
+
+        Raises:
+            DTypeError: the factory returned something that is not a quantizer.
+        """
         from ottava.tensors import Quantizer
 
-        role = QuantizerRole.of(role)
-        if self._factory is not None:
-            made = self._factory(role)
-            if made is not None:
-                if not isinstance(made, Quantizer):
-                    raise DTypeError(
-                        f"the quantizer factory returned a {type(made).__name__} for {role}",
-                        expected="an ottava.Quantizer or None",
-                    )
-                return made
-        return self.make_quantizer(role, amax_reduction_group=amax_reduction_group)
+        made = None if self._factory is None else self._factory(role)
+        if made is not None and not isinstance(made, Quantizer):
+            raise DTypeError(
+                f"the quantizer factory returned a {type(made).__name__} for {role}",
+                expected="an ottava.Quantizer or None",
+            )
+        return made
 
     def same_as(self, other: Recipe | None) -> bool:
         """Whether ``other`` says the same: the same object, or an equal one under the same factory."""

@@ -30,6 +30,8 @@ class Region:
     module: torch.nn.Module | None = None
     # The stateful states that have run in regions like this one; None in a module's, which knows its own.
     cohort: Cohort | None = None
+    # Whether a step began at its entry, or had begun when it was entered.
+    began: bool = False
 
 
 class _Regions(threading.local):
@@ -97,17 +99,21 @@ class autocast(ContextDecorator):
             group = outer.amax_reduction_group if group is None else group
         task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
         cohort = cohort_for(recipe, group)
-        if self._enabled and not self._calibrating and may_begin() and self._is_new(cohort):
+        began = self._has_begun(cohort)
+        if self._enabled and not self._calibrating and not began and may_begin():
             begin_step(cohort.states(), group)
-        _regions.stack.append(Region(recipe, self._enabled, group, self._calibrating, task, cohort=cohort))
+            began = True
+        region = Region(recipe, self._enabled, group, self._calibrating, task, cohort=cohort, began=began)
+        _regions.stack.append(region)
         return self
 
-    def _is_new(self, cohort: Cohort) -> bool:
-        """Whether this is not inside a region that has begun the step already."""
-        outer = _regions.stack
-        if self._recipe is None and self._group is None and outer:
-            return False
-        return all(region.cohort is not cohort for region in outer)
+    def _has_begun(self, cohort: Cohort) -> bool:
+        """Whether this is inside a region that has begun the step already."""
+        for region in _regions.stack:
+            changes_nothing = region.module is not None and self._recipe is None and self._group is None
+            if region.began and (region.cohort is cohort or changes_nothing):
+                return True
+        return False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -118,14 +124,22 @@ class autocast(ContextDecorator):
             begin_step(region.cohort.states(), region.amax_reduction_group)
 
 
-def enter_module(module: torch.nn.Module, args: Any = None) -> None:
+def enter_module(module: torch.nn.Module, args: Any = ()) -> None:
     """A forward pre-hook of converted modules: the forward pass of the outermost one is a region."""
-    if _regions.stack:
+    if _regions.stack and not _is_apart(module):
         return
-    if may_begin():
-        begin_step(states_of(module), None)
+    # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
+    checkpointed = module.training and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
-    _regions.stack.append(Region(graph_task=task, module=module))
+    began = may_begin() or (checkpointed and task == -1)
+    if began:
+        begin_step(states_of(module), None)
+    _regions.stack.append(Region(graph_task=task, module=module, began=began))
+
+
+def _is_apart(module: torch.nn.Module) -> bool:
+    """Whether the enclosing regions are forward passes of modules that do not contain this one."""
+    return all(r.module is not None and all(m is not module for m in r.module.modules()) for r in _regions.stack)
 
 
 def leave_module(module: torch.nn.Module, args: Any = None, output: Any = None) -> None:

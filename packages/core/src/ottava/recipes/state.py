@@ -33,6 +33,8 @@ class RecipeState:
     cohort: Any = None
     # Whether it may hold something of a step before: it has run, or was loaded.
     has_run: bool = False
+    # Whether a backward pass has run since the step began.
+    backward_ran: bool = False
 
     def __init__(self, recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
         self.recipe = recipe

@@ -29,6 +29,9 @@ def begin_step(states: Iterable[RecipeState], amax_reduction_group: Any) -> None
             by_recipe.append((state.recipe, [state]))
     for recipe, together in by_recipe:
         recipe.update_states(together, amax_reduction_group)
+        if not torch.compiler.is_compiling():
+            for state in together:
+                state.backward_ran = False
 
 
 def may_begin() -> bool:
@@ -80,6 +83,8 @@ def cohort_for(recipe: Recipe | None, amax_reduction_group: Any) -> Cohort:
         if same and known_key == key:
             return cohort
     made = Cohort()
+    # Those of recipes that nothing runs under any more go.
+    _cohorts[:] = [entry for entry in _cohorts if entry[2].states()]
     _cohorts.append((recipe, key, made))
     return made
 
