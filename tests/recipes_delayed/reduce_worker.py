@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import traceback
@@ -79,9 +80,14 @@ def steps(rank: int, world: int, begin: Callable[[torch.nn.Module], Any], group:
         same_on(ranks, group, scales(net))
         assert torch.equal(scales(net), scales(alone)), step
         if rank == 0:
-            net.eval()
+            # One rank evaluates by itself: in the same way, without the group, and a copy.
             with torch.no_grad():
-                begin(net)(1000 * shard(step, 0))
+                begin(net.eval())(1000 * shard(step, 0))
+                with ottava.autocast():
+                    net(1000 * shard(step, 0))
+                    copy.deepcopy(net)(shard(step, 0))
+                with ottava.autocast(DelayedScaling(amax_history_len=3)):
+                    copy.deepcopy(net)(shard(step, 0))
             net.train()
 
 

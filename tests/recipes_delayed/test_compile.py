@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava_delayed import DelayedScaling
@@ -57,6 +58,51 @@ def test_steps_equal_eager(where: str, recipe: DelayedScaling) -> None:
     assert mine[1].keys() == theirs[1].keys()
     assert all(torch.equal(mine[1][name], theirs[1][name]) for name in mine[1])
     assert (mine[1]["0.recipe_state.scale"] != 1).all()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", DelayedScaling(amax_history_len=2)], ids=["named", "object"])
+def test_a_layer_without_state_is_named(recipe: Any) -> None:
+    torch._dynamo.reset()
+    layer = ottava.nn.Linear(16, 8)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with ottava.autocast(recipe):
+            return layer(x)
+
+    with pytest.raises(Exception, match=r"UsageError|compiled code cannot make one"):
+        torch.compile(run, fullgraph=True, backend="aot_eager")(torch.randn(2, 16))
+    run(torch.randn(2, 16))
+    torch._dynamo.reset()
+    assert torch.compile(run, fullgraph=True, backend="aot_eager")(torch.randn(2, 16)).shape == (2, 8)
+
+
+def test_compiled_code_that_is_recomputed_begins_no_step() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = ottava.convert(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8)), DelayedScaling())
+    twin = copy.deepcopy(eager)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for step in range(4):
+        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        eager(x).square().sum().backward()
+        checkpoint(compiled, x, use_reentrant=False).square().sum().backward()
+        for name in ("scale", "amax_history"):
+            assert torch.equal(getattr(eager[0].recipe_state, name), getattr(twin[0].recipe_state, name)), (step, name)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), twin.parameters(), strict=True))
+
+
+def test_microbatches() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = ottava.nn.Linear(16, 8, recipe=DelayedScaling(amax_history_len=3))
+    twin = copy.deepcopy(eager)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for step in range(4):
+        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(step))
+        for layer in (eager, compiled):
+            layer(x, is_first_microbatch=step % 2 == 0).square().sum().backward()
+    assert torch.equal(eager.weight.grad, twin.weight.grad)
+    assert torch.equal(eager.recipe_state.scale, twin.recipe_state.scale)
 
 
 def test_no_recompilation_after_the_first_steps() -> None:

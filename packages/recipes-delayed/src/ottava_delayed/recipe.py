@@ -43,6 +43,7 @@ class DelayedScaling(Recipe):
     """
 
     name: ClassVar[str] = "delayed"
+    stateful: ClassVar[bool] = True
 
     margin: float = 0
     fp8_format: Format = Format.HYBRID

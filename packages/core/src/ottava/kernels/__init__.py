@@ -215,7 +215,7 @@ def update_scales(
     Where the first row of a history is not 0: the amax is the largest of the column (``most_recent``: its first entry),
     the column moves up by one with that entry at its end, its first entry becomes 0, and
     ``scale = maximum / amax``, correctly rounded, at most the largest finite float32, if the amax is finite and > 0. A
-    NaN counts in the step that saw it, and then no more.
+    NaN counts in the step that saw it, and then no more. Inside a backward pass nothing happens: no step begins there.
 
     Args:
         scales: float32 ``[slots]`` each.

@@ -89,11 +89,15 @@ _kernel(
 _LIBRARY.define(
     "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, Tensor? last) -> ()"
 )
-_LIBRARY.impl(
-    "update_scales",
-    lambda scales, *rest: backend_module(scales[0].device.type).update_scales(scales, *rest) if scales else None,
-    "CompositeExplicitAutograd",
-)
+
+
+def _update_scales(scales: list[Tensor], *rest: Any) -> None:
+    # No step begins in a backward pass. Compiled code cannot tell, and is run again there by activation checkpointing.
+    if scales and torch._C._current_graph_task_id() == -1:
+        backend_module(scales[0].device.type).update_scales(scales, *rest)
+
+
+_LIBRARY.impl("update_scales", _update_scales, "CompositeExplicitAutograd")
 torch.library.register_fake("ottava::update_scales", lambda *_: None, lib=_LIBRARY)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ottava.errors import DeviceError, DTypeError, ShapeError
+from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.function import LinearFunction, LinearPlan
 from ottava.nn.model_init import quantize_new_weight
@@ -134,6 +134,12 @@ class Linear(torch.nn.Linear):
         if kept is not None and kept.serves(recipe, group):
             state = kept
         else:
+            if recipe.stateful and torch.compiler.is_compiling():
+                raise UsageError(
+                    f"{self._label()} has no state for {recipe.name!r} yet, and compiled code cannot make one",
+                    expected="a layer that was converted, or bound to the recipe, or has run under it once",
+                    remedy="call ottava.convert(model, recipe) before torch.compile",
+                )
             state = self._make_state(recipe, group)
             if kept is not None and state.stateful:
                 warnings.warn(
@@ -207,9 +213,11 @@ class Linear(torch.nn.Linear):
         if region is None:
             if may_begin():
                 begin_step([state], group)
-        elif region.cohort is not None and region.cohort.join(state) and state.has_run and may_begin():
-            # It came with amaxes of a step before, after the others had begun this one.
-            begin_step([state], group)
+        elif region.cohort is not None and (region.calibrating or may_begin()) and region.cohort.join(state):
+            # An evaluation moves no state: it may be that of one rank only.
+            if state.has_run and not region.calibrating:
+                # It came with amaxes of a step before, after the others had begun this one.
+                begin_step([state], group)
         elif state.backward_ran and not torch.compiler.is_compiling() and may_begin():
             state.backward_ran = False
             warnings.warn(
@@ -253,7 +261,11 @@ class Linear(torch.nn.Linear):
         if is_first_microbatch or self._quantized_weight is None:
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
             with torch.no_grad():
-                self._quantized_weight = quantizer.quantize(self.weight.detach(), dtype=dtype)
+                kept = quantizer.quantize(self.weight.detach(), dtype=dtype)
+            if state.stateful:
+                # It is never quantized again, and the quantizer holds the state as it is now.
+                kept.update_quantizer(None)
+            self._quantized_weight = kept
         return self._quantized_weight
 
     def _check(self, input: torch.Tensor) -> torch.dtype:

@@ -24,6 +24,8 @@ class Recipe(ABC):
 
     #: The name under which the recipe is registered.
     name: ClassVar[str] = ""
+    #: Whether layers keep state for it: its :meth:`make_state` returns a stateful one.
+    stateful: ClassVar[bool] = False
     _factory: QuantizerFactory | None = None
 
     @abstractmethod
