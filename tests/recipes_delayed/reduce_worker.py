@@ -162,6 +162,39 @@ def under_ddp(rank: int, world: int) -> None:
         assert torch.equal(scales(net), scales(alone)), step
 
 
+def functions(rank: int, world: int) -> None:
+    """A recipe's own functions see the reduced amaxes."""
+    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.amax(0))
+    net = ottava.convert(model(), recipe)
+    for step in range(3):
+        net(shard(step, rank)).sum().backward()
+    largest = torch.stack([shard(step, r).abs().max() for step in range(2) for r in range(world)]).max()
+    assert net[0].recipe_state.scale[0] == torch.div(torch.tensor(448.0), largest)
+
+
+def one_recipe_two_groups(rank: int, world: int) -> None:
+    """Regions of one recipe, one after the other, each with a group of its own."""
+    pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
+    recipe = DelayedScaling(amax_history_len=3)
+    wide, narrow = ottava.nn.Linear(16, 16), ottava.nn.Linear(16, 16)
+    for step in range(4):
+        with Counted() as reductions:
+            with ottava.autocast(recipe, amax_reduction_group=dist.group.WORLD):
+                x = wide(shard(step, rank))
+            with ottava.autocast(recipe, amax_reduction_group=pairs[rank // 2]):
+                x = x.sum() + narrow(shard(step, rank)).sum()
+            x.backward()
+        assert reductions.count == (2 if step else 0), (step, reductions.count)
+        # Entering the second region has moved nothing of the first.
+        for layer in (wide, narrow):
+            assert layer.recipe_state.amax_history[0, 0] == shard(step, rank).abs().max(), step
+        if step:
+            past = range(max(0, step - 3), step)
+            for layer, ranks in ((wide, range(world)), (narrow, (rank // 2 * 2, rank // 2 * 2 + 1))):
+                largest = torch.stack([shard(s, r).abs().max() for s in past for r in ranks]).max()
+                assert layer.recipe_state.scale[0] == torch.div(torch.tensor(448.0), largest), step
+
+
 def compiled(rank: int, world: int) -> None:
     """The reduction inside the graph."""
     net, alone = ottava.convert(model(), DelayedScaling(amax_history_len=3)), model()
@@ -177,7 +210,7 @@ def main() -> None:
     rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world))
-    for case in (in_default_group, in_block, in_halves, nested, under_ddp, compiled):
+    for case in (in_default_group, in_block, in_halves, nested, functions, one_recipe_two_groups, under_ddp, compiled):
         # A group of one has nobody to reduce with.
         if case is not in_halves or world > 2:
             case(rank, world)

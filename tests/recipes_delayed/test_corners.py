@@ -192,3 +192,122 @@ def test_a_block_around_several_steps_is_noticed() -> None:
         for step in range(3):
             with ottava.autocast(recipe):
                 net(batch(step)).sum().backward()
+
+
+def test_what_is_written_to_a_primary_weight_fits() -> None:
+    with ottava.quantized_model_init(delayed()):
+        layer = Linear(16, 16, recipe=delayed())
+    layer(batch(0)).sum().backward()
+    large = 50 * torch.randn(16, 16)
+    with torch.no_grad():
+        layer.weight.copy_(large)
+        assert torch.allclose(layer.weight.dequantize(), large, atol=large.abs().max().item() / 16)
+        torch.nn.init.constant_(layer.weight, 7.0)
+        assert torch.allclose(layer.weight.dequantize(), torch.full((16, 16), 7.0), rtol=0.04)
+    layer.load_state_dict({"weight": large, "bias": torch.zeros(16)}, strict=False)
+    assert torch.allclose(layer.weight.dequantize(), large, atol=large.abs().max().item() / 16)
+    # A scale that is large enough stays what it was.
+    scale = layer.recipe_state.scale[1].clone()
+    with torch.no_grad():
+        layer.weight.copy_(0.001 * layer.weight.get_high_precision_init_val())
+    assert layer.weight._scale_inv == torch.div(torch.tensor(1.0), scale)
+
+
+def test_a_function_that_gives_infinity() -> None:
+    recipe = delayed(scaling_factor_compute_algo=lambda amax, *_: torch.full_like(amax, torch.inf))
+    net = ottava.convert(model(), recipe)
+    for step in range(2):
+        net(batch(step)).sum().backward()
+    assert (net[0].recipe_state.scale == torch.finfo(torch.float32).max).all()
+
+
+@pytest.mark.parametrize("change", ["load", "dtype", "recipe", "bind"])
+def test_a_kept_weight_does_not_outlive_what_it_was_made_of(change: str) -> None:
+    layer, x = Linear(16, 16, recipe=delayed()), batch(0)
+    layer(x, is_first_microbatch=True)
+    if change == "load":
+        layer.load_state_dict({"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}, strict=False)
+        assert not layer(x, is_first_microbatch=False).any()
+    elif change == "dtype":
+        layer.bfloat16()
+        assert layer(x.bfloat16(), is_first_microbatch=False).dtype == torch.bfloat16
+    else:
+        other = DelayedScaling(fp8_format=ottava.Format.E5M2)
+        if change == "bind":
+            layer.bind(other)
+            layer(x, is_first_microbatch=False)
+        else:
+            with pytest.warns(UserWarning, match="discarded"), ottava.autocast(other):
+                layer(x, is_first_microbatch=False)
+        assert layer._quantized_weight._fp8_dtype == torch.float8_e5m2
+
+
+@pytest.mark.filterwarnings("ignore:.*in one region")
+def test_recomputation_uses_the_kept_weight() -> None:
+    layer, other = Linear(16, 16, recipe=delayed()), Linear(16, 16, recipe=delayed())
+    other.load_state_dict(layer.state_dict())
+    with ottava.autocast():
+        for module in (layer, other):
+            for step, first in ((0, True), (1, False)):
+                x = batch(step).requires_grad_()
+                if module is layer:
+                    module(x, first).sum().backward()
+                else:
+                    checkpoint(module, x, first, use_reentrant=False).sum().backward()
+    assert torch.equal(layer.weight.grad, other.weight.grad)
+    assert torch.equal(layer.recipe_state.amax_history, other.recipe_state.amax_history)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_counts_what_is_clamped_once(use_reentrant: bool) -> None:
+    plain, recomputed, recipe = Linear(16, 16), Linear(16, 16), delayed()
+    recomputed.load_state_dict(plain.state_dict())
+    states = []
+    for layer in (plain, recomputed):
+        for step in range(4):
+            x = (10.0**step * batch(0)).requires_grad_()
+            with ottava.autocast(recipe):
+                y = layer(x) if layer is plain else checkpoint(layer, x, use_reentrant=use_reentrant)
+            y.sum().backward()
+        # Before the other layer enters a region of the same recipe.
+        states.append({name: buffer.clone() for name, buffer in layer.named_buffers()})
+    assert states[0]["recipe_state.saturated"][0] > 0
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_factory_set_later_is_noticed() -> None:
+    recipe = delayed()
+    net = ottava.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), recipe)
+    net(batch(0)).sum().backward()
+    own = Float8Quantizer(torch.tensor([8.0]), torch.zeros(1), torch.float8_e5m2)
+    recipe.set_quantizer_factory(lambda role: own if role.tensor_type == "input" else None)
+    with pytest.warns(UserWarning, match="discarded"):
+        net(batch(1))
+    assert own.amax == batch(1).abs().max()
+
+
+def test_reset_forgets_everything() -> None:
+    net = ottava.convert(model(), delayed())
+    fresh = [buffer.clone() for buffer in net.buffers()]
+    for step in range(3):
+        net(1000 * batch(step)).sum().backward()
+    for layer in (net[0], net[2]):
+        layer.reset_parameters()
+    assert all(torch.equal(mine, old) for mine, old in zip(net.buffers(), fresh, strict=True))
+
+
+def test_statistics_of_the_step_before() -> None:
+    net = ottava.convert(model(), delayed())
+    for step in (3, 0, 1):
+        net(batch(step)).sum().backward()
+    seen = scaling_statistics(net)["0"]["input"]
+    assert seen.amax == batch(0).abs().max()
+    assert seen.largest_amax == max(batch(step).abs().max() for step in (3, 0, 1))
+
+
+def test_a_calibration_that_fails_updates_nothing() -> None:
+    net = ottava.convert(model(), delayed())
+    with pytest.raises(ValueError, match="stop"), ottava.autocast(calibrating=True):
+        net(batch(0))
+        raise ValueError("stop")
+    assert (net[0].recipe_state.scale == 1).all()

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
 import ottava
 from ottava_delayed import DelayedScaling
-
-safetensors = pytest.importorskip("safetensors.torch")
 
 
 def trained(recipe: Any = None, steps: int = 3) -> torch.nn.Sequential:
@@ -41,8 +40,8 @@ def through_torch(net: torch.nn.Module, tmp_path: Path) -> Any:
 
 
 def through_safetensors(net: torch.nn.Module, tmp_path: Path) -> Any:
-    safetensors.save_file(net.state_dict(), tmp_path / "state.safetensors")
-    return safetensors.load_file(tmp_path / "state.safetensors")
+    safetensors.torch.save_file(net.state_dict(), tmp_path / "state.safetensors")
+    return safetensors.torch.load_file(tmp_path / "state.safetensors")
 
 
 def through_dcp(net: torch.nn.Module, tmp_path: Path) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +14,7 @@ from ottava.kernels.backends import use_backend
 from ottava.recipes import QuantizerRole
 from ottava.recipes.stepping import begin_step
 from ottava_delayed import DelayedScaling, DelayedScalingState
-
-sys.path.insert(0, str(Path(__file__).parent))
-from oracle import Slot, divide, largest
+from tests.recipes_delayed.slot_oracle import Slot, divide, largest
 
 ROLES = [QuantizerRole("linear", tensor_type) for tensor_type in ("input", "weight", "grad_output")]
 

@@ -23,7 +23,9 @@ class Float8Quantizer(Float8QuantizerBase):
         rowwise, columnwise: usages to produce.
         saturated: int64 with one element, raised by the number of elements that were clamped; None counts nothing.
 
-    Quantizers with such state compare by identity.
+    Quantizers with such state compare by identity. One that has initialized a weight that is kept quantized clamps
+    nothing from then on: a weight is also loaded and initialized, and where its values do not fit the scale, it takes
+    the smaller scale that its own amax gives, at the price of reading it twice.
 
     Raises:
         DTypeError, ShapeError, DeviceError: the state is not of this kind, or ``fp8_dtype`` no FP8 element format.
@@ -49,6 +51,7 @@ class Float8Quantizer(Float8QuantizerBase):
             if value is not None and value.device != scale.device:
                 raise DeviceError(f"{what} is on {value.device}, scale on {scale.device}", expected="one device")
         self.scale, self.amax, self.saturated = scale, amax, saturated
+        self.fits = False
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Set ``amax`` to that of the tensor, whatever it was."""
@@ -59,6 +62,13 @@ class Float8Quantizer(Float8QuantizerBase):
         """Take the scale that the tensor's own amax gives: a weight that is kept quantized starts with it."""
         amax = kernels.amax(tensor)
         self.scale.copy_(kernels.scale_from_amax(amax, self.fp8_dtype)[0].reshape(self.scale.shape))
+        self.fits = True
+
+    def for_shards(self, group: Any) -> Float8Quantizer:
+        """All shards have one scale as it is; what fits one of them is no scale for the others."""
+        copied = self.copy()
+        copied.fits = False
+        return copied
 
     def update_quantized(
         self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
@@ -78,8 +88,12 @@ class Float8Quantizer(Float8QuantizerBase):
             with_data, with_transpose = True, False
         if self.amax is None:
             return self._quantize_unrecorded(tensor, dtype, with_data, with_transpose)
+        scale = self.scale
+        if self.fits:
+            own = kernels.scale_from_amax(kernels.amax(tensor), self.fp8_dtype)[0]
+            scale = torch.minimum(scale, own.reshape(scale.shape))
         data, transpose, scale_inv = kernels.cast_amax(
-            tensor, self.scale, self.amax, self.fp8_dtype, saturated=self.saturated, transposed=with_transpose
+            tensor, scale, self.amax, self.fp8_dtype, saturated=self.saturated, transposed=with_transpose
         )
         return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
 

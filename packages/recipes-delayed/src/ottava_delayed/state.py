@@ -41,7 +41,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self, recipe: DelayedScaling, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
     ) -> None:
         super().__init__()
-        self.recipe = recipe
+        self.recipe, self.factory = recipe, recipe._factory
         self.amax_reduction_group = None
         self.slots = {role.tensor_type: slot for slot, role in enumerate(roles)}
         self.formats = tuple(recipe.fp8_dtype(role) for role in roles)
@@ -55,7 +55,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """Whatever the group: it is the update that reduces."""
-        return self.recipe.same_as(recipe)
+        return self.is_of(recipe)
 
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
         given = self.given.get(tensor_type)
@@ -88,7 +88,9 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             return None
         if present.scale.device == slot.device and bool(slot == 1) and not self.amax_history.any():
             slot.copy_(present.scale.reshape(()))
-        return self._own("weight", True, present.rowwise_usage, present.columnwise_usage)
+        made = self._own("weight", True, present.rowwise_usage, present.columnwise_usage)
+        made.fits = present.fits
+        return made
 
     def reset(self) -> None:
         """Forget all steps."""
@@ -126,7 +128,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingState:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        kept = {"recipe": self.recipe, "given": dict(self.given)}
+        kept = {"recipe": self.recipe, "factory": self.factory, "given": dict(self.given)}
         copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__getstate__().items() if k not in kept}, memo))
         copied.__dict__.update(kept)
         return copied

@@ -100,7 +100,8 @@ def _scales(
 ) -> torch.Tensor:
     algorithm = recipe.scaling_factor_compute_algo
     if algorithm is not None:
-        return _checked(algorithm(amax, scale.clone(), fp8_max, recipe), scale, "scaling_factor_compute_algo")
+        computed = _checked(algorithm(amax, scale.clone(), fp8_max, recipe), scale, "scaling_factor_compute_algo")
+        return computed.clamp(max=torch.finfo(torch.float32).max)
     usable = amax.isfinite() & (amax > 0)
     quotient = torch.div(maximum, torch.where(usable, amax, torch.ones_like(amax)))
     quotient = quotient.clamp(max=torch.finfo(torch.float32).max)

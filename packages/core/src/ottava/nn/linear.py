@@ -213,7 +213,7 @@ class Linear(torch.nn.Linear):
         if region is None:
             if may_begin():
                 begin_step([state], group)
-        elif region.cohort is not None and (region.calibrating or may_begin()) and region.cohort.join(state):
+        elif region.cohort is not None and (region.calibrating or self._is_training()) and region.cohort.join(state):
             # An evaluation moves no state: it may be that of one rank only.
             if state.has_run and not region.calibrating:
                 # It came with amaxes of a step before, after the others had begun this one.
@@ -232,6 +232,12 @@ class Linear(torch.nn.Linear):
             quantizer = state.weight_quantizer(self.weight)
             if quantizer is not None:
                 self.weight.update_quantizer(quantizer)
+
+    def _is_training(self) -> bool:
+        """Whether this is the forward pass of a step: reentrant checkpointing runs it without gradients."""
+        if torch.compiler.is_compiling():
+            return torch.is_grad_enabled()
+        return (torch.is_grad_enabled() or self.training) and torch._C._current_graph_task_id() == -1
 
     def _is_recording(self, grad_enabled: bool) -> bool:
         """Whether the state is to see the operands: not those of an evaluation, and those of a step once.
@@ -258,7 +264,8 @@ class Linear(torch.nn.Linear):
         """The weight as it was quantized in the first microbatch of the step, if it is to be reused."""
         if is_first_microbatch is None or isinstance(self.weight, QuantizedTensorStorage):
             return None
-        if is_first_microbatch or self._quantized_weight is None:
+        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if self._quantized_weight is None or (is_first_microbatch and not recomputing):
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
             with torch.no_grad():
                 kept = quantizer.quantize(self.weight.detach(), dtype=dtype)
@@ -311,6 +318,7 @@ class Linear(torch.nn.Linear):
             kept: Any = tensor.to(moved.device)
             return kept.to_dtype(moved.dtype) if moved.dtype in HIGH_PRECISION else moved
 
+        self._quantized_weight = None
         initial = getattr(self.weight, "_high_precision_init_val", None)
         super()._apply(keep_codes, recurse)  # type: ignore[no-untyped-call]
         if initial is not None:
@@ -335,6 +343,7 @@ class Linear(torch.nn.Linear):
         errors: Any,
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        self._quantized_weight = None
         if self._recipe is not None or "recipe_state" in self._modules:
             return
         # No recipe yet: the region that brings one finds its state here.

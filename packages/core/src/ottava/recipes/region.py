@@ -64,10 +64,11 @@ class autocast(ContextDecorator):
 
     The object can be entered again, also by other threads, and serves as a decorator of functions. Activation
     checkpointing repeats the forward pass under the recipe that a layer last ran under; where that is not enough (one
-    layer under two recipes in one step) it takes the region as
+    layer under two recipes in one step) each of the layer's checkpoints takes its region as
     ``context_fn=lambda: (contextlib.nullcontext(), autocast(recipe))``.
 
     Raises:
+        OptionError: ``enabled`` or ``calibrating`` is not a bool.
         DTypeError: ``recipe`` is neither a recipe nor a name.
         RecipeNotFoundError: no installed package provides the name.
     """

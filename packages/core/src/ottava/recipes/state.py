@@ -28,6 +28,8 @@ class RecipeState:
     stateful: ClassVar[bool] = False
 
     recipe: Recipe
+    # The quantizer factory that was put over the recipe when this was made.
+    factory: Any = None
     amax_reduction_group: Any
     # Where a stateful state begins its steps, once it has run inside an ``autocast`` block.
     cohort: Any = None
@@ -37,7 +39,7 @@ class RecipeState:
     backward_ran: bool = False
 
     def __init__(self, recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
-        self.recipe = recipe
+        self.recipe, self.factory = recipe, recipe._factory
         self.amax_reduction_group = amax_reduction_group
         self.quantizers: dict[tuple[str, bool, bool], Quantizer] = {}
         for role in roles:
@@ -50,7 +52,11 @@ class RecipeState:
 
     def serves(self, recipe: Recipe, amax_reduction_group: Any) -> bool:
         """Whether this is the state for that recipe and process group."""
-        return self.recipe.same_as(recipe) and self.amax_reduction_group is amax_reduction_group
+        return self.is_of(recipe) and self.amax_reduction_group is amax_reduction_group
+
+    def is_of(self, recipe: Recipe) -> bool:
+        """Whether it was made by an equal recipe, under the factory that the recipe has now."""
+        return self.recipe.same_as(recipe) and self.factory is recipe._factory
 
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
         """The quantizer of ``tensor_type`` with these usages.

@@ -56,7 +56,10 @@ class Cohort:
         if state.cohort is self:
             return False
         state.cohort = self
-        self._joined.append(state)
+        if torch.compiler.is_compiling():
+            self._joined.append(state)  # compiled code makes no weak references
+        else:
+            self._members.append(weakref.ref(state))
         return True
 
     def states(self) -> list[RecipeState]:
