@@ -1,7 +1,9 @@
-"""What the compiled module is linked to."""
+"""What the compiled module is linked to, and what an import brings in."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from ottava import _cpu
@@ -13,3 +15,9 @@ def test_the_compiled_module_needs_neither_torch_nor_cuda() -> None:
     assert b"libstdc++" in binary or b"libc++" in binary
     for name in (b"libtorch", b"libc10", b"libcuda", b"libcudart"):
         assert name not in binary, name
+
+
+def test_importing_what_users_need_does_not_import_the_compiler() -> None:
+    code = "import ottava, sys; ottava.convert, ottava.autocast; print('torch._dynamo' in sys.modules)"
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

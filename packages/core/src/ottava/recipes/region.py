@@ -173,5 +173,7 @@ def _by_name(name: str) -> Recipe:
     return registry.defaults[name]
 
 
-# A compiled function may name its recipe: the registry is asked once, while the function is traced.
-_found = torch.compiler.assume_constant_result(registry.remember_default)
+# A compiled function may name its recipe: the registry is asked once, while the function is traced. This is what
+# torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo, which takes seconds.
+_found = registry.remember_default
+_found._dynamo_marked_constant = True  # type: ignore[attr-defined]
