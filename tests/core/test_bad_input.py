@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ottava import kernels, prepare_for_saving, restore_from_saved
+from ottava import autocast, kernels, prepare_for_saving, restore_from_saved
 from ottava.errors import BackendError, DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
 from ottava.gemm import gemm
 from ottava.kernels.backends import use_backend
+from ottava.nn import Linear
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
 
 E4M3 = torch.float8_e4m3fn
@@ -155,6 +156,11 @@ def test_tensors(quantizer: Any) -> None:
         (DTypeError, lambda: setattr(tensor, "data", 5)),
         (DTypeError, lambda: setattr(tensor, "data", X.int())),
         (ShapeError, lambda: setattr(tensor, "data", X[:2])),
+        (ShapeError, lambda: tensor.copy_(torch.ones(3, 8))),
+        (DeviceError, lambda: tensor.copy_(X.to("meta"))),
+        (DTypeError, lambda: tensor.copy_(X.int())),
+        (DTypeError, lambda: tensor.dequantize("x")),
+        (DTypeError, lambda: tensor.dequantize(torch.int32)),
         (DTypeError, lambda: tensor.update_quantizer(5)),
         (OptionError, lambda: tensor.update_usage(rowwise_usage="no")),
         (OptionError, lambda: tensor.update_usage(rowwise_usage=False, columnwise_usage=False)),
@@ -201,3 +207,25 @@ def test_quantizers(quantizer: Any) -> None:
             pytest.fail(f"call {number} was accepted")
     assert quantizer.get_usages() == before
     assert not quantizer.is_quantizable(X.to_sparse())
+
+
+def test_layers_and_regions(recipe: Any) -> None:
+    layer = Linear(8, 4, recipe=recipe)
+    calls: list[tuple[type[OttavaError], Callable[[], Any]]] = [
+        (OptionError, lambda: layer(X, is_first_microbatch="x")),
+        (OptionError, lambda: autocast(recipe, amax_reduction_group=3)),
+        (OptionError, lambda: autocast(recipe, enabled=1)),
+        (DTypeError, lambda: autocast(3)),
+        (DTypeError, lambda: recipe.quantizer(5)),
+        (DTypeError, lambda: layer([1.0])),
+        (DTypeError, lambda: layer(X.int())),
+        (DTypeError, lambda: layer(X.cfloat())),
+        (DTypeError, lambda: layer(X.double())),
+        (ShapeError, lambda: layer(X[:, :7])),
+        (DeviceError, lambda: layer(X.to("meta"))),
+    ]
+    for number, (error, call) in enumerate(calls):
+        with pytest.raises(error):
+            call()
+            pytest.fail(f"call {number} was accepted")
+    assert layer._quantized_weight is None

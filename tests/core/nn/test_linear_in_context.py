@@ -103,6 +103,8 @@ def test_a_region_as_decorator(recipe: Any) -> None:
 
 def test_a_model_is_pickled_without_its_process_group(recipe: Any) -> None:
     class Group:
+        group_name = "some group"
+
         def __reduce__(self) -> Any:
             raise TypeError("cannot pickle a process group")
 

@@ -220,3 +220,20 @@ def test_shared_memory(x: torch.Tensor, quantizer: object) -> None:
     assert tensor.share_memory_() is tensor
     assert tensor.is_shared()
     assert torch.equal(tensor.dequantize(), quantizer(x).dequantize())
+
+
+def test_pinning_pins_what_is_inside(x: torch.Tensor, quantizer: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = quantizer(x)
+    assert not tensor.is_pinned()
+    pinned: list[torch.dtype] = []
+
+    def pin(inner: torch.Tensor) -> torch.Tensor:
+        pinned.append(inner.dtype)
+        return inner.clone()
+
+    # Pinning itself needs an accelerator.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    made = torch.ops.aten._pin_memory(tensor)
+    assert isinstance(made, Float8Tensor)
+    assert pinned == [torch.uint8, torch.float32]
+    assert torch.equal(made.dequantize(), tensor.dequantize())

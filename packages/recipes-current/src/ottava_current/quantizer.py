@@ -10,6 +10,7 @@ from ottava import kernels
 from ottava.distributed import reduce_amax
 from ottava.errors import OptionError
 from ottava.kernels import check_epsilon
+from ottava.recipes.base import check_group
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
 
 
@@ -28,7 +29,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
     Raises:
         DTypeError: ``fp8_dtype`` is not an FP8 element format.
         DeviceError: ``device`` names no device.
-        OptionError: ``amax_epsilon`` is negative or not finite.
+        OptionError: ``amax_epsilon`` is negative or not finite, a flag no bool, or the group no process group.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         ):
             if not isinstance(value, bool):
                 raise OptionError(f"{name} is {value!r}", expected="True or False")
+        check_group(amax_reduction_group)
         self.device = None if device is None else as_device(device)
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.function import LinearFunction, LinearPlan
 from ottava.nn.model_init import quantize_new_weight
@@ -184,7 +184,10 @@ class Linear(torch.nn.Linear):
 
         Raises:
             ShapeError, DTypeError, DeviceError: the input does not fit the layer.
+            OptionError: ``is_first_microbatch`` is something else.
         """
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+            raise OptionError(f"is_first_microbatch is {is_first_microbatch!r}", expected="True, False or None")
         recipe, group, calibrating = self._resolve()
         self._remember(None if calibrating else recipe, group)
         if recipe is None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ottava.errors import DTypeError
+from ottava.errors import DTypeError, OptionError
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 
@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from ottava.tensors import Quantizer
 
 QuantizerFactory = Callable[[QuantizerRole], Any]
+
+
+def check_group(group: Any) -> None:
+    """Refuse what is not a process group, the name of one, or None.
+
+    Raises:
+        OptionError: it is something else, a group that this process is not in included.
+    """
+    if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
+        raise OptionError(
+            f"amax_reduction_group is {group!r}",
+            expected="a process group that this process is in, or None",
+            remedy="pass what torch.distributed.new_group() returned on a member",
+        )
 
 
 class Recipe(ABC):

@@ -12,7 +12,7 @@ import torch
 
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes import registry
-from ottava.recipes.base import Recipe
+from ottava.recipes.base import Recipe, check_group
 from ottava.recipes.stepping import Cohort, begin_step, cohort_for, may_begin, states_of
 
 
@@ -68,7 +68,7 @@ class autocast(ContextDecorator):
     ``context_fn=lambda: (contextlib.nullcontext(), autocast(recipe))``.
 
     Raises:
-        OptionError: ``enabled`` or ``calibrating`` is not a bool.
+        OptionError: ``enabled`` or ``calibrating`` is not a bool, or the group no process group.
         DTypeError: ``recipe`` is neither a recipe nor a name.
         RecipeNotFoundError: no installed package provides the name.
     """
@@ -87,6 +87,7 @@ class autocast(ContextDecorator):
                     expected="True or False",
                     remedy="pass the recipe as the first argument",
                 )
+        check_group(amax_reduction_group)
         self._recipe = _by_name(recipe) if isinstance(recipe, str) else None if recipe is None else as_recipe(recipe)
         self._enabled = enabled
         self._group = amax_reduction_group

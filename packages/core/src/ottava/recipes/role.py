@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ottava.errors import DTypeError
+
 
 @dataclass(frozen=True)
 class QuantizerRole:
@@ -21,8 +23,16 @@ class QuantizerRole:
 
     @classmethod
     def of(cls, role: QuantizerRole | str) -> QuantizerRole:
-        """A role as it is; a plain string is taken as ``tensor_type``."""
-        return cls(tensor_type=role) if isinstance(role, str) else role
+        """A role as it is; a plain string is taken as ``tensor_type``.
+
+        Raises:
+            DTypeError: it is neither.
+        """
+        if isinstance(role, str):
+            return cls(tensor_type=role)
+        if not isinstance(role, QuantizerRole):
+            raise DTypeError(f"the role is a {type(role).__name__}", expected="a QuantizerRole or a tensor type")
+        return role
 
     @property
     def is_gradient(self) -> bool:

@@ -17,7 +17,7 @@ from ottava.formats import fp8_format
 from ottava.tensors.freshness import DerivedTensor, WriteCount, bump_version
 from ottava.tensors.layout import columnwise_is_transpose
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StaticField
+from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StaticField, check_values_dtype
 from ottava.tensors.tensor import QuantizedTensor
 
 
@@ -247,6 +247,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return kernels.decode(self._codes().movedim(-1, 0), scale_inv, self._fp8_dtype, dtype).movedim(0, -1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        check_values_dtype(dtype)
         wanted = dtype or self._dtype
         if wanted not in kernels.HIGH_PRECISION:
             return self._decode(self._scale_inv, torch.float32).to(wanted)

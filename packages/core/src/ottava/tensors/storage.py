@@ -326,6 +326,16 @@ class QuantizedTensorStorage:
         return f"{type(self).__name__}({body})"
 
 
+def check_values_dtype(dtype: torch.dtype | None) -> None:
+    """Refuse what values cannot be dequantized to.
+
+    Raises:
+        DTypeError: ``dtype`` is neither None nor a floating-point dtype.
+    """
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise DTypeError(f"cannot dequantize to {dtype!r}", expected="a floating-point dtype or None")
+
+
 def check_noop_flag(noop_flag: torch.Tensor, device: torch.device) -> None:
     """Refuse a ``noop_flag`` that is not a float32 tensor with one element on ``device``.
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ottava.errors import DTypeError, ShapeError, UsageError
+from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.tensors import aten
 from ottava.tensors.sharding import GatherPlan, post_all_gather, pre_all_gather
-from ottava.tensors.storage import QuantizedTensorStorage, StaticField, rebuild_storage
+from ottava.tensors.storage import QuantizedTensorStorage, StaticField, check_values_dtype, rebuild_storage
 
 _aten = torch.ops.aten
 # Python attributes of a parameter that copying and pickling carry along.
@@ -76,7 +76,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         raise NotImplementedError(f"{type(self).__name__} must define dequantize_impl()")
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """High-precision values in ``dtype`` or the nominal dtype; differentiable, straight-through."""
+        """High-precision values in ``dtype`` or the nominal dtype; differentiable, straight-through.
+
+        Raises:
+            DTypeError: ``dtype`` is not a floating-point dtype.
+        """
+        check_values_dtype(dtype)
         if torch.is_grad_enabled() and self.requires_grad:
             values: torch.Tensor = _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
             return values
@@ -330,5 +335,11 @@ def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
         dst.copy_from_storage(src)
     else:
         values = src.dequantize() if isinstance(src, QuantizedTensor) else src
-        dst.quantize_(values.to(dst.device).expand(dst.shape))
+        if values.is_meta and not dst.is_meta:
+            raise DeviceError("the source is on meta and has no values", expected="a tensor with values")
+        try:
+            values = values.expand(dst.shape)
+        except RuntimeError as error:
+            raise ShapeError(f"source has shape {tuple(values.shape)}", expected=str(tuple(dst.shape))) from error
+        dst.quantize_(values.to(dst.device))
     return dst
