@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent
 PACKAGES = ROOT / "packages"
 RECIPES = sorted(p.name.removeprefix("recipes-") for p in PACKAGES.glob("recipes-*") if (p / "pyproject.toml").exists())
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
-TEST_TOOLS = ["pytest", "hypothesis", "numpy", "ml_dtypes", "safetensors", "hatchling"]
+TEST_TOOLS = ["pytest", "hypothesis", "numpy", "ml_dtypes", "safetensors", "hatchling", "gfloat"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["tests"]

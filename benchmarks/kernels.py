@@ -8,8 +8,10 @@ import torch
 
 from benchmarks.timing import interleaved
 from ottava import kernels
+from ottava.formats import mx_scale_shapes
 
 E4M3 = torch.float8_e4m3fn
+Buffers = tuple[torch.Tensor, torch.Tensor]
 
 
 def _torch_cast(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
@@ -23,10 +25,51 @@ def _torch_quantize(x: torch.Tensor, out: torch.Tensor, out_t: torch.Tensor) -> 
     out_t.copy_(codes.t())
 
 
+def _torch_mx_direction(
+    blocks: torch.Tensor, dim: int, codes: torch.Tensor, scales: torch.Tensor, finite: bool
+) -> None:
+    magnitude = blocks.abs()
+    if not finite:
+        magnitude = torch.where(magnitude.isnan(), 0, magnitude)
+    bits = (magnitude.amax(dim, keepdim=True).float() * (1 / 448)).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    scale = (exponent + torch.where(exponent > 0, mantissa > 0, mantissa > 0x400000)).clamp(max=254)
+    multiplier = torch.where(scale == 254, 0x400000, (254 - scale) << 23).view(torch.float32)
+    scales.copy_(scale.squeeze(dim))
+    values = blocks.float() * multiplier
+    encoded = values.clamp(-448.0, 448.0).to(E4M3).view(torch.uint8)
+    codes.copy_((encoded if finite else torch.where(values.isnan(), 0x7F, encoded)).view(codes.shape))
+
+
+def _torch_mx(x: torch.Tensor, rowwise: Buffers, columnwise: Buffers, finite: bool = False) -> None:
+    """The same bytes for every input; with ``finite``, for every input without NaN."""
+    rows, columns = x.shape
+    _torch_mx_direction(x.view(rows, columns // 32, 32), 2, *rowwise, finite)
+    _torch_mx_direction(x.view(rows // 32, 32, columns), 1, *columnwise, finite)
+
+
+def _torch_mx_decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    blocks = codes.view(E4M3).to(torch.bfloat16).view(*scales.shape, 32)
+    torch.mul(blocks, scales.view(torch.float8_e8m0fnu).to(torch.bfloat16).unsqueeze(2), out=out.view(blocks.shape))
+
+
 def _copy(total_bytes: int) -> Callable[[], object]:
     """A copy that moves ``total_bytes``, half of them read and half written."""
     source, target = (torch.zeros(total_bytes // 2, dtype=torch.uint8) for _ in range(2))
     return lambda: target.copy_(source)
+
+
+def _check_mx(x: torch.Tensor, rowwise: Buffers, columnwise: Buffers, others: list[Callable[..., None]]) -> None:
+    """What is compared in speed makes the same bytes, of NaN and infinities as well."""
+    hard = x.clone()
+    hard.view(-1)[:: x.numel() // 97] = float("nan")
+    hard.view(-1)[1 :: x.numel() // 89] = float("-inf")
+    theirs = [torch.empty_like(tensor) for tensor in (*rowwise, *columnwise)]
+    for values, finite in ((x, True), (hard, False)):
+        kernels.mx_quantize_out(values, E4M3, rowwise, columnwise)
+        for other in others:
+            other(values, tuple(theirs[:2]), tuple(theirs[2:]), finite)
+            assert all(torch.equal(a, b) for a, b in zip((*rowwise, *columnwise), theirs, strict=True))
 
 
 def measure(n: int, rounds: int) -> list[dict[str, object]]:
@@ -36,6 +79,11 @@ def measure(n: int, rounds: int) -> list[dict[str, object]]:
     out, out_t = torch.empty(n, n, dtype=torch.uint8), torch.empty(n, n, dtype=torch.uint8)
     decoded = torch.empty(n, n, dtype=torch.bfloat16)
     compiled_cast, compiled_quantize = torch.compile(_torch_cast), torch.compile(_torch_quantize)
+    compiled_mx = torch.compile(_torch_mx)
+    rowwise, columnwise = (
+        (torch.empty_like(out), torch.empty(shape, dtype=torch.uint8)) for shape in mx_scale_shapes(x.shape)
+    )
+    _check_mx(x, rowwise, columnwise, [_torch_mx, compiled_mx])
     values = x.numel()
     cases: list[tuple[str, int, dict[str, Callable[[], object]]]] = [
         (
@@ -54,6 +102,32 @@ def measure(n: int, rounds: int) -> list[dict[str, object]]:
                 "ottava": lambda: kernels.quantize_out(x, E4M3, 0.0, False, out, out_t, scale, scale_inv, amax),
                 "eager": lambda: _torch_quantize(x, out, out_t),
                 "compile": lambda: compiled_quantize(x, out, out_t),
+            },
+        ),
+        (
+            "MX, rows and columns",
+            4 * values,
+            {
+                "ottava": lambda: kernels.mx_quantize_out(x, E4M3, rowwise, columnwise),
+                "eager": lambda: _torch_mx(x, rowwise, columnwise),
+                "compile": lambda: compiled_mx(x, rowwise, columnwise),
+            },
+        ),
+        (
+            "MX, rows and columns, torch without NaN",
+            4 * values,
+            {
+                "ottava": lambda: kernels.mx_quantize_out(x, E4M3, rowwise, columnwise),
+                "eager": lambda: _torch_mx(x, rowwise, columnwise, True),
+                "compile": lambda: compiled_mx(x, rowwise, columnwise, True),
+            },
+        ),
+        (
+            "MX, decode",
+            3 * values,
+            {
+                "ottava": lambda: kernels.mx_decode_out(rowwise[0], rowwise[1], E4M3, decoded),
+                "eager": lambda: _torch_mx_decode(rowwise[0], rowwise[1], decoded),
             },
         ),
         (

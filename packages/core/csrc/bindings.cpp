@@ -105,6 +105,23 @@ void decode(Address src, int format, int64_t n, Address scale_inv, Address out, 
                    dtype_of(dtype), threads_of(threads));
 }
 
+void mx_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address codes) {
+    ottava::mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(codes));
+}
+
+void mx_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool square, bool floor,
+                 Address row_codes, Address row_scales, Address column_codes, Address column_scales, int threads) {
+    ottava::mx_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), fp8_of(format), square,
+                        floor, at<uint8_t>(row_codes), at<uint8_t>(row_scales), at<uint8_t>(column_codes),
+                        at<uint8_t>(column_scales), threads_of(threads));
+}
+
+bool mx_decode(Address codes, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
+               int dtype, int threads) {
+    return ottava::mx_decode(at<const uint8_t>(codes), at<const uint8_t>(scales), fp8_of(format), size_of(rows),
+                             size_of(cols), columnwise, at<void>(out), dtype_of(dtype), threads_of(threads));
+}
+
 void epilogue(Address acc, int64_t rows, int64_t cols, Address scale_a, Address scale_b, Address bias, int bias_dtype,
               int threads) {
     ottava::epilogue(at<uint16_t>(acc), size_of(rows), size_of(cols), at<const float>(scale_a),
@@ -140,6 +157,9 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("update_scales", &update_scales, Unlocked());
     m.def("transpose", &transpose, Unlocked());
     m.def("decode", &decode, Unlocked());
+    m.def("mx_scale_from_amax", &mx_scale_from_amax, Unlocked());
+    m.def("mx_quantize", &mx_quantize, Unlocked());
+    m.def("mx_decode", &mx_decode, Unlocked());
     m.def("epilogue", &epilogue, Unlocked());
     m.def("isa", [] { return std::string(ottava::active_kernels().name); });
     m.def("available_isas", &available_isas);

@@ -8,7 +8,7 @@
 // that the linker merged between them would run AVX-512 code on a machine without it.
 //
 // Compile with -ffp-contract=off and without fast-math. No step makes or reads a float32 subnormal except where
-// the caller's own values are subnormal.
+// the caller's own values, or the scale of a block, are subnormal.
 #pragma once
 
 #include <cstdint>
@@ -172,6 +172,56 @@ OTTAVA_HD uint16_t dequantize_half(uint8_t code, float scale_inv) {
 template <class Format>
 OTTAVA_HD float format_max() {
     return bits_as<float>(Format::limit);
+}
+
+// E8M0, the scale of an MX block: 2^(code - 127), 255 is NaN.
+constexpr int32_t kE8m0Nan = 255;
+constexpr int32_t kE8m0Max = 254;
+constexpr int32_t kTwoToMinus127 = 0x00400000;  // the one power of two of E8M0 that is a float32 subnormal
+
+// How the exponent of a block's scale is rounded: `up`, so that nothing is clamped, or `floor`, the rule of the OCP
+// specification, by which the largest elements of a block may be.
+enum class ScaleRounding : int { up = 0, floor = 1 };
+
+// The code of amax / max with its exponent rounded up. amax is not negative.
+template <class Format, class F, class I>
+OTTAVA_HD I e8m0_up(F amax) {
+    constexpr float inverse = 1.0f / (Format::mantissa == 3 ? 448.0f : 57344.0f);
+    const I bits = bits_as<I>(amax * inverse), zero = I{}, one = zero + 1;
+    const I exponent = bits >> 23, mantissa = bits & 0x7fffff;
+    // Below 2^-127 nothing is left to round up to: code 0 is that power, not the zero of float32.
+    const I reached = exponent > 0 ? zero : zero + kTwoToMinus127;
+    const I code = exponent + (mantissa > reached ? one : zero);
+    const I capped = code > kE8m0Max ? zero + kE8m0Max : code;
+    return bits > kInfinity ? zero + kE8m0Nan : capped;
+}
+
+// The code of the largest power of two that is not above amax, over the largest one of `Format`.
+template <class Format, class F, class I>
+OTTAVA_HD I e8m0_floor(F amax) {
+    constexpr int32_t largest = (Format::limit >> 23) - 127;
+    const I bits = bits_as<I>(amax), zero = I{};
+    const I shifted = (bits >> 23) - largest;
+    const I code = shifted > 0 ? shifted : zero;
+    const I capped = bits == kInfinity ? zero + kE8m0Max : code;
+    return bits > kInfinity ? zero + kE8m0Nan : capped;
+}
+
+// 2^(127 - code), what the elements of a block are multiplied by when they are quantized; exact.
+template <class F, class I>
+OTTAVA_HD F e8m0_multiplier(I code) {
+    const I zero = I{};
+    const I normal = (kE8m0Max - code) << 23;
+    const I positive = code == kE8m0Max ? zero + kTwoToMinus127 : normal;
+    return bits_as<F>(code > kE8m0Max ? zero + kQuietNan : positive);
+}
+
+// 2^(code - 127), what they are multiplied by when they are decoded; exact.
+template <class F, class I>
+OTTAVA_HD F e8m0_value(I code) {
+    const I zero = I{};
+    const I positive = code == 0 ? zero + kTwoToMinus127 : code << 23;
+    return bits_as<F>(code > kE8m0Max ? zero + kQuietNan : positive);
 }
 
 struct Scale {

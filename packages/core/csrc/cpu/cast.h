@@ -3,18 +3,23 @@
 // The unit is a line: 64 codes, which is what a streaming store wants. Every instruction set has the same generic line;
 // cast_avx512.h replaces it.
 
-// A scale in every lane, and what the fast paths need to know about it.
+// What elements are multiplied by: for the vector that begins with the given element of a line, in order, and as a
+// line's cast arranges the elements. This one is a scale in every lane; mx.h has others, which are positive or NaN.
 struct Factor {
     f32v lanes;
     bool positive;  // not negative, zero or NaN: then the sign of a product is the sign of the element
     explicit Factor(float scale) : lanes(broadcast(scale)), positive(scale > 0.0f) {}
+    OTTAVA_INLINE f32v in_order(int) const { return lanes; }
+    OTTAVA_INLINE f32v arranged(int) const { return lanes; }
 };
 
-template <class Element, class Format>
-OTTAVA_INLINE u8x16 cast16(const typename Element::storage* src, const Factor& factor) {
+// 16 codes, from the given element of a line on.
+template <class Element, class Format, class Multipliers>
+OTTAVA_INLINE u8x16 cast16(const typename Element::storage* src, const Multipliers& multipliers, int element = 0) {
     i32v codes[16 / kLanes];
     for (int k = 0; k < 16 / kLanes; ++k)
-        codes[k] = encode<Format, f32v, i32v>(Element::load_floats(src + k * kLanes) * factor.lanes);
+        codes[k] = encode<Format, f32v, i32v>(Element::load_floats(src + k * kLanes) *
+                                              multipliers.in_order(element + k * kLanes));
     return narrow8(codes);
 }
 
@@ -44,10 +49,16 @@ template <class Element, class Format>
 struct LineCast {
     const Factor factor;
     explicit LineCast(float scale) : factor(scale) {}
-    OTTAVA_INLINE Line operator()(const typename Element::storage* src) const {
+    OTTAVA_INLINE Line operator()(const typename Element::storage* src) const { return scaled(src, factor); }
+    template <class Multipliers>
+    OTTAVA_INLINE Line scaled(const typename Element::storage* src, const Multipliers& multipliers) const {
         Line line;
-        for (int k = 0; k < 4; ++k) line.pieces[k] = cast16<Element, Format>(src + 16 * k, factor);
+        for (int k = 0; k < 4; ++k) line.pieces[k] = cast16<Element, Format>(src + 16 * k, multipliers, 16 * k);
         return line;
+    }
+    // The multipliers of a line's elements, as `scaled` takes them.
+    static OTTAVA_INLINE void arrange(const float* in_order, float* arranged) {
+        memcpy(arranged, in_order, kLine * sizeof(float));
     }
 };
 #endif

@@ -96,7 +96,13 @@ struct LineCast {
     explicit LineCast(float scale) : factor(scale) {}
 
     OTTAVA_INLINE Line operator()(const typename Element::storage* src) const {
-        const __m512 scale = bits_as<__m512>(factor.lanes);
+        if (__builtin_expect(!factor.positive, 0)) return slowly(src, factor);
+        return scaled(src, factor);
+    }
+
+    // With positive multipliers, or NaN.
+    template <class Multipliers>
+    OTTAVA_INLINE Line scaled(const typename Element::storage* src, const Multipliers& multipliers) const {
         __m512 x[4];
         if constexpr (std::is_same<Element, BFloat16>::value) {
             // Even elements in x[0] and x[2], odd ones in x[1] and x[3]: cheaper than widening in order.
@@ -109,10 +115,10 @@ struct LineCast {
         } else {
             for (int k = 0; k < 4; ++k) x[k] = bits_as<__m512>(Element::load_floats(src + 16 * k));
         }
-        for (int k = 0; k < 4; ++k) x[k] = _mm512_mul_ps(x[k], scale);
+        for (int k = 0; k < 4; ++k) x[k] = _mm512_mul_ps(x[k], bits_as<__m512>(multipliers.arranged(16 * k)));
         const __mmask16 nan = static_cast<__mmask16>(_mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q) |
                                                      _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q));
-        if (__builtin_expect(nan != 0 || !factor.positive, 0)) return slowly(src);
+        if (__builtin_expect(nan != 0, 0)) return slowly(src, multipliers);
         __m512i sums[4];
         for (int k = 0; k < 4; ++k) sums[k] = encoder(x[k]);
         if constexpr (std::is_same<Element, BFloat16>::value) {
@@ -132,10 +138,22 @@ struct LineCast {
         }
     }
 
+    // The multipliers of a line's elements, as `scaled` takes them.
+    static OTTAVA_INLINE void arrange(const float* in_order, float* arranged) {
+        memcpy(arranged, in_order, kLine * sizeof(float));
+        if constexpr (std::is_same<Element, BFloat16>::value)
+            for (int k = 0; k < 32; ++k) {
+                arranged[k / 2 + k % 2 * 16] = in_order[k];
+                arranged[32 + k / 2 + k % 2 * 16] = in_order[32 + k];
+            }
+    }
+
    private:
-    __attribute__((noinline)) Line slowly(const typename Element::storage* src) const {
+    template <class Multipliers>
+    __attribute__((noinline)) Line slowly(const typename Element::storage* src, const Multipliers& multipliers) const {
         alignas(64) uint8_t codes[64];
-        for (int k = 0; k < 4; ++k) store(codes + 16 * k, cast16<Element, Format>(src + 16 * k, factor));
+        for (int k = 0; k < 4; ++k)
+            store(codes + 16 * k, cast16<Element, Format>(src + 16 * k, multipliers, 16 * k));
         return Line{load<__m512i>(codes)};
     }
 };

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "../numerics.h"
 #include "kernels.h"
@@ -13,6 +14,8 @@ namespace {
 #include "cast.h"
 #include "decode.h"
 #include "tiles.h"
+#include "mx.h"
+#include "mx_decode.h"
 }  // namespace
 
 const Kernels kAvx2 = {"avx2",
@@ -25,6 +28,8 @@ const Kernels kAvx2 = {"avx2",
     transpose_tile,
     decode16_run,
     decode32_run,
+    mx_quantize_panel,
+    mx_decode_run,
     epilogue_run};
 
 }  // namespace ottava

@@ -14,6 +14,8 @@ namespace {
 #include "cast.h"
 #include "decode.h"
 #include "tiles.h"
+#include "mx.h"
+#include "mx_decode.h"
 }  // namespace
 
 const Kernels kAvx512 = {"avx512",
@@ -26,6 +28,8 @@ const Kernels kAvx512 = {"avx512",
     transpose_tile,
     decode16_run,
     decode32_run,
+    mx_quantize_panel,
+    mx_decode_run,
     epilogue_run};
 
 }  // namespace ottava

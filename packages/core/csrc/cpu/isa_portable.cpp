@@ -4,6 +4,7 @@
 #endif
 
 #include <cstring>
+#include <type_traits>
 
 #include "../numerics.h"
 #include "kernels.h"
@@ -15,6 +16,8 @@ namespace {
 #include "cast.h"
 #include "decode.h"
 #include "tiles.h"
+#include "mx.h"
+#include "mx_decode.h"
 }  // namespace
 
 const Kernels kPortable = {"portable",
@@ -27,6 +30,8 @@ const Kernels kPortable = {"portable",
     transpose_tile,
     decode16_run,
     decode32_run,
+    mx_quantize_panel,
+    mx_decode_run,
     epilogue_run};
 
 }  // namespace ottava

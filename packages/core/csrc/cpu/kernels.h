@@ -27,6 +27,33 @@ struct Tile {
     bool stream;          // write around the caches: the results are larger than they are
 };
 
+// The part of one row of blocks of a row-major matrix: at most kMxBlock rows by kPanelCols columns, which begin at the
+// boundary of a block. Null pointers leave out a direction, with its scales.
+constexpr int64_t kMxBlock = 32;
+constexpr int64_t kPanelCols = 1024;
+
+struct MxPanel {
+    const void* src;
+    int64_t rows, cols;
+    int64_t stride;           // of the source and of both results, in elements
+    uint8_t* row_codes;       // blocks along the rows
+    uint8_t* row_scales;      // of the first row
+    int64_t row_scale_stride;
+    uint8_t* column_codes;    // blocks along the columns
+    uint8_t* column_scales;   // one row of them
+    bool square;              // one scale for kMxBlock rows and columns, in both directions
+    bool floor;               // ScaleRounding
+    bool stream;
+};
+
+// A run of codes of one row with their scales: one for kMxBlock codes, or one for each.
+struct MxRun {
+    const uint8_t* codes;
+    const uint8_t* scales;
+    int64_t count;
+    bool scale_each;
+};
+
 struct Kernels {
     const char* name;
     float (*amax)(const void* src, Dtype dtype, int64_t n);
@@ -40,6 +67,9 @@ struct Kernels {
     // `table` holds the result of every code from 0 to 127; the sign is the top bit of a result.
     void (*decode16)(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out, bool stream);
     void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream);
+    void (*mx_quantize)(const MxPanel& panel, Dtype dtype, Fp8 format);
+    // Whether a finite element other than zero has no normal result; `table` as for decode16, of the bare elements.
+    bool (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
     // `bias` is a row of float32, or null.
     void (*epilogue)(uint16_t* acc, int64_t n, float scale, const float* bias);
 };
@@ -93,6 +123,16 @@ void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int
 void decode(const uint8_t* src, Fp8 format, int64_t n,
             const float* scale_inv,  // optional
             void* out, Dtype dtype, int threads);
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes);
+// Blocks of 32 with a power of two each, along rows, along columns, or both from one pass over the source. Scales are
+// [rows, ceil(cols / 32)] and [ceil(rows / 32), cols].
+void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
+                 uint8_t* row_codes, uint8_t* row_scales,        // optional
+                 uint8_t* column_codes, uint8_t* column_scales,  // optional
+                 int threads);
+// Returns whether a finite element other than zero has no normal result in `dtype`.
+bool mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
+               void* out, Dtype dtype, int threads);
 void epilogue(uint16_t* acc, int64_t rows, int64_t cols,
               const float* scale_a,  // optional
               const float* scale_b,  // optional

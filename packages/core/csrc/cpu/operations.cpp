@@ -23,6 +23,12 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 float max_of(Fp8 format) { return format == Fp8::e4m3 ? format_max<E4M3>() : format_max<E5M2>(); }
 
+uint8_t mx_scale(float amax, Fp8 format, bool floor) {
+    if (format == Fp8::e4m3)
+        return static_cast<uint8_t>(floor ? e8m0_floor<E4M3, float, int32_t>(amax) : e8m0_up<E4M3, float, int32_t>(amax));
+    return static_cast<uint8_t>(floor ? e8m0_floor<E5M2, float, int32_t>(amax) : e8m0_up<E5M2, float, int32_t>(amax));
+}
+
 size_t element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 const uint8_t* advance(const void* base, int64_t elements, Dtype dtype) {
@@ -249,6 +255,66 @@ void decode(const uint8_t* src, Fp8 format, int64_t n, const float* scale_inv, v
         else
             kernels.decode16(src + from, count, table.narrow, static_cast<uint16_t*>(out) + from, stream);
     });
+}
+
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes) {
+    for (int64_t i = 0; i < n; ++i) codes[i] = mx_scale(std::fabs(amax[i]), format, floor);
+}
+
+void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
+                 uint8_t* row_codes, uint8_t* row_scales, uint8_t* column_codes, uint8_t* column_scales, int threads) {
+    const Kernels& kernels = active_kernels();
+    const int64_t down = ceil_div(rows, kMxBlock), across = ceil_div(cols, kPanelCols);
+    const int64_t row_blocks = ceil_div(cols, kMxBlock);
+    const auto lines = [](const uint8_t* codes) { return reinterpret_cast<uintptr_t>(codes) % 64 == 0; };
+    const bool stream = rows * cols >= kStreamBytes && cols % 64 == 0 && lines(row_codes) && lines(column_codes);
+    in_parallel(down * across, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t block = i / across, row = block * kMxBlock, col = i % across * kPanelCols;
+            MxPanel panel{};
+            panel.src = advance(src, row * cols + col, dtype);
+            panel.rows = std::min(kMxBlock, rows - row);
+            panel.cols = std::min(kPanelCols, cols - col);
+            panel.stride = cols;
+            if (row_codes != nullptr) {
+                panel.row_codes = row_codes + row * cols + col;
+                panel.row_scales = row_scales + row * row_blocks + col / kMxBlock;
+                panel.row_scale_stride = row_blocks;
+            }
+            if (column_codes != nullptr) {
+                panel.column_codes = column_codes + row * cols + col;
+                panel.column_scales = column_scales + block * cols + col;
+            }
+            panel.square = square;
+            panel.floor = floor;
+            panel.stream = stream;
+            kernels.mx_quantize(panel, dtype, format);
+        }
+    });
+}
+
+bool mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
+               void* out, Dtype dtype, int threads) {
+    const Kernels& kernels = active_kernels();
+    const int64_t row_blocks = ceil_div(cols, kMxBlock);
+    const bool stream = rows * cols * static_cast<int64_t>(element_bytes(dtype)) >= kStreamBytes;
+    DecodeTable table;
+    if (format == Fp8::e4m3)
+        table.fill<E4M3>(Dtype::bfloat16, 1.0f);
+    else
+        table.fill<E5M2>(Dtype::bfloat16, 1.0f);
+    std::atomic<bool> unusual{false};
+    in_parallel(rows, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
+        bool seen = false;
+        for (int64_t row = begin; row < end; ++row) {
+            const uint8_t* row_scales = columnwise ? scales + row / kMxBlock * cols : scales + row * row_blocks;
+            const MxRun run{codes + row * cols, row_scales, cols, columnwise};
+            uint8_t* to = static_cast<uint8_t*>(out) + static_cast<size_t>(row * cols) * element_bytes(dtype);
+            seen |= kernels.mx_decode(run, format, table.narrow, to, dtype, stream);
+        }
+        if (seen) unusual = true;
+    });
+    return unusual;
 }
 
 void epilogue(uint16_t* acc, int64_t rows, int64_t cols, const float* scale_a, const float* scale_b, const void* bias,

@@ -114,6 +114,21 @@ OTTAVA_INLINE u8x16 narrow8(const i32v* codes) {
 #endif
 }
 
+// kLanes codes, held in the low bytes of a vector, to any address.
+OTTAVA_INLINE void store_codes(uint8_t* to, i32v codes) {
+#if defined(__AVX512BW__)
+    store(to, _mm512_cvtepi32_epi8(bits_as<__m512i>(codes)));
+#elif defined(__AVX2__)
+    const __m256i words = _mm256_permute4x64_epi64(
+        _mm256_packus_epi32(bits_as<__m256i>(codes), bits_as<__m256i>(codes)), 0xd8);
+    const __m128i low = _mm256_castsi256_si128(words);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(low, low));
+#else
+    typedef uint8_t u8x4 __attribute__((vector_size(4)));
+    store(to, __builtin_convertvector(codes, u8x4));
+#endif
+}
+
 // The element types: how kLanes of them become float32, and what a NaN looks like to the amax.
 struct Float32 {
     typedef uint32_t storage;

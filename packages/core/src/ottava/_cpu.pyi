@@ -42,6 +42,24 @@ def update_scales(
 ) -> None: ...
 def transpose(src: int, rows: int, cols: int, out: int, threads: int) -> None: ...
 def decode(src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, threads: int) -> None: ...
+def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, codes: int) -> None: ...
+def mx_quantize(
+    src: int,
+    dtype: int,
+    rows: int,
+    cols: int,
+    fmt: int,
+    square: bool,
+    floor: bool,
+    row_codes: int,
+    row_scales: int,
+    column_codes: int,
+    column_scales: int,
+    threads: int,
+) -> None: ...
+def mx_decode(
+    codes: int, scales: int, fmt: int, rows: int, cols: int, columnwise: bool, out: int, dtype: int, threads: int
+) -> bool: ...
 def epilogue(
     acc: int, rows: int, cols: int, scale_a: int, scale_b: int, bias: int, bias_dtype: int, threads: int
 ) -> None: ...

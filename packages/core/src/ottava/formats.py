@@ -6,6 +6,8 @@ Sources: E4M3 and E5M2 follow the OCP 8-bit Floating Point Specification 1.0 (``
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -49,6 +51,9 @@ E4M3 = FloatFormat("E4M3", torch.float8_e4m3fn, 4, 3, 7, 448.0, 2.0**-6, 2.0**-9
 E5M2 = FloatFormat("E5M2", torch.float8_e5m2, 5, 2, 15, 57344.0, 2.0**-14, 2.0**-16, True, 0x7F, 1)
 E8M0 = FloatFormat("E8M0", torch.float8_e8m0fnu, 8, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, False, 0xFF, 2)
 
+#: Elements that share a scale in the MX formats.
+MX_BLOCK = 32
+
 _BY_DTYPE: dict[torch.dtype, FloatFormat] = {f.torch_dtype: f for f in (E4M3, E5M2)}
 
 
@@ -91,3 +96,10 @@ def fp8_format(dtype: torch.dtype) -> FloatFormat:
             remedy="pass one of these as fp8_dtype",
         )
     return found
+
+
+def mx_scale_shapes(shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of the scales along rows and along columns of a tensor of ``shape``."""
+    columns = shape[-1] if len(shape) else 1
+    rows = math.prod(shape[:-1])
+    return (rows, -(-columns // MX_BLOCK)), (-(-rows // MX_BLOCK), columns)

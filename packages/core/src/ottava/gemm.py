@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
-from ottava.kernels import HIGH_PRECISION, backend_for, check_bias, check_high_precision, scaled_mm
+from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision, scaled_mm
+from ottava.kernels.checks import check_bias
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 

@@ -12,7 +12,7 @@ import torch
 
 from ottava import _cpu
 from ottava.errors import BackendError
-from ottava.formats import fp8_format
+from ottava.formats import fp8_format, mx_scale_shapes
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -248,6 +248,86 @@ def decode(
     """``float32(q) * scale_inv`` rounded to ``dtype``."""
     out = torch.empty(data.shape, dtype=dtype)
     decode_out(data, scale_inv, fp8_dtype, out)
+    return out
+
+
+def mx_scale_from_amax(amax: torch.Tensor, fp8_dtype: torch.dtype, floor: bool) -> torch.Tensor:
+    """E8M0 codes of amaxes."""
+    amax = amax.contiguous()
+    codes = torch.empty(amax.shape, dtype=torch.uint8)
+    _cpu.mx_scale_from_amax(amax.data_ptr(), amax.numel(), fp8_format(fp8_dtype).code, floor, codes.data_ptr())
+    return codes
+
+
+def mx_quantize_out(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: tuple[torch.Tensor, torch.Tensor] | None,
+    columnwise: tuple[torch.Tensor, torch.Tensor] | None,
+    two_dimensional: bool,
+    floor: bool,
+) -> None:
+    """:func:`mx_quantize` into the codes and scales of the directions wanted."""
+    x = x.contiguous()
+    row_codes, row_scales = rowwise or (None, None)
+    column_codes, column_scales = columnwise or (None, None)
+    _cpu.mx_quantize(
+        x.data_ptr(),
+        _DTYPE_CODES[x.dtype],
+        *_matrix(x),
+        fp8_format(fp8_dtype).code,
+        two_dimensional,
+        floor,
+        _pointer(row_codes),
+        _pointer(row_scales),
+        _pointer(column_codes),
+        _pointer(column_scales),
+        torch.get_num_threads(),
+    )
+
+
+def mx_quantize(
+    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, two_dimensional: bool, floor: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes and scales along rows and columns, in one pass over ``x``."""
+    results: list[torch.Tensor] = []
+    for wanted, scale_shape in zip((rowwise, columnwise), mx_scale_shapes(x.shape), strict=True):
+        results += [torch.empty(shape if wanted else (0,), dtype=torch.uint8) for shape in (x.shape, scale_shape)]
+    row, row_scales, column, column_scales = results
+    mx_quantize_out(
+        x,
+        fp8_dtype,
+        (row, row_scales) if rowwise else None,
+        (column, column_scales) if columnwise else None,
+        two_dimensional,
+        floor,
+    )
+    return row, row_scales, column, column_scales
+
+
+def mx_decode_out(
+    data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor, columnwise: bool
+) -> bool:
+    """:func:`mx_decode` into ``out``; whether a finite element other than zero has no normal value in its dtype."""
+    data, scales = data.contiguous(), scales.contiguous()
+    return _cpu.mx_decode(
+        data.data_ptr(),
+        scales.data_ptr(),
+        fp8_format(fp8_dtype).code,
+        *_matrix(data),
+        columnwise,
+        out.data_ptr(),
+        _DTYPE_CODES[out.dtype],
+        torch.get_num_threads(),
+    )
+
+
+def mx_decode(
+    data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype, columnwise: bool
+) -> torch.Tensor:
+    """``element * 2^(scale - 127)``, rounded to ``dtype``."""
+    out = torch.empty(data.shape, dtype=dtype)
+    mx_decode_out(data, scales, fp8_dtype, out, columnwise)
     return out
 
 

@@ -14,20 +14,20 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ottava.kernels.backends import backend_module
 
-_LIBRARY = torch.library.Library("ottava", "DEF")
+LIBRARY = torch.library.Library("ottava", "DEF")
 Tensor = torch.Tensor
 
 
-def _kernel(schema: str, fake: Callable[..., Any]) -> None:
+def kernel(schema: str, fake: Callable[..., Any]) -> None:
     """Define ``ottava::name`` whose implementation is the function ``name`` of the backend of its first tensor."""
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
+    LIBRARY.define(schema)
 
     def by_backend(x: Tensor, *args: Any) -> Any:
         return getattr(backend_module(x.device.type), name)(x, *args)
 
-    _LIBRARY.impl(name, by_backend, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ottava::{name}", fake, lib=_LIBRARY)
+    LIBRARY.impl(name, by_backend, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ottava::{name}", fake, lib=LIBRARY)
 
 
 def _scalar_like(x: Tensor) -> Tensor:
@@ -55,22 +55,22 @@ def _fake_quantize(
     )
 
 
-_kernel("amax(Tensor x) -> Tensor", _scalar_like)
-_kernel(
+kernel("amax(Tensor x) -> Tensor", _scalar_like)
+kernel(
     "scale_from_amax(Tensor amax, ScalarType fp8_dtype, float epsilon, bool force_pow_2) -> (Tensor, Tensor)",
     lambda amax, *_: tuple(amax.new_empty(amax.shape, dtype=torch.float32) for _ in range(2)),
 )
-_kernel("cast(Tensor x, Tensor scale, ScalarType fp8_dtype) -> Tensor", lambda x, *_: _codes_like(x))
-_kernel(
+kernel("cast(Tensor x, Tensor scale, ScalarType fp8_dtype) -> Tensor", lambda x, *_: _codes_like(x))
+kernel(
     "cast_transpose(Tensor x, Tensor scale, ScalarType fp8_dtype) -> (Tensor, Tensor)",
     lambda x, *_: (_codes_like(x), _transposed_like(x)),
 )
-_kernel(
+kernel(
     "quantize(Tensor x, ScalarType fp8_dtype, float epsilon, bool force_pow_2, bool rowwise, bool transposed)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_quantize,
 )
-_kernel(
+kernel(
     "cast_amax(Tensor x, Tensor scale, Tensor(a!) amax, Tensor(b!)? saturated, ScalarType fp8_dtype, bool transposed)"
     " -> (Tensor, Tensor, Tensor)",
     lambda x, scale, amax, saturated, fp8_dtype, transposed: (
@@ -79,14 +79,14 @@ _kernel(
         _scalar_like(x),
     ),
 )
-_kernel("transpose(Tensor data) -> Tensor", _transposed_like)
-_kernel(
+kernel("transpose(Tensor data) -> Tensor", _transposed_like)
+kernel(
     "decode(Tensor data, Tensor? scale_inv, ScalarType fp8_dtype, ScalarType dtype) -> Tensor",
     lambda data, scale_inv, fp8_dtype, dtype: data.new_empty(data.shape, dtype=dtype),
 )
 
 
-_LIBRARY.define(
+LIBRARY.define(
     "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, Tensor? last) -> ()"
 )
 
@@ -97,11 +97,11 @@ def _update_scales(scales: list[Tensor], *rest: Any) -> None:
         backend_module(scales[0].device.type).update_scales(scales, *rest)
 
 
-_LIBRARY.impl("update_scales", _update_scales, "CompositeExplicitAutograd")
-torch.library.register_fake("ottava::update_scales", lambda *_: None, lib=_LIBRARY)
+LIBRARY.impl("update_scales", _update_scales, "CompositeExplicitAutograd")
+torch.library.register_fake("ottava::update_scales", lambda *_: None, lib=LIBRARY)
 
 
-def _scaled_mm(
+def product(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor | None,
@@ -109,6 +109,7 @@ def _scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    """The product of dense operands, times both scales, plus the bias."""
     out = torch.mm(a, b)
     if out.dtype == out_dtype == torch.bfloat16:
         if scale_a is not None or scale_b is not None or bias is not None:
@@ -126,14 +127,14 @@ def _scaled_mm(
 # Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both factors and the
 # bias in float32, then one rounding to out_dtype. bfloat16 operands with a bfloat16 result round twice, because
 # torch has no bfloat16 product that returns float32 on CPU.
-_LIBRARY.define(
+LIBRARY.define(
     "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor"
 )
-_LIBRARY.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
+LIBRARY.impl("scaled_mm", product, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "ottava::scaled_mm",
     lambda a, b, scale_a, scale_b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
-    lib=_LIBRARY,
+    lib=LIBRARY,
 )
 
 

@@ -1,26 +1,20 @@
-"""The oracle: every kernel in plain PyTorch, on any device, written for clarity.
-
-The rounding is done on the bits of float32 values, so that nothing depends on how a torch build converts to
-float8 (its E5M2 conversion does not saturate, see the numerics page).
-"""
+"""The oracle: every kernel in plain PyTorch, on any device, written for clarity."""
 
 from __future__ import annotations
 
 import torch
 
-from ottava.formats import FloatFormat, fp8_format
+from ottava.formats import fp8_format
+from ottava.kernels.reference_codes import bits_of, encode
+from ottava.kernels.reference_mx import (  # noqa: F401  (the backend's kernels on MX blocks)
+    mx_decode,
+    mx_decode_out,
+    mx_quantize,
+    mx_quantize_out,
+    mx_scale_from_amax,
+)
 
-_ABS_MASK = 0x7FFFFFFF
-_INF_BITS = 0x7F800000
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.int32)
-
-
-def _float_bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32).item())
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -49,32 +43,13 @@ def scale_from_amax(
     scale = torch.where(scale.isinf(), torch.full_like(a, _FLOAT32_MAX), scale)
     if force_pow_2:
         # Clearing the mantissa floors to a power of two.
-        scale = (_bits(scale) & -0x800000).view(torch.float32)
+        scale = (bits_of(scale) & -0x800000).view(torch.float32)
     return scale, torch.div(torch.ones_like(scale), scale)
-
-
-def _encode(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """float32 to codes: round to nearest even, saturating, NaN to ``fmt.nan_code``, sign of zero kept."""
-    bits = _bits(x)
-    magnitude = bits & _ABS_MASK
-    clamped = magnitude.clamp(max=_float_bits(fmt.max))
-    # The unit in the last place of the value's binade, or of the subnormals below the smallest normal.
-    exponent = (clamped >> 23).clamp(min=_float_bits(fmt.min_normal) >> 23)
-    unit_exponent = exponent - fmt.mantissa_bits
-    # Dividing by a power of two is exact here (the quotient is at most 2^(mantissa_bits + 1), and what falls
-    # below float32's subnormals is far below half a unit).
-    unit = (unit_exponent << 23).view(torch.float32)
-    steps = torch.round(torch.div(clamped.view(torch.float32), unit)).to(torch.int32)
-    binade = exponent - (_float_bits(fmt.min_normal) >> 23)
-    code = (binade << fmt.mantissa_bits) + steps
-    sign = (bits >> 24) & 0x80
-    nan = torch.full_like(code, fmt.nan_code)
-    return torch.where(magnitude > _INF_BITS, nan, code | sign).to(torch.uint8)
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     """``cast(float32(x) * scale)`` as codes of the same shape."""
-    return _encode(x.to(torch.float32) * scale.to(torch.float32), fp8_format(fp8_dtype)).view(x.shape)
+    return encode(x.to(torch.float32) * scale.to(torch.float32), fp8_format(fp8_dtype)).view(x.shape)
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,134 @@
+// Kernels over contiguous runs: the decoding of MX blocks. Include once, after decode.h.
+
+// kLanes codes, and their scales, as 32-bit integers.
+OTTAVA_INLINE i32v load_codes(const uint8_t* from) {
+#if defined(__AVX512BW__)
+    return bits_as<i32v>(_mm512_cvtepu8_epi32(load<__m128i>(from)));
+#elif defined(__AVX2__)
+    return bits_as<i32v>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    typedef uint8_t u8x4 __attribute__((vector_size(4)));
+    return __builtin_convertvector(load<u8x4>(from), i32v);
+#endif
+}
+
+// Raised where a finite element other than zero has no normal result.
+struct Unusual {
+    i32v lanes = {};
+    bool any() const {
+        int32_t seen = 0;
+        for (int k = 0; k < kLanes; ++k) seen |= lanes[k];
+        return seen != 0;
+    }
+};
+
+// kLanes results. The sign is put on last, as in dequantize_element.
+template <class Format, class Out>
+OTTAVA_INLINE void mx_decode_vector(i32v code, i32v scale, Out* out, Dtype dtype, Unusual& unusual) {
+    const f32v element = widen<Format, f32v, i32v>(code & 0x7f);
+    const f32v product = element * e8m0_value<f32v, i32v>(scale);
+    const i32v bits = bits_as<i32v>(product) & kMagnitude, bare = bits_as<i32v>(element);
+    const i32v clean = bits > kInfinity ? i32v{} + kQuietNan : bits;
+    unusual.lanes |= (bare > 0) & (bare < kInfinity) & ((bits < (1 << 23)) | (bits == kInfinity));
+    if constexpr (sizeof(Out) == 4) {
+        store(out, clean | ((code & 0x80) << 24));
+    } else {
+        const f32v magnitude = bits_as<f32v>(clean);
+        const i32v narrow = dtype == Dtype::bfloat16 ? encode_bfloat16<f32v, i32v>(magnitude)
+                                                     : encode<Half, f32v, i32v>(magnitude);
+        store_narrow16(out, bits_as<u32v>(narrow | ((code & 0x80) << 8)));
+    }
+}
+
+// At most one block: `count` codes and results, any part of a vector.
+template <class Format, class Out>
+OTTAVA_INLINE void mx_decode_block(const uint8_t* codes, const uint8_t* scales, bool scale_each, int64_t count, Out* out,
+                                   Dtype dtype, Unusual& unusual) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        const i32v scale = scale_each ? load_codes(scales + i) : i32v{} + scales[0];
+        mx_decode_vector<Format>(load_codes(codes + i), scale, out + i, dtype, unusual);
+    }
+    if (i == count) return;
+    uint8_t last[kLanes] = {}, last_scales[kLanes] = {};
+    Out results[kLanes];
+    memcpy(last, codes + i, static_cast<size_t>(count - i));
+    if (scale_each) memcpy(last_scales, scales + i, static_cast<size_t>(count - i));
+    const i32v scale = scale_each ? load_codes(last_scales) : i32v{} + scales[0];
+    mx_decode_vector<Format>(load_codes(last), scale, results, dtype, unusual);
+    memcpy(out + i, results, static_cast<size_t>(count - i) * sizeof(Out));
+}
+
+#if defined(__AVX512BW__)
+// A block of bfloat16: where every result is normal, decoding adds to the exponents of the table's entries.
+template <class Format>
+class FastBlock {
+    // The scales with which all of the format's finite elements are normal bfloat16 values.
+    static constexpr int kLow = Format::mantissa == 3 ? 127 - 126 + 9 : 127 - 126 + 16;
+    static constexpr int kHigh = 127 + 127 - ((Format::limit >> 23) - 127);
+    const Table<uint16_t> table_;
+
+   public:
+    explicit FastBlock(const uint16_t* table) : table_(table) {}
+    template <bool Stream>
+    OTTAVA_INLINE bool operator()(const uint8_t* codes, const uint8_t* scales, bool scale_each, uint16_t* out) const {
+        __m512i shift;
+        if (scale_each) {
+            const __m256i each = load<__m256i>(scales);
+            const __m256i above = _mm256_sub_epi8(each, _mm256_set1_epi8(kLow));
+            if (_mm256_cmpgt_epu8_mask(above, _mm256_set1_epi8(kHigh - kLow)) != 0) return false;
+            shift = _mm512_cvtepu8_epi16(each);
+        } else {
+            if (scales[0] < kLow || scales[0] > kHigh) return false;
+            shift = _mm512_set1_epi16(scales[0]);
+        }
+        shift = _mm512_slli_epi16(_mm512_sub_epi16(shift, _mm512_set1_epi16(127)), 7);
+        const __m512i value = table_(codes);
+        const __m512i magnitude = _mm512_and_si512(value, _mm512_set1_epi16(0x7fff));
+        // Neither zero nor infinity nor NaN: magnitude - 1 < 0x7f7f.
+        const __mmask32 finite = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, _mm512_set1_epi16(1)),
+                                                         _mm512_set1_epi16(kInfinity / 65536 - 1));
+        put<Stream>(out, _mm512_mask_add_epi16(value, finite, value, shift));
+        return true;
+    }
+};
+#endif
+
+template <class Format, class Out>
+bool mx_decode_typed(const MxRun& run, const uint16_t* table, Out* out, Dtype dtype, bool stream) {
+    Unusual unusual;
+    const int64_t per_block = run.scale_each ? kMxBlock : 1;
+#if defined(__AVX512BW__)
+    const FastBlock<Format> fast(table);
+    const bool narrow = dtype == Dtype::bfloat16;
+    const bool streams = stream && (reinterpret_cast<uintptr_t>(out) & (kLine - 1)) == 0;
+#else
+    (void)table, (void)stream;
+#endif
+    const uint8_t* scales = run.scales;
+    for (int64_t i = 0; i < run.count; i += kMxBlock, scales += per_block) {
+        const int64_t count = run.count - i < kMxBlock ? run.count - i : kMxBlock;
+#if defined(__AVX512BW__)
+        if constexpr (sizeof(Out) == 2) {
+            if (narrow && count == kMxBlock &&
+                (streams ? fast.template operator()<true>(run.codes + i, scales, run.scale_each, out + i)
+                         : fast.template operator()<false>(run.codes + i, scales, run.scale_each, out + i)))
+                continue;
+        }
+#endif
+        mx_decode_block<Format>(run.codes + i, scales, run.scale_each, count, out + i, dtype, unusual);
+    }
+#if defined(__AVX512BW__)
+    if (streams) finish_streaming();
+#endif
+    return unusual.any();
+}
+
+bool mx_decode_run(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream) {
+    if (dtype == Dtype::float32)
+        return format == Fp8::e4m3
+                   ? mx_decode_typed<E4M3>(run, table, static_cast<uint32_t*>(out), dtype, stream)
+                   : mx_decode_typed<E5M2>(run, table, static_cast<uint32_t*>(out), dtype, stream);
+    return format == Fp8::e4m3 ? mx_decode_typed<E4M3>(run, table, static_cast<uint16_t*>(out), dtype, stream)
+                               : mx_decode_typed<E5M2>(run, table, static_cast<uint16_t*>(out), dtype, stream);
+}

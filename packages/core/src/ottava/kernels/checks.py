@@ -1,0 +1,108 @@
+"""What the kernels refuse, before anything is read or written."""
+
+from __future__ import annotations
+
+import torch
+
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_high_precision(x: torch.Tensor, what: str = "input") -> None:
+    """Refuse what cannot be quantized.
+
+    Raises:
+        DTypeError: not a strided tensor of float32, bfloat16 or float16.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise DTypeError(f"{what} is a {type(x).__name__}", expected="a torch.Tensor", remedy="pass a tensor")
+    if x.dtype not in HIGH_PRECISION:
+        raise DTypeError(
+            f"{what} has dtype {x.dtype}",
+            expected="torch.float32, torch.bfloat16 or torch.float16",
+            remedy="convert it first, for example with .to(torch.bfloat16)",
+        )
+    # Dynamo refuses to read the layout inside a backward; a graph's operators check it again.
+    if not torch.compiler.is_compiling() and x.layout != torch.strided:
+        raise DTypeError(
+            f"{what} has layout {x.layout}",
+            expected="a dense (strided) tensor",
+            remedy="call .to_dense() first",
+        )
+
+
+def check_scalar(scale: torch.Tensor, x: torch.Tensor, what: str) -> None:
+    """Refuse what is not a float32 tensor with one element on the device of ``x``."""
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
+        raise DTypeError(f"{what} is not a float32 tensor", expected="a float32 tensor with one element")
+    check_high_precision(scale, what)
+    if scale.numel() != 1:
+        raise ShapeError(f"{what} has shape {tuple(scale.shape)}", expected="one element")
+    check_device(scale, x.device, what)
+
+
+def check_counter(counter: torch.Tensor, x: torch.Tensor) -> None:
+    """Refuse what is not an int64 tensor with one element on the device of ``x``."""
+    if not isinstance(counter, torch.Tensor) or counter.dtype != torch.int64:
+        raise DTypeError("saturated is not an int64 tensor", expected="an int64 tensor with one element")
+    if counter.numel() != 1:
+        raise ShapeError(f"saturated has shape {tuple(counter.shape)}", expected="one element")
+    check_device(counter, x.device, "saturated")
+
+
+def check_codes(data: torch.Tensor) -> None:
+    """Refuse what is not a uint8 tensor."""
+    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
+        raise DTypeError(
+            f"codes are {getattr(data, 'dtype', type(data).__name__)}",
+            expected="torch.uint8",
+            remedy="view a float8 tensor with .view(torch.uint8)",
+        )
+
+
+def check_matrix(x: torch.Tensor) -> None:
+    """Refuse a tensor without dimensions."""
+    if x.dim() == 0:
+        raise ShapeError("a 0-dimensional tensor has no transpose", expected="at least one dimension")
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raises OptionError unless ``epsilon`` is a finite number >= 0."""
+    if isinstance(epsilon, bool) or not (isinstance(epsilon, (int, float)) and 0.0 <= epsilon < float("inf")):
+        raise OptionError(f"amax epsilon is {epsilon!r}", expected="a finite number >= 0")
+
+
+def check_bias(bias: torch.Tensor, columns: int, device: torch.device) -> None:
+    """Refuse a bias that does not fit a product with ``columns`` columns.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: not a high-precision ``[columns]`` on ``device``.
+    """
+    check_high_precision(bias, "bias")
+    if tuple(bias.shape) != (columns,):
+        raise ShapeError(f"bias has shape {tuple(bias.shape)}", expected=f"({columns},)")
+    check_device(bias, device, "bias")
+
+
+def check_device(tensor: torch.Tensor, device: torch.device, what: str) -> None:
+    """Refuse a tensor on another device."""
+    if tensor.device != device:
+        raise DeviceError(
+            f"{what} is on {tensor.device}, its operand on {device}",
+            expected="the same device",
+            remedy=f"move it with .to({str(device)!r})",
+        )
+
+
+def check_out(
+    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str = "out"
+) -> None:
+    """Refuse a result that does not fit."""
+    if not isinstance(out, torch.Tensor):
+        raise DTypeError(f"{what} is a {type(out).__name__}", expected="a torch.Tensor")
+    if out.dtype != dtype:
+        raise DTypeError(f"{what} has dtype {out.dtype}", expected=str(dtype))
+    if tuple(out.shape) != tuple(shape) or not out.is_contiguous():
+        raise ShapeError(f"{what} has shape {tuple(out.shape)}", expected=f"a contiguous {tuple(shape)}")
+    check_device(out, device, what)

@@ -1,0 +1,131 @@
+"""The operators on MX blocks, and the product of operands that are made of them.
+
+A block's values are exact in bfloat16 and float32 as long as they are normal there; a scale can put them beyond. The
+decoding says when it did, and the lines of the product that such values enter are computed once more in float64, which
+holds every value and every product exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from ottava.formats import mx_scale_shapes
+from ottava.kernels.backends import backend_module
+from ottava.kernels.ops import LIBRARY, kernel, product
+from ottava.kernels.reference_mx import beyond_range, mx_decode_exact
+
+Tensor = torch.Tensor
+
+
+def _fake_mx_quantize(
+    x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made = []
+    for wanted, scales in zip((rowwise, columnwise), mx_scale_shapes(x.shape), strict=True):
+        made += [x.new_empty(shape if wanted else (0,), dtype=torch.uint8) for shape in (x.shape, scales)]
+    return made[0], made[1], made[2], made[3]
+
+
+kernel(
+    "mx_scale_from_amax(Tensor amax, ScalarType fp8_dtype, bool floor) -> Tensor",
+    lambda amax, *_: amax.new_empty(amax.shape, dtype=torch.uint8),
+)
+kernel(
+    "mx_quantize(Tensor x, ScalarType fp8_dtype, bool rowwise, bool columnwise, bool two_dimensional, bool floor)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_mx_quantize,
+)
+kernel(
+    "mx_decode(Tensor data, Tensor scales, ScalarType fp8_dtype, ScalarType dtype, bool columnwise) -> Tensor",
+    lambda data, scales, fp8_dtype, dtype, columnwise: data.new_empty(data.shape, dtype=dtype),
+)
+
+
+def _exact(values: Tensor, scales: Tensor | None, fp8_dtype: torch.dtype | None, columnwise: bool) -> Tensor:
+    if scales is None or fp8_dtype is None:
+        return values.to(torch.float64)
+    return mx_decode_exact(values, scales, fp8_dtype, columnwise)
+
+
+def _mx_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    blocks_a: Tensor | None,
+    blocks_b: Tensor | None,
+    fp8_a: torch.dtype | None,
+    fp8_b: torch.dtype | None,
+    columnwise_a: bool,
+    columnwise_b: bool,
+    transpose_a: bool,
+    transpose_b: bool,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    compute_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    operands = ((a, blocks_a, fp8_a, columnwise_a), (b, blocks_b, fp8_b, columnwise_b))
+    backend = backend_module(a.device.type)
+    dense, beyond = [], []
+    for values, blocks, fp8_dtype, columnwise in operands:
+        if blocks is None:
+            dense.append(values)
+            beyond.append(False)
+            continue
+        decoded = values.new_empty(values.shape, dtype=compute_dtype)
+        beyond.append(backend.mx_decode_out(values, blocks, fp8_dtype, decoded, columnwise))
+        dense.append(decoded)
+    left, right = (m.t() if t else m for m, t in zip(dense, (transpose_a, transpose_b), strict=True))
+    result = product(left, right, scale_a, scale_b, bias, out_dtype)
+    if not any(beyond):
+        return result
+
+    exact = [_exact(*operand) for operand in operands]
+    left, right = (m.t() if t else m for m, t in zip(exact, (transpose_a, transpose_b), strict=True))
+    info = torch.finfo(compute_dtype)
+    for outer, flag in enumerate(beyond):
+        if not flag:
+            continue
+        matrix = (left, right)[outer]
+        lines = beyond_range(matrix, info).any(1 - outer)
+        part = (left[lines] @ right) if outer == 0 else (left @ right[:, lines])
+        for scale in (scale_a, scale_b):
+            part = part if scale is None else part * scale.to(torch.float64)
+        if bias is not None:
+            part = part + (bias if outer == 0 else bias[lines]).to(torch.float64)
+        # Through float32, as a product is in any case.
+        result[(lines,) if outer == 0 else (slice(None), lines)] = part.to(torch.float32).to(out_dtype)
+    return result
+
+
+# Matrices of codes with the scales of their blocks, or dense ones (no blocks) of compute_dtype with a factor that is
+# still missing. Codes are [rows, columns] as they are stored; `transpose` says which of them is taken transposed.
+LIBRARY.define(
+    "mx_scaled_mm(Tensor a, Tensor b, Tensor? blocks_a, Tensor? blocks_b, ScalarType? fp8_a, ScalarType? fp8_b,"
+    " bool columnwise_a, bool columnwise_b, bool transpose_a, bool transpose_b, Tensor? scale_a, Tensor? scale_b,"
+    " Tensor? bias, ScalarType compute_dtype, ScalarType out_dtype) -> Tensor"
+)
+LIBRARY.impl("mx_scaled_mm", _mx_scaled_mm, "CompositeExplicitAutograd")
+
+
+def _sizes(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> tuple[Any, Any, Any]:
+    """Rows, columns and the reduced size of a product."""
+    return a[1 if transpose_a else 0], b[0 if transpose_b else 1], a[0 if transpose_a else 1]
+
+
+def _fake_mx_scaled_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    transpose_a, transpose_b, out_dtype = rest[6], rest[7], rest[-1]
+    return a.new_empty(_sizes(a.shape, b.shape, transpose_a, transpose_b)[:2], dtype=out_dtype)
+
+
+torch.library.register_fake("ottava::mx_scaled_mm", _fake_mx_scaled_mm, lib=LIBRARY)
+
+
+@register_flop_formula(torch.ops.ottava.mx_scaled_mm)
+def _mx_scaled_mm_flops(a_shape: Any, b_shape: Any, *rest: Any, **__: Any) -> int:
+    """Two operations for each multiply-add."""
+    rows, columns, inner = _sizes(a_shape, b_shape, rest[6], rest[7])
+    return int(2 * rows * columns * inner)
