@@ -12,8 +12,10 @@ from typing import Literal
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.gemm_blocks import Dense, block_product
 from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision, scaled_mm
 from ottava.kernels.checks import check_bias
+from ottava.tensors.blocks import BlockOperand
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -44,7 +46,8 @@ def gemm(
     ``fprop``: ``a = input [*, K]``, ``b = weight [N, K]`` gives ``[M, N]``. ``dgrad``: ``a = grad_output [*, N]``,
     ``b = weight`` gives ``[M, K]``. ``wgrad``: ``a = grad_output``, ``b = input`` gives ``[N, K]``. Accumulation is in
     float32; the product of the scales is applied in float32 before the rounding to ``out_dtype``. On CPU a bfloat16
-    result is rounded once before and once after the scales (see the numerics page).
+    result is rounded once before and once after the scales (see the numerics page). The scales of MX blocks are part
+    of the operands' values, which are multiplied exactly.
 
     Args:
         bias: ``[N]``, added in float32.
@@ -74,16 +77,19 @@ def gemm(
     # Adding into out must round once: the product stays float32 until the sum.
     product_dtype = torch.float32 if accumulate else result_dtype
     compute = _compute_dtype(a, b, product_dtype)
-    left, scale_a = _matrix(a, a_columnwise, compute)
-    right, scale_b = _matrix(b, b_columnwise, compute)
-    result = scaled_mm(
-        left.t() if transpose_a else left,
-        right.t() if transpose_b else right,
-        scale_a,
-        scale_b,
-        bias,
-        product_dtype,
-    )
+    left, right = _operand(a, a_columnwise, compute), _operand(b, b_columnwise, compute)
+    if isinstance(left, BlockOperand) or isinstance(right, BlockOperand):
+        fast = not use_split_accumulator
+        result = block_product(left, right, transpose_a, transpose_b, bias, compute, product_dtype, fast)
+    else:
+        result = scaled_mm(
+            left[0].t() if transpose_a else left[0],
+            right[0].t() if transpose_b else right[0],
+            left[1],
+            right[1],
+            bias,
+            product_dtype,
+        )
     if out is None:
         return result
     return out.add_(result) if accumulate else out.copy_(result)
@@ -96,10 +102,11 @@ def _compute_dtype(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.dtyp
     return torch.bfloat16 if fast and exact else torch.float32
 
 
-def _matrix(x: Operand, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if isinstance(x, QuantizedTensorStorage):
-        return x.gemm_operand(columnwise=columnwise, dtype=dtype)
-    return as_matrix(x).to(dtype), None
+def _operand(x: Operand, columnwise: bool, dtype: torch.dtype) -> BlockOperand | Dense:
+    if not isinstance(x, QuantizedTensorStorage):
+        return as_matrix(x).to(dtype), None
+    in_blocks = x.block_operand(columnwise=columnwise)
+    return x.gemm_operand(columnwise=columnwise, dtype=dtype) if in_blocks is None else in_blocks
 
 
 def _custom_owner(a: Operand, b: Operand) -> Quantizer | None:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ottava.errors import OptionError
-from ottava.formats import Format
+from ottava.formats import E4M3, E5M2, Format
 from ottava.kernels import check_epsilon
 from ottava.recipes.base import Recipe
 from ottava.recipes.role import QuantizerRole
 from ottava_current.quantizer import Float8CurrentScalingQuantizer
+
+_FAKE_QUANT_FORMATS = {"FP8E4M3": E4M3, "FP8E5M2": E5M2}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,17 @@ class Float8CurrentScaling(Recipe):
             element.torch_dtype,
             with_amax_reduction=self.with_amax_reduction and role.tensor_type != "weight",
             amax_reduction_group=amax_reduction_group,
+            force_pow_2_scales=self.force_pow_2_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
+
+    def fake_quantizer(self, fp8_format: str) -> Float8CurrentScalingQuantizer | None:
+        element = _FAKE_QUANT_FORMATS.get(fp8_format)
+        if element is None:
+            return None
+        return Float8CurrentScalingQuantizer(
+            element.torch_dtype,
+            columnwise=False,
             force_pow_2_scales=self.force_pow_2_scales,
             amax_epsilon=self.amax_epsilon,
         )

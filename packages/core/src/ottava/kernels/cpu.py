@@ -13,6 +13,7 @@ import torch
 from ottava import _cpu
 from ottava.errors import BackendError
 from ottava.formats import fp8_format, mx_scale_shapes
+from ottava.kernels.reference_mx import mx_decode_exact
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -326,6 +327,8 @@ def mx_decode(
     data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype, columnwise: bool
 ) -> torch.Tensor:
     """``element * 2^(scale - 127)``, rounded to ``dtype``."""
+    if dtype == torch.float64:
+        return mx_decode_exact(data, scales, fp8_dtype, columnwise)
     out = torch.empty(data.shape, dtype=dtype)
     mx_decode_out(data, scales, fp8_dtype, out, columnwise)
     return out

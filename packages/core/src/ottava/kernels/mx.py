@@ -115,10 +115,13 @@ def mx_decode(
     *,
     columnwise: bool = False,
 ) -> torch.Tensor:
-    """``element * 2^(scale - 127)``, rounded once to ``dtype``; what overflows it is infinite."""
+    """``element * 2^(scale - 127)``, rounded once to ``dtype``; what overflows it is infinite.
+
+    ``dtype`` may be float64 besides, which holds all values exactly.
+    """
     _check_blocks(data, scales, fp8_dtype, columnwise)
-    if dtype not in HIGH_PRECISION:
-        raise DTypeError(f"cannot decode to {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
+    if dtype not in (*HIGH_PRECISION, torch.float64):
+        raise DTypeError(f"cannot decode to {dtype}", expected="torch.float64, float32, bfloat16 or float16")
     result: torch.Tensor = torch.ops.ottava.mx_decode(data, scales, fp8_dtype, dtype, columnwise)
     return result
 

@@ -118,7 +118,8 @@ def mx_decode(
     data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype, columnwise: bool
 ) -> torch.Tensor:
     """``element * 2^(scale - 127)``, rounded to ``dtype``. In float32 only what overflows it is not exact."""
-    return mx_decode_exact(data, scales, fp8_dtype, columnwise).to(torch.float32).to(dtype)
+    exact = mx_decode_exact(data, scales, fp8_dtype, columnwise)
+    return exact if dtype == torch.float64 else exact.to(torch.float32).to(dtype)
 
 
 def mx_decode_out(

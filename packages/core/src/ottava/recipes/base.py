@@ -83,6 +83,10 @@ class Recipe(ABC):
             )
         return made
 
+    def fake_quantizer(self, fp8_format: str) -> Quantizer | None:
+        """The quantizer of a fake-quantization format that the recipe's spec lists; None for any other."""
+        return None
+
     def same_as(self, other: Recipe | None) -> bool:
         """Whether ``other`` says the same: the same object, or an equal one under the same factory."""
         return self is other or (other is not None and self._factory is other._factory and bool(self == other))

@@ -14,27 +14,12 @@ import torch
 from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
+from ottava.tensors.codes import as_codes
 from ottava.tensors.freshness import DerivedTensor, WriteCount, bump_version
 from ottava.tensors.layout import columnwise_is_transpose
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StaticField, check_values_dtype
 from ottava.tensors.tensor import QuantizedTensor
-
-
-def _as_codes(data: Any, fp8_dtype: torch.dtype, what: str) -> torch.Tensor | None:
-    if data is None:
-        return None
-    dtype = data.dtype if isinstance(data, torch.Tensor) else type(data).__name__
-    if dtype == torch.uint8:
-        codes: torch.Tensor = data
-        return codes
-    if dtype == fp8_dtype:
-        return data.view(torch.uint8)  # type: ignore[no-any-return]
-    raise DTypeError(
-        f"{what} is of {dtype}",
-        expected=f"torch.uint8 codes or a {fp8_dtype} tensor",
-        remedy="quantize high-precision values with a quantizer",
-    )
 
 
 def _checked_parts(
@@ -44,7 +29,7 @@ def _checked_parts(
     fp8_format(fp8_dtype)
     if dtype not in kernels.HIGH_PRECISION:
         raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
-    codes, transposed = _as_codes(data, fp8_dtype, "data"), _as_codes(data_transpose, fp8_dtype, "data_transpose")
+    codes, transposed = as_codes(data, fp8_dtype, "data"), as_codes(data_transpose, fp8_dtype, "data_transpose")
     if codes is not None and transposed is not None:
         expected = (codes.shape[-1], *codes.shape[:-1]) if codes.dim() else ()
         if tuple(transposed.shape) != expected:

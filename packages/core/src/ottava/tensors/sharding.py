@@ -1,7 +1,10 @@
 """FSDP2's hooks for quantized tensors, derived from the storage declaration.
 
 A gather moves the inner tensors that are declared with ``gather=True``, as bytes, and builds the whole tensor around
-them. Inner tensors that serve every usage and are not gathered (the scale of a per-tensor recipe) are the same on every
+them. Where rows and columns have data of their own, the gather of the forward pass moves the rowwise and that of the
+backward pass the columnwise; both are moved when the weight is kept between the two.
+
+Inner tensors that serve every usage and are not gathered (the scale of a per-tensor recipe) are the same on every
 shard: checked at the first gather, and kept so by :meth:`ottava.Quantizer.for_shards` from then on. What derives from
 gathered bytes, a transpose for example, is not moved but made again where it is needed.
 """
@@ -18,47 +21,58 @@ import torch.distributed as dist
 
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.collectives import all_reduce_max
-from ottava.tensors.storage import InnerTensor, StorageSpec
+from ottava.tensors.fsdp import resharded_after_forward
+from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec
 
 if TYPE_CHECKING:
     from ottava.tensors.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
+class GatheredPart:
+    """One inner tensor that comes: its declaration, the shape of each rank's part, and whether that is padded."""
+
+    inner: InnerTensor
+    shape: torch.Size
+    padded: bool
+
+
+@dataclass(frozen=True)
 class GatherPlan:
     """What the hook after a gather needs to know: which inner tensors come, and everything that does not."""
 
-    gathered: tuple[InnerTensor, ...]
+    parts: tuple[GatheredPart, ...]
     shared: dict[str, torch.Tensor | None]
     spec: StorageSpec
     size: torch.Size
 
 
-def pre_all_gather(tensor: QuantizedTensor, mesh: Any, size: torch.Size) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
+def pre_all_gather(
+    tensor: QuantizedTensor, mesh: Any, size: torch.Size, module: Any
+) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
     """This rank's part of what is gathered, padded to the length of the longest, and the plan.
 
     Raises:
-        ShapeError: the shards are uneven and an inner tensor has rows of its own kind, which cannot be padded.
+        ShapeError: the shards cut blocks in two, or they are uneven and an inner tensor has rows of its own kind, which
+            cannot be padded.
         UsageError: the shards do not agree in what must be the same on all of them.
     """
     group = mesh.get_group()
     _agree(tensor, group)
     world = dist.get_world_size(group)
     rows = math.ceil(size[0] / world)
-    gathered = _to_gather(tensor)
-    uneven = size[0] % world != 0
-    inputs = []
+    gathered = _to_gather(tensor, module)
+    _check_rows(tensor, gathered, size, world)
+    inputs, parts = [], []
     for inner in gathered:
-        part: torch.Tensor = getattr(tensor, inner.attribute)
-        if uneven:
-            # FSDP asks for the padded size of the parameter itself.
-            if part.shape != tensor.shape:
-                raise ShapeError(
-                    f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size",
-                    expected=f"a number of rows that {world} divides",
-                )
-            part = torch.nn.functional.pad(part, [0, 0] * (part.dim() - 1) + [0, rows - part.shape[0]])
-        inputs.append(part.contiguous().view(torch.uint8) if part.element_size() == 1 else part.contiguous())
+        data: torch.Tensor = getattr(tensor, inner.attribute)
+        if inner.block_rows is None and data.shape[0] != rows:
+            data = torch.nn.functional.pad(data, [0, 0] * (data.dim() - 1) + [0, rows - data.shape[0]])
+        missing = _sent_length(tensor, inner, gathered) - data.numel()
+        parts.append(GatheredPart(inner, data.shape, missing > 0))
+        if missing > 0:
+            data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
+        inputs.append(data.contiguous().view(torch.uint8) if data.element_size() == 1 else data.contiguous())
     taken = {inner.argument for inner in gathered}
     shared = {
         inner.argument: getattr(tensor, inner.attribute) if inner.usage == "both" else None
@@ -66,43 +80,102 @@ def pre_all_gather(tensor: QuantizedTensor, mesh: Any, size: torch.Size) -> tupl
         if inner.argument not in taken
     }
     spec = tensor.flatten_storage()[1]
-    return tuple(inputs), GatherPlan(gathered, shared, spec, size)
+    return tuple(inputs), GatherPlan(tuple(parts), shared, spec, size)
 
 
 def post_all_gather(
     plan: GatherPlan, outputs: Sequence[torch.Tensor], dtype: torch.dtype, out: QuantizedTensor | None
 ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
     """The whole tensor around the gathered bytes; with ``out``, its bytes were refilled and the rest follows."""
+    whole = {part.inner.argument: _whole(part, output, plan) for part, output in zip(plan.parts, outputs, strict=True)}
     if out is not None:
         for inner in out.inner_tensors:
-            if inner.argument in plan.shared and inner.usage == "both":
+            if inner.argument in whole:
+                _replace(out, inner, whole[inner.argument])
+            elif inner.usage == "both":
                 setattr(out, inner.attribute, plan.shared[inner.argument])
+            elif inner.gather:
+                setattr(out, inner.attribute, None)
         out.mark_written()
         return None
-    arguments: dict[str, Any] = dict(plan.shared)
-    for inner, output in zip(plan.gathered, outputs, strict=True):
-        # Padding lies at the end: ranks before the last non-empty one are full.
-        same_rows = len(plan.gathered) == 1 or output.shape[0] >= plan.size[0]
-        arguments[inner.argument] = output[: plan.size[0]] if same_rows else output
+    arguments: dict[str, Any] = plan.shared | whole
     arguments |= {f.argument: v for f, v in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)}
     arguments |= {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
     build: Any = plan.spec.cls
     return build(**arguments), ()
 
 
-def _to_gather(tensor: QuantizedTensor) -> tuple[InnerTensor, ...]:
-    """In a backward pass what serves the columnwise usage, if anything does; otherwise everything that can be."""
-    candidates = tuple(i for i in tensor.inner_tensors if i.gather and getattr(tensor, i.attribute) is not None)
+def _whole(part: GatheredPart, output: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
+    """The inner tensor of the whole from what all ranks sent."""
+    if part.padded:
+        # One row a rank.
+        output = output[:, : part.shape.numel()].reshape(-1, *part.shape[1:])
+    # Padding lies at the end: ranks before the last non-empty one are full.
+    return output[: plan.size[0]] if part.inner.block_rows is None else output
+
+
+def _replace(out: QuantizedTensor, inner: InnerTensor, data: torch.Tensor) -> None:
+    held = getattr(out, inner.attribute)
+    if held is None or held.data_ptr() != data.data_ptr() or held.shape != data.shape:
+        setattr(out, inner.attribute, data)
+
+
+def _candidates(tensor: QuantizedTensorStorage) -> tuple[InnerTensor, ...]:
+    return tuple(i for i in tensor.inner_tensors if i.gather and getattr(tensor, i.attribute) is not None)
+
+
+def _to_gather(tensor: QuantizedTensor, module: Any) -> tuple[InnerTensor, ...]:
+    """What this gather is for: rows in a forward pass, columns in a backward pass, or both at once."""
+    candidates = _candidates(tensor)
     if not candidates:
         raise UsageError(
             f"{type(tensor).__name__} holds no inner tensor that can be gathered",
             expected="one declared with gather=True",
             remedy="keep the rowwise usage of sharded weights",
         )
-    if torch._C._current_graph_task_id() != -1:
-        columnwise = tuple(i for i in candidates if i.usage != "rowwise")
-        return columnwise if any(i.usage == "columnwise" for i in columnwise) else candidates
-    return candidates
+    rowwise = tuple(i for i in candidates if i.usage != "columnwise")
+    columnwise = tuple(i for i in candidates if i.usage != "rowwise")
+    if not any(i.usage == "columnwise" for i in columnwise) or not any(i.usage == "rowwise" for i in rowwise):
+        return candidates
+    if tensor.rowwise_serves_columnwise:
+        return rowwise
+    if not resharded_after_forward(module):
+        return candidates
+    return rowwise if torch._C._current_graph_task_id() == -1 else columnwise
+
+
+def _sent_length(tensor: QuantizedTensor, inner: InnerTensor, gathered: Sequence[InnerTensor]) -> int:
+    """Elements to send of ``inner``: FSDP allocates once for what forward and backward gather in turns."""
+    own = int(getattr(tensor, inner.attribute).numel())
+    same, other = (
+        [i for i in _candidates(tensor) if i.usage == usage]
+        for usage in (inner.usage, "columnwise" if inner.usage == "rowwise" else "rowwise")
+    )
+    if inner.usage == "both" or len(same) != len(other) or set(other) & set(gathered):
+        return own
+    return max(own, int(getattr(tensor, other[same.index(inner)].attribute).numel()))
+
+
+def _check_rows(tensor: QuantizedTensor, gathered: Sequence[InnerTensor], size: torch.Size, world: int) -> None:
+    """Refuse shards whose parts of an inner tensor do not make that of the whole."""
+    rows = math.ceil(size[0] / world)
+    matrix_rows = rows * math.prod(size[1:-1])
+    for inner in gathered:
+        if inner.block_rows is None or world == 1:
+            continue
+        if size[0] % world != 0:
+            # FSDP asks for the padded size of the parameter itself.
+            raise ShapeError(
+                f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size",
+                expected=f"a number of rows that {world} divides",
+            )
+        if matrix_rows % inner.block_rows != 0:
+            raise ShapeError(
+                f"a {type(tensor).__name__} with {size[0]} rows on {world} ranks has {matrix_rows} on each, which cut "
+                f"the blocks of {inner.argument!r}",
+                expected=f"a multiple of {inner.block_rows} on each",
+                remedy="shard over fewer ranks, or keep this weight in high precision: it is quantized when it is used",
+            )
 
 
 def _agree(tensor: QuantizedTensor, group: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.tensors.blocks import BlockOperand
 from ottava.tensors.freshness import bump_version
 
 if TYPE_CHECKING:
@@ -27,12 +28,15 @@ class InnerTensor:
         argument: the constructor's keyword for it, for example ``"data"``.
         usage: the GEMM usage that it serves; ``"both"`` is never dropped by ``update_usage``.
         gather: whether a sharded weight gathers it (otherwise it is the same on every shard).
+        block_rows: rows of the tensor, as a matrix, that share one row of this inner tensor. None: it has the rows of
+            the tensor itself.
     """
 
     attribute: str
     argument: str
     usage: Usage = "both"
     gather: bool = False
+    block_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class QuantizedTensorStorage:
     static_fields: ClassVar[tuple[StaticField, ...]] = ()
     #: True for a user-defined storage whose GEMM is its quantizer's ``qgemm``.
     custom: bool = False
+    #: Whether rowwise data alone can serve the columnwise usage.
+    rowwise_serves_columnwise: bool = False
 
     _quantizer: Quantizer | None
     # The storage that this one is a part of (a slice, say), when they share what a write to the part would change.
@@ -250,6 +256,14 @@ class QuantizedTensorStorage:
         """
         values = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
+
+    def block_operand(self, *, columnwise: bool) -> BlockOperand | None:
+        """This tensor as a GEMM operand made of MX blocks, or None for :meth:`gemm_operand`, as is the default.
+
+        Raises:
+            UsageError: the data held does not serve the usage.
+        """
+        return None
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> QuantizedTensorStorage:
         """Overwrite the values with ``tensor``, quantized by this object's quantizer.

@@ -193,8 +193,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
 
         Raises:
             UsageError: the shards of the weight have different scales.
+            ShapeError: they are uneven, or cut blocks in two, and an inner tensor cannot be padded.
         """
-        return pre_all_gather(self, mesh, orig_size)
+        return pre_all_gather(self, mesh, orig_size, module)
 
     def fsdp_post_all_gather(
         self,
