@@ -39,7 +39,19 @@ _EXPORTS = {
     "quantized_model_init": "ottava.nn",
     "restore_from_saved": "ottava.tensors",
 }
-_SUBMODULES = ("cli", "distributed", "errors", "formats", "gemm", "kernels", "nn", "recipes", "tensors")
+_SUBMODULES = (
+    "checkpoint",
+    "cli",
+    "debug",
+    "distributed",
+    "errors",
+    "formats",
+    "gemm",
+    "kernels",
+    "nn",
+    "recipes",
+    "tensors",
+)
 
 __all__ = ["__version__", *_EXPORTS]
 

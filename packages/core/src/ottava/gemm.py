@@ -106,7 +106,11 @@ def _operand(x: Operand, columnwise: bool, dtype: torch.dtype) -> BlockOperand |
     if not isinstance(x, QuantizedTensorStorage):
         return as_matrix(x).to(dtype), None
     in_blocks = x.block_operand(columnwise=columnwise)
-    return x.gemm_operand(columnwise=columnwise, dtype=dtype) if in_blocks is None else in_blocks
+    if in_blocks is None:
+        return x.gemm_operand(columnwise=columnwise, dtype=dtype)
+    # A graph has no place for what is kept between calls.
+    cache = None if torch.compiler.is_compiling() else x.gemm_cache()
+    return BlockOperand(*in_blocks, columnwise, cache)
 
 
 def _custom_owner(a: Operand, b: Operand) -> Quantizer | None:

@@ -52,17 +52,18 @@ def block_product(
     if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
         # Blocks that lie along the reduced dimension are all that the hardware takes.
         fits = a.columnwise == transpose_a and b.columnwise != transpose_b
-        sizes = [size for operand in (a, b) for size in operand.codes.shape]
-        if fits and all(sizes) and multiplies_blocks(a.codes.device):
+        sizes = [size for operand in (a, b) for size in operand.elements.shape]
+        if fits and all(sizes) and multiplies_blocks(a.elements.device):
             return _native_product(a, b, bias, out_dtype, fast_accumulation)
     arguments: dict[str, Any] = {}
     for name, operand in (("a", a), ("b", b)):
-        in_blocks = isinstance(operand, BlockOperand)
-        arguments[name] = operand.codes if isinstance(operand, BlockOperand) else operand[0]
-        arguments[f"blocks_{name}"] = operand.scales if isinstance(operand, BlockOperand) else None
-        arguments[f"fp8_{name}"] = operand.fp8_dtype if isinstance(operand, BlockOperand) else None
-        arguments[f"columnwise_{name}"] = isinstance(operand, BlockOperand) and operand.columnwise
-        arguments[f"scale_{name}"] = None if in_blocks else operand[1]  # type: ignore[index]
+        if isinstance(operand, BlockOperand):
+            codes, scales = operand.elements.view(torch.uint8), operand.scales
+            described: tuple[Any, ...] = (codes, scales, operand.elements.dtype, operand.columnwise, None)
+        else:
+            described = (operand[0], None, None, False, operand[1])
+        fields = (name, f"blocks_{name}", f"fp8_{name}", f"columnwise_{name}", f"scale_{name}")
+        arguments |= dict(zip(fields, described, strict=True))
     result: torch.Tensor = torch.ops.ottava.mx_scaled_mm(
         **arguments,
         transpose_a=transpose_a,
@@ -76,39 +77,37 @@ def block_product(
 
 @dataclass(frozen=True)
 class _Lines:
-    """An operand as the library takes it, and the state of the codes and scales that it was made from."""
+    """An operand as the library takes it, and the state of the elements and scales that it was made from."""
 
-    codes: torch.Tensor
+    elements: torch.Tensor
     scales: torch.Tensor
     made_from: tuple[torch.Tensor, torch.Tensor]
-    versions: tuple[int, int]
-
-    def fresh(self, operand: BlockOperand) -> bool:
-        made_codes, made_scales = self.made_from
-        return made_codes is operand.codes and made_scales is operand.scales and self.versions == _versions(operand)
+    state: tuple[Any, ...]
 
 
-def _versions(operand: BlockOperand) -> tuple[int, int]:
-    tensors = (operand.codes, operand.scales)
-    versions = tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
-    return versions[0], versions[1]
+def _state(operand: BlockOperand) -> tuple[Any, ...]:
+    """Changes with every write: those that are counted, and a user's own to the buffers, which have versions."""
+    tensors = (operand.elements, operand.scales)
+    found = [(t.data_ptr(), t.shape, t.stride(), 0 if t.is_inference() else t._version) for t in tensors]
+    return (*found, None if operand.cache is None else operand.cache.writes.value)
 
 
 def _lines(operand: BlockOperand) -> _Lines:
-    """Codes ``[outer, reduced]``, padded, and their scales, swizzled; made once for each state of the operand."""
-    compiling = torch.compiler.is_compiling()
-    kept = None if compiling else operand.cache.get(operand.columnwise)
-    if isinstance(kept, _Lines) and kept.fresh(operand):
+    """Elements ``[outer, reduced]``, padded, and their scales, swizzled; made once for each state of the operand."""
+    state = None if operand.cache is None else _state(operand)
+    kept = None if operand.cache is None else operand.cache.entries.get(operand.columnwise)
+    if isinstance(kept, _Lines) and kept.state == state:
         return kept
-    codes = transpose(operand.codes) if operand.columnwise else operand.codes
-    scales = operand.scales.t() if operand.columnwise else operand.scales
+    codes, scales = operand.elements.view(torch.uint8), operand.scales
+    if operand.columnwise:
+        codes, scales = transpose(codes), scales.t()
     padding = [0, -codes.shape[1] % MX_BLOCK, 0, -codes.shape[0] % _OUTER]
     if any(padding):
         codes = F.pad(codes, padding)
-    versions = (0, 0) if compiling else _versions(operand)
-    made = _Lines(codes.contiguous(), swizzle(scales), (operand.codes, operand.scales), versions)
-    if not compiling:
-        operand.cache[operand.columnwise] = made
+    elements = codes.contiguous().view(operand.elements.dtype)
+    made = _Lines(elements, swizzle(scales), (operand.elements, operand.scales), state or ())
+    if operand.cache is not None:
+        operand.cache.entries[operand.columnwise] = made
     return made
 
 
@@ -129,13 +128,13 @@ def _native_product(
     a: BlockOperand, b: BlockOperand, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> torch.Tensor:
     left, right = _lines(a), _lines(b)
-    rows = a.codes.shape[1 if a.columnwise else 0]
-    columns = b.codes.shape[1 if b.columnwise else 0]
+    rows = a.elements.shape[1 if a.columnwise else 0]
+    columns = b.elements.shape[1 if b.columnwise else 0]
     # The library adds no float32 bias to a narrower result: then the sum is rounded here.
     product_dtype = out_dtype if bias is None else torch.float32
     result = F.scaled_mm(
-        left.codes.view(a.fp8_dtype),
-        right.codes.view(b.fp8_dtype).t(),
+        left.elements,
+        right.elements.t(),
         left.scales.view(torch.float8_e8m0fnu),
         F.ScalingType.BlockWise1x32,
         right.scales.view(torch.float8_e8m0fnu),

@@ -2,7 +2,7 @@
 
 from ottava.tensors import float8_ops as _float8_ops  # noqa: F401  (fills the aten table)
 from ottava.tensors.aten import implements
-from ottava.tensors.blocks import BlockOperand
+from ottava.tensors.blocks import GemmCache
 from ottava.tensors.codes import as_codes
 from ottava.tensors.float8 import Float8QuantizerBase, Float8Tensor, Float8TensorStorage
 from ottava.tensors.layout import columnwise_is_transpose, columnwise_layout
@@ -12,10 +12,10 @@ from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StaticFi
 from ottava.tensors.tensor import QuantizedTensor
 
 __all__ = [
-    "BlockOperand",
     "Float8QuantizerBase",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GemmCache",
     "InnerTensor",
     "QuantizedTensor",
     "QuantizedTensorStorage",

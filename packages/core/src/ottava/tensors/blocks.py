@@ -7,21 +7,34 @@ from typing import Any
 
 import torch
 
+from ottava.tensors.freshness import WriteCount
+
+
+@dataclass
+class GemmCache:
+    """What the GEMM keeps of an operand.
+
+    Attributes:
+        entries: by whether blocks lie along the columns.
+        writes: counts the writes to the operand, through whichever alias: what is kept is outdated by one.
+    """
+
+    entries: dict[bool, Any] = field(default_factory=dict)
+    writes: WriteCount = field(default_factory=WriteCount)
+
 
 @dataclass(frozen=True)
 class BlockOperand:
-    """A matrix of element codes in MX blocks.
+    """A matrix in MX blocks.
 
     Attributes:
-        codes: uint8 ``[rows, columns]``.
+        elements: of an FP8 dtype, ``[rows, columns]``.
         scales: uint8 codes of E8M0, unpadded: ``[rows, ceil(columns / 32)]``, or ``[ceil(rows / 32), columns]``.
-        fp8_dtype: element format.
         columnwise: whether blocks lie along the columns.
-        cache: where the GEMM keeps what it makes of the operand; the owner of the codes clears it when it writes.
+        cache: where the GEMM may keep what it makes of the operand.
     """
 
-    codes: torch.Tensor
+    elements: torch.Tensor
     scales: torch.Tensor
-    fp8_dtype: torch.dtype
     columnwise: bool
-    cache: dict[bool, Any] = field(default_factory=dict, compare=False, repr=False)
+    cache: GemmCache | None = None

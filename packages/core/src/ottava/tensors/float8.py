@@ -59,8 +59,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
     """
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
-        InnerTensor("_data", "data", usage="rowwise", gather=True),
-        InnerTensor("_transpose", "data_transpose", usage="columnwise"),
+        InnerTensor("_data", "data", usage="rowwise", gather=True, native="_fp8_dtype"),
+        InnerTensor("_transpose", "data_transpose", usage="columnwise", native="_fp8_dtype"),
         InnerTensor("_scale_inv", "fp8_scale_inv"),
     )
     static_fields: ClassVar[tuple[StaticField, ...]] = (

@@ -62,7 +62,7 @@ def pre_all_gather(
     world = dist.get_world_size(group)
     rows = math.ceil(size[0] / world)
     gathered = _to_gather(tensor, module)
-    _check_rows(tensor, gathered, size, world)
+    _check_rows(tensor, size, world)
     inputs, parts = [], []
     for inner in gathered:
         data: torch.Tensor = getattr(tensor, inner.attribute)
@@ -156,12 +156,13 @@ def _sent_length(tensor: QuantizedTensor, inner: InnerTensor, gathered: Sequence
     return max(own, int(getattr(tensor, other[same.index(inner)].attribute).numel()))
 
 
-def _check_rows(tensor: QuantizedTensor, gathered: Sequence[InnerTensor], size: torch.Size, world: int) -> None:
-    """Refuse shards whose parts of an inner tensor do not make that of the whole."""
+def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
+    """Refuse shards whose parts of an inner tensor do not make that of the whole, whichever pass is the first."""
     rows = math.ceil(size[0] / world)
     matrix_rows = rows * math.prod(size[1:-1])
-    for inner in gathered:
-        if inner.block_rows is None or world == 1:
+    for inner in tensor.inner_tensors:
+        held = getattr(tensor, inner.attribute) is not None or tensor.rowwise_serves_columnwise
+        if not inner.gather or not held or inner.block_rows is None or world == 1:
             continue
         if size[0] % world != 0:
             # FSDP asks for the padded size of the parameter itself.

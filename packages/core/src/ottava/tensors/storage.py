@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
-from ottava.tensors.blocks import BlockOperand
+from ottava.tensors.blocks import GemmCache
 from ottava.tensors.freshness import bump_version
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class InnerTensor:
         gather: whether a sharded weight gathers it (otherwise it is the same on every shard).
         block_rows: rows of the tensor, as a matrix, that share one row of this inner tensor. None: it has the rows of
             the tensor itself.
+        native: the 8-bit dtype of its bytes, or the attribute that holds it, for files that other tools read. None: the
+            dtype that it has.
     """
 
     attribute: str
@@ -37,6 +39,7 @@ class InnerTensor:
     usage: Usage = "both"
     gather: bool = False
     block_rows: int | None = None
+    native: torch.dtype | str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class StorageSpec:
         return built
 
 
+# Every storage class that was imported, by its name.
+_CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
+
+
 class QuantizedTensorStorage:
     """Quantized data without the tensor interface.
 
@@ -93,6 +100,7 @@ class QuantizedTensorStorage:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
+        _CLASSES[f"{cls.__module__}:{cls.__qualname__}"] = cls
 
     # -- derived from the declaration --
 
@@ -257,12 +265,20 @@ class QuantizedTensorStorage:
         values = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
 
-    def block_operand(self, *, columnwise: bool) -> BlockOperand | None:
-        """This tensor as a GEMM operand made of MX blocks, or None for :meth:`gemm_operand`, as is the default.
+    def block_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """This tensor as a GEMM operand in MX blocks, or None for :meth:`gemm_operand`, as is the default.
+
+        Returns:
+            Elements of an FP8 dtype, ``[rows, columns]``, and the E8M0 codes of their scales, uint8 and unpadded:
+            ``[rows, ceil(columns / 32)]``, or with ``columnwise`` ``[ceil(rows / 32), columns]``.
 
         Raises:
             UsageError: the data held does not serve the usage.
         """
+        return None
+
+    def gemm_cache(self) -> GemmCache | None:
+        """Where the GEMM keeps what it makes of a :meth:`block_operand`, shared by all aliases that count writes."""
         return None
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> QuantizedTensorStorage:
@@ -338,6 +354,11 @@ class QuantizedTensorStorage:
         except Exception as error:
             body = f"no readable data: {type(error).__name__}"
         return f"{type(self).__name__}({body})"
+
+
+def storage_classes() -> dict[str, type[QuantizedTensorStorage]]:
+    """Every storage class that was imported, by ``"module:Class"``."""
+    return dict(_CLASSES)
 
 
 def check_values_dtype(dtype: torch.dtype | None) -> None:

@@ -10,6 +10,7 @@ import torch
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.tensors import aten
+from ottava.tensors.fsdp import flat_values
 from ottava.tensors.sharding import GatherPlan, post_all_gather, pre_all_gather
 from ottava.tensors.storage import QuantizedTensorStorage, StaticField, check_values_dtype, rebuild_storage
 
@@ -326,6 +327,12 @@ def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     kwargs.pop("memory_format", None)
     moved: Any = tensor.apply_to_inner(lambda t: _aten._to_copy.default(t, **kwargs))
     return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
+
+
+@aten.implements(QuantizedTensor, _aten.view.default)
+def _view(op: Any, tensor: QuantizedTensor, shape: Any) -> Any:
+    # For classes, or layouts, without such a view of their own.
+    return flat_values(op(tensor.dequantize(), shape))
 
 
 @aten.implements(QuantizedTensor, _aten.copy_.default)

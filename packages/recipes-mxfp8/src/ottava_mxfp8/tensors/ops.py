@@ -23,8 +23,8 @@ _aten = torch.ops.aten
 _Change = Callable[[Direction, bool], Direction | None]
 
 
-def _changed(tensor: MXFP8Tensor, change: _Change, *, swap: bool = False) -> Any:
-    """A view of ``tensor`` with every direction changed; ``swap`` exchanges the two."""
+def _changed(tensor: MXFP8Tensor, change: _Change, *, swap: bool = False, alias: bool = True) -> Any:
+    """``tensor`` with every direction changed; ``swap`` exchanges the two."""
     results: dict[bool, Direction | None] = {}
     for columnwise in (False, True):
         held = tensor.direction(columnwise=columnwise)
@@ -33,7 +33,7 @@ def _changed(tensor: MXFP8Tensor, change: _Change, *, swap: bool = False) -> Any
             return NotImplemented
         results[columnwise != swap] = result
     rows, columns = results[False] or (None, None), results[True] or (None, None)
-    return MXFP8Tensor(
+    made = MXFP8Tensor(
         dtype=tensor.dtype,
         rowwise_data=rows[0],
         rowwise_scale_inv=rows[1],
@@ -44,6 +44,9 @@ def _changed(tensor: MXFP8Tensor, change: _Change, *, swap: bool = False) -> Any
         values_from_columns=tensor._values_from_columns != swap,
         quantizer=tensor._quantizer,
     )
+    if alias:
+        made.share_writes(tensor)
+    return made
 
 
 def _viewed(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
@@ -147,6 +150,7 @@ def _leading(scales: torch.Tensor, tensor: MXFP8Tensor) -> torch.Tensor | None:
 def _slice(
     op: Any, tensor: MXFP8Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
+    op(torch.empty(tensor.shape, device="meta"), dim, start, end, step)  # refuses what torch refuses
     dim %= tensor.dim()
     first, stop, _ = slice(start, end).indices(tensor.shape[dim])
     if step != 1:
@@ -156,18 +160,18 @@ def _slice(
 
 @implements(MXFP8Tensor, _aten.select.int)
 def _select(op: Any, tensor: MXFP8Tensor, dim: int, index: int) -> Any:
-    size = tensor.shape[dim]
+    op(torch.empty(tensor.shape, device="meta"), dim, index)
     dim %= tensor.dim()
-    if dim == tensor.dim() - 1 or not -size <= index < size:
+    if dim == tensor.dim() - 1:
         return NotImplemented
-    index %= size
+    index %= tensor.shape[dim]
     part = _narrowed(tensor, dim, index, index + 1)
     return part if part is NotImplemented else _reshaped(part, lambda codes: codes.squeeze(dim))
 
 
 def _parts(tensor: MXFP8Tensor, dim: int, sizes: Sequence[int]) -> Any:
     """Consecutive parts; quantized all of them or none."""
-    dim %= tensor.dim()
+    dim %= tensor.dim()  # the op has refused what is out of range
     parts: list[Any] = []
     start = 0
     for size in sizes:
@@ -184,7 +188,9 @@ def _split(op: Any, tensor: MXFP8Tensor, sizes: Any, dim: int = 0) -> Any:
 
 @implements(MXFP8Tensor, _aten.unbind.int)
 def _unbind(op: Any, tensor: MXFP8Tensor, dim: int = 0) -> Any:
-    parts = [_select(op, tensor, dim, index) for index in range(tensor.shape[dim])]
+    op(torch.empty(tensor.shape, device="meta"), dim)
+    select = _aten.select.int
+    parts = [_select(select, tensor, dim, index) for index in range(tensor.shape[dim])]
     return NotImplemented if any(part is NotImplemented for part in parts) else parts
 
 
@@ -206,10 +212,21 @@ def _as_strided(
     op: Any, tensor: MXFP8Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
     """Rows of a contiguous tensor, in another shape; an offset counts from the tensor's first element."""
-    columns = tensor.shape[-1] if tensor.dim() else 1
     offset = storage_offset or 0
-    wanted = torch.empty(tuple(size), device="meta")
-    if not tensor.is_contiguous() or wanted.stride() != tuple(stride) or not columns or offset % columns:
+    if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), 0):
+        return _changed(tensor, lambda held, _: held)
+    kept = _strided_rows(tensor, tuple(size), tuple(stride), offset)
+    if kept is not NotImplemented:
+        return kept
+    # The values where the strides of the tensor say that they lie.
+    values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return op(values.copy_(tensor.dequantize()), size, stride, storage_offset)
+
+
+def _strided_rows(tensor: MXFP8Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:
+    columns = tensor.shape[-1] if tensor.dim() else 1
+    wanted = torch.empty(size, device="meta")
+    if not tensor.is_contiguous() or wanted.stride() != stride or not columns or offset % columns:
         return NotImplemented
     if wanted.numel() % columns or offset + wanted.numel() > tensor.numel():
         return NotImplemented
@@ -217,7 +234,7 @@ def _as_strided(
         rows = _narrowed(tensor, 0, offset // columns, (offset + wanted.numel()) // columns)
     else:
         rows = tensor if wanted.numel() == tensor.numel() else NotImplemented
-    return rows if rows is NotImplemented else _reshaped(rows, lambda codes: codes.view(tuple(size)))
+    return rows if rows is NotImplemented else _reshaped(rows, lambda codes: codes.view(size))
 
 
 @implements(MXFP8Tensor, _aten.clone.default)
@@ -225,7 +242,9 @@ def _clone(op: Any, tensor: MXFP8Tensor, *, memory_format: Any = None) -> Any:
     if memory_format in (None, torch.preserve_format):
         return NotImplemented
     quantizer = None if tensor._quantizer is None else tensor._quantizer.copy()
-    copied = _changed(tensor, lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone()))
+    copied = _changed(
+        tensor, lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone()), alias=False
+    )
     copied.update_quantizer(quantizer)
     return copied
 
@@ -248,7 +267,7 @@ def _new(tensor: MXFP8Tensor, shape: Sequence[int], make: Any, kwargs: dict[str,
     def change(held: Direction, columnwise: bool) -> Direction:
         return tuple(make(tuple(s), dtype=torch.uint8, device=device) for s in (shape, scale_shapes[int(columnwise)]))
 
-    made = _changed(tensor, change)
+    made = _changed(tensor, change, alias=False)
     made.update_quantizer(None if tensor._quantizer is None else tensor._quantizer.copy())
     return made if dtype == tensor.dtype else made.make_like(made, dtype=dtype)
 

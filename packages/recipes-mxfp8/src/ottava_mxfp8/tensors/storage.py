@@ -14,7 +14,7 @@ from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.formats import E8M0, MX_BLOCK, fp8_format, mx_scale_shapes
 from ottava.tensors import (
-    BlockOperand,
+    GemmCache,
     InnerTensor,
     QuantizedTensorStorage,
     Quantizer,
@@ -49,14 +49,23 @@ def _checked_direction(name: str, codes: Any, scales: Any, fp8_dtype: torch.dtyp
 
 
 def checked_parts(
-    rowwise: tuple[Any, Any], columnwise: tuple[Any, Any], fp8_dtype: torch.dtype, dtype: torch.dtype, two: bool
+    rowwise: tuple[Any, Any],
+    columnwise: tuple[Any, Any],
+    fp8_dtype: torch.dtype,
+    dtype: torch.dtype,
+    with_2d_quantization: bool,
+    values_from_columns: bool,
 ) -> tuple[_Parts, _Parts]:
     """Codes and scales of both directions, or a typed error for what does not fit together."""
     fp8_format(fp8_dtype)
     if dtype not in kernels.HIGH_PRECISION:
         raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
-    if not isinstance(two, bool):
-        raise OptionError(f"with_2d_quantization is {two!r}", expected="True or False")
+    for name, flag in (
+        ("with_2d_quantization", with_2d_quantization),
+        ("values_from_columns", values_from_columns),
+    ):
+        if not isinstance(flag, bool):
+            raise OptionError(f"{name} is {flag!r}", expected="True or False")
     rows = _checked_direction("rowwise", *rowwise, fp8_dtype)
     columns = _checked_direction("columnwise", *columnwise, fp8_dtype)
     if rows[0] is not None and columns[0] is not None:
@@ -86,11 +95,23 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
     """
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
-        InnerTensor("_rowwise_data", "rowwise_data", usage="rowwise", gather=True),
-        InnerTensor("_rowwise_scale_inv", "rowwise_scale_inv", usage="rowwise", gather=True, block_rows=1),
-        InnerTensor("_columnwise_data", "columnwise_data", usage="columnwise", gather=True),
+        InnerTensor("_rowwise_data", "rowwise_data", usage="rowwise", gather=True, native="_fp8_dtype"),
         InnerTensor(
-            "_columnwise_scale_inv", "columnwise_scale_inv", usage="columnwise", gather=True, block_rows=MX_BLOCK
+            "_rowwise_scale_inv",
+            "rowwise_scale_inv",
+            usage="rowwise",
+            gather=True,
+            block_rows=1,
+            native=E8M0.torch_dtype,
+        ),
+        InnerTensor("_columnwise_data", "columnwise_data", usage="columnwise", gather=True, native="_fp8_dtype"),
+        InnerTensor(
+            "_columnwise_scale_inv",
+            "columnwise_scale_inv",
+            usage="columnwise",
+            gather=True,
+            block_rows=MX_BLOCK,
+            native=E8M0.torch_dtype,
         ),
     )
     static_fields: ClassVar[tuple[StaticField, ...]] = (
@@ -125,6 +146,7 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
             fp8_dtype,
             dtype,
             with_2d_quantization,
+            values_from_columns,
         )
         self._dtype = dtype
         self._values_from_columns = values_from_columns
@@ -143,11 +165,14 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
         self._fp8_dtype = fp8_dtype
         self._with_2d_quantization = with_2d_quantization
         self._quantizer = quantizer
-        # What the GEMM made of the codes and scales of each direction.
-        self._prepared: dict[bool, Any] = {}
+        self._gemm_cache = GemmCache()
 
     def mark_written(self) -> None:
-        self._prepared.clear()
+        self._gemm_cache.writes.value += 1
+
+    def share_writes(self, other: MXFP8TensorStorage) -> None:
+        """Count writes together with ``other``, an alias."""
+        self._gemm_cache.writes = other._gemm_cache.writes
 
     # -- directions --
 
@@ -200,7 +225,7 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
         columns = self._for_usage(True) if columnwise else (None, None)
         self._rowwise_data, self._rowwise_scale_inv = rows
         self._columnwise_data, self._columnwise_scale_inv = columns
-        self._prepared.clear()
+        self._gemm_cache.entries.clear()
 
     # -- values --
 
@@ -223,13 +248,22 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
         )
         return values.to(wanted)
 
-    def block_operand(self, *, columnwise: bool) -> BlockOperand:
+    def block_operand(self, *, columnwise: bool) -> Direction:
         codes, scales = self._for_usage(columnwise)
         columns = codes.shape[-1] if codes.dim() else 1
         matrix = codes if codes.dim() == 2 else codes.reshape(math.prod(codes.shape[:-1]), columns)
-        return BlockOperand(matrix, scales, self._fp8_dtype, columnwise, self._prepared)
+        return matrix.view(self._fp8_dtype), scales
+
+    def gemm_cache(self) -> GemmCache:
+        return self._gemm_cache
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
         if isinstance(src, MXFP8TensorStorage) and src._fp8_dtype != self._fp8_dtype:
             raise DTypeError(f"source holds {src._fp8_dtype}", expected=str(self._fp8_dtype))
+        if isinstance(src, MXFP8TensorStorage) and self._with_2d_quantization and not src._with_2d_quantization:
+            raise UsageError(
+                "the source has scales for rows and for columns, the destination one for both",
+                expected="a source quantized with with_2d_quantization=True",
+                remedy="quantize it with the quantizer of the destination",
+            )
         super().copy_from_storage(src, noop_flag=noop_flag)

@@ -65,6 +65,7 @@ class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):  # type: ignore[override
             fp8_dtype,
             dtype,
             with_2d_quantization,
+            values_from_columns,
         )
         held = rows[0] if rows[0] is not None else columns[0]
         if held is None:
@@ -102,6 +103,7 @@ class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):  # type: ignore[override
             fp8_dtype,
             dtype,
             with_2d_quantization,
+            values_from_columns,
         )
         self._values_from_columns = values_from_columns
         self._set_data(rows, columns, fp8_dtype, with_2d_quantization, quantizer)
@@ -109,6 +111,10 @@ class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):  # type: ignore[override
     def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
         with torch.no_grad():
             return MXFP8TensorStorage.dequantize(self, dtype)
+
+    def _share_freshness(self, other: QuantizedTensor) -> None:
+        if isinstance(other, MXFP8Tensor):
+            self.share_writes(other)
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
         """Whether copying from ``other`` can copy codes and scales instead of quantizing again."""

@@ -1,0 +1,65 @@
+"""safetensors files of state dicts with quantized tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ottava.checkpoint.flatten import flatten_state_dict, unflatten_state_dict
+from ottava.errors import OttavaError, UsageError
+from ottava.tensors.storage import QuantizedTensorStorage
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise UsageError(
+            "safetensors is not installed", expected="the package safetensors", remedy="pip install safetensors"
+        ) from error
+    return safetensors
+
+
+def save_file(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
+
+    Raises:
+        UsageError: safetensors is not installed, or two tensors would have one name.
+        DTypeError: a value is not a tensor.
+    """
+    library = _safetensors()
+    tensors, metadata = flatten_state_dict(state_dict)
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        library.torch.save_file({name: t.contiguous() for name, t in tensors.items()}, partial, metadata)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_file(
+    path: str | os.PathLike[str], device: str | int = "cpu"
+) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
+    """The state dict of a safetensors file; files of other tools give plain tensors.
+
+    Raises:
+        UsageError: the file cannot be read, or what it holds cannot be restored.
+        OttavaError: the tensors do not fit together.
+    """
+    library = _safetensors()
+    try:
+        with library.safe_open(path, framework="pt", device=device) as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (library.SafetensorError, OSError) as error:
+        raise UsageError(f"{os.fspath(path)} cannot be read: {error}", expected="a whole safetensors file") from error
+    try:
+        return unflatten_state_dict(tensors, metadata)
+    except OttavaError as error:
+        raise type(error)(f"{os.fspath(path)}: {error}") from error

@@ -1,0 +1,93 @@
+"""``fake_quantize``: what a tensor looks like after FP8, in high precision.
+
+Formats are names that recipes list in their specs (``fake_quant_formats``). The two per-tensor ones are core's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ottava import kernels
+from ottava.errors import DeviceError, DTypeError, OptionError, PluginError, ShapeError
+from ottava.formats import E4M3, E5M2
+from ottava.recipes.registry import get_recipe, list_recipes
+from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.storage import QuantizedTensorStorage
+
+_PER_TENSOR = {"FP8E4M3": E4M3, "FP8E5M2": E5M2}
+_ELEMENTS = ("E4M3", "E5M2")
+
+
+def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantize and dequantize; the gradient is that of the identity.
+
+    Args:
+        tensor: float32, bfloat16 or float16, any shape.
+        fp8_format: ``"FP8E4M3"`` or ``"FP8E5M2"`` for one scale a tensor, from its amax; or a format of an installed
+            recipe, ``"MXFP8E4M3"`` for example.
+        out: where to write the result, of the same shape, dtype and device.
+
+    Raises:
+        DTypeError: the tensor is not of a high-precision dtype, or ``out`` has another one.
+        ShapeError, DeviceError: ``out`` does not fit.
+        OptionError: no installed recipe serves the format; the message says which package to install.
+    """
+    if isinstance(tensor, QuantizedTensorStorage):
+        tensor = tensor.dequantize()
+    kernels.check_high_precision(tensor)
+    quantizer = _quantizer(fp8_format)
+    if out is not None:
+        _check_out(tensor, out)
+    result: torch.Tensor = _FakeQuantize.apply(tensor, fp8_format, quantizer)  # type: ignore[no-untyped-call]
+    return result if out is None else out.copy_(result)
+
+
+def _check_out(tensor: torch.Tensor, out: torch.Tensor) -> None:
+    if not isinstance(out, torch.Tensor) or out.dtype != tensor.dtype:
+        raise DTypeError(f"out is of {getattr(out, 'dtype', type(out).__name__)}", expected=str(tensor.dtype))
+    if out.shape != tensor.shape:
+        raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(tuple(tensor.shape)))
+    if out.device != tensor.device:
+        raise DeviceError(f"out is on {out.device}", expected=str(tensor.device))
+
+
+def _quantizer(fp8_format: str) -> Quantizer | None:
+    """The quantizer of the recipe that serves a format; None for the per-tensor formats."""
+    if fp8_format in _PER_TENSOR:
+        return None
+    specs = list_recipes()
+    for spec in specs:
+        if fp8_format in spec.fake_quant_formats:
+            quantizer = get_recipe(spec.name).fake_quantizer(fp8_format)
+            if quantizer is None:
+                raise PluginError(
+                    f"recipe {spec.name!r} lists the format {fp8_format!r} and has no quantizer for it",
+                    expected="a quantizer from its fake_quantizer()",
+                )
+            return quantizer
+    known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
+    element = next((e for e in _ELEMENTS if isinstance(fp8_format, str) and fp8_format.endswith(e)), None)
+    remedy = None
+    if element is not None and fp8_format != element:
+        # A recipe's package is named after it, and so are its formats.
+        remedy = f"pip install ottava-recipes-{fp8_format.removesuffix(element).lower()}"
+    raise OptionError(f"no installed recipe serves the format {fp8_format!r}", expected=", ".join(known), remedy=remedy)
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """Quantization and dequantization with the straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, fp8_format: str, quantizer: Quantizer | None) -> torch.Tensor:
+        if quantizer is None:
+            fp8_dtype = _PER_TENSOR[fp8_format].torch_dtype
+            data, _, _, scale_inv, _ = kernels.quantize(tensor, fp8_dtype)
+            return kernels.decode(data, scale_inv, fp8_dtype, tensor.dtype)
+        values: torch.Tensor = quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None
