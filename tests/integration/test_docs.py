@@ -14,6 +14,7 @@ import ottava
 import ottava.errors
 import ottava_current
 import ottava_delayed
+import ottava_mxfp8
 from ottava.cli.main import app
 from ottava.recipes import hookspecs
 
@@ -66,12 +67,15 @@ def exported(module: Any) -> list[str]:
     return [f"{module.__name__}.{name}" for name in module.__all__]
 
 
-PACKAGES = ["ottava.nn", "ottava.recipes", "ottava.tensors", "ottava.kernels", "ottava.distributed"]
+PACKAGES = [
+    f"ottava.{name}" for name in ("nn", "recipes", "tensors", "kernels", "distributed", "checkpoint", "debug")
+]
 PUBLIC = sorted(
     {
         *exported(ottava),
         *exported(ottava_current),
         *exported(ottava_delayed),
+        *exported(ottava_mxfp8),
         *(name for package in PACKAGES for name in exported(importlib.import_module(package))),
         *HOOKS,
         *ERRORS,

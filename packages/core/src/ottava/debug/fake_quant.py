@@ -69,7 +69,7 @@ def _quantizer(fp8_format: str) -> Quantizer | None:
             return quantizer
     known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
     element = next((e for e in _ELEMENTS if isinstance(fp8_format, str) and fp8_format.endswith(e)), None)
-    remedy = None
+    remedy = ""
     if element is not None and fp8_format != element:
         # A recipe's package is named after it, and so are its formats.
         remedy = f"pip install ottava-recipes-{fp8_format.removesuffix(element).lower()}"

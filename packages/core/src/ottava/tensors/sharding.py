@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.collectives import all_reduce_max
-from ottava.tensors.fsdp import resharded_after_forward
+from ottava.tensors.fsdp import drop_flat_copies, resharded_after_forward
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def pre_all_gather(
     """
     group = mesh.get_group()
     _agree(tensor, group)
+    drop_flat_copies(module)
     world = dist.get_world_size(group)
     rows = math.ceil(size[0] / world)
     gathered = _to_gather(tensor, module)

@@ -10,7 +10,7 @@ import torch
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.tensors import aten
-from ottava.tensors.fsdp import flat_values
+from ottava.tensors.fsdp import asked_by_fsdp
 from ottava.tensors.sharding import GatherPlan, post_all_gather, pre_all_gather
 from ottava.tensors.storage import QuantizedTensorStorage, StaticField, check_values_dtype, rebuild_storage
 
@@ -209,6 +209,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         """The whole tensor of dtype ``param_dtype`` around the gathered bytes, or ``out`` brought up to date."""
         return post_all_gather(metadata, outputs, param_dtype, out)
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """As of ``torch.Tensor``; FSDP gets that of the first inner tensor, to compare addresses."""
+        if asked_by_fsdp():
+            for tensor in self.inner_list():
+                if tensor is not None:
+                    return tensor.untyped_storage()
+        return super().untyped_storage()
+
     # -- initial high-precision values --
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
@@ -327,12 +335,6 @@ def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     kwargs.pop("memory_format", None)
     moved: Any = tensor.apply_to_inner(lambda t: _aten._to_copy.default(t, **kwargs))
     return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
-
-
-@aten.implements(QuantizedTensor, _aten.view.default)
-def _view(op: Any, tensor: QuantizedTensor, shape: Any) -> Any:
-    # For classes, or layouts, without such a view of their own.
-    return flat_values(op(tensor.dequantize(), shape))
 
 
 @aten.implements(QuantizedTensor, _aten.copy_.default)

@@ -21,8 +21,8 @@ class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):  # type: ignore[override
     Args:
         shape: shape of the tensor; from the data by default.
         dtype: nominal dtype.
-        rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype, with_2d_quantization,
-            values_from_columns, quantizer: see :class:`MXFP8TensorStorage`.
+        rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv: see :class:`MXFP8TensorStorage`.
+        fp8_dtype, with_2d_quantization, values_from_columns, quantizer: see :class:`MXFP8TensorStorage`.
 
     Raises:
         DTypeError, ShapeError, DeviceError, OptionError: the parts do not fit together.
