@@ -1,4 +1,4 @@
-"""The demo at its defaults: every recipe ends within two percent of BF16. Minutes long."""
+"""The demo at its defaults: every recipe ends close to BF16. Minutes long."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# How far the validation loss may be from BF16's, relatively.
+BOUNDS = {"current": 0.02, "delayed": 0.02, "mxfp8": 0.01}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
@@ -16,6 +19,6 @@ def test_every_recipe_follows_bf16(seed: int, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", "from ottava.cli.main import app; app()"]
     subprocess.run([*command, "demo", "--seed", str(seed), "--out", str(tmp_path)], check=True, timeout=900)
     runs = {run["name"]: run["validation"] for run in json.loads((tmp_path / "results.json").read_text())["runs"]}
-    assert {"bf16", "current", "delayed"} <= set(runs)
-    for name, loss in runs.items():
-        assert abs(loss / runs["bf16"] - 1) < 0.02, name
+    assert {"bf16", *BOUNDS} <= set(runs)
+    for name, bound in BOUNDS.items():
+        assert abs(runs[name] / runs["bf16"] - 1) < bound, name

@@ -152,7 +152,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_what_cannot_be_written(state: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DTypeError, match="'x' is a int"):
         checkpoint.save_file({"x": 3}, tmp_path / "x")
-    with pytest.raises(UsageError, match="two tensors would have the name 'layer.weight.data'"):
+    with pytest.raises(UsageError, match=r"two tensors would have the name 'layer\.weight\.data'"):
         checkpoint.save_file(state | {"layer.weight.data": torch.ones(1)}, tmp_path / "x")
     cleared = rows()
     cleared.clear()

@@ -61,11 +61,11 @@ def _self_test() -> Check:
     try:
         for fmt in (E4M3, E5M2):
             scale = torch.tensor(0.37)
-            got = kernels.cast_transpose(x, scale, fmt.torch_dtype)
+            got = (*kernels.cast_transpose(x, scale, fmt.torch_dtype), *kernels.mx_quantize(x, fmt.torch_dtype))
             # A NaN has many bit patterns; all of them are right.
             decoded = kernels.decode(got[0], scale, fmt.torch_dtype, torch.bfloat16).nan_to_num(nan=-1.0)
             with kernels.use_backend("reference"):
-                want = kernels.cast_transpose(x, scale, fmt.torch_dtype)
+                want = (*kernels.cast_transpose(x, scale, fmt.torch_dtype), *kernels.mx_quantize(x, fmt.torch_dtype))
                 redecoded = kernels.decode(want[0], scale, fmt.torch_dtype, torch.bfloat16).nan_to_num(nan=-1.0)
             same = all(torch.equal(a, b) for a, b in zip((*got, decoded), (*want, redecoded), strict=True))
             if not same:

@@ -165,14 +165,17 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
         self._fp8_dtype = fp8_dtype
         self._with_2d_quantization = with_2d_quantization
         self._quantizer = quantizer
-        self._gemm_cache = GemmCache()
+        # A graph has no place for it.
+        self._gemm_cache = None if torch.compiler.is_compiling() else GemmCache()
 
     def mark_written(self) -> None:
-        self._gemm_cache.writes.value += 1
+        if self._gemm_cache is not None:
+            self._gemm_cache.writes.value += 1
 
     def share_writes(self, other: MXFP8TensorStorage) -> None:
         """Count writes together with ``other``, an alias."""
-        self._gemm_cache.writes = other._gemm_cache.writes
+        if self._gemm_cache is not None and other._gemm_cache is not None:
+            self._gemm_cache.writes = other._gemm_cache.writes
 
     # -- directions --
 
@@ -225,7 +228,7 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
         columns = self._for_usage(True) if columnwise else (None, None)
         self._rowwise_data, self._rowwise_scale_inv = rows
         self._columnwise_data, self._columnwise_scale_inv = columns
-        self._gemm_cache.entries.clear()
+        self.mark_written()
 
     # -- values --
 
@@ -254,7 +257,7 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
         matrix = codes if codes.dim() == 2 else codes.reshape(math.prod(codes.shape[:-1]), columns)
         return matrix.view(self._fp8_dtype), scales
 
-    def gemm_cache(self) -> GemmCache:
+    def gemm_cache(self) -> GemmCache | None:
         return self._gemm_cache
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
