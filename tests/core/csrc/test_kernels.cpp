@@ -489,7 +489,8 @@ void test_mx_quantize(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_
     const auto compare = [&](const char* part, const Buffer<uint8_t>& got, const std::vector<uint8_t>& values) {
         if (got.size() != values.size()) report(label + part + " size", 0, 0, 1);
         if (values.empty() || std::memcmp(got.address(), values.data(), values.size()) == 0) return;
-        for (size_t i = 0; i < values.size(); ++i) check(label + part, static_cast<long long>(i), got.get(i), values[i]);
+        for (size_t i = 0; i < values.size(); ++i)
+            check(label + part, static_cast<long long>(i), got.get(i), values[i]);
     };
     for (const int threads : {1, 3})
         for (const int directions : {1, 2, 3}) {
@@ -648,7 +649,8 @@ void test_mx_scales(Fp8 format) {
 void test_mx() {
     const int64_t shapes[][2] = {{0, 0},   {0, 5},    {3, 0},    {1, 1},    {1, 31},  {31, 1},  {1, 97},   {97, 1},
                                  {2, 15},  {15, 17},  {16, 33},  {31, 32},  {32, 31}, {32, 32}, {33, 33},  {33, 64},
-                                 {64, 47}, {65, 129}, {3, 1023}, {5, 1024}, {2, 1025}, {34, 1057}, {1, 2050}, {300, 7}};
+                                 {64, 47}, {65, 129}, {3, 1023}, {5, 1024}, {2, 1025}, {34, 1057}, {1, 2050},
+                                 {300, 7}};
     for (const Fp8 format : kFormats) {
         test_mx_scales(format);
         for (const Dtype dtype : kDtypes) {

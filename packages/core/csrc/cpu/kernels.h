@@ -68,7 +68,8 @@ struct Kernels {
     void (*decode16)(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out, bool stream);
     void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream);
     void (*mx_quantize)(const MxPanel& panel, Dtype dtype, Fp8 format);
-    // Whether a finite element other than zero has no normal result; `table` as for decode16, of the bare elements.
+    // Whether a finite element other than zero has a result that is no normal float32 (nor bfloat16, then); `table` as for
+    // decode16, of the bare elements.
     bool (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
     // `bias` is a row of float32, or null.
     void (*epilogue)(uint16_t* acc, int64_t n, float scale, const float* bias);
@@ -130,7 +131,7 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
                  uint8_t* row_codes, uint8_t* row_scales,        // optional
                  uint8_t* column_codes, uint8_t* column_scales,  // optional
                  int threads);
-// Returns whether a finite element other than zero has no normal result in `dtype`.
+// Returns whether a finite element other than zero has a result that is no normal float32, nor bfloat16 then.
 bool mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, int threads);
 void epilogue(uint16_t* acc, int64_t rows, int64_t cols,

@@ -12,7 +12,7 @@ OTTAVA_INLINE i32v load_codes(const uint8_t* from) {
 #endif
 }
 
-// Raised where a finite element other than zero has no normal result.
+// Raised where a finite element other than zero has a result that is no normal float32.
 struct Unusual {
     i32v lanes = {};
     bool any() const {

@@ -309,7 +309,7 @@ def mx_quantize(
 def mx_decode_out(
     data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor, columnwise: bool
 ) -> bool:
-    """:func:`mx_decode` into ``out``; whether a finite element other than zero has no normal value in its dtype."""
+    """:func:`mx_decode` into ``out``; whether an element other than zero is no normal float32 or bfloat16."""
     data, scales = data.contiguous(), scales.contiguous()
     return _cpu.mx_decode(
         data.data_ptr(),

@@ -85,12 +85,11 @@ def _mx_scaled_mm(
 
     exact = [_exact(*operand) for operand in operands]
     left, right = (m.t() if t else m for m, t in zip(exact, (transpose_a, transpose_b), strict=True))
-    info = torch.finfo(compute_dtype)
     for outer, flag in enumerate(beyond):
         if not flag:
             continue
         matrix = (left, right)[outer]
-        lines = beyond_range(matrix, info).any(1 - outer)
+        lines = beyond_range(matrix).any(1 - outer)
         part = (left[lines] @ right) if outer == 0 else (left @ right[:, lines])
         for scale in (scale_a, scale_b):
             part = part if scale is None else part * scale.to(torch.float64)

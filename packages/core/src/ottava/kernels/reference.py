@@ -130,7 +130,7 @@ def decode(
     data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
     """``float32(q) * scale_inv``, rounded once to ``dtype``."""
-    values = data.view(fp8_dtype).to(torch.float32)
+    values = data.contiguous().view(fp8_dtype).to(torch.float32)
     if scale_inv is not None:
         values = values * scale_inv.to(torch.float32)
     return values.to(dtype)

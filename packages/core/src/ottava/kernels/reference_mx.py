@@ -19,7 +19,7 @@ _TWO_TO_MINUS_127 = 0x00400000
 def mx_scale_from_amax(amax: torch.Tensor, fp8_dtype: torch.dtype, floor: bool) -> torch.Tensor:
     """E8M0 codes of amaxes, any shape."""
     fmt = fp8_format(fp8_dtype)
-    magnitude = amax.to(torch.float32).abs()
+    magnitude = amax.contiguous().to(torch.float32).abs()
     code = _floor_code(magnitude, fmt) if floor else _up_code(magnitude, fmt)
     code = torch.where(magnitude.isinf(), torch.full_like(code, _LARGEST_CODE), code)
     code = torch.where(magnitude.isnan(), torch.full_like(code, E8M0.nan_code), code)
@@ -106,7 +106,7 @@ def mx_quantize_out(
 
 def mx_decode_exact(data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, columnwise: bool) -> torch.Tensor:
     """The values in float64, which holds all of them."""
-    matrix = _matrix(data)
+    matrix = _matrix(data).contiguous()
     # 2^(scale - 127) from the bits of a float64, whose exponents are biased by 1023.
     powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
     factor = torch.where(scales == E8M0.nan_code, torch.full_like(powers, float("nan")), powers)
@@ -125,13 +125,13 @@ def mx_decode(
 def mx_decode_out(
     data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor, columnwise: bool
 ) -> bool:
-    """:func:`mx_decode` into ``out``; whether a finite element other than zero has no normal value in its dtype."""
+    """:func:`mx_decode` into ``out``; whether an element other than zero is no normal float32 or bfloat16."""
     exact = mx_decode_exact(data, scales, fp8_dtype, columnwise)
     out.copy_(exact.to(torch.float32))
-    return bool(beyond_range(exact, torch.finfo(out.dtype)).any())
+    return bool(beyond_range(exact).any())
 
 
-def beyond_range(exact: torch.Tensor, info: torch.finfo) -> torch.Tensor:
-    """Where finite float64 values other than zero are no normal values of a dtype."""
-    magnitude = exact.abs()
+def beyond_range(exact: torch.Tensor) -> torch.Tensor:
+    """Where finite float64 values other than zero are no normal float32, and then no normal bfloat16, values."""
+    magnitude, info = exact.abs(), torch.finfo(torch.float32)
     return (magnitude > 0) & magnitude.isfinite() & ((magnitude < info.tiny) | (magnitude > info.max))
