@@ -25,8 +25,24 @@ def _safetensors() -> Any:
     return safetensors
 
 
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous tensors that share no memory, which a file of tensors has no way to say: copies of those that do."""
+    seen: set[int] = set()
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.contiguous()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        seen.add(storage.data_ptr())
+        result[name] = tensor
+    return result
+
+
 def save_file(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
+
+    Tensors that share memory, tied weights for example, are written one by one.
 
     Raises:
         UsageError: safetensors is not installed, or two tensors would have one name.
@@ -37,7 +53,7 @@ def save_file(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        library.torch.save_file({name: t.contiguous() for name, t in tensors.items()}, partial, metadata)
+        library.torch.save_file(_apart(tensors), partial, metadata)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)

@@ -217,6 +217,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
                     return tensor.untyped_storage()
         return super().untyped_storage()
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises UsageError: the values lie in no memory that another library could read."""
+        raise UsageError(
+            f"a {type(self).__name__} cannot be exported by DLPack",
+            expected="a tensor in high precision",
+            remedy="export its .dequantize()",
+        )
+
     # -- initial high-precision values --
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
