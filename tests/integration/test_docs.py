@@ -67,9 +67,7 @@ def exported(module: Any) -> list[str]:
     return [f"{module.__name__}.{name}" for name in module.__all__]
 
 
-PACKAGES = [
-    f"ottava.{name}" for name in ("nn", "recipes", "tensors", "kernels", "distributed", "checkpoint", "debug")
-]
+PACKAGES = [f"ottava.{name}" for name in ("nn", "recipes", "tensors", "kernels", "distributed", "checkpoint", "debug")]
 PUBLIC = sorted(
     {
         *exported(ottava),
