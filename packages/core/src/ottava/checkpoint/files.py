@@ -20,7 +20,9 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ImportError as error:
         raise UsageError(
-            "safetensors is not installed", expected="the package safetensors", remedy="pip install safetensors"
+            "safetensors is not installed",
+            expected="the package safetensors",
+            remedy='pip install "ottava[safetensors]"',
         ) from error
     return safetensors
 
