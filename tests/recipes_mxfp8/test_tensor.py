@@ -240,6 +240,7 @@ SPLITS: dict[str, tuple[tuple[int, ...], Op, str]] = {
     "split off the boundary": ((96, 40), lambda t: t.split(40), "r"),
     "split by sizes": ((96, 40), lambda t: t.split([32, 64]), "rcbs"),
     "split by sizes off the boundary": ((96, 40), lambda t: t.split([10, 86]), "r"),
+    "split by sizes partly off the boundary": ((96, 40), lambda t: t.split([32, 10, 54]), "r"),
     "split columns": ((40, 96), lambda t: t.split(64, dim=1), "rcbs"),
     "split columns off the boundary": ((40, 96), lambda t: t.split(48, -1), "c"),
     "split a stack": ((3, 32, 40), lambda t: t.split(1), "rcbs"),
@@ -393,12 +394,21 @@ def test_one_step_back_keeps_which_values_are_shown() -> None:
     assert transposed.contiguous().is_contiguous()
 
 
-def test_as_strided_by_the_tensors_own_strides() -> None:
+def test_as_strided_goes_by_the_tensors_own_strides() -> None:
     whole = quantizer()(wide((64, 96)))
-    for view in (whole, whole.t(), whole[32:], whole[:, 32:], whole.t()[32:]):
-        assert isinstance(view, MXFP8Tensor)
-        made = view.as_strided(view.shape, view.stride(), view.storage_offset())
-        check_same(values_of(made), view.dequantize())
+    values = whole.dequantize()
+    for op in (lambda t: t, lambda t: t.t(), lambda t: t[:, 32:], lambda t: t.t()[:, 32:]):
+        view, plain = op(whole), op(values)
+        same = view.as_strided(view.shape, view.stride(), view.storage_offset())
+        assert isinstance(same, MXFP8Tensor)
+        check_same(same.dequantize(), plain)
+        same.copy_(view)
+        check_same(whole.dequantize(), values)
+        # Counted from its own first element.
+        stride = view.stride()
+        part = view.as_strided((3, 2), stride, 2 * stride[0] + 5 * stride[1])
+        assert type(part) is torch.Tensor
+        check_same(part, plain[2:5, 5:7])
 
 
 def test_dimensions_out_of_range() -> None:
@@ -586,6 +596,29 @@ def test_in_place_ops_quantize_again() -> None:
         expected[32:] = 5.0
         expected[32:, 32:64] = x[32:, 32:64]
         check_bytes(q, make(expected)), index
+
+
+def test_a_view_across_blocks_is_a_copy() -> None:
+    """As documented: what is written to one is not written to the whole."""
+    x = wide((64, 64))
+    q = quantizer()(x)
+    for write in (
+        lambda t: t.__setitem__(5, 0.0),
+        lambda t: t[:, 3:5].zero_(),
+        lambda t: t.view(-1).zero_(),
+        lambda t: t[::2].zero_(),
+        lambda t: t.fill_diagonal_(1.0),
+    ):
+        write(q)
+        check_bytes(q, quantizer()(x))
+
+
+def test_no_memory_is_given_away() -> None:
+    """There is none that holds the values."""
+    q = quantizer()(wide((4, 4)))
+    for call in (lambda: torch.from_dlpack(q), lambda: q.__dlpack__(), lambda: q.numpy(), lambda: q.tolist()):
+        with pytest.raises((OttavaError, RuntimeError)):
+            call()
 
 
 # New tensors and copies
