@@ -125,6 +125,50 @@ def test_one_operand_of_another_kind(kind: str, other: str, beyond: bool) -> Non
                 assert relative_error(line, theirs) < bound
 
 
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("exponents", [(125, -120), (-120, 122)])
+def test_another_kind_of_scale_brings_the_product_back(kind: str, exponents: tuple[int, int]) -> None:
+    """Before the scale of a whole tensor is applied, the product is far beyond float32."""
+    generator = torch.Generator().manual_seed(5)
+    x, y = (1 + torch.rand(shape, generator=generator) for shape in SHAPES[kind])
+    block = MXFP8Quantizer(E4M3)(x * 2.0 ** exponents[0])
+    plain = PerTensor(E4M3).make(y * 2.0 ** exponents[1], 2.0 ** (exponents[1] - 7))
+    for a, b, name in ((block, plain, kind), (plain, block, kind)):
+        if a is plain and kind != "fprop":
+            continue
+        exact = expected(a, b, name)
+        for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)):
+            assert relative_error(gemm(a, b, name, out_dtype=dtype), exact) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_reach_into_a_product(dtype: torch.dtype) -> None:
+    x, y = torch.randn(96, 64) * 2.0**12, torch.randn(80, 64) * 2.0**12
+    dense = torch.randn(80, 64)
+    quantizer = MXFP8Quantizer(E4M3)
+    a, b = quantizer(x), quantizer(y)
+    outside = [gemm(a, other, "fprop", out_dtype=torch.float32) for other in (b, dense)]
+    with torch.autocast("cpu", dtype=dtype):
+        inside = [gemm(a, other, "fprop", out_dtype=torch.float32) for other in (b, dense)]
+    for mine, theirs in zip(inside, outside, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_backward_pass_inside_autocast() -> None:
+    torch.manual_seed(0)
+    layer = ottava.nn.Linear(64, 48, recipe="mxfp8")
+    grads = []
+    for inside in (False, True):
+        layer.zero_grad()
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        loss = (layer(x) * 2.0**14).square().sum()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=inside):
+            loss.backward()
+        grads.append((x.grad, layer.weight.grad))
+    for mine, theirs in zip(*grads, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 # What puts an operand beyond bfloat16's range. Every one of them decodes to infinity, zero or a subnormal somewhere.
 EXTREMES = {
     "near the top": lambda x: x.sign() * 3.3e38,

@@ -12,7 +12,7 @@ import torch
 
 import ottava
 from ottava import checkpoint
-from ottava.errors import DTypeError, OttavaError, UsageError
+from ottava.errors import DeviceError, DTypeError, OttavaError, UsageError
 from ottava.tensors import Float8Tensor, InnerTensor, QuantizedTensorStorage, StaticField
 
 
@@ -126,6 +126,9 @@ WEIGHT = ("quantized", "layer.weight")
         (_set(*WEIGHT, "static", "shape", to=[7, 5]), r"'layer.weight'.*\(7, 5\)"),
         (_set(*WEIGHT, "static", "fp8_dtype", to={"dtype": "float32"}), "'layer.weight'"),
         (lambda tensors, _: tensors.update({"layer.weight.fp8_scale_inv": torch.ones(2)}), "one element"),
+        (lambda tensors, _: tensors.update({"layer.weight.data": torch.ones(())}), "'data' is of torch.float32"),
+        (lambda tensors, _: tensors.update({"layer.weight.data": torch.ones(5, 7).to(torch.float8_e5m2)}), "e5m2"),
+        (_set(*WEIGHT, "tensors", to=[]), "has no tensors"),
     ],
 )
 def test_damage_is_named(state: dict[str, Any], change: Any, message: str) -> None:
@@ -154,6 +157,20 @@ def test_what_cannot_be_written(state: dict[str, Any], tmp_path: Path) -> None:
         checkpoint.save_file({"x": 3}, tmp_path / "x")
     with pytest.raises(UsageError, match=r"two tensors would have the name 'layer\.weight\.data'"):
         checkpoint.save_file(state | {"layer.weight.data": torch.ones(1)}, tmp_path / "x")
+    for value in (torch.ones(2, device="meta"), torch.eye(2).to_sparse()):
+        with pytest.raises(DTypeError, match="meta or sparse"):
+            checkpoint.save_file({"x": value}, tmp_path / "x")
+    with pytest.raises(DTypeError, match="3 is a Tensor"):
+        checkpoint.save_file({3: torch.ones(1)}, tmp_path / "x")  # type: ignore[dict-item]
+    with pytest.raises(DTypeError, match="state dict is a list"):
+        checkpoint.save_file([torch.ones(1)], tmp_path / "x")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="cannot be written"):
+        checkpoint.save_file(state, tmp_path / "absent" / "x")
+    for wrong in (checkpoint.load_file, lambda path: checkpoint.save_file(state, path)):
+        with pytest.raises(DTypeError, match="path"):
+            wrong(None)
+    with pytest.raises(DeviceError, match="nope"):
+        checkpoint.load_file(tmp_path / "x", device="nope")
     cleared = rows()
     cleared.clear()
     with pytest.raises(UsageError, match="'rows' holds no data"):
@@ -173,10 +190,20 @@ def test_a_failed_write_leaves_the_old_file(
         raise OSError("no space")
 
     monkeypatch.setattr(safetensors.torch, "save_file", fails)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(UsageError, match="cannot be written: no space"):
         checkpoint.save_file(state, path)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_shared_and_conjugated_memory(state: dict[str, Any], tmp_path: Path) -> None:
+    base = torch.randn(4, 4)
+    values = {"a": base, "b": base, "part": base[1:], "c": torch.randn(3, dtype=torch.complex64).conj()}
+    checkpoint.save_file(values | {"v": state["rows"], "w": state["rows"]}, tmp_path / "x")
+    read = checkpoint.load_file(tmp_path / "x")
+    for name, value in values.items():
+        assert torch.equal(read[name], value)
+    assert torch.equal(read["v"]._codes, read["w"]._codes)
 
 
 def test_a_transposed_copy_is_saved_with_its_tensor(quantizer: Any, tmp_path: Path) -> None:

@@ -77,10 +77,13 @@ def test_what_is_no_high_precision_tensor(value: Any) -> None:
 def test_an_unknown_format_says_what_to_install() -> None:
     with pytest.raises(OptionError, match=r"FP8E4M3, FP8E5M2.*pip install ottava-recipes-acme8"):
         fake_quantize(torch.ones(3), "ACME8E4M3")
-    for wrong in ("INT4", "", "E4M3", None):
+    for wrong in ("INT4", "", "E4M3"):
         with pytest.raises(OptionError, match="no installed recipe serves") as caught:
-            fake_quantize(torch.ones(3), wrong)  # type: ignore[arg-type]
+            fake_quantize(torch.ones(3), wrong)
         assert "pip install" not in str(caught.value)
+    for no_name in (None, ["FP8E4M3"]):
+        with pytest.raises(OptionError, match="the name of a format"):
+            fake_quantize(torch.ones(3), no_name)  # type: ignore[arg-type]
 
 
 THING = """

@@ -1004,3 +1004,13 @@ def test_operators_are_well_formed(fmt: str, shape: tuple[int, ...]) -> None:
         codes, scales = random_blocks(shape, columnwise)
         codes, scales = codes % 0x78, scales % 64 + 96  # no NaN: it differs from itself
         torch.library.opcheck(torch.ops.ottava.mx_decode.default, (codes, scales, FP8[fmt], dtype, columnwise))
+
+
+def test_results_need_buffers_of_their_own() -> None:
+    x = torch.randn(32, 32)
+    codes, rows, columns = torch.zeros(32, 32, dtype=torch.uint8), *torch.zeros(2, 32, 1, dtype=torch.uint8)
+    with pytest.raises(OptionError, match="one buffer"):
+        kernels.mx_quantize_out(x, torch.float8_e4m3fn, (codes, rows), (codes, columns.view(1, 32)))
+    with pytest.raises(ShapeError, match="no pair"):
+        kernels.mx_quantize_out(x, torch.float8_e4m3fn, (codes,), None)  # type: ignore[arg-type]
+    assert not codes.any()

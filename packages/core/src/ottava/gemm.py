@@ -58,7 +58,7 @@ def gemm(
         OptionError: unknown ``gemm_type``, or ``accumulate`` without ``out``.
         ShapeError, DTypeError, DeviceError: operands that do not fit together.
     """
-    if gemm_type not in _GEMMS:
+    if not isinstance(gemm_type, str) or gemm_type not in _GEMMS:
         raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
     if out is not None:
         check_high_precision(out, "out")

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ottava.checkpoint.flatten import flatten_state_dict, unflatten_state_dict
-from ottava.errors import OttavaError, UsageError
+from ottava.errors import DTypeError, OttavaError, UsageError
+from ottava.tensors.quantizer import as_device
 from ottava.tensors.storage import QuantizedTensorStorage
 
 
@@ -27,12 +28,20 @@ def _safetensors() -> Any:
     return safetensors
 
 
+def _path(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise DTypeError(f"the path is a {type(path).__name__}", expected="a path")
+    return Path(path)
+
+
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Contiguous tensors that share no memory, which a file of tensors has no way to say: copies of those that do."""
     seen: set[int] = set()
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        tensor = tensor.contiguous()
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise DTypeError(f"{name!r} is on meta or sparse", expected="a dense tensor with values")
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
         storage = tensor.untyped_storage()
         if storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes:
             tensor = tensor.clone()
@@ -47,16 +56,19 @@ def save_file(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     Tensors that share memory, tied weights for example, are written one by one.
 
     Raises:
-        UsageError: safetensors is not installed, or two tensors would have one name.
-        DTypeError: a value is not a tensor.
+        UsageError: safetensors is not installed, two tensors would have one name, or the file cannot be written.
+        DTypeError: a value is not a dense tensor with values.
     """
     library = _safetensors()
     tensors, metadata = flatten_state_dict(state_dict)
-    target = Path(path)
+    tensors = _apart(tensors)
+    target = _path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        library.torch.save_file(_apart(tensors), partial, metadata)
+        library.torch.save_file(tensors, partial, metadata)
         os.replace(partial, target)
+    except (library.SafetensorError, OSError) as error:
+        raise UsageError(f"{target} cannot be written: {error}", expected="a file in an existing folder") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -68,9 +80,11 @@ def load_file(
 
     Raises:
         UsageError: the file cannot be read, or what it holds cannot be restored.
+        DeviceError: ``device`` names none.
         OttavaError: the tensors do not fit together.
     """
     library = _safetensors()
+    path, device = _path(path), str(as_device(device))
     try:
         with library.safe_open(path, framework="pt", device=device) as file:
             metadata = file.metadata()

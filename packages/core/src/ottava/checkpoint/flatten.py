@@ -33,9 +33,11 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.T
     """
     tensors: dict[str, torch.Tensor] = {}
     described: dict[str, Any] = {}
+    if not isinstance(state_dict, Mapping):
+        raise DTypeError(f"the state dict is a {type(state_dict).__name__}", expected="a mapping of names to tensors")
     for name, value in state_dict.items():
-        if not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
-            raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors")
+        if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
+            raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
         if not isinstance(value, QuantizedTensorStorage):
             _add(tensors, name, value)
             continue
@@ -82,10 +84,15 @@ def unflatten_state_dict(
             if key not in tensors:
                 raise UsageError(f"tensor {key!r} is missing", expected=f"every inner tensor of {name!r}")
             taken.add(key)
-            tensor = tensors[key]
-            inner.append(tensor.view(torch.uint8) if declared.native is not None else tensor)
+            inner.append(tensors[key])
+        if all(tensor is None for tensor in inner):
+            raise UsageError(
+                f"{name!r} has no tensors", expected="those of its class", remedy="the metadata is damaged"
+            )
         try:
-            static = tuple(_decode(entry["static"][field.argument]) for field in cls.all_static_fields())
+            fields = {field.attribute: _decode(entry["static"][field.argument]) for field in cls.all_static_fields()}
+            static = tuple(fields.values())
+            inner = [_bytes(name, d, t, fields) for d, t in zip(cls.inner_tensors, inner, strict=True)]
             state[name] = StorageSpec(cls, static, None).build(inner)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, OttavaError):
@@ -108,6 +115,18 @@ def _native_dtype(value: QuantizedTensorStorage, declared: InnerTensor) -> torch
     native = declared.native
     dtype: torch.dtype | None = getattr(value, native) if isinstance(native, str) else native
     return dtype
+
+
+def _bytes(
+    name: str, declared: InnerTensor, tensor: torch.Tensor | None, fields: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """An inner tensor as it is held: codes as uint8."""
+    native = fields[declared.native] if isinstance(declared.native, str) else declared.native
+    if tensor is None or native is None:
+        return tensor
+    if tensor.dtype not in (native, torch.uint8):
+        raise DTypeError(f"{declared.argument!r} is of {tensor.dtype}", expected=f"{native}")
+    return tensor.view(torch.uint8)
 
 
 def _encode(value: Any) -> Any:

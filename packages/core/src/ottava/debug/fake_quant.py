@@ -27,6 +27,7 @@ def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | Non
         tensor: float32, bfloat16 or float16, any shape.
         fp8_format: ``"FP8E4M3"`` or ``"FP8E5M2"`` for one scale a tensor, from its amax; or a format of an installed
             recipe, ``"MXFP8E4M3"`` for example.
+            Values next to the largest of ``tensor``'s dtype may become infinite: a format rounds them up.
         out: where to write the result, of the same shape, dtype and device.
 
     Raises:
@@ -55,6 +56,8 @@ def _check_out(tensor: torch.Tensor, out: torch.Tensor) -> None:
 
 def _quantizer(fp8_format: str) -> Quantizer | None:
     """The quantizer of the recipe that serves a format; None for the per-tensor formats."""
+    if not isinstance(fp8_format, str):
+        raise OptionError(f"fp8_format is {fp8_format!r}", expected="the name of a format, for example 'FP8E4M3'")
     if fp8_format in _PER_TENSOR:
         return None
     specs = list_recipes()
@@ -68,7 +71,7 @@ def _quantizer(fp8_format: str) -> Quantizer | None:
                 )
             return quantizer
     known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
-    element = next((e for e in _ELEMENTS if isinstance(fp8_format, str) and fp8_format.endswith(e)), None)
+    element = next((e for e in _ELEMENTS if fp8_format.endswith(e)), None)
     remedy = ""
     if element is not None and fp8_format != element:
         # A recipe's package is named after it, and so are its formats.

@@ -89,8 +89,14 @@ def mx_quantize_out(
         ("rowwise", "columnwise"), (rowwise, columnwise), mx_scale_shapes(x.shape), strict=True
     ):
         if pair is not None:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise ShapeError(f"{name} is no pair", expected="(codes, scales)")
             check_out(pair[0], tuple(x.shape), torch.uint8, x.device, f"{name} codes")
             check_out(pair[1], shape, torch.uint8, x.device, f"{name} scales")
+    if rowwise is not None and columnwise is not None and x.numel():
+        buffers = [tensor.data_ptr() for tensor in (*rowwise, *columnwise)]
+        if len(set(buffers)) < len(buffers):
+            raise OptionError("one buffer is given for two results", expected="four buffers of their own")
     backend = backend_module(x.device.type)
     backend.mx_quantize_out(x, fp8_dtype, rowwise, columnwise, two_dimensional, scale_rounding == "floor")
 

@@ -50,6 +50,11 @@ def _exact(values: Tensor, scales: Tensor | None, fp8_dtype: torch.dtype | None,
     return mx_decode_exact(values, scales, fp8_dtype, columnwise)
 
 
+def _far(blocks: Tensor | None) -> bool:
+    """Whether a scale other than that of zeros is below 2^-63 or above 2^63."""
+    return blocks is not None and bool((((blocks > 0) & (blocks < 64)) | (blocks > 190)).any())
+
+
 def _mx_scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -80,6 +85,10 @@ def _mx_scaled_mm(
         dense.append(decoded)
     left, right = (m.t() if t else m for m, t in zip(dense, (transpose_a, transpose_b), strict=True))
     result = product(left, right, scale_a, scale_b, bias, out_dtype)
+    # Before its scale is applied, a product must not leave the range of float32: if it may, all of it is computed again.
+    scaled = scale_a is not None or scale_b is not None
+    if scaled and (any(beyond) or _far(blocks_a) or _far(blocks_b)):
+        beyond = [True, False]
     if not any(beyond):
         return result
 
@@ -89,7 +98,8 @@ def _mx_scaled_mm(
         if not flag:
             continue
         matrix = (left, right)[outer]
-        lines = beyond_range(matrix).any(1 - outer)
+        size = matrix.shape[outer]
+        lines = matrix.new_ones(size, dtype=torch.bool) if scaled else beyond_range(matrix).any(1 - outer)
         part = (left[lines] @ right) if outer == 0 else (left @ right[:, lines])
         for scale in (scale_a, scale_b):
             part = part if scale is None else part * scale.to(torch.float64)

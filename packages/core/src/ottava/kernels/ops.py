@@ -101,6 +101,15 @@ LIBRARY.impl("update_scales", _update_scales, "CompositeExplicitAutograd")
 torch.library.register_fake("ottava::update_scales", lambda *_: None, lib=LIBRARY)
 
 
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """The product in the dtype of its operands, whatever torch.autocast says."""
+    kind = a.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return torch.mm(a, b)
+    return torch.mm(a, b)
+
+
 def product(
     a: Tensor,
     b: Tensor,
@@ -110,7 +119,7 @@ def product(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The product of dense operands, times both scales, plus the bias."""
-    out = torch.mm(a, b)
+    out = _mm(a, b)
     if out.dtype == out_dtype == torch.bfloat16:
         if scale_a is not None or scale_b is not None or bias is not None:
             backend_module(a.device.type).epilogue(out, scale_a, scale_b, bias)
