@@ -122,6 +122,20 @@ def train(mesh: Any) -> None:
                     assert sent == expected_bytes, (case, sent, expected_bytes)
 
 
+def alone(mesh: Any) -> None:
+    """A mesh of one rank each, where FSDP gathers nothing."""
+    own = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("ranks", "own"))["own"]
+    for recipe in (MXFP8BlockScaling(), MXFP8BlockScaling(with_2d_quantization=True)):
+        for reshard in (True, False):
+            for rows, columns in ((64, 64), (33, 40)):
+                plain, sharded = model(rows, columns, recipe), model(rows, columns, recipe)
+                expected = losses(plain, columns)
+                shard(sharded, own, reshard)
+                assert losses(sharded, columns) == expected, (recipe, reshard, rows)
+                sharded[0].unshard()
+                same_weight(plain[0].weight, sharded[0].weight, f"{recipe} {reshard} {rows}")
+
+
 def master(mesh: Any) -> None:
     """High-precision parameters, quantized after the gather: any number of rows."""
     for rows in (64, 33):
@@ -179,7 +193,7 @@ def main() -> None:
     rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=dist.FileStore(store, WORLD))
-    cases = {"train": train, "master": master, "refused": refused, "recomputed": recomputed}
+    cases = {"train": train, "alone": alone, "master": master, "refused": refused, "recomputed": recomputed}
     cases[case](init_device_mesh("cpu", (WORLD,)))
     dist.barrier()
 

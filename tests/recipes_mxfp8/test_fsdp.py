@@ -11,7 +11,7 @@ import pytest
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
 
-@pytest.mark.parametrize("case", ["train", "master", "refused", "recomputed"])
+@pytest.mark.parametrize("case", ["train", "alone", "master", "refused", "recomputed"])
 def test_two_processes(case: str, tmp_path: Path) -> None:
     """``train``: losses and bytes equal one process, whatever is resharded; the other cases are in the worker."""
     command = [sys.executable, "-W", "ignore", str(WORKER)]

@@ -113,16 +113,28 @@ def test_one_operand_of_another_kind(kind: str, other: str, beyond: bool) -> Non
     generator = torch.Generator().manual_seed(3)
     x, y = (torch.randn(shape, generator=generator) for shape in SHAPES[kind])
     if beyond:
+        # The other operand brings the lines that are computed again back into range.
         x[:33] *= 2.0**-128
+        y *= 2.0**100
     block = MXFP8Quantizer(E4M3)(x)
-    plain = y.bfloat16() if other == "dense" else PerTensor(E4M3).make(y, 0.3)
+    plain = y.bfloat16() if other == "dense" else PerTensor(E4M3).make(y, 0.3 * 2.0 ** (100 if beyond else 0))
     exact = expected(block, plain, kind)
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)):
         got = gemm(block, plain, kind, out_dtype=dtype)
         assert torch.isfinite(got).all()
         for line, theirs in zip(got, exact, strict=True):
-            if theirs.norm() > 2.0**-100:
-                assert relative_error(line, theirs) < bound
+            assert theirs.norm() > 2.0**-100
+            assert relative_error(line, theirs) < bound
+
+
+def test_bias_on_lines_that_are_computed_again() -> None:
+    x, y, bias = torch.randn(40, 64), torch.randn(70, 64), torch.randn(70)
+    x[3] *= 2.0**-130
+    y[[5, 66]] *= 2.0**-130
+    a, b = MXFP8Quantizer(E4M3)(x), MXFP8Quantizer(E4M3)(y)
+    exact = expected(a, b, "fprop") + bias.double()
+    assert relative_error(gemm(a, b, "fprop", out_dtype=torch.float32, bias=bias), exact) < 1e-6
+    assert relative_error(gemm(a, b, "fprop", bias=bias), exact) < 2.0**-8
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -325,6 +337,14 @@ def test_block_hardware_gets_padded_lines_and_swizzled_scales(
         assert got.is_contiguous()
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
     assert all(call["use_fast_accum"] == (kind == "fprop") for call in hardware.calls)
+
+
+def test_two_e5m2_operands_are_decoded(hardware: BlockHardware) -> None:
+    a, b = operands("fprop", E5M2)
+    assert relative_error(gemm(a, b, "fprop", out_dtype=torch.float32), expected(a, b, "fprop")) < 1e-6
+    assert not hardware.calls
+    gemm(a, operands("fprop")[1], "fprop")
+    assert len(hardware.calls) == 1
 
 
 def test_what_the_hardware_wants_is_made_once(hardware: BlockHardware) -> None:

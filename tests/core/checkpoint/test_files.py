@@ -171,6 +171,12 @@ def test_what_cannot_be_written(state: dict[str, Any], tmp_path: Path) -> None:
             wrong(None)
     with pytest.raises(DeviceError, match="nope"):
         checkpoint.load_file(tmp_path / "x", device="nope")
+
+    class Sharded(torch.Tensor):
+        def to_local(self) -> None: ...
+
+    with pytest.raises(DTypeError, match=r"'x' is sharded.*full_state_dict"):
+        checkpoint.save_file({"x": torch.ones(2).as_subclass(Sharded)}, tmp_path / "x")
     cleared = rows()
     cleared.clear()
     with pytest.raises(UsageError, match="'rows' holds no data"):

@@ -53,6 +53,8 @@ def block_product(
         # Blocks that lie along the reduced dimension are all that the hardware takes.
         fits = a.columnwise == transpose_a and b.columnwise != transpose_b
         sizes = [size for operand in (a, b) for size in operand.elements.shape]
+        # The library has no product of two E5M2 operands.
+        fits = fits and not a.elements.dtype == b.elements.dtype == torch.float8_e5m2
         if fits and all(sizes) and multiplies_blocks(a.elements.device):
             return _native_product(a, b, bias, out_dtype, fast_accumulation)
     arguments: dict[str, Any] = {}

@@ -39,6 +39,12 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.T
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
             raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
         if not isinstance(value, QuantizedTensorStorage):
+            if hasattr(value, "to_local"):
+                raise DTypeError(
+                    f"{name!r} is sharded",
+                    expected="whole tensors",
+                    remedy="gather them first, with get_model_state_dict and full_state_dict=True, or save with DCP",
+                )
             _add(tensors, name, value)
             continue
         inner, spec = value.flatten_storage()

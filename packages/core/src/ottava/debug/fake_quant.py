@@ -69,6 +69,9 @@ def _quantizer(fp8_format: str) -> Quantizer | None:
                     f"recipe {spec.name!r} lists the format {fp8_format!r} and has no quantizer for it",
                     expected="a quantizer from its fake_quantizer()",
                 )
+            # A storage will do: there is less to make, and nothing to trace.
+            quantizer = quantizer.copy()
+            quantizer.internal = True
             return quantizer
     known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
     element = next((e for e in _ELEMENTS if fp8_format.endswith(e)), None)

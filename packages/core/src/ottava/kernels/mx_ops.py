@@ -85,7 +85,7 @@ def _mx_scaled_mm(
         dense.append(decoded)
     left, right = (m.t() if t else m for m, t in zip(dense, (transpose_a, transpose_b), strict=True))
     result = product(left, right, scale_a, scale_b, bias, out_dtype)
-    # Before its scale is applied, a product must not leave the range of float32: if it may, all of it is computed again.
+    # Before its scale is applied, a product must not leave the range of float32: if it may, it is computed again.
     scaled = scale_a is not None or scale_b is not None
     if scaled and (any(beyond) or _far(blocks_a) or _far(blocks_b)):
         beyond = [True, False]

@@ -64,21 +64,22 @@ def pre_all_gather(
     rows = math.ceil(size[0] / world)
     gathered = _to_gather(tensor, module)
     _check_rows(tensor, size, world)
+    # With one rank nothing is gathered: FSDP copies the first input, and no other.
+    sent = gathered if world > 1 else gathered[:1]
     inputs, parts = [], []
-    for inner in gathered:
+    for inner in sent:
         data: torch.Tensor = getattr(tensor, inner.attribute)
         if inner.block_rows is None and data.shape[0] != rows:
             data = torch.nn.functional.pad(data, [0, 0] * (data.dim() - 1) + [0, rows - data.shape[0]])
-        missing = _sent_length(tensor, inner, gathered) - data.numel()
+        missing = _sent_length(tensor, inner, gathered) - data.numel() if world > 1 else 0
         parts.append(GatheredPart(inner, data.shape, missing > 0))
         if missing > 0:
             data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
         inputs.append(data.contiguous().view(torch.uint8) if data.element_size() == 1 else data.contiguous())
-    taken = {inner.argument for inner in gathered}
     shared = {
-        inner.argument: getattr(tensor, inner.attribute) if inner.usage == "both" else None
+        inner.argument: getattr(tensor, inner.attribute) if inner.usage == "both" or inner in gathered else None
         for inner in tensor.inner_tensors
-        if inner.argument not in taken
+        if inner not in sent
     }
     spec = tensor.flatten_storage()[1]
     return tuple(inputs), GatherPlan(tuple(parts), shared, spec, size)
@@ -93,10 +94,8 @@ def post_all_gather(
         for inner in out.inner_tensors:
             if inner.argument in whole:
                 _replace(out, inner, whole[inner.argument])
-            elif inner.usage == "both":
+            elif inner.usage == "both" or inner.gather:
                 setattr(out, inner.attribute, plan.shared[inner.argument])
-            elif inner.gather:
-                setattr(out, inner.attribute, None)
         out.mark_written()
         return None
     arguments: dict[str, Any] = plan.shared | whole
