@@ -107,3 +107,11 @@ def test_bad_operands_are_refused(quantizer: Any) -> None:
         gemm(a, b, out=torch.ones(3, 3))
     with pytest.raises(DeviceError):
         gemm(a, torch.ones(4, 3, device="meta"))
+
+
+def test_no_gradient_flows_through_a_product() -> None:
+    a, b, bias = torch.randn(4, 6, requires_grad=True), torch.randn(5, 6), torch.randn(5, requires_grad=True)
+    for operand in (a, a.detach().requires_grad_()):
+        result = gemm(operand, b, "fprop", out_dtype=torch.float32, bias=bias)
+        assert not result.requires_grad
+    torch.testing.assert_close(result, torch.nn.functional.linear(a, b, bias).detach())

@@ -64,6 +64,7 @@ def gemm(
         check_high_precision(out, "out")
     if accumulate and out is None:
         raise OptionError("accumulate=True without out", expected="the tensor to add to", remedy="pass out=main_grad")
+    bias = bias.detach() if isinstance(bias, torch.Tensor) else bias
     result_dtype = out_dtype if out is None else out.dtype
     if result_dtype not in HIGH_PRECISION:
         raise DTypeError(f"result dtype {result_dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
@@ -104,7 +105,8 @@ def _compute_dtype(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.dtyp
 
 def _operand(x: Operand, columnwise: bool, dtype: torch.dtype) -> BlockOperand | Dense:
     if not isinstance(x, QuantizedTensorStorage):
-        return as_matrix(x).to(dtype), None
+        # No gradient flows through a product: layers have backward passes of their own.
+        return as_matrix(x.detach()).to(dtype), None
     in_blocks = x.block_operand(columnwise=columnwise)
     if in_blocks is None:
         return x.gemm_operand(columnwise=columnwise, dtype=dtype)
