@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -105,8 +106,9 @@ void decode(Address src, int format, int64_t n, Address scale_inv, Address out, 
                    dtype_of(dtype), threads_of(threads));
 }
 
-void mx_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address codes) {
-    ottava::mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(codes));
+void mx_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address codes, int threads) {
+    ottava::mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(codes),
+                                threads_of(threads));
 }
 
 void mx_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool square, bool floor,
@@ -120,6 +122,68 @@ bool mx_decode(Address codes, Address scales, int format, int64_t rows, int64_t 
                int dtype, int threads) {
     return ottava::mx_decode(at<const uint8_t>(codes), at<const uint8_t>(scales), fp8_of(format), size_of(rows),
                              size_of(cols), columnwise, at<void>(out), dtype_of(dtype), threads_of(threads));
+}
+
+// A tensor among many: its address, dtype and number of elements, and the dtype that its elements are rounded to.
+using Source = std::tuple<Address, int, int64_t, int>;
+// A shard: rows and columns of its matrix, and the element that it starts with.
+using Place = std::tuple<int64_t, int64_t, int64_t>;
+
+ottava::MultiSource source_of(const Source& source) {
+    const auto& [address, dtype, count, nominal] = source;
+    return {at<const void>(address), dtype_of(dtype), dtype_of(nominal), size_of(count)};
+}
+
+void check_place(const Place& place, int64_t count) {
+    const auto& [rows, cols, start] = place;
+    if (size_of(start) > size_of(rows) * size_of(cols) - count)
+        throw std::invalid_argument("a shard is not within its matrix");
+}
+
+void multi_amax(const std::vector<Source>& tensors, Address out, int threads) {
+    std::vector<ottava::MultiSource> jobs;
+    jobs.reserve(tensors.size());
+    for (const Source& source : tensors) jobs.push_back(source_of(source));
+    ottava::multi_amax(jobs.data(), static_cast<int64_t>(jobs.size()), at<float>(out), threads_of(threads));
+}
+
+// One entry a tensor: the source, the format, and the address of its codes.
+void multi_cast(const std::vector<std::tuple<Source, int, Address>>& tensors, Address scales, int threads) {
+    std::vector<ottava::MultiCast> jobs;
+    jobs.reserve(tensors.size());
+    for (const auto& [source, format, out] : tensors)
+        jobs.push_back({source_of(source), fp8_of(format), at<uint8_t>(out)});
+    ottava::multi_cast(jobs.data(), static_cast<int64_t>(jobs.size()), at<const float>(scales), threads_of(threads));
+}
+
+void mx_multi_amax(const std::vector<std::tuple<Source, Place, bool>>& shards, Address out, int64_t total, int threads) {
+    std::vector<ottava::MxMultiAmax> jobs;
+    jobs.reserve(shards.size());
+    int64_t needed = 0;
+    for (const auto& [source, place, square] : shards) {
+        const auto& [rows, cols, start] = place;
+        jobs.push_back({source_of(source), rows, cols, start, square});
+        check_place(place, jobs.back().source.count);
+        needed += ottava::mx_amax_count(rows, cols, square);
+    }
+    if (needed != total)
+        throw std::invalid_argument("place for " + std::to_string(total) + " of " + std::to_string(needed) + " amaxes");
+    ottava::mx_multi_amax(jobs.data(), static_cast<int64_t>(jobs.size()), at<float>(out), threads_of(threads));
+}
+
+// One entry a shard: the format, and for rows and columns the addresses of scales and codes.
+void mx_multi_cast(
+    const std::vector<std::tuple<Source, Place, int, std::pair<Address, Address>, std::pair<Address, Address>>>& shards,
+    int threads) {
+    std::vector<ottava::MxMultiCast> jobs;
+    jobs.reserve(shards.size());
+    for (const auto& [source, place, format, by_row, by_column] : shards) {
+        const auto& [rows, cols, start] = place;
+        jobs.push_back({source_of(source), rows, cols, start, fp8_of(format), at<const uint8_t>(by_row.first),
+                        at<uint8_t>(by_row.second), at<const uint8_t>(by_column.first), at<uint8_t>(by_column.second)});
+        check_place(place, jobs.back().source.count);
+    }
+    ottava::mx_multi_cast(jobs.data(), static_cast<int64_t>(jobs.size()), threads_of(threads));
 }
 
 void epilogue(Address acc, int64_t rows, int64_t cols, Address scale_a, Address scale_b, Address bias, int bias_dtype,
@@ -160,6 +224,10 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("mx_scale_from_amax", &mx_scale_from_amax, Unlocked());
     m.def("mx_quantize", &mx_quantize, Unlocked());
     m.def("mx_decode", &mx_decode, Unlocked());
+    m.def("multi_amax", &multi_amax, Unlocked());
+    m.def("multi_cast", &multi_cast, Unlocked());
+    m.def("mx_multi_amax", &mx_multi_amax, Unlocked());
+    m.def("mx_multi_cast", &mx_multi_cast, Unlocked());
     m.def("epilogue", &epilogue, Unlocked());
     m.def("isa", [] { return std::string(ottava::active_kernels().name); });
     m.def("available_isas", &available_isas);

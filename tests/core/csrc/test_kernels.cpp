@@ -636,7 +636,7 @@ void test_mx_scales(Fp8 format) {
             Buffer<float> amax(static_cast<int64_t>(count), 4 * offset);
             Buffer<uint8_t> codes(static_cast<int64_t>(count), offset);
             for (size_t i = 0; i < count; ++i) amax.set(i, bits_as<float>(patterns[begin + i]));
-            mx_scales_from_amax(amax.data(), static_cast<int64_t>(count), format, floor, codes.data());
+            mx_scales_from_amax(amax.data(), static_cast<int64_t>(count), format, floor, codes.data(), 2);
             for (size_t i = 0; i < count; ++i)
                 check(label + (floor ? " floor" : " up"), patterns[begin + i], codes.get(i),
                       static_cast<uint64_t>(mx_defined_scale(amax.get(i), format, floor)));
@@ -672,6 +672,207 @@ void test_mx() {
     test_mx_decode(Dtype::float32, Fp8::e5m2, 1025, 2111, 1);
 }
 
+// Many tensors in one call. Each has elements at hand that begin anywhere, and results that begin anywhere else.
+
+// What an element counts as: the nearest value of `nominal`, from the definition.
+float defined_rounding(float x, Dtype nominal) {
+    if (std::isnan(x)) return x;
+    const uint32_t pattern = wide_pattern(std::fabs(static_cast<double>(x)), kWide[static_cast<int>(nominal)]);
+    const auto narrow = static_cast<uint16_t>(pattern);
+    const float magnitude = nominal == Dtype::float32    ? bits_as<float>(pattern)
+                            : nominal == Dtype::bfloat16 ? widen_bfloat16(narrow)
+                                                         : widen_half(narrow);
+    return std::copysign(magnitude, x);
+}
+
+// Values of all magnitudes, NaN and infinities, and neighbours of the midpoints of 16-bit dtypes.
+void fill_hard(Elements& src, std::mt19937& random) {
+    for (int64_t i = 0; i < src.count; ++i) {
+        const auto any = static_cast<uint32_t>(random());
+        const uint32_t step = static_cast<uint32_t>(random()) % 3 - 1, choice = static_cast<uint32_t>(random()) % 8;
+        src.set(i, choice < 2 ? any : choice < 4 ? (any & 0xffff8000u) + step : (any & 0x8fffe000u) + 0x36001000u + step);
+    }
+}
+
+struct Shard {
+    int64_t rows, cols, start, count;
+    bool square;
+};
+
+// Shards of plain tensors are matrices of one row.
+const Shard kShards[] = {
+    {0, 0, 0, 0, false},        {1, 1, 0, 1, false},         {1, 1, 1, 0, true},        {3, 5, 4, 7, false},
+    {3, 5, 4, 7, true},         {33, 31, 0, 1023, false},    {33, 33, 40, 900, true},   {64, 64, 64, 64, false},
+    {70, 97, 500, 1, false},    {70, 97, 96, 3000, false},   {70, 97, 3100, 3690, true}, {5, 1024, 1000, 2100, false},
+    {40, 1100, 1, 43998, false}, {40, 1100, 1099, 2, true},   {2, 3000, 2047, 2, false}, {1, 5000, 1030, 3000, false},
+    {4000, 1, 17, 3001, false}, {200, 600, 33333, 66667, true}};
+
+struct MultiTest {
+    std::vector<Elements> sources;
+    std::vector<Shard> shards;
+    std::vector<std::vector<float>> values;
+    Dtype dtype, nominal;
+
+    MultiTest(Dtype dtype, Dtype nominal) : dtype(dtype), nominal(nominal) {
+        std::mt19937 random(17);
+        for (const Shard& shard : kShards) {
+            shards.push_back(shard);
+            sources.emplace_back(dtype, shard.count, sources.size() % 5);
+            fill_hard(sources.back(), random);
+            values.emplace_back();
+            for (int64_t i = 0; i < shard.count; ++i)
+                values.back().push_back(defined_rounding(sources.back().get(i), nominal));
+        }
+    }
+    MultiSource source(size_t i) const { return {sources[i].raw.address(), dtype, nominal, shards[i].count}; }
+    std::string label(const char* operation, Fp8 format) const {
+        return name(operation, dtype, format) + " as " + kDtypeNames[static_cast<int>(nominal)];
+    }
+    std::vector<Buffer<uint8_t>> results(size_t first) const {
+        std::vector<Buffer<uint8_t>> buffers;
+        for (size_t i = 0; i < shards.size(); ++i) buffers.emplace_back(shards[i].count, (first + i) % 67);
+        return buffers;
+    }
+};
+
+void test_multi(const MultiTest& test, Fp8 format) {
+    const auto count = static_cast<int64_t>(test.shards.size());
+    const std::string cast_label = test.label("multi_cast", format), amax_label = test.label("multi_amax", format);
+    for (const int threads : {1, 3}) {
+        std::vector<MultiSource> sources;
+        std::vector<MultiCast> casts;
+        std::vector<Buffer<uint8_t>> outs = test.results(1);
+        Buffer<float> amaxes(count), scales(count);
+        for (size_t i = 0; i < outs.size(); ++i) {
+            sources.push_back(test.source(i));
+            casts.push_back({test.source(i), format, outs[i].data()});
+            scales.set(i, i == 9 ? -2.0f : i == 11 ? 0.0f : i == 12 ? std::nanf("") : std::ldexp(0.7f, static_cast<int>(i)));
+        }
+        multi_amax(sources.data(), count, amaxes.data(), threads);
+        multi_cast(casts.data(), count, scales.data(), threads);
+        for (size_t i = 0; i < outs.size(); ++i) {
+            float expected = 0;
+            for (size_t j = 0; j < test.values[i].size(); ++j) {
+                const float x = test.values[i][j];
+                if (std::fabs(x) > expected) expected = std::fabs(x);
+                check(cast_label, static_cast<long long>(i * 1000000 + j), outs[i].get(j),
+                      scalar_cast(x, scales.get(i), format));
+            }
+            check(amax_label, static_cast<long long>(i), bits_as<uint32_t>(amaxes.get(i)), bits_as<uint32_t>(expected));
+        }
+    }
+}
+
+void test_mx_multi_amax(const MultiTest& test) {
+    std::vector<MxMultiAmax> jobs;
+    std::vector<float> expected;
+    for (size_t i = 0; i < test.shards.size(); ++i) {
+        const Shard& s = test.shards[i];
+        jobs.push_back({test.source(i), s.rows, s.cols, s.start, s.square});
+        const int64_t across = (s.cols + 31) / 32, down = (s.rows + 31) / 32;
+        std::vector<float> by_row(s.rows * across), by_column(down * s.cols), squares(down * across);
+        for (int64_t k = 0; k < s.count; ++k) {
+            const int64_t row = (s.start + k) / s.cols, col = (s.start + k) % s.cols;
+            const float x = std::fabs(test.values[i][static_cast<size_t>(k)]);
+            for (float* amax : {&by_row[row * across + col / 32], &by_column[row / 32 * s.cols + col],
+                                &squares[row / 32 * across + col / 32]})
+                if (x > *amax) *amax = x;
+        }
+        for (const auto* part : {&by_row, &by_column, &squares})
+            if ((part == &squares) == s.square) expected.insert(expected.end(), part->begin(), part->end());
+    }
+    const std::string label = test.label("mx_multi_amax", Fp8::e4m3);
+    for (const int threads : {1, 3}) {
+        Buffer<float> out(static_cast<int64_t>(expected.size()));
+        mx_multi_amax(jobs.data(), static_cast<int64_t>(jobs.size()), out.data(), threads);
+        for (size_t i = 0; i < expected.size(); ++i)
+            check(label, static_cast<long long>(i), bits_as<uint32_t>(out.get(i)), bits_as<uint32_t>(expected[i]));
+    }
+}
+
+void test_mx_multi_cast(const MultiTest& test, Fp8 format) {
+    std::mt19937 random(23);
+    std::vector<Buffer<uint8_t>> row_scales, column_scales;
+    for (const Shard& s : test.shards) {
+        row_scales.emplace_back(s.rows * ((s.cols + 31) / 32), row_scales.size() % 3);
+        column_scales.emplace_back((s.rows + 31) / 32 * s.cols, row_scales.size() % 7);
+        for (Buffer<uint8_t>* scales : {&row_scales.back(), &column_scales.back()})
+            for (size_t i = 0; i < scales->size(); ++i)
+                scales->set(i, static_cast<uint8_t>(random() % 3 == 0 ? random() : 100 + random() % 40));
+    }
+    const std::string row_label = test.label("mx_multi_cast rows", format);
+    const std::string column_label = test.label("mx_multi_cast columns", format);
+    std::vector<std::vector<uint8_t>> by_row, by_column;
+    for (size_t i = 0; i < test.shards.size(); ++i) {
+        const Shard& s = test.shards[i];
+        by_row.emplace_back();
+        by_column.emplace_back();
+        for (size_t k = 0; k < test.values[i].size(); ++k) {
+            const int64_t at = s.start + static_cast<int64_t>(k), row = at / s.cols, col = at % s.cols;
+            const auto code = [&](int scale) {
+                return scale == 255 ? uint8_t{0x7f} : mx_defined_code(test.values[i][k], scale, format);
+            };
+            by_row.back().push_back(code(row_scales[i].get(row * ((s.cols + 31) / 32) + col / 32)));
+            by_column.back().push_back(code(column_scales[i].get(row / 32 * s.cols + col)));
+        }
+    }
+    for (const int threads : {1, 3})
+        for (const size_t turn : {0, 1, 2}) {  // a third has no rows, another no columns
+            std::vector<Buffer<uint8_t>> row_codes = test.results(1), column_codes = test.results(30);
+            std::vector<MxMultiCast> jobs;
+            for (size_t i = 0; i < test.shards.size(); ++i) {
+                const Shard& s = test.shards[i];
+                jobs.push_back({test.source(i), s.rows, s.cols, s.start, format, row_scales[i].data(),
+                                (i + turn) % 3 == 0 ? nullptr : row_codes[i].data(), column_scales[i].data(),
+                                (i + turn) % 3 == 1 ? nullptr : column_codes[i].data()});
+            }
+            mx_multi_cast(jobs.data(), static_cast<int64_t>(jobs.size()), threads);
+            for (size_t i = 0; i < jobs.size(); ++i)
+                for (size_t k = 0; k < by_row[i].size(); ++k) {
+                    const auto where = static_cast<long long>(i * 1000000 + k);
+                    check(row_label, where, row_codes[i].get(k), jobs[i].row_codes == nullptr ? 0 : by_row[i][k]);
+                    check(column_label, where, column_codes[i].get(k),
+                          jobs[i].column_codes == nullptr ? 0 : by_column[i][k]);
+                }
+        }
+}
+
+// Results beyond the caches, in both directions together, of a matrix of which a part is at hand.
+void test_mx_multi_cast_streaming(size_t offset) {
+    const int64_t rows = 1200, cols = 2112, start = offset == 0 ? 0 : 2000, count = rows * cols - start;
+    Elements src(Dtype::float32, count, offset);
+    std::mt19937 random(3);
+    fill_hard(src, random);
+    Buffer<uint8_t> row_scales(rows * 66, 1), column_scales(38 * cols, 1), out(count, offset), out_t(count, offset);
+    for (size_t i = 0; i < row_scales.size(); ++i) row_scales.set(i, static_cast<uint8_t>(100 + i % 50));
+    for (size_t i = 0; i < column_scales.size(); ++i) column_scales.set(i, static_cast<uint8_t>(100 + i % 47));
+    const MxMultiCast job{{src.raw.address(), Dtype::float32, Dtype::bfloat16, count}, rows, cols, start, Fp8::e4m3,
+                          row_scales.data(), out.data(), column_scales.data(), out_t.data()};
+    mx_multi_cast(&job, 1, 3);
+    const std::string label = std::string(active_kernels().name) + " mx_multi_cast streaming";
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t row = (start + i) / cols, col = (start + i) % cols;
+        const float x = widen_bfloat16(to_bfloat16(src.get(i)));
+        const auto multiplier = [](int code) { return e8m0_multiplier<float, int32_t>(code); };
+        check(label, i, out.get(i), scalar_cast(x, multiplier(row_scales.get(row * 66 + col / 32)), Fp8::e4m3));
+        check(label, i, out_t.get(i), scalar_cast(x, multiplier(column_scales.get(row / 32 * cols + col)), Fp8::e4m3));
+    }
+}
+
+void test_many() {
+    for (const Dtype dtype : kDtypes)
+        for (const Dtype nominal : kDtypes) {
+            const MultiTest test(dtype, nominal);
+            test_mx_multi_amax(test);
+            for (const Fp8 format : kFormats) {
+                test_multi(test, format);
+                test_mx_multi_cast(test, format);
+            }
+        }
+    test_mx_multi_cast_streaming(0);
+    test_mx_multi_cast_streaming(1);
+}
+
 void test_kernels() {
     for (const Dtype dtype : kDtypes) {
         test_amax(dtype);
@@ -695,6 +896,7 @@ void test_kernels() {
     test_recording(Dtype::bfloat16, Fp8::e5m2, 2049, 2111, 1);
     test_epilogue();
     test_mx();
+    test_many();
 }
 
 }  // namespace

@@ -16,6 +16,8 @@ namespace {
 #include "tiles.h"
 #include "mx.h"
 #include "mx_decode.h"
+#include "rounded.h"
+#include "mx_shard.h"
 }  // namespace
 
 const Kernels kAvx512 = {"avx512",
@@ -28,8 +30,12 @@ const Kernels kAvx512 = {"avx512",
     transpose_tile,
     decode16_run,
     decode32_run,
+    mx_scales_run,
     mx_quantize_panel,
     mx_decode_run,
-    epilogue_run};
+    epilogue_run,
+    cast_rounded_run,
+    mx_shard_amax_run,
+    mx_shard_cast_run};
 
 }  // namespace ottava

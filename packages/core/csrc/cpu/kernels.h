@@ -54,6 +54,33 @@ struct MxRun {
     bool scale_each;
 };
 
+// The panel of at most kMxBlock rows by kPanelCols columns at `row`, `col` of a row-major matrix of which `count` elements
+// from `start` on are at hand. Any of them may lie outside of the panel, and any of the panel's may be missing.
+struct MxShard {
+    const void* src;          // the element number `start` of the matrix
+    int64_t start, count;
+    int64_t stride;           // columns of the matrix
+    int64_t row, rows;        // of the panel
+    int64_t col, cols;
+};
+
+// Where the amaxes of a panel go; zero where nothing is at hand.
+struct MxShardAmax {
+    float* row_blocks;        // of the panel's first row; rows without elements are left out
+    int64_t row_block_stride;
+    float* columns;           // null for square blocks, of which `row_blocks` is one row
+};
+
+// What a panel is cast to, one byte for each element from `start` on. Null pointers leave out a direction.
+struct MxShardCast {
+    const uint8_t* row_scales;  // of the panel's first row
+    int64_t row_scale_stride;
+    uint8_t* row_codes;
+    const uint8_t* column_scales;
+    uint8_t* column_codes;
+    bool stream;
+};
+
 struct Kernels {
     const char* name;
     float (*amax)(const void* src, Dtype dtype, int64_t n);
@@ -67,12 +94,17 @@ struct Kernels {
     // `table` holds the result of every code from 0 to 127; the sign is the top bit of a result.
     void (*decode16)(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out, bool stream);
     void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream);
+    void (*mx_scales)(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes);
     void (*mx_quantize)(const MxPanel& panel, Dtype dtype, Fp8 format);
     // Whether a finite element other than zero has a result that is no normal float32 (nor bfloat16, then); `table` as for
     // decode16, of the bare elements.
     bool (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
     // `bias` is a row of float32, or null.
     void (*epilogue)(uint16_t* acc, int64_t n, float scale, const float* bias);
+    // Elements count as rounded to `nominal`: for shards of weights whose values are kept in float32.
+    void (*cast_rounded)(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
+    void (*mx_shard_amax)(const MxShard& shard, Dtype dtype, Dtype nominal, const MxShardAmax& to);
+    void (*mx_shard_cast)(const MxShard& shard, Dtype dtype, Dtype nominal, Fp8 format, const MxShardCast& to);
 };
 
 extern const Kernels kPortable;
@@ -124,7 +156,7 @@ void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int
 void decode(const uint8_t* src, Fp8 format, int64_t n,
             const float* scale_inv,  // optional
             void* out, Dtype dtype, int threads);
-void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes);
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes, int threads);
 // Blocks of 32 with a power of two each, along rows, along columns, or both from one pass over the source. Scales are
 // [rows, ceil(cols / 32)] and [ceil(rows / 32), cols].
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
@@ -139,5 +171,40 @@ void epilogue(uint16_t* acc, int64_t rows, int64_t cols,
               const float* scale_b,  // optional
               const void* bias,      // optional
               Dtype bias_dtype, int threads);
+
+// Operations on many tensors in one call (multi.cpp). An element counts as its value rounded to `nominal`, to nearest
+// even, and read as float32. Threads share the work of all the tensors.
+struct MultiSource {
+    const void* src;
+    Dtype dtype, nominal;
+    int64_t count;
+};
+struct MultiCast {
+    MultiSource source;
+    Fp8 format;
+    uint8_t* out;
+};
+// A shard of a matrix [rows, cols]: its elements from `start` on, in row-major order.
+struct MxMultiAmax {
+    MultiSource source;
+    int64_t rows, cols, start;
+    bool square;
+};
+struct MxMultiCast {
+    MultiSource source;
+    int64_t rows, cols, start;
+    Fp8 format;
+    const uint8_t* row_scales;     // of the whole matrix; optional, with row_codes
+    uint8_t* row_codes;            // of the shard
+    const uint8_t* column_scales;  // optional, with column_codes
+    uint8_t* column_codes;
+};
+void multi_amax(const MultiSource* sources, int64_t count, float* out, int threads);
+void multi_cast(const MultiCast* casts, int64_t count, const float* scales, int threads);
+// How many amaxes a matrix has in all: along rows and along columns, or square ones.
+int64_t mx_amax_count(int64_t rows, int64_t cols, bool square);
+// `out` holds the amaxes of all matrices one after the other, and zeros when called.
+void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, int threads);
+void mx_multi_cast(const MxMultiCast* shards, int64_t count, int threads);
 
 }  // namespace ottava

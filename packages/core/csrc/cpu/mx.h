@@ -98,6 +98,28 @@ OTTAVA_INLINE void scales_of(const typename Element::storage* amaxes, int64_t co
     }
 }
 
+template <class Format>
+void mx_scales_format(const float* amax, int64_t n, bool floor, uint8_t* codes) {
+    const auto scales = [=](const float* from, uint8_t* to) {
+        const f32v x = bits_as<f32v>(load<i32v>(from) & kMagnitude);
+        store_codes(to, floor ? e8m0_floor<Format, f32v, i32v>(x) : e8m0_up<Format, f32v, i32v>(x));
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) scales(amax + i, codes + i);
+    if (i == n) return;
+    float rest[kLanes] = {};
+    uint8_t found[kLanes];
+    memcpy(rest, amax + i, static_cast<size_t>(n - i) * sizeof(float));
+    scales(rest, found);
+    memcpy(codes + i, found, static_cast<size_t>(n - i));
+}
+
+// The sign of an amax does not count.
+void mx_scales_run(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes) {
+    if (format == Fp8::e4m3) return mx_scales_format<E4M3>(amax, n, floor, codes);
+    return mx_scales_format<E5M2>(amax, n, floor, codes);
+}
+
 template <class Element, class Format>
 class PanelCast {
     typedef typename Element::storage Storage;

@@ -5,54 +5,14 @@
 #include <cstdint>
 #include <vector>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "../numerics.h"
 #include "kernels.h"
+#include "parallel.h"
 
 namespace ottava {
 namespace {
 
-constexpr int64_t kUnit = 4096;             // elements: the granularity of division, a multiple of a cache line
-constexpr int64_t kElementsPerThread = 32768;  // below this, starting a thread costs more than it saves
-constexpr int64_t kStreamBytes = 4 << 20;   // results beyond this would only evict what the caches hold
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 float max_of(Fp8 format) { return format == Fp8::e4m3 ? format_max<E4M3>() : format_max<E5M2>(); }
-
-uint8_t mx_scale(float amax, Fp8 format, bool floor) {
-    if (format == Fp8::e4m3)
-        return static_cast<uint8_t>(floor ? e8m0_floor<E4M3, float, int32_t>(amax) : e8m0_up<E4M3, float, int32_t>(amax));
-    return static_cast<uint8_t>(floor ? e8m0_floor<E5M2, float, int32_t>(amax) : e8m0_up<E5M2, float, int32_t>(amax));
-}
-
-size_t element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
-
-const uint8_t* advance(const void* base, int64_t elements, Dtype dtype) {
-    return static_cast<const uint8_t*>(base) + static_cast<size_t>(elements) * element_bytes(dtype);
-}
-
-// Calls body(begin, end, thread) on consecutive parts of [0, count), one per thread.
-// With one thread OpenMP is not entered at all, which keeps the call safe in a forked process.
-template <class Body>
-void in_parallel(int64_t count, int64_t elements, int threads, const Body& body) {
-    const int64_t wanted = std::min<int64_t>({threads, count, ceil_div(elements, kElementsPerThread)});
-    if (count <= 0) return;
-#if defined(_OPENMP)
-    if (wanted > 1) {
-#pragma omp parallel num_threads(static_cast<int>(wanted))
-        {
-            const int64_t team = omp_get_num_threads(), self = omp_get_thread_num();
-            body(count * self / team, count * (self + 1) / team, static_cast<int>(self));
-        }
-        return;
-    }
-#endif
-    body(int64_t{0}, count, 0);
-}
 
 float largest_of(const std::vector<float>& partial) { return *std::max_element(partial.begin(), partial.end()); }
 
@@ -257,8 +217,12 @@ void decode(const uint8_t* src, Fp8 format, int64_t n, const float* scale_inv, v
     });
 }
 
-void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes) {
-    for (int64_t i = 0; i < n; ++i) codes[i] = mx_scale(std::fabs(amax[i]), format, floor);
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes, int threads) {
+    const Kernels& kernels = active_kernels();
+    in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
+        const int64_t from = begin * kUnit, to = std::min(end * kUnit, n);
+        kernels.mx_scales(amax + from, to - from, format, floor, codes + from);
+    });
 }
 
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,

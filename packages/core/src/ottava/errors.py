@@ -26,7 +26,7 @@ class ShapeError(OttavaError, ValueError):
     """A tensor or a list has the wrong shape or length."""
 
 
-class DTypeError(OttavaError, TypeError):
+class DTypeError(OttavaError, TypeError, ValueError):
     """A tensor, dtype or object is of the wrong kind."""
 
 
@@ -40,6 +40,10 @@ class OptionError(OttavaError, ValueError):
 
 class UsageError(OttavaError, RuntimeError):
     """Data is asked for that an object does not hold."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint is damaged, incomplete or of another kind; nothing was changed by reading it."""
 
 
 class RecipeNotFoundError(OttavaError, LookupError):

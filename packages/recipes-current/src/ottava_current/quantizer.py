@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,10 +12,10 @@ from ottava.distributed import reduce_amax
 from ottava.errors import OptionError
 from ottava.kernels import check_epsilon
 from ottava.recipes.base import check_group
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
+from ottava.tensors import PerTensorShards, QuantizedTensorStorage, ShardJob, as_device
 
 
-class Float8CurrentScalingQuantizer(Float8QuantizerBase):
+class Float8CurrentScalingQuantizer(PerTensorShards):
     """Quantizes a tensor with the scale that its own amax gives: ``scale = max / amax``.
 
     Args:
@@ -31,6 +32,8 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         DeviceError: ``device`` names no device.
         OptionError: ``amax_epsilon`` is negative or not finite, a flag no bool, or the group no process group.
     """
+
+    batch_options: ClassVar[tuple[str, ...]] = ("force_pow_2_scales", "amax_epsilon")
 
     def __init__(
         self,
@@ -70,6 +73,12 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         copied = self.copy()
         copied.with_amax_reduction, copied.amax_reduction_group = True, group
         return copied
+
+    @classmethod
+    def shard_scales(cls, jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of a whole tensor; the options are the same for all."""
+        first: Any = jobs[0].quantizer
+        return cls.scales_by_format(jobs, amaxes, first.amax_epsilon, first.force_pow_2_scales)
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         with_data, with_transpose = self.needs(tensor.device)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from ottava import kernels
+from ottava.distributed import reduce_amax
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
+from ottava.tensors import PerTensorShards, QuantizedTensorStorage, ShardJob
 
 
-class Float8Quantizer(Float8QuantizerBase):
+class Float8Quantizer(PerTensorShards):
     """Quantizes with ``scale`` and raises ``amax`` to the largest magnitude that it saw, in one pass over the tensor.
 
     Args:
@@ -52,6 +54,10 @@ class Float8Quantizer(Float8QuantizerBase):
                 raise DeviceError(f"{what} is on {value.device}, scale on {scale.device}", expected="one device")
         self.scale, self.amax, self.saturated = scale, amax, saturated
         self.fits = False
+        # Whether it quantizes a weight when it is gathered, and records apart.
+        self.gathers = False
+        # The name of the group whose ranks have the other shards of the tensor.
+        self.shard_group: str | None = None
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Set ``amax`` to that of the tensor, whatever it was."""
@@ -65,10 +71,33 @@ class Float8Quantizer(Float8QuantizerBase):
         self.fits = True
 
     def for_shards(self, group: Any) -> Float8Quantizer:
-        """All shards have one scale as it is; what fits one of them is no scale for the others."""
+        """All shards have one scale as it is; what has to fit is the largest magnitude of all of them."""
         copied = self.copy()
-        copied.fits = False
+        copied.shard_group = group
         return copied
+
+    @classmethod
+    def shard_scales(cls, jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales that are known; the amaxes are recorded, and each rank counts what it clamps of its own part."""
+        quantizers: list[Any] = [job.quantizer for job in jobs]
+        scale = torch.stack([quantizer.scale.reshape(()) for quantizer in quantizers])
+        if any(quantizer.fits for quantizer in quantizers):
+            own, _ = cls.scales_by_format(jobs, amaxes)
+            fits = torch.tensor([quantizer.fits for quantizer in quantizers], device=scale.device)
+            scale = torch.where(fits, torch.minimum(scale, own), scale)
+        recording = [place for place, quantizer in enumerate(quantizers) if quantizer.amax is not None]
+        if recording:
+            recorded = [quantizers[place].amax for place in recording]
+            torch._foreach_maximum_(
+                recorded, [amaxes[place].reshape(quantizers[place].amax.shape) for place in recording]
+            )
+        maxima = torch.tensor([fp8_format(quantizer.fp8_dtype).max for quantizer in quantizers], device=scale.device)
+        for place in torch.nonzero(amaxes * scale > maxima).flatten().tolist():
+            quantizer, job = quantizers[place], jobs[place]
+            if quantizer.saturated is not None:
+                beyond = (job.rounded().to(torch.float32) * scale[place]).abs() > maxima[place]
+                quantizer.saturated.add_(beyond.sum())
+        return scale, torch.div(torch.ones_like(scale), scale)
 
     def update_quantized(
         self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
@@ -90,7 +119,10 @@ class Float8Quantizer(Float8QuantizerBase):
             return self._quantize_unrecorded(tensor, dtype, with_data, with_transpose)
         scale = self.scale
         if self.fits:
-            own = kernels.scale_from_amax(kernels.amax(tensor), self.fp8_dtype)[0]
+            amax = kernels.amax(tensor)
+            if self.shard_group is not None:
+                amax = reduce_amax(amax, self.shard_group)
+            own = kernels.scale_from_amax(amax, self.fp8_dtype)[0]
             scale = torch.minimum(scale, own.reshape(scale.shape))
         data, transpose, scale_inv = kernels.cast_amax(
             tensor, scale, self.amax, self.fp8_dtype, saturated=self.saturated, transposed=with_transpose

@@ -36,6 +36,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     scale: torch.Tensor
     amax_history: torch.Tensor
     saturated: torch.Tensor
+    gathered_amax: torch.Tensor
+    gathered_saturated: torch.Tensor
 
     def __init__(
         self, recipe: DelayedScaling, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
@@ -52,6 +54,9 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.register_buffer("scale", torch.ones(len(roles)))
         self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, len(roles)))
         self.register_buffer("saturated", torch.zeros(len(roles), dtype=torch.int64))
+        # What the last gather of a weight observed that is kept in high precision.
+        self.register_buffer("gathered_amax", None, persistent=False)
+        self.register_buffer("gathered_saturated", None, persistent=False)
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """Whatever the group: it is the update that reduces."""
@@ -81,7 +86,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
         """The slot's quantizer; at the first call the slot takes over the scale that the weight was made with."""
         present: Any = getattr(weight, "_quantizer", None)
-        if "weight" in self.given or not isinstance(present, Float8Quantizer):
+        if "weight" in self.given or not isinstance(present, Float8Quantizer) or present.gathers:
             return None
         slot = self.scale[self.slots["weight"]]
         if present.scale.data_ptr() == slot.data_ptr():
@@ -91,6 +96,39 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         made = self._own("weight", True, present.rowwise_usage, present.columnwise_usage)
         made.fits = present.fits
         return made
+
+    def gather_quantizer(self) -> Quantizer:
+        """The slot's quantizer, which records apart: a gather may serve a forward pass, or no step at all."""
+        given = self.given.get("weight")
+        if given is not None:
+            made = given.with_usage(True, True).copy()
+            made.internal = False
+            return made
+        if self.gathered_amax is None:
+            self.register_buffer("gathered_amax", torch.zeros_like(self.scale[:1]), persistent=False)
+            self.register_buffer("gathered_saturated", torch.zeros_like(self.saturated[:1]), persistent=False)
+        self.gathered_amax.zero_()
+        self.gathered_saturated.zero_()
+        slot = self.slots["weight"]
+        made = Float8Quantizer(
+            self.scale[slot], self.gathered_amax, self.formats[slot], saturated=self.gathered_saturated
+        )
+        made.gathers = True
+        return made
+
+    def use_gathered(self, weight: Any, *, recording: bool) -> None:
+        amax: torch.Tensor | None = self.gathered_amax
+        saturated: torch.Tensor | None = self.gathered_saturated
+        if not torch.compiler.is_compiling():
+            # A weight that layers share was gathered for one of them.
+            present: Any = getattr(weight, "_quantizer", None)
+            amax, saturated = (present.amax, present.saturated) if _gathers(present) else (None, None)
+        if amax is None or saturated is None or not recording:
+            return
+        slot = self.slots["weight"]
+        seen = self.amax_history[0, slot]
+        seen.copy_(torch.maximum(seen, amax[0]))
+        self.saturated[slot].add_(saturated[0])
 
     def reset(self) -> None:
         """Forget all steps."""
@@ -135,6 +173,10 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
 
     def extra_repr(self) -> str:
         return f"slots={list(self.slots)}, amax_history_len={self.amax_history.shape[0]}"
+
+
+def _gathers(quantizer: Any) -> bool:
+    return isinstance(quantizer, Float8Quantizer) and quantizer.gathers
 
 
 def resized(history: torch.Tensor, length: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ottava.kernels.checks import (
     check_out,
     check_scalar,
 )
+from ottava.kernels.multi import multi_amax, multi_cast, mx_amax_sizes, mx_multi_amax, mx_multi_cast
 from ottava.kernels.mx import (
     check_scale_rounding,
     mx_decode,
@@ -50,8 +51,13 @@ __all__ = [
     "check_scale_rounding",
     "decode",
     "decode_out",
+    "multi_amax",
+    "multi_cast",
+    "mx_amax_sizes",
     "mx_decode",
     "mx_decode_out",
+    "mx_multi_amax",
+    "mx_multi_cast",
     "mx_quantize",
     "mx_quantize_out",
     "mx_scale_from_amax",

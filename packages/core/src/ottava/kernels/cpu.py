@@ -13,6 +13,12 @@ import torch
 from ottava import _cpu
 from ottava.errors import BackendError
 from ottava.formats import fp8_format, mx_scale_shapes
+from ottava.kernels.cpu_multi import (  # noqa: F401  (the backend's kernels on many tensors)
+    multi_amax,
+    multi_cast,
+    mx_multi_amax,
+    mx_multi_cast,
+)
 from ottava.kernels.reference_mx import mx_decode_exact
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -256,7 +262,8 @@ def mx_scale_from_amax(amax: torch.Tensor, fp8_dtype: torch.dtype, floor: bool) 
     """E8M0 codes of amaxes."""
     amax = amax.contiguous()
     codes = torch.empty(amax.shape, dtype=torch.uint8)
-    _cpu.mx_scale_from_amax(amax.data_ptr(), amax.numel(), fp8_format(fp8_dtype).code, floor, codes.data_ptr())
+    code, threads = fp8_format(fp8_dtype).code, torch.get_num_threads()
+    _cpu.mx_scale_from_amax(amax.data_ptr(), amax.numel(), code, floor, codes.data_ptr(), threads)
     return codes
 
 

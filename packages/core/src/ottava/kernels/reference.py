@@ -6,6 +6,12 @@ import torch
 
 from ottava.formats import fp8_format
 from ottava.kernels.reference_codes import bits_of, encode
+from ottava.kernels.reference_multi import (  # noqa: F401  (and those on many tensors)
+    multi_amax,
+    multi_cast,
+    mx_multi_amax,
+    mx_multi_cast,
+)
 from ottava.kernels.reference_mx import (  # noqa: F401  (the backend's kernels on MX blocks)
     mx_decode,
     mx_decode_out,

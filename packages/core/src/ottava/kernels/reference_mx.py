@@ -39,8 +39,8 @@ def _floor_code(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return ((bits_of(amax) >> 23) - largest).clamp(min=0, max=_LARGEST_CODE)
 
 
-def _multiplier(codes: torch.Tensor) -> torch.Tensor:
-    """2^(127 - code), NaN for 255."""
+def multiplier(codes: torch.Tensor) -> torch.Tensor:
+    """2^(127 - code) as float32, NaN for 255."""
     code = codes.to(torch.int32)
     bits = torch.where(code == _LARGEST_CODE, torch.full_like(code, _TWO_TO_MINUS_127), (_LARGEST_CODE - code) << 23)
     values = bits.view(torch.float32)
@@ -51,7 +51,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
 
 
-def _block_amax(magnitude: torch.Tensor, dim: int) -> torch.Tensor:
+def block_amax(magnitude: torch.Tensor, dim: int) -> torch.Tensor:
     """Largest magnitude of each block of 32 along ``dim`` of a matrix."""
     size = magnitude.shape[dim]
     blocks = -(-size // MX_BLOCK)
@@ -62,7 +62,7 @@ def _block_amax(magnitude: torch.Tensor, dim: int) -> torch.Tensor:
     return amax
 
 
-def _spread(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def spread(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """One entry for each element from one for each block."""
     return scales.repeat_interleave(MX_BLOCK, dim).narrow(dim, 0, size)
 
@@ -80,11 +80,11 @@ def mx_quantize(
         if not wanted:
             results += [torch.empty(0, dtype=torch.uint8, device=x.device) for _ in range(2)]
             continue
-        amax = _block_amax(magnitude, dim)
+        amax = block_amax(magnitude, dim)
         if two_dimensional:
-            amax = _spread(_block_amax(amax, 1 - dim), 1 - dim, matrix.shape[1 - dim])
+            amax = spread(block_amax(amax, 1 - dim), 1 - dim, matrix.shape[1 - dim])
         scales = mx_scale_from_amax(amax, fp8_dtype, floor)
-        codes = encode(matrix * _spread(_multiplier(scales), dim, matrix.shape[dim]), fmt)
+        codes = encode(matrix * spread(multiplier(scales), dim, matrix.shape[dim]), fmt)
         results += [codes.view(x.shape), scales]
     return results[0], results[1], results[2], results[3]
 
@@ -111,7 +111,7 @@ def mx_decode_exact(data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.d
     powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
     factor = torch.where(scales == E8M0.nan_code, torch.full_like(powers, float("nan")), powers)
     dim = 0 if columnwise else 1
-    return (matrix.view(fp8_dtype).to(torch.float64) * _spread(factor, dim, matrix.shape[dim])).view(data.shape)
+    return (matrix.view(fp8_dtype).to(torch.float64) * spread(factor, dim, matrix.shape[dim])).view(data.shape)
 
 
 def mx_decode(

@@ -14,10 +14,11 @@ from ottava.kernels import HIGH_PRECISION
 from ottava.nn.function import LinearFunction, LinearPlan
 from ottava.nn.model_init import quantize_new_weight
 from ottava.recipes.base import Recipe
-from ottava.recipes.region import as_recipe, current_region
+from ottava.recipes.region import as_recipe, begin_ahead, current_region, enters_first
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 from ottava.recipes.stepping import begin_step, may_begin
+from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 
@@ -50,6 +51,8 @@ class Linear(torch.nn.Linear):
     _state: RecipeState | None = None
     _recipe: Recipe | None = None
     _quantized_weight: QuantizedTensorStorage | None = None
+    #: Whether each gather of a sharded weight brings what serves rows and columns, for passes that are recomputed.
+    recomputes: bool = False
     # Recipe and group of the last forward outside a backward pass: activation checkpointing recomputes under them.
     _last_recipe: Recipe | None = None
     _last_group: Any = None
@@ -204,11 +207,37 @@ class Linear(torch.nn.Linear):
             input = input.dequantize()
         grad_enabled = torch.is_grad_enabled()
         recording = self._is_recording(grad_enabled)
+        if isinstance(self.weight, QuantizedTensorStorage):
+            state.use_gathered(self.weight, recording=recording)
+            if grad_enabled and not torch.compiler.is_compiling() and self.weight.rebuilds_derived:
+                with torch.no_grad():
+                    self.weight.rebuild_derived()
         kept_weight = self._kept_weight(state, dtype, is_first_microbatch, recording)
         plan = LinearPlan(state, dtype, grad_enabled, recording)
         with _no_autocast(input.device.type):
             result: torch.Tensor = LinearFunction.apply(input, self.weight, self.bias, kept_weight, plan)  # type: ignore[no-untyped-call]
         return result
+
+    # -- weights that FSDP2 shards --
+
+    def gather_quantizer(self) -> Quantizer | None:
+        """What quantizes a weight that is kept in high precision when it is gathered: of the bound recipe, if any."""
+        if self._recipe is None:
+            return None
+        state = self._state_for(self._recipe, None)
+        if state.stateful:
+            begin_ahead(self)
+            enters_first(self)
+        return state.gather_quantizer()
+
+    def own_shard(self, shard: QuantizedTensor) -> None:
+        """Give this rank's part of a weight the quantizer that :meth:`forward` would give the whole."""
+        if self._recipe is None:
+            return
+        quantizer = self._state_for(self._recipe, None).weight_quantizer(shard)
+        if quantizer is not None:
+            shard.update_quantizer(quantizer)
+            shard._shard_group = None
 
     def _take_part(self, state: RecipeState, group: Any) -> None:
         """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
@@ -346,6 +375,7 @@ class Linear(torch.nn.Linear):
         errors: Any,
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        enters_first(self)
         self._quantized_weight = None
         if self._recipe is not None or "recipe_state" in self._modules:
             return

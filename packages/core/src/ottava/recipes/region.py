@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Iterable
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
@@ -126,6 +128,52 @@ class autocast(ContextDecorator):
             begin_step(region.cohort.states(), region.amax_reduction_group)
 
 
+# Layer -> the converted module whose forward pass is its region.
+_outermost: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
+# Converted modules whose step has begun before their forward pass.
+_ahead: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def set_outermost(layers: Iterable[torch.nn.Module], module: torch.nn.Module) -> None:
+    """Note that ``layers`` run in the forward pass of ``module``."""
+    for layer in layers:
+        _outermost[layer] = weakref.ref(module)
+
+
+def enters_first(layer: torch.nn.Module) -> None:
+    """See that the region of ``layer`` is entered before any other hook of its module runs.
+
+    FSDP puts its hook, which gathers, before those that were there.
+    """
+    module = _module_of(layer)
+    if module is None or next(iter(module._forward_pre_hooks.values()), None) is enter_module:
+        return
+    for key, hook in module._forward_pre_hooks.items():
+        if hook is enter_module:
+            module._forward_pre_hooks.move_to_end(key, last=False)
+            return
+
+
+def begin_ahead(layer: torch.nn.Module) -> None:
+    """Begin the step of the converted module that ``layer`` is in, whose weights are gathered before its region begins.
+
+    That happens once, at the first forward pass; see :func:`enters_first`. Nothing is done inside a region, which has
+    begun its step, in a backward pass, and in evaluation. Whether gradients are enabled cannot be told: FSDP turns
+    them off.
+    """
+    module = _module_of(layer)
+    if module is None or _regions.stack or not module.training or module in _ahead:
+        return
+    if torch._C._current_graph_task_id() == -1:
+        begin_step(states_of(module), None)
+        _ahead.add(module)
+
+
+def _module_of(layer: torch.nn.Module) -> Any:
+    reference = _outermost.get(layer)
+    return None if reference is None else reference()
+
+
 def enter_module(module: torch.nn.Module, args: Any = ()) -> None:
     """A forward pre-hook of converted modules: the forward pass of the outermost one is a region."""
     if _regions.stack and not _is_apart(module):
@@ -134,8 +182,10 @@ def enter_module(module: torch.nn.Module, args: Any = ()) -> None:
     checkpointed = module.training and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
     began = may_begin() or (checkpointed and task == -1)
-    if began:
+    if began and not (module in _ahead if not torch.compiler.is_compiling() else False):
         begin_step(states_of(module), None)
+    if began and not torch.compiler.is_compiling():
+        _ahead.discard(module)
     _regions.stack.append(Region(graph_task=task, module=module, began=began))
 
 

@@ -73,6 +73,16 @@ class RecipeState:
         """The quantizer for in-place updates of an FP8-primary weight, or None to leave it the one that it has."""
         return None
 
+    def gather_quantizer(self) -> Quantizer:
+        """The quantizer for a weight in high precision whose shards are quantized when they are gathered."""
+        made = self.quantizers["weight", True, True].copy()
+        made.internal = False
+        return made
+
+    def use_gathered(self, weight: Any, *, recording: bool) -> None:
+        """Called when a forward pass uses a quantized weight. One that :meth:`gather_quantizer` quantized may have been
+        gathered more often than it is used. Nothing to do without state."""
+
     def __getstate__(self) -> dict[str, Any]:
         # A process group belongs to its process.
         return self.__dict__ | {"amax_reduction_group": None}

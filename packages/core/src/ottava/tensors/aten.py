@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ottava.tensors.shards import requantize
 from ottava.tensors.storage import QuantizedTensorStorage
 
 OpImplementation = Callable[..., Any]
@@ -58,10 +59,9 @@ def dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return plain[id(value)]
 
     result = op(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
-    returned: dict[int, Any] = {}
-    for value in _written(op, args, kwargs):
-        value.quantize_(plain[id(value)])
-        returned[id(plain[id(value)])] = value
+    written = _written(op, args, kwargs)
+    requantize([(value, plain[id(value)]) for value in written])
+    returned: dict[int, Any] = {id(plain[id(value)]): value for value in written}
     if not returned:
         return result
     # An in-place op returns its own argument: hand back the quantized one.

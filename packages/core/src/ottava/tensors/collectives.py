@@ -16,6 +16,11 @@ from ottava.errors import UsageError
 _keepers: deque[torch.Tensor] = deque(maxlen=16)
 
 
+def process_groups_ready() -> bool:
+    """Whether there is a process group to reduce over."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     """The elementwise maximum of ``values`` over the ranks of ``group``, a new tensor.
 
@@ -26,7 +31,7 @@ def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     Raises:
         UsageError: no process group is initialized.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not process_groups_ready():
         raise UsageError(
             "a reduction over processes was asked for but no process group is initialized",
             expected="torch.distributed.init_process_group() before training",

@@ -176,6 +176,25 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if derived is not None:
             derived.refresh(None, self._writes)
 
+    # -- the elements as bytes --
+
+    def raw_inner(self) -> tuple[InnerTensor, ...]:
+        held = self._data is None and self._transpose is not None
+        return (self.inner_tensors[1],) if held else super().raw_inner()
+
+    def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
+        transposed = self._transpose
+        super().replace_inner(inner, tensor)
+        if inner.usage == "rowwise" and transposed is not None:
+            # Computed from the same values.
+            self._transpose = transposed
+
+    def rebuild_derived(self) -> None:
+        quantizer = self._quantizer
+        wanted = quantizer is None or quantizer.columnwise_usage
+        if wanted and self._data is not None and self._data.dim() and columnwise_is_transpose(self._data.device):
+            self.update_usage(columnwise_usage=True)
+
     # -- usages --
 
     def get_usages(self) -> dict[str, bool]:

@@ -7,6 +7,8 @@ whoever holds it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -50,3 +52,9 @@ def bump_version(tensor: torch.Tensor) -> None:
     """Tell autograd of a write below its level, so that a backward pass that saved the old values refuses."""
     if not torch.compiler.is_compiling() and not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
+
+
+def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
+    """:func:`bump_version` of many tensors."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

@@ -15,33 +15,58 @@ import torch
 
 from ottava.tensors.storage import QuantizedTensorStorage
 
-# Module that owns a parameter -> the group of parameters that FSDP gathers it with.
-_groups: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+# Module that owns a parameter -> the group of parameters that FSDP gathers it with, and the state that has the group.
+_groups: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def _find_group(module: torch.nn.Module) -> Any:
+def _states() -> list[Any]:
     from torch.distributed._composable_state import _module_state_mapping
 
-    for reference in list(_module_state_mapping.values()):
-        state: Any = reference() if callable(reference) else reference
+    return [reference() if callable(reference) else reference for reference in list(_module_state_mapping.values())]
+
+
+def _find_group(module: torch.nn.Module) -> tuple[Any, Any]:
+    for state in _states():
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
             for parameter in getattr(group, "fsdp_params", ()):
                 if parameter._module_info.module is module:
-                    return group
-    return None
+                    return group, state
+    return None, None
+
+
+def _group_and_state(module: Any) -> tuple[Any, Any]:
+    known = _groups.get(module)
+    group, state = (None, None) if known is None else (known[0](), known[1]())
+    if group is None or state is None:
+        group, state = _find_group(module)
+        if group is not None:
+            _groups[module] = (weakref.ref(group), weakref.ref(state))
+    return group, state
 
 
 def _group_of(module: Any) -> Any:
-    known = _groups.get(module)
-    group = None if known is None else known()
-    if group is None:
-        group = _find_group(module)
-        if group is not None:
-            _groups[module] = weakref.ref(group)
-    return group
+    return _group_and_state(module)[0]
+
+
+def _will_be_kept(state: Any) -> bool:
+    """Whether FSDP is yet to find out that this is its outermost module, whose parameters it keeps by default."""
+    if state._is_root is not None or not state._auto_reshard_after_forward:
+        return False
+    own = state._modules
+    others = [module for other in _states() if other is not state for module in getattr(other, "_modules", ())]
+    return not any(inner is module for outer in others for inner in outer.modules() for module in own)
+
+
+def gathered_together(module: Any) -> list[Any]:
+    """FSDP's parameters that are gathered in one collective with those of ``module``, if that can be known."""
+    try:
+        group = _group_of(module)
+        return [] if group is None else list(group.fsdp_params)
+    except (AttributeError, ImportError, TypeError):
+        return []
 
 
 def drop_flat_copies(module: Any) -> None:
@@ -67,7 +92,7 @@ def asked_by_fsdp(depth: int = 2) -> bool:
 def resharded_after_forward(module: Any) -> bool:
     """Whether the parameters of ``module`` are given up after the forward pass and gathered again for the backward."""
     try:
-        group = _group_of(module)
-        return group is not None and bool(group._reshard_after_forward)
+        group, state = _group_and_state(module)
+        return group is not None and bool(group._reshard_after_forward) and not _will_be_kept(state)
     except (AttributeError, ImportError, TypeError):
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -10,6 +11,7 @@ import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
+from ottava.tensors.shards import ShardBatch, ShardOutput, values_as_amaxes, values_from_amaxes
 from ottava.tensors.storage import QuantizedTensorStorage, check_noop_flag
 
 _USAGE_FLAGS = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
@@ -29,6 +31,14 @@ class Quantizer(ABC):
     stateful: ClassVar[bool] = False
     #: True for a user-defined quantizer whose :meth:`qgemm` is to be used instead of the shared GEMM.
     custom: bool = False
+    #: What quantizes many shards at once, for quantizers of this class.
+    shard_batch: ClassVar[type[ShardBatch]] = ShardBatch
+    #: Options that all quantizers of this class must have in common where shards are quantized together.
+    batch_options: ClassVar[tuple[str, ...]] = ()
+    #: Whether a tensor has one scale, which follows from its amax or is known.
+    scale_per_tensor: ClassVar[bool] = False
+    #: Rows of a matrix, or a multiple of them, that are quantized the same alone and in the whole. None: no number.
+    independent_rows: int | None = None
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage = _flag("rowwise", rowwise)
@@ -203,6 +213,40 @@ class Quantizer(ABC):
         reduces over ``group``; the default is for quantizers whose scales do not, and returns this one.
         """
         return self
+
+    # -- shards of a weight on several ranks --
+
+    def shard_amaxes(self, shard: torch.Tensor, weight: Any, start_offset: int) -> torch.Tensor:
+        """What this rank contributes to the scales of ``weight``: a flat float32 tensor, reduced by MAX over all ranks.
+
+        The default serves every quantizer whose result depends on the values alone: it contributes the values
+        themselves, 4 bytes for each element of the whole weight (8 in float32). A subclass that can do with fewer
+        numbers overrides this and :meth:`cast_shard`.
+
+        Args:
+            shard: flat, in the weight's nominal dtype; empty where this rank holds nothing.
+            weight: the whole weight: its ``shape`` and ``dtype`` can be asked for.
+            start_offset: index of the shard's first element in the flattened weight.
+
+        Returns:
+            As many numbers on every rank, zeros where it holds nothing.
+        """
+        return values_as_amaxes(shard, math.prod(weight.shape), start_offset)
+
+    def cast_shard(
+        self, shard: torch.Tensor, weight: Any, start_offset: int, amaxes: torch.Tensor, out: ShardOutput
+    ) -> None:
+        """Write this rank's part of the quantized weight, and the scales.
+
+        Args:
+            shard, weight, start_offset: as of :meth:`shard_amaxes`.
+            amaxes: what that returned, reduced over all ranks.
+            out: where the bytes and the scales go.
+        """
+        whole = values_from_amaxes(amaxes, shard.dtype).view(tuple(weight.shape))
+        usages = out.holder.get_usages()
+        quantizer = self.with_usage(usages["rowwise"], usages["columnwise"])
+        out.write(quantizer.quantize_impl(whole, shard.dtype), start_offset)
 
     def copy(self) -> Self:
         """A quantizer with the same configuration whose usages can be set by themselves."""

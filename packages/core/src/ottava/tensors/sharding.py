@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.collectives import all_reduce_max
-from ottava.tensors.fsdp import drop_flat_copies, resharded_after_forward
+from ottava.tensors.fsdp import drop_flat_copies, gathered_together, resharded_after_forward
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ def pre_all_gather(
         UsageError: the shards do not agree in what must be the same on all of them.
     """
     group = mesh.get_group()
-    _agree(tensor, group)
+    own_shard = getattr(module, "own_shard", None)
+    if own_shard is not None:
+        own_shard(tensor)
+    _agree(tensor, group, module)
     drop_flat_copies(module)
     world = dist.get_world_size(group)
     rows = math.ceil(size[0] / world)
@@ -102,7 +105,10 @@ def post_all_gather(
     arguments |= {f.argument: v for f, v in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)}
     arguments |= {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
     build: Any = plan.spec.cls
-    return build(**arguments), ()
+    built: QuantizedTensor = build(**arguments)
+    # What derives from bytes that are given up again is made where it is needed.
+    built.rebuilds_derived = False
+    return built, ()
 
 
 def _whole(part: GatheredPart, output: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
@@ -139,7 +145,7 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> tuple[InnerTensor, ...]:
         return candidates
     if tensor.rowwise_serves_columnwise:
         return rowwise
-    if not resharded_after_forward(module):
+    if getattr(module, "recomputes", False) or not resharded_after_forward(module):
         return candidates
     return rowwise if torch._C._current_graph_task_id() == -1 else columnwise
 
@@ -164,6 +170,12 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
         held = getattr(tensor, inner.attribute) is not None or tensor.rowwise_serves_columnwise
         if not inner.gather or not held or inner.block_rows is None or world == 1:
             continue
+        if len(size) < 2:
+            raise ShapeError(
+                f"a vector is sharded over {world} ranks, and is one row of the blocks of {inner.argument!r}",
+                expected="a weight with rows and columns",
+                remedy="keep it in high precision",
+            )
         if size[0] % world != 0:
             # FSDP asks for the padded size of the parameter itself.
             raise ShapeError(
@@ -179,24 +191,38 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
             )
 
 
-def _agree(tensor: QuantizedTensor, group: Any) -> None:
-    """Check once that all shards hold the same scales, and have their quantizers keep it so."""
+def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
+    """Check once that all shards hold the same scales, and have their quantizers keep it so.
+
+    One all-reduce serves all parameters that are gathered together.
+    """
     # The name, not the group: a tensor must not keep a group alive that was destroyed.
     if tensor._shard_group == group.group_name:
         return
-    for inner in tensor.inner_tensors:
-        value = getattr(tensor, inner.attribute)
-        if inner.gather or inner.usage != "both" or value is None:
-            continue
-        extremes = all_reduce_max(torch.stack([value.float(), -value.float()]), group)
-        if not torch.equal(extremes[0], -extremes[1]):
-            raise UsageError(
-                f"the shards of a {type(tensor).__name__} have different {inner.argument!r}",
-                expected="one value for all shards of a weight",
-                remedy="set the values of the weight before it is sharded",
-            )
-    if tensor._quantizer is not None:
-        tensor.update_quantizer(tensor._quantizer.for_shards(group.group_name))
-    tensor._shard_group = group.group_name
-    # An uneven shard is a part of a padded one. The padding is zeros, the same at any scale: the shard is on its own.
-    tensor._whole = None
+    together = [p.sharded_param._local_tensor for p in gathered_together(module)]
+    shards = [s for s in together if hasattr(s, "_shard_group") and s._shard_group != group.group_name]
+    if not any(shard is tensor for shard in shards):
+        shards = [tensor]
+    shared = [
+        (shard, inner, value.float().reshape(-1))
+        for shard in shards
+        for inner in shard.inner_tensors
+        if not inner.gather and inner.usage == "both" and (value := getattr(shard, inner.attribute)) is not None
+    ]
+    if shared:
+        values = torch.cat([value for _, _, value in shared])
+        largest, smallest = all_reduce_max(torch.stack([values, -values]), group)
+        lengths = [value.numel() for _, _, value in shared]
+        for (shard, inner, _), high, low in zip(shared, largest.split(lengths), smallest.split(lengths), strict=True):
+            if not torch.equal(high, -low):
+                raise UsageError(
+                    f"the shards of a {type(shard).__name__} have different {inner.argument!r}",
+                    expected="one value for all shards of a weight",
+                    remedy="set the values of the weight before it is sharded",
+                )
+    for shard in shards:
+        if shard._quantizer is not None:
+            shard.update_quantizer(shard._quantizer.for_shards(group.group_name))
+        shard._shard_group = group.group_name
+        # An uneven shard is a part of a padded one. The padding is zeros, the same at any scale: it is on its own.
+        shard._whole = None

@@ -92,6 +92,8 @@ class QuantizedTensorStorage:
     custom: bool = False
     #: Whether rowwise data alone can serve the columnwise usage.
     rowwise_serves_columnwise: bool = False
+    #: Whether the next forward pass makes what derives from the elements and is outdated.
+    rebuilds_derived: bool = True
 
     _quantizer: Quantizer | None
     # The storage that this one is a part of (a slice, say), when they share what a write to the part would change.
@@ -171,6 +173,12 @@ class QuantizedTensorStorage:
     def size(self, dim: int | None = None) -> Any:
         """Shape of the tensor that was quantized, or one of its dimensions."""
         raise NotImplementedError(f"{type(self).__name__} must define size()")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Nominal dtype."""
+        dtype: torch.dtype = self._dtype  # type: ignore[attr-defined]
+        return dtype
 
     def numel(self) -> int:
         """Number of elements."""
@@ -338,6 +346,33 @@ class QuantizedTensorStorage:
     def mark_written(self) -> None:
         """Called after the values changed in place, for storages that keep something derived from them."""
 
+    # -- the elements as bytes --
+
+    def raw_inner(self) -> tuple[InnerTensor, ...]:
+        """The inner tensors held that are the elements themselves: for each usage the first one that is gathered."""
+        found: dict[Usage, InnerTensor] = {}
+        for inner in self.inner_tensors:
+            if inner.gather and getattr(self, inner.attribute) is not None:
+                found.setdefault(inner.usage, inner)
+        if not found:
+            raise UsageError(
+                f"{type(self).__name__} holds no elements",
+                expected="data of an inner tensor declared with gather=True",
+                remedy="keep the rowwise usage of weights whose bytes are moved",
+            )
+        return tuple(found.values())
+
+    def is_derived(self, inner: InnerTensor) -> bool:
+        """Whether an inner tensor is made of the others, as a transpose is, and not written by itself."""
+        return not inner.gather and inner.usage != "both"
+
+    def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
+        """Put ``tensor``, which holds the same values, in the place of an inner tensor."""
+        setattr(self, inner.attribute, tensor)
+
+    def rebuild_derived(self) -> None:
+        """Make what derives from the elements and is outdated: nothing, unless a subclass keeps such a tensor."""
+
     def update_quantizer(self, quantizer: Quantizer | None) -> None:
         """Replace the quantizer used by in-place updates.
 
@@ -359,6 +394,20 @@ class QuantizedTensorStorage:
 def storage_classes() -> dict[str, type[QuantizedTensorStorage]]:
     """Every storage class that was imported, by ``"module:Class"``."""
     return dict(_CLASSES)
+
+
+def same_kind(one: QuantizedTensorStorage, other: QuantizedTensorStorage) -> bool:
+    """Whether two storages have the same declaration, static values and nominal dtype, whatever their shapes."""
+    if one.inner_tensors != other.inner_tensors or one.dtype != other.dtype:
+        return False
+    names = {f.attribute for cls in (type(one), type(other)) for f in cls.static_fields}
+    return all(getattr(one, name, None) == getattr(other, name, None) for name in names)
+
+
+def native_dtype(storage: QuantizedTensorStorage, inner: InnerTensor) -> torch.dtype | None:
+    """The 8-bit dtype that the bytes of an inner tensor have, for those who read them without Ottava."""
+    native = inner.native
+    return getattr(storage, native) if isinstance(native, str) else native
 
 
 def check_values_dtype(dtype: torch.dtype | None) -> None:

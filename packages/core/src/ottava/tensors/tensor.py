@@ -37,6 +37,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
     # torch.Tensor answers these; the storage's answers are for bare storages.
     shape = torch.Tensor.shape
     device = torch.Tensor.device
+    dtype = torch.Tensor.dtype
     size = torch.Tensor.size  # type: ignore[assignment]
     numel = torch.Tensor.numel
 

@@ -212,7 +212,7 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
                 expected=f"a tensor quantized with {name}=True",
                 remedy=f"call quantizer.set_usage({name}=True) before quantizing; a weight that FSDP2 gathers for the "
                 "backward pass alone has columnwise data only, and recomputing the forward pass from it takes "
-                "reshard_after_forward=False or with_2d_quantization=True",
+                "reshard_after_forward=False or with_2d_quantization=True, or gather_quantized(model, recomputes=True)",
             )
         codes, scales = other
         # One scale of each square, spread over the other of its sides.

@@ -1,0 +1,298 @@
+"""A batch of weights and shards of their master weights, checked as a whole before anything is written."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.kernels import HIGH_PRECISION
+from ottava.recipes.base import check_group
+from ottava.tensors import QuantizedTensorStorage, Quantizer
+from ottava.tensors.shards import ShardJob, shard_output
+from ottava.tensors.storage import native_dtype, same_kind
+
+
+@dataclass(frozen=True)
+class ShardedWeight:
+    """One weight of a batch.
+
+    Attributes:
+        what: what errors call it.
+        weight: as it was given: its shape and dtype are those of the whole.
+        storage: the quantized data that this rank has: the whole, or its rows.
+        shard: flat; empty where this rank holds nothing.
+        start_offset: of the shard in the flattened weight.
+        out: another place for the part, or None.
+        group: the ranks that share the weight, if it says so itself.
+    """
+
+    what: str
+    weight: Any
+    storage: QuantizedTensorStorage
+    quantizer: Quantizer
+    shard: torch.Tensor
+    start_offset: int
+    out: Any
+    group: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole weight."""
+        return tuple(self.weight.size())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Nominal dtype."""
+        return self.storage.dtype
+
+
+def check_batch(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[torch.Tensor | None],
+    quantizers: Sequence[Quantizer | None] | Quantizer | None,
+    start_offsets: Sequence[int | None] | None,
+    outs: Sequence[Any] | None,
+) -> list[ShardedWeight]:
+    """The batch, or a typed error for the first thing in it that does not fit."""
+    count = len(_listed(model_weights, "model_weights"))
+    given = [quantizers] * count if quantizers is None or isinstance(quantizers, Quantizer) else quantizers
+    lists = {
+        "master_weights": master_weights,
+        "quantizers": given,
+        "start_offsets": [None] * count if start_offsets is None else start_offsets,
+        "fsdp_shard_model_weights": [None] * count if outs is None else outs,
+    }
+    for name, entries in lists.items():
+        if len(_listed(entries, name)) != count:
+            raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
+    columns = zip(model_weights, *lists.values(), strict=True)
+    weights = [
+        _weight(place, *entries, offsets_given=start_offsets is not None) for place, entries in enumerate(columns)
+    ]
+    _check_agreement(weights)
+    return weights
+
+
+def _listed(entries: Any, name: str) -> Sequence[Any]:
+    if not isinstance(entries, (list, tuple)):
+        raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, with one entry for each weight")
+    return entries
+
+
+def _weight(
+    place: int, weight: Any, master: Any, quantizer: Any, offset: Any, out: Any, *, offsets_given: bool
+) -> ShardedWeight:
+    what = f"weight {place}"
+    storage, rows, group = weight, None, None
+    if hasattr(weight, "_local_tensor"):
+        storage = weight._local_tensor
+        rows, group = _rows_of(weight, what)
+    if not isinstance(storage, QuantizedTensorStorage):
+        raise DTypeError(
+            f"{what} is a {type(storage).__name__}",
+            expected="a quantized tensor",
+            remedy="leave weights in high precision out: their optimizer writes them itself",
+        )
+    quantizer = storage._quantizer if quantizer is None else quantizer
+    if quantizer is None:
+        raise UsageError(f"{what} has no quantizer", remedy="pass quantizers, or set one with update_quantizer()")
+    if not isinstance(quantizer, Quantizer):
+        raise DTypeError(f"the quantizer of {what} is a {type(quantizer).__name__}", expected="an ottava.Quantizer")
+    shape = tuple(weight.size())
+    shard = _shard(master, storage.device, what)
+    start = _offset(offset, master is not None, offsets_given, shard.numel(), shape, rows, what)
+    if not any(storage.get_usages().values()):
+        raise UsageError(f"{what} holds no data to write to", remedy="it was cleared or saved")
+    if storage._whole is not None and storage is weight:
+        raise UsageError(f"{what} is a part of another tensor, whose scale it has", remedy="give the whole tensor")
+    _check_out(out, storage, what)
+    return ShardedWeight(what, weight, storage, quantizer, shard, start, out, group)
+
+
+def _shard(master: Any, device: torch.device, what: str) -> torch.Tensor:
+    if master is None:
+        return torch.empty(0, dtype=torch.float32, device=device)
+    local = getattr(master, "_local_tensor", master)
+    if not isinstance(local, torch.Tensor) or isinstance(local, QuantizedTensorStorage):
+        raise DTypeError(f"the master of {what} is a {type(master).__name__}", expected="a tensor or None")
+    if local.layout != torch.strided:
+        raise DTypeError(f"the master of {what} is {local.layout}", expected="a dense tensor")
+    if local.dtype not in HIGH_PRECISION:
+        raise DTypeError(f"the master of {what} is of {local.dtype}", expected="torch.float32, or None for no shard")
+    if local.device != device:
+        raise DeviceError(f"the master of {what} is on {local.device}, the weight on {device}", expected="one device")
+    return local.detach().reshape(-1)
+
+
+def _offset(
+    offset: Any, held: bool, offsets_given: bool, count: int, shape: Sequence[int], rows: range | None, what: str
+) -> int:
+    """Where a shard starts; it must lie in the weight."""
+    numel = math.prod(shape)
+    if offset is not None:
+        if isinstance(offset, bool) or not hasattr(offset, "__index__"):
+            raise OptionError(f"the start offset of {what} is {offset!r}", expected="an integer, or None for no shard")
+        offset = operator.index(offset)
+    if rows is not None:
+        row = math.prod(shape[1:])
+        own = rows.start * row
+        if held and count != len(rows) * row:
+            raise ShapeError(f"the master of {what} has {count} elements", expected=f"{len(rows) * row}, its rows here")
+        if offset is not None and held and count and offset != own:
+            raise OptionError(f"the start offset of {what} is {offset}", expected=f"{own}, or None: its shards say so")
+        return own
+    if not held:
+        if offset is not None and not 0 <= offset <= numel:
+            raise ShapeError(f"the start offset of {what} is {offset}", expected=f"0 to {numel}, or None for no shard")
+        return 0
+    if offset is None:
+        if offsets_given or count != numel:
+            raise OptionError(
+                f"{what} has a master of {count} elements and no start offset",
+                expected=f"the index of its first element among the {numel} of the weight",
+                remedy="pass start_offsets, with None only where the master is None",
+            )
+        return 0
+    if offset < 0 or offset + count > numel:
+        raise ShapeError(
+            f"the master of {what} has {count} elements from {offset} on",
+            expected=f"a range inside the {numel} of the weight",
+        )
+    return int(offset)
+
+
+def _rows_of(weight: Any, what: str) -> tuple[range, Any]:
+    """The rows of a DTensor that are here, and the group that has them all."""
+    sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if not sharded:
+        return range(weight.shape[0]), None
+    placement = weight.placements[sharded[0]]
+    if len(sharded) > 1 or not placement.is_shard(0):
+        raise ShapeError(
+            f"{what} is placed as {weight.placements}",
+            expected="rows sharded along one dimension of the mesh, as fully_shard does",
+        )
+    mesh, rows = weight.device_mesh, weight.shape[0]
+    size, rank = mesh.size(sharded[0]), mesh.get_local_rank(sharded[0])
+    chunk = math.ceil(rows / size)
+    start = min(rank * chunk, rows)
+    return range(start, min(start + chunk, rows)), mesh.get_group(sharded[0])
+
+
+def _check_agreement(weights: Sequence[ShardedWeight]) -> None:
+    """What must be the same in a batch: the device, and the options that a class of quantizers names."""
+    seen: dict[type[Quantizer], ShardedWeight] = {}
+    places: dict[int, ShardedWeight] = {}
+    fitting: dict[Any, bool] = {}
+    for weight in weights:
+        twin = places.setdefault(id(weight.storage), weight)
+        if twin is not weight:
+            raise OptionError(
+                f"{weight.what} is {twin.what} again",
+                expected="each weight once, with one shard on a rank",
+                remedy="list weights that several layers share once",
+            )
+        _check_quantizer(weight, fitting)
+        if weight.storage.device != weights[0].storage.device:
+            raise DeviceError(
+                f"{weight.what} is on {weight.storage.device}, {weights[0].what} on {weights[0].storage.device}",
+                expected="one device for a batch",
+            )
+        first = seen.setdefault(type(weight.quantizer), weight)
+        for name in weight.quantizer.batch_options:
+            own, other = getattr(weight.quantizer, name), getattr(first.quantizer, name)
+            if own != other:
+                raise OptionError(
+                    f"{name} is {own!r} for {weight.what} and {other!r} for {first.what}",
+                    expected="one value for all weights of a batch",
+                    remedy="quantize them in two batches",
+                )
+
+
+def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
+    """Refuse a quantizer whose results are of another kind than the weight; ``fitting`` has what was found before."""
+    storage, quantizer = weight.storage, weight.quantizer
+    static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
+    key = (type(storage), static, storage.dtype, len(weight.shape), quantizer)
+    if key not in fitting:
+        usages = storage.get_usages()
+        example = quantizer.with_usage(usages["rowwise"], usages["columnwise"]).make_empty(
+            (1,) * len(weight.shape), dtype=storage.dtype, device=storage.device
+        )
+        fitting[key] = same_kind(example, storage)
+    if not fitting[key]:
+        raise DTypeError(
+            f"the quantizer of {weight.what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}",
+            expected="a quantizer of its format and options",
+            remedy="leave quantizers out, or make the weight with this quantizer",
+        )
+
+
+def _check_out(out: Any, storage: QuantizedTensorStorage, what: str) -> None:
+    """Refuse another place for the part of a weight that is of another kind."""
+    if isinstance(out, QuantizedTensorStorage):
+        if not any(out.get_usages().values()):
+            raise UsageError(f"the shard of {what} holds no data to write to", remedy="it was cleared or saved")
+        if not same_kind(out, storage):
+            raise DTypeError(f"the shard of {what} is of another kind", expected=f"a {type(storage).__name__} like it")
+        if out.device != storage.device:
+            raise DeviceError(f"the shard of {what} is on {out.device}, the weight on {storage.device}")
+        return
+    for buffer in [] if out is None else out if isinstance(out, (list, tuple)) else [out]:
+        natives = {native_dtype(storage, inner) for inner in storage.raw_inner()} | {torch.uint8}
+        if not isinstance(buffer, torch.Tensor) or buffer.dtype not in natives:
+            found = buffer.dtype if isinstance(buffer, torch.Tensor) else type(buffer).__name__
+            raise DTypeError(f"the bytes for the shard of {what} are of {found}", expected="torch.uint8")
+        if buffer.device != storage.device:
+            raise DeviceError(f"the bytes for the shard of {what} are on {buffer.device}", expected=str(storage.device))
+
+
+def check_places(jobs: Sequence[ShardJob]) -> None:
+    """Refuse a batch in which two parts are to be written to the same bytes.
+
+    Raises:
+        ShapeError: two places overlap.
+    """
+    spans = sorted(
+        (codes.data_ptr(), codes.data_ptr() + codes.numel())
+        for job in jobs
+        for codes in job.output.codes
+        if codes.numel()
+    )
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        raise ShapeError("two parts would be written to the same bytes", expected="a place of its own for each")
+
+
+def default_group(weights: Sequence[ShardedWeight], group: Any) -> Any:
+    """The group to reduce over: the one given, that of the sharded weights, or None for the default group."""
+    check_group(group)
+    if group is not None:
+        return group
+    groups = {weight.group.group_name: weight.group for weight in weights if weight.group is not None}
+    if len(groups) > 1:
+        raise OptionError(
+            f"the weights are sharded over {len(groups)} groups",
+            expected="one group for a batch",
+            remedy="quantize the weights of each group by themselves, or pass a group that contains them all",
+        )
+    return next(iter(groups.values()), None)
+
+
+def make_jobs(weights: Sequence[ShardedWeight]) -> list[ShardJob]:
+    """What the quantizers are told."""
+    jobs = []
+    for weight in weights:
+        count = weight.shard.numel()
+        output = shard_output(weight.storage, weight.shape, weight.start_offset, count, weight.out, weight.what)
+        shard, dtype = weight.shard, weight.dtype
+        jobs.append(ShardJob(weight.quantizer, shard, weight.shape, dtype, weight.weight, weight.start_offset, output))
+    if any(weight.out is not None for weight in weights):
+        check_places(jobs)
+    return jobs

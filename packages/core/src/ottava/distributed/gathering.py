@@ -1,0 +1,170 @@
+"""How FSDP2 gathers weights that are kept in high precision: quantized by each rank, with scales that all share.
+
+A shard that can be quantized by itself (rows of blocks) is. Where the scales depend on all shards, the amaxes of all
+parameters of a group are reduced at once, when the first of them is gathered. Where neither is possible (shards that
+cut blocks, a quantizer that has to see all values) the values themselves are gathered, and quantized by the layer.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ottava.errors import UsageError
+from ottava.tensors import QuantizedTensor, Quantizer, ShardJob, shard_output
+from ottava.tensors.fsdp import gathered_together
+from ottava.tensors.sharding import GatherPlan, post_all_gather, pre_all_gather
+from ottava.tensors.shards import ShardBatch, cast_batches, make_batches, reduced_amaxes
+
+
+@dataclass(frozen=True)
+class HighPrecisionPlan:
+    """A gather of the values themselves: the shape of the whole."""
+
+    size: torch.Size
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One parameter that is gathered: its shard in high precision, and the size of the whole."""
+
+    values: torch.Tensor
+    size: torch.Size
+    module: Any
+    dtype: torch.dtype
+
+
+# Module that owns a parameter -> its shard as it was quantized together with those of its group, and the version of the
+# values that it was quantized from.
+_quantized: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, torch.dtype, QuantizedTensor]] = (
+    weakref.WeakKeyDictionary()
+)
+# The first module of a group -> the versions of all values and the reduced amaxes of the weights, of the last gather.
+_amaxes: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[int], list[torch.Tensor]]] = weakref.WeakKeyDictionary()
+
+
+def gather_inputs(
+    weight: Any, mesh: Any, size: torch.Size, module: Any, mp_policy: Any
+) -> tuple[tuple[torch.Tensor, ...], GatherPlan | HighPrecisionPlan]:
+    """This rank's part of what is gathered, padded to the length of the longest, and what is made of the parts.
+
+    Raises:
+        UsageError: the module binds no recipe.
+    """
+    dtype = mp_policy.param_dtype or weight.dtype
+    group, values = mesh.get_group(), weight.high_precision()
+    world = dist.get_world_size(group)
+    known = _quantized.pop(module, None)
+    if known is not None and known[:2] == (values._version, dtype):
+        return pre_all_gather(known[2], mesh, size, module)
+    if not _gathers_quantized(_quantizer_of(module), size, world):
+        rows = math.ceil(size[0] / world)
+        missing = rows - values.shape[0]
+        values = values.to(dtype)
+        if missing:
+            values = torch.nn.functional.pad(values, [0, 0] * (values.dim() - 1) + [0, missing])
+        return (values.contiguous(),), HighPrecisionPlan(size)
+    shards = [_Shard(values, size, module, dtype)]
+    for other in gathered_together(module):
+        local, owner = other.sharded_param._local_tensor, other._module_info.module
+        if owner is not module and hasattr(local, "high_precision"):
+            own = mp_policy.param_dtype or local.dtype
+            shards.append(_Shard(local.high_precision(), other._orig_size, owner, own))
+    _quantize_together(shards, group, world)
+    return pre_all_gather(_quantized.pop(module)[2], mesh, size, module)
+
+
+def gathered_weight(
+    plan: GatherPlan | HighPrecisionPlan, outputs: Sequence[torch.Tensor], dtype: torch.dtype, out: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    """The whole weight around what was gathered, or ``out`` brought up to date.
+
+    Raises:
+        UsageError: it was of another kind when it was gathered before.
+    """
+    quantized = isinstance(plan, GatherPlan)
+    kind = plan.spec.cls if isinstance(plan, GatherPlan) else torch.Tensor
+    if out is not None and (isinstance(out, QuantizedTensor) != quantized or not isinstance(out, kind)):
+        raise UsageError(
+            f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}",
+            expected="one kind of weight for the life of a sharded model",
+            remedy="bind the recipe before fully_shard, and do not change it afterwards",
+        )
+    if isinstance(plan, GatherPlan):
+        whole = post_all_gather(plan, outputs, dtype, out)  # type: ignore[arg-type]
+        return whole
+    # FSDP keeps the memory of the outputs, and fills it again: a view of it is the weight for good.
+    return None if out is not None else (outputs[0][: plan.size[0]].view(plan.size), ())
+
+
+def _quantizer_of(module: Any) -> Quantizer:
+    ask = getattr(module, "gather_quantizer", None)
+    quantizer = None if ask is None else ask()
+    if quantizer is None:
+        raise UsageError(
+            f"no recipe is bound to the {type(module).__name__} whose weight is gathered",
+            expected="a layer of ottava.convert(model, recipe)",
+            remedy="convert the model before ottava.distributed.gather_quantized(model)",
+        )
+    found: Quantizer = quantizer
+    return found
+
+
+def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bool:
+    """Whether shards can be quantized where they are; the same on every rank."""
+    if quantizer.independent_rows is not None:
+        rows = math.ceil(size[0] / world) * math.prod(size[1:-1])
+        return world == 1 or (len(size) > 1 and size[0] % world == 0 and rows % quantizer.independent_rows == 0)
+    return type(quantizer).shard_amaxes is not Quantizer.shard_amaxes
+
+
+def _quantize_together(shards: Sequence[_Shard], group: Any, world: int) -> None:
+    """Quantize the shards of parameters that are gathered together, with one all-reduce for all that need any."""
+    jobs: list[ShardJob] = []
+    reducing: list[_Shard] = []
+    made: list[tuple[_Shard, QuantizedTensor]] = []
+    for shard in shards:
+        quantizer = _quantizer_of(shard.module).with_usage(True, True)
+        if not _gathers_quantized(quantizer, shard.size, world):
+            continue
+        if quantizer.independent_rows is not None:
+            made.append((shard, quantizer.quantize_impl(shard.values.to(shard.dtype), shard.dtype)))  # type: ignore[arg-type]
+            continue
+        row = math.prod(shard.size[1:])
+        start = min(dist.get_rank(group) * math.ceil(shard.size[0] / world), shard.size[0]) * row
+        local: Any = quantizer.make_empty(shard.values.shape, dtype=shard.dtype, device=shard.values.device)
+        output = shard_output(local, shard.size, start, shard.values.numel(), None, "a sharded weight")
+        flat = shard.values.reshape(-1)
+        whole = torch.empty(shard.size, dtype=shard.dtype, device="meta")
+        jobs.append(ShardJob(quantizer, flat, tuple(shard.size), shard.dtype, whole, start, output))
+        reducing.append(shard)
+        made.append((shard, local))
+    batches = make_batches(jobs)
+    cast_batches(batches, _shared_amaxes(reducing, batches, group))
+    for shard, local in made:
+        if not isinstance(local, QuantizedTensor):
+            raise UsageError(
+                f"the quantizer of a {type(shard.module).__name__} gives a {type(local).__name__}",
+                expected="a QuantizedTensor, which can be a parameter",
+            )
+        local._shard_group = group.group_name
+        _quantized[shard.module] = (shard.values._version, shard.dtype, local)
+
+
+def _shared_amaxes(shards: Sequence[_Shard], batches: Sequence[ShardBatch], group: Any) -> list[torch.Tensor]:
+    """The amaxes of the whole weights. A backward pass has those of the forward pass: the values are the same."""
+    if not shards:
+        return []
+    versions = [shard.values._version for shard in shards]
+    known = _amaxes.get(shards[0].module)
+    if torch._C._current_graph_task_id() != -1 and known is not None and known[0] == versions:
+        return known[1]
+    reduced = reduced_amaxes(batches, group)
+    _amaxes[shards[0].module] = (versions, reduced)
+    return reduced

@@ -1,0 +1,117 @@
+"""``HighPrecisionWeight``: a weight in high precision that FSDP2 gathers as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ottava.distributed.gathering import gather_inputs, gathered_weight
+
+_aten = torch.ops.aten
+
+# What gives a weight of the same kind: views, copies, and what sharding and materializing make new ones with.
+_KEEPS_CLASS = {
+    _aten.alias.default,
+    _aten.as_strided.default,
+    _aten.chunk.default,
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten.empty_like.default,
+    _aten.narrow.default,
+    _aten.new_empty.default,
+    _aten.new_zeros.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.view.default,
+    _aten._pin_memory.default,
+    _aten._to_copy.default,
+}
+
+
+class HighPrecisionWeight(torch.Tensor):
+    """A weight in high precision whose shards ``fully_shard`` quantizes when it gathers them.
+
+    It behaves as the tensor that it holds: optimizers, clipping and initialization work on high-precision values, and
+    pickles and state dicts hold plain tensors. What comes of a gather is a quantized tensor, by the recipe that is
+    bound to the layer. :func:`ottava.distributed.gather_quantized` makes them.
+    """
+
+    _plain: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, requires_grad: bool = False) -> HighPrecisionWeight:
+        made: HighPrecisionWeight = torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+            layout=values.layout,
+            requires_grad=requires_grad,
+        )
+        return made
+
+    def __init__(self, values: torch.Tensor, requires_grad: bool = False) -> None:
+        self._plain = values
+
+    def high_precision(self) -> torch.Tensor:
+        """The values as a plain tensor that shares their memory."""
+        return self._plain
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_plain"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> HighPrecisionWeight:
+        return HighPrecisionWeight(inner["_plain"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        result = func(*_unwrapped(args), **_unwrapped(kwargs or {}))
+        if func in _KEEPS_CLASS:
+            return tree_map(lambda r: cls(r) if isinstance(r, torch.Tensor) else r, result)
+        if args and isinstance(args[0], cls) and result is args[0]._plain:
+            # An in-place op gives its argument back.
+            return args[0]
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        values = self._plain.detach().requires_grad_(self.requires_grad)
+        return values.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"HighPrecisionWeight({self._plain!r})"
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: torch.Size, stride: Sequence[int], module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """This rank's shard, quantized with the scales of the whole weight, as bytes, and what the next hook needs.
+
+        The scales of all parameters that are gathered together come of one all-reduce.
+
+        Raises:
+            UsageError: no recipe is bound to the layer.
+        """
+        return gather_inputs(self, mesh, orig_size, module, mp_policy)
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: Sequence[torch.Tensor],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The whole weight, quantized, of dtype ``param_dtype`` around the bytes, or ``out`` brought up to date."""
+        return gathered_weight(metadata, outputs, param_dtype, out)
+
+
+def _unwrapped(values: Any) -> Any:
+    return tree_map(lambda value: value._plain if isinstance(value, HighPrecisionWeight) else value, values)

@@ -1,0 +1,258 @@
+"""Quantized weights from master weights that are sharded over ranks.
+
+Afterwards every rank's part has the bytes, and every rank the scales, that quantizing the whole weight at once would
+give. One all-reduce(MAX) serves all weights, whatever recipes they are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ottava.distributed.batch import check_batch, default_group, make_jobs
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.tensors import QuantizedTensorStorage, Quantizer
+from ottava.tensors.shards import make_batches, quantize_batches
+
+
+def quantize_master_weights(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None] | None,
+    group: Any = None,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """:func:`cast_master_weights_to_fp8` with each weight's own quantizer."""
+    cast_master_weights_to_fp8(
+        model_weights,
+        master_weights,
+        amax_reduce_group=group,
+        start_offsets=start_offsets,
+        fsdp_shard_model_weights=fsdp_shard_model_weights,
+        manual_post_all_gather_processing=manual_post_all_gather_processing,
+    )
+
+
+def cast_master_weights_to_fp8(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[torch.Tensor | None],
+    quantizers: Sequence[Quantizer | None] | Quantizer | None = None,
+    amax_reduce_group: Any = None,
+    *,
+    start_offsets: Sequence[int | None] | None = None,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Write this rank's part of quantized weights from its shards of their master weights.
+
+    A master weight is first rounded to the nominal dtype of its weight. All ranks of the group call this with the same
+    weights in the same order; a rank may hold nothing of some, or of all of them.
+
+    Args:
+        model_weights: quantized tensors or storages, or DTensors of them that are sharded along their rows (FSDP2):
+            then the part is the local tensor.
+        master_weights: for each weight the shard that this rank holds, float32 (or bfloat16, float16), flattened as the
+            weight is; None for nothing. A DTensor stands for its local tensor.
+        quantizers: for each weight, or one for all; None is the weight's own.
+        amax_reduce_group: the ranks that hold the shards; None is that of the DTensors, or the default group. With
+            no process group initialized, this process holds all there is.
+        start_offsets: index of each shard's first element in the flattened weight; None where there is no shard.
+            Without the list, masters are whole, or have the rows of a DTensor.
+        fsdp_shard_model_weights: where the part is not to be written into the weight itself: a quantized tensor that is
+            the part, or its bytes (uint8), one tensor for each direction that has data of its own. Entries may be None.
+        manual_post_all_gather_processing: leave what derives from the bytes, a transpose, to
+            :func:`post_all_gather_processing`; otherwise the next forward pass makes it.
+
+    Raises:
+        ShapeError, OptionError, DTypeError, UsageError, DeviceError: an argument does not fit. Nothing has been
+            written then. All but UsageError are ValueErrors.
+    """
+    MasterWeights(
+        model_weights,
+        master_weights,
+        quantizers,
+        amax_reduce_group,
+        start_offsets=start_offsets,
+        fsdp_shard_model_weights=fsdp_shard_model_weights,
+        manual_post_all_gather_processing=manual_post_all_gather_processing,
+    ).quantize()
+
+
+class MasterWeights:
+    """Sharded master weights and the quantized weights that are made of them, step after step.
+
+    What :func:`cast_master_weights_to_fp8` checks and looks up for each weight, this does once. It keeps the tensors
+    that it is given, and looks again when one of them has moved to other memory.
+
+    Args, raised errors: as of :func:`cast_master_weights_to_fp8`. Nothing is written until :meth:`quantize`.
+    """
+
+    def __init__(
+        self,
+        model_weights: Sequence[Any],
+        master_weights: Sequence[torch.Tensor | None],
+        quantizers: Sequence[Quantizer | None] | Quantizer | None = None,
+        amax_reduce_group: Any = None,
+        *,
+        start_offsets: Sequence[int | None] | None = None,
+        fsdp_shard_model_weights: Sequence[Any] | None = None,
+        manual_post_all_gather_processing: bool = False,
+    ) -> None:
+        if not isinstance(manual_post_all_gather_processing, bool):
+            raise OptionError(
+                f"manual_post_all_gather_processing is {manual_post_all_gather_processing!r}", expected="True or False"
+            )
+        self._given = (model_weights, master_weights, quantizers, start_offsets, fsdp_shard_model_weights)
+        self._group_given = amax_reduce_group
+        self._automatic = not manual_post_all_gather_processing
+        self._look()
+
+    def _look(self) -> None:
+        with torch.no_grad():
+            weights = check_batch(*self._given)
+            for weight in weights:
+                if weight.storage is not weight.weight:
+                    # An uneven shard is a part of a padded one. The padding is zeros at any scale: it is on its own.
+                    weight.storage._whole = None
+            self._group = default_group(weights, self._group_given)
+            jobs = make_jobs(weights)
+            self._batches = make_batches(jobs)
+        self._holders = list(
+            {id(h): h for w, j in zip(weights, jobs, strict=True) for h in (w.storage, j.output.holder)}.values()
+        )
+        self._watched = [
+            (h, inner.attribute) for h in self._holders for inner in h.inner_tensors if not h.is_derived(inner)
+        ]
+        self._masters = [getattr(m, "_local_tensor", m) for m in self._given[1] if m is not None]
+        # Of another a shard is a copy.
+        self._keeps = all(master.is_contiguous() for master in self._masters)
+        self._seen = self._addresses()
+
+    def _addresses(self) -> list[Any]:
+        """Where everything lies that is read or written, and what quantizes it."""
+        inner = [getattr(holder, attribute) for holder, attribute in self._watched]
+        held = [None if tensor is None else tensor.data_ptr() for tensor in inner]
+        return [*held, *map(_data_ptr, self._masters), *(id(holder._quantizer) for holder in self._holders)]
+
+    def quantize(self) -> None:
+        """Write this rank's parts of the weights, and all scales, from the master weights as they are now.
+
+        Raises:
+            ShapeError, OptionError, DTypeError, UsageError, DeviceError: something that was replaced does not fit.
+        """
+        if not self._keeps or self._addresses() != self._seen:
+            self._look()
+        with torch.no_grad():
+            quantize_batches(self._batches, self._group)
+        for holder in self._holders:
+            holder.rebuilds_derived = self._automatic
+
+
+_data_ptr = torch.Tensor.data_ptr
+
+
+def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
+    """Rebuild what derives from the bytes of weights (transposes), once these have been gathered.
+
+    Nothing to do for tensors that are not quantized, nor where nothing derives from the bytes.
+
+    Raises:
+        DTypeError: an entry is no tensor.
+    """
+    if isinstance(model_weights, (torch.Tensor, QuantizedTensorStorage)):
+        model_weights = [model_weights]
+    if not isinstance(model_weights, (list, tuple)):
+        raise DTypeError(f"model_weights is a {type(model_weights).__name__}", expected="a list of weights")
+    for weight in model_weights:
+        if not isinstance(weight, (torch.Tensor, QuantizedTensorStorage)):
+            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a tensor")
+    with torch.no_grad():
+        for weight in model_weights:
+            local = getattr(weight, "_local_tensor", weight)
+            if isinstance(local, QuantizedTensorStorage):
+                local.rebuild_derived()
+                local.rebuilds_derived = True
+
+
+def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor | Sequence[torch.Tensor]) -> None:
+    """Move the elements of a quantized tensor into a buffer, for example a part of a contiguous one for all weights.
+
+    Values and everything else of the tensor stay as they are; what was an alias of it keeps the old bytes.
+
+    Args:
+        new_raw_data: contiguous, uint8 (or the 8-bit float dtype of the elements), as many elements as the tensor has.
+            A tensor with data for rows and for columns takes two, or moves the data for rows alone.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: it is not. All are ValueErrors, and nothing has been written.
+        UsageError: the tensor holds no elements, or they are not contiguous.
+    """
+    if not isinstance(tensor, QuantizedTensorStorage):
+        raise DTypeError(f"a {type(tensor).__name__} has no raw data", expected="a quantized tensor")
+    buffers = list(new_raw_data) if isinstance(new_raw_data, (list, tuple)) else [new_raw_data]
+    if tensor._whole is not None:
+        raise UsageError(
+            f"this {type(tensor).__name__} is a part of another, whose data it shares",
+            expected="a whole tensor",
+            remedy="replace the data of the whole",
+        )
+    raw = tensor.raw_inner()
+    if not 1 <= len(buffers) <= len(raw):
+        raise ShapeError(f"{len(buffers)} buffers", expected=f"one for each of {', '.join(i.argument for i in raw)}")
+    moved: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    for inner, buffer in zip(raw, buffers, strict=False):
+        held: torch.Tensor = getattr(tensor, inner.attribute)
+        native = getattr(tensor, inner.native) if isinstance(inner.native, str) else inner.native
+        if not isinstance(buffer, torch.Tensor) or buffer.dtype not in (held.dtype, native):
+            found = buffer.dtype if isinstance(buffer, torch.Tensor) else type(buffer).__name__
+            raise DTypeError(f"the buffer for {inner.argument!r} is of {found}", expected=f"{held.dtype}")
+        if buffer.numel() != held.numel():
+            raise ShapeError(
+                f"the buffer for {inner.argument!r} has {buffer.numel()} elements", expected=f"{held.numel()}"
+            )
+        if buffer.device != held.device:
+            raise DeviceError(f"the buffer is on {buffer.device}, the tensor on {held.device}", expected="one device")
+        if not (buffer.is_contiguous() and held.is_contiguous()):
+            what = "buffer" if held.is_contiguous() else "data of the tensor"
+            raise UsageError(
+                f"the {what} is not contiguous", expected="contiguous memory, and a tensor that is no view"
+            )
+        moved.append((inner, held, buffer.detach().view(held.dtype).view(held.shape)))
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for entry in moved for t in entry[1:] if t.numel())
+    own = {held.data_ptr() for _, held, target in moved if held.data_ptr() == target.data_ptr()}
+    if any(end > start and start not in own for (_, end), (start, _) in pairwise(spans)):
+        raise ShapeError("a buffer overlaps another, or the data itself", expected="memory of its own for each")
+    with torch.no_grad():
+        for inner, held, target in moved:
+            # Not counted as a write to the buffer: other tensors in it have transposes that stay valid.
+            target.data.copy_(held)
+            tensor.replace_inner(inner, target)
+
+
+def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None) -> bool:
+    """Whether a quantizer or a quantized tensor is user-defined; False for None and plain tensors.
+
+    Raises:
+        DTypeError: ``x`` is something else.
+    """
+    if x is None:
+        return False
+    if isinstance(x, (Quantizer, QuantizedTensorStorage)):
+        return x.custom
+    if isinstance(x, torch.Tensor):
+        return False
+    raise DTypeError(f"{type(x).__name__} is neither quantizer nor tensor", expected="a quantizer, a tensor or None")
+
+
+__all__ = [
+    "MasterWeights",
+    "cast_master_weights_to_fp8",
+    "is_custom",
+    "post_all_gather_processing",
+    "quantize_master_weights",
+    "replace_raw_data",
+]

@@ -1,0 +1,285 @@
+"""Many tensors in one call: the amaxes and the codes of shards of weights, whose values are kept in a wider dtype.
+
+An element counts as its value rounded to the dtype given for its tensor, to nearest even, and read as float32. So the
+shards of a weight, wherever it was cut, have the amaxes and the codes of the weight itself in that dtype: the amax of
+a whole is the largest of its shards' amaxes. Eager only; all the tensors of a call are on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ottava.errors import DTypeError, OptionError, ShapeError
+from ottava.formats import E4M3, E5M2, MX_BLOCK, fp8_format
+from ottava.kernels.backends import backend_module
+from ottava.kernels.checks import HIGH_PRECISION, check_device, check_high_precision, check_out
+
+_FP8 = (E4M3.torch_dtype, E5M2.torch_dtype)
+_CODES = torch.uint8
+# Sizes and positions beyond this are mistakes, which would overflow in compiled code.
+_TOO_LARGE = 2**62
+
+Buffers = tuple[torch.Tensor, torch.Tensor]
+
+
+def multi_amax(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    """The largest magnitude of each tensor, its elements rounded to a dtype: float32 ``[len(xs)]``.
+
+    Args:
+        xs: float32, bfloat16 or float16, any shapes and strides.
+        dtypes: what the elements of each are rounded to, one of the same three. NaN is ignored, an infinity counts,
+            also one that the rounding makes; an empty tensor has 0.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together.
+    """
+    _check_lengths(len(xs), dtypes=dtypes)
+    if not len(xs):
+        return torch.zeros(0, dtype=torch.float32)
+    device = _check_sources(xs, dtypes)
+    result: torch.Tensor = backend_module(device.type).multi_amax(xs, dtypes)
+    return result
+
+
+def multi_cast(
+    xs: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
+    scales: torch.Tensor,
+    fp8_dtypes: Sequence[torch.dtype],
+    outs: Sequence[torch.Tensor],
+) -> None:
+    """Codes of ``cast(float32(round(x)) * scale)`` of each tensor, as :func:`ottava.kernels.cast` has them.
+
+    Args:
+        xs, dtypes: as in :func:`multi_amax`.
+        scales: float32 ``[len(xs)]``.
+        fp8_dtypes: the format of each.
+        outs: uint8, contiguous, of any shape with as many elements as its tensor has; at any address.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, or one buffer is
+            given twice; nothing is written then.
+    """
+    _check_lengths(len(xs), dtypes=dtypes, fp8_dtypes=fp8_dtypes, outs=outs)
+    if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32:
+        raise DTypeError("scales are not a float32 tensor", expected="a float32 tensor with one element for each x")
+    if tuple(scales.shape) != (len(xs),):
+        raise ShapeError(f"scales have shape {tuple(scales.shape)}", expected=f"({len(xs)},)")
+    if not len(xs):
+        return
+    device = _check_sources(xs, dtypes)
+    check_device(scales, device, "scales")
+    _check_formats(fp8_dtypes)
+    _check_outs(outs, [x.numel() for x in xs], device)
+    backend_module(device.type).multi_cast(xs, dtypes, scales, fp8_dtypes, outs)
+
+
+def mx_amax_sizes(rows: int, cols: int, two_dimensional: bool) -> tuple[int, int]:
+    """How many amaxes a matrix ``[rows, cols]`` has in the result of :func:`mx_multi_amax`.
+
+    Those of blocks along the rows and those of blocks along the columns; with ``two_dimensional`` those of squares,
+    and 0.
+    """
+    across, down = -(-cols // MX_BLOCK), -(-rows // MX_BLOCK)
+    return (down * across, 0) if two_dimensional else (rows * across, down * cols)
+
+
+def mx_multi_amax(
+    xs: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
+    shapes: Sequence[tuple[int, int]],
+    starts: Sequence[int],
+    two_dimensional: Sequence[bool],
+) -> torch.Tensor:
+    """The largest magnitudes of the MX blocks of matrices, each from the contiguous range of it that is at hand.
+
+    Args:
+        xs, dtypes: as in :func:`multi_amax`.
+        shapes: rows and columns of each matrix.
+        starts: where its range begins: ``xs[i]`` holds the elements ``starts[i], starts[i] + 1, ...`` of the
+            flattened matrix.
+        two_dimensional: whether blocks are squares of 32 rows and columns.
+
+    Returns:
+        float32, in one dimension, for one matrix after the other: the amaxes ``[rows, ceil(cols / 32)]`` of blocks of
+        32 along rows, then those ``[ceil(rows / 32), cols]`` of blocks along columns; where ``two_dimensional``, only
+        those ``[ceil(rows / 32), ceil(cols / 32)]`` of squares. Blocks of which nothing is at hand have 0.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, or a range does
+            not lie within its matrix.
+    """
+    _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, two_dimensional=two_dimensional)
+    if not len(xs):
+        return torch.zeros(0, dtype=torch.float32)
+    device = _check_sources(xs, dtypes)
+    _check_places(xs, shapes, starts)
+    for i, square in enumerate(two_dimensional):
+        if not isinstance(square, bool):
+            raise OptionError(f"two_dimensional[{i}] is {square!r}", expected="True or False")
+    result: torch.Tensor = backend_module(device.type).mx_multi_amax(xs, dtypes, shapes, starts, two_dimensional)
+    return result
+
+
+def mx_multi_cast(
+    xs: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
+    shapes: Sequence[tuple[int, int]],
+    starts: Sequence[int],
+    fp8_dtypes: Sequence[torch.dtype],
+    rowwise: Sequence[Buffers | None],
+    columnwise: Sequence[Buffers | None],
+) -> None:
+    """Codes of ``cast(float32(round(x)) * 2^(127 - scale))`` of ranges of matrices, with scales that are known.
+
+    Args:
+        xs, dtypes, shapes, starts: as in :func:`mx_multi_amax`.
+        fp8_dtypes: the format of each.
+        rowwise: for each, None or ``(scales, out)``: uint8 codes of E8M0, contiguous, for the whole matrix, ``[rows,
+            ceil(cols / 32)]``; and the result, uint8, contiguous, of any shape with as many elements as the range, at
+            any address.
+        columnwise: the same along columns, with scales ``[ceil(rows / 32), cols]``.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, a range does not
+            lie within its matrix, or one buffer is given twice; nothing is written then.
+    """
+    _check_lengths(
+        len(xs),
+        dtypes=dtypes,
+        shapes=shapes,
+        starts=starts,
+        fp8_dtypes=fp8_dtypes,
+        rowwise=rowwise,
+        columnwise=columnwise,
+    )
+    if not len(xs):
+        return
+    device = _check_sources(xs, dtypes)
+    counts = _check_places(xs, shapes, starts)
+    _check_formats(fp8_dtypes)
+    taken: set[int] = set()
+    by_row = [(rows, (cols + MX_BLOCK - 1) // MX_BLOCK) for rows, cols in shapes]
+    by_column = [((rows + MX_BLOCK - 1) // MX_BLOCK, cols) for rows, cols in shapes]
+    _check_pairs(rowwise, counts, by_row, device, "rowwise", taken)
+    _check_pairs(columnwise, counts, by_column, device, "columnwise", taken)
+    backend_module(device.type).mx_multi_cast(xs, dtypes, shapes, starts, fp8_dtypes, rowwise, columnwise)
+
+
+# There may be hundreds of tensors: what is right is found so with few operations, what is wrong is looked at again.
+
+
+def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
+    for name, values in lists.items():
+        if len(values) != count:
+            raise ShapeError(f"{len(values)} {name} for {count} tensors", expected="one for each tensor")
+
+
+def _check_sources(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> torch.device:
+    check_high_precision(xs[0], "xs[0]")
+    allowed, strided, device = HIGH_PRECISION, torch.strided, xs[0].device
+    for i, (x, dtype) in enumerate(zip(xs, dtypes, strict=True)):
+        if not isinstance(x, torch.Tensor) or x.dtype not in allowed or x.layout is not strided:
+            check_high_precision(x, f"xs[{i}]")
+        if x.device != device:
+            check_device(x, device, f"xs[{i}]")
+        if dtype not in allowed:
+            raise DTypeError(f"dtypes[{i}] is {dtype!r}", expected="torch.float32, torch.bfloat16 or torch.float16")
+    return device
+
+
+def _check_formats(fp8_dtypes: Sequence[torch.dtype]) -> None:
+    for dtype in fp8_dtypes:
+        if dtype not in _FP8:
+            fp8_format(dtype)
+
+
+def _check_places(xs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[int]:
+    """How many elements each has."""
+    counts = [x.numel() for x in xs]
+    for i, (count, shape, start) in enumerate(zip(counts, shapes, starts, strict=True)):
+        if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+            raise ShapeError(f"shapes[{i}] is {shape!r}", expected="(rows, columns)")
+        rows, cols = shape
+        if not (isinstance(rows, int) and isinstance(cols, int) and isinstance(start, int)):
+            raise DTypeError(f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers")
+        if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
+            raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
+        if not 0 <= start <= rows * cols - count:
+            raise ShapeError(
+                f"xs[{i}] has {count} elements from {start} on, its matrix {rows} x {cols}",
+                expected="a range within the matrix",
+            )
+    return counts
+
+
+def _check_outs(outs: Sequence[torch.Tensor], counts: Sequence[int], device: torch.device) -> None:
+    taken: set[int] = set()
+    for i, (out, count) in enumerate(zip(outs, counts, strict=True)):
+        try:
+            fits = out.dtype is _CODES and out.numel() == count and out.is_contiguous() and out.device == device
+            address = out.data_ptr()
+        except (AttributeError, RuntimeError):  # no tensor, or of a layout that has no address
+            fits, address = False, 0
+        if not fits or (count and address in taken):
+            _refuse_out(out, count, device, f"outs[{i}]")
+        if count:
+            taken.add(address)
+
+
+def _check_pairs(
+    pairs: Sequence[Buffers | None],
+    counts: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
+    device: torch.device,
+    name: str,
+    taken: set[int],
+) -> None:
+    """``(scales, out)`` with scales of the shapes, where there is a pair; ``taken`` are the addresses of results."""
+    for i, (pair, count, shape) in enumerate(zip(pairs, counts, shapes, strict=True)):
+        if pair is None:
+            continue
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
+        scales, out = pair
+        try:
+            fits = (
+                scales.dtype is _CODES
+                and scales.shape == shape
+                and scales.is_contiguous()
+                and scales.device == device
+                and out.dtype is _CODES
+                and out.numel() == count
+                and out.is_contiguous()
+                and out.device == device
+            )
+            address = out.data_ptr()
+        except (AttributeError, RuntimeError):
+            fits, address = False, 0
+        if not fits:
+            what = f"the scales of {name}[{i}]"
+            _check_dense(scales, what)
+            check_out(scales, shape, torch.uint8, device, what)
+        if not fits or (count and address in taken):
+            _refuse_out(out, count, device, f"{name}[{i}]")
+        if count:
+            taken.add(address)
+
+
+def _refuse_out(out: torch.Tensor, count: int, device: torch.device, what: str) -> NoReturn:
+    """Say why it cannot be a result: it is not uint8, not contiguous, of another size, or another's."""
+    _check_dense(out, what)
+    if out.numel() != count:
+        raise ShapeError(f"{what} has {out.numel()} elements", expected=f"{count}, as its tensor has")
+    check_out(out, tuple(out.shape), torch.uint8, device, what)
+    raise OptionError(f"{what} is a buffer that another result has", expected="a buffer of its own")
+
+
+def _check_dense(tensor: torch.Tensor, what: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise DTypeError(f"{what} is a {type(tensor).__name__}", expected="a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise DTypeError(f"{what} has layout {tensor.layout}", expected="a dense (strided) tensor")

@@ -1,0 +1,129 @@
+"""What the kernels on many tensors refuse, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ottava import kernels
+from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError
+
+Tensor = torch.Tensor
+E4M3 = torch.float8_e4m3fn
+
+
+def byte(*shape: int) -> Tensor:
+    return torch.full(shape, 0xA5, dtype=torch.uint8)
+
+
+def good() -> dict[str, Any]:
+    """Arguments of every function for two tensors; a case replaces some."""
+    pairs = [(byte(4, 2), byte(6)), (byte(2, 1), byte(5))]
+    columns = [(byte(1, 40), byte(6)), (byte(1, 3), byte(5))]
+    return {
+        "xs": [torch.ones(6), torch.ones(5)],
+        "dtypes": [torch.bfloat16] * 2,
+        "scales": torch.ones(2),
+        "fp8_dtypes": [E4M3] * 2,
+        "outs": [byte(2, 3), byte(5)],
+        "shapes": [(4, 40), (2, 3)],
+        "starts": [0, 1],
+        "two_dimensional": [False, True],
+        "rowwise": pairs,
+        "columnwise": columns,
+    }
+
+
+NAMES = {
+    kernels.multi_amax: ["xs", "dtypes"],
+    kernels.multi_cast: ["xs", "dtypes", "scales", "fp8_dtypes", "outs"],
+    kernels.mx_multi_amax: ["xs", "dtypes", "shapes", "starts", "two_dimensional"],
+    kernels.mx_multi_cast: ["xs", "dtypes", "shapes", "starts", "fp8_dtypes", "rowwise", "columnwise"],
+}
+SHARED = byte(6)
+STRIDED = byte(10)[::2]
+META = torch.empty(5, device="meta")
+CASES: list[tuple[str, Callable[[dict[str, Any]], Any], type[OttavaError]]] = [
+    ("xs", lambda a: a["xs"][:1], ShapeError),
+    ("xs", lambda a: [a["xs"][0], 3.0], DTypeError),
+    ("xs", lambda a: [a["xs"][0].int(), a["xs"][1]], DTypeError),
+    ("xs", lambda a: [a["xs"][0], a["xs"][1].to_sparse()], DTypeError),
+    ("xs", lambda a: [a["xs"][0], META], DeviceError),
+    ("dtypes", lambda a: a["dtypes"] * 2, ShapeError),
+    ("dtypes", lambda a: [torch.float32, torch.float64], DTypeError),
+    ("dtypes", lambda a: [torch.float32, "float32"], DTypeError),
+    ("scales", lambda a: torch.ones(3), ShapeError),
+    ("scales", lambda a: torch.ones(2, 1), ShapeError),
+    ("scales", lambda a: torch.ones(2).double(), DTypeError),
+    ("scales", lambda a: [1.0, 1.0], DTypeError),
+    ("scales", lambda a: torch.ones(2, device="meta"), DeviceError),
+    ("fp8_dtypes", lambda a: [E4M3], ShapeError),
+    ("fp8_dtypes", lambda a: [E4M3, torch.float32], DTypeError),
+    ("outs", lambda a: a["outs"][1:], ShapeError),
+    ("outs", lambda a: [a["outs"][0], None], DTypeError),
+    ("outs", lambda a: [a["outs"][0], byte(5).view(torch.int8)], DTypeError),
+    ("outs", lambda a: [a["outs"][0], byte(6)], ShapeError),
+    ("outs", lambda a: [a["outs"][0], STRIDED], ShapeError),
+    ("outs", lambda a: [a["outs"][0], META.to(torch.uint8)], DeviceError),
+    ("outs", lambda a: [a["outs"][0], byte(5).to_sparse()], DTypeError),
+    ("outs", lambda a: [a["outs"][0], byte(1, 5).to_sparse_csr()], DTypeError),
+    ("outs", lambda a: [SHARED, SHARED[:5]], OptionError),
+    ("shapes", lambda a: a["shapes"][:1], ShapeError),
+    ("shapes", lambda a: [(4, 40), (6,)], ShapeError),
+    ("shapes", lambda a: [(4, 40), 6], ShapeError),
+    ("shapes", lambda a: [(4, 40), (2.0, 3)], DTypeError),
+    ("shapes", lambda a: [(4, 40), (-2, -3)], ShapeError),
+    ("shapes", lambda a: [(4, 40), (2**40, 2**40)], ShapeError),
+    ("shapes", lambda a: [(4, 40), (1, 5)], ShapeError),  # where the range starts at 1
+    ("starts", lambda a: [0], ShapeError),
+    ("starts", lambda a: [0, 2], ShapeError),
+    ("starts", lambda a: [-1, 1], ShapeError),
+    ("starts", lambda a: [155, 1], ShapeError),
+    ("starts", lambda a: [0.0, 1], DTypeError),
+    ("two_dimensional", lambda a: [False], ShapeError),
+    ("two_dimensional", lambda a: [False, None], OptionError),
+    ("rowwise", lambda a: a["rowwise"][:1], ShapeError),
+    ("rowwise", lambda a: [None, byte(5)], ShapeError),
+    ("rowwise", lambda a: [None, (byte(2, 1),)], ShapeError),
+    ("rowwise", lambda a: [None, (byte(1, 2), byte(5))], ShapeError),
+    ("rowwise", lambda a: [None, (byte(2, 2)[:, :1], byte(5))], ShapeError),
+    ("rowwise", lambda a: [None, (byte(2, 1).int(), byte(5))], DTypeError),
+    ("rowwise", lambda a: [None, (None, byte(5))], DTypeError),
+    ("rowwise", lambda a: [None, (byte(2, 1).to_sparse_csr(), byte(5))], DTypeError),
+    ("rowwise", lambda a: [None, (byte(2, 1).to("meta"), byte(5))], DeviceError),
+    ("rowwise", lambda a: [None, (byte(2, 1), byte(4))], ShapeError),
+    ("rowwise", lambda a: [None, (byte(2, 1), STRIDED)], ShapeError),
+    ("rowwise", lambda a: [None, (byte(2, 1), byte(5).float())], DTypeError),
+    ("columnwise", lambda a: [None], ShapeError),
+    ("columnwise", lambda a: [None, (byte(2, 3), byte(5))], ShapeError),
+    ("columnwise", lambda a: [a["rowwise"][0][1:] * 2, None], ShapeError),
+    ("columnwise", lambda a: [(byte(1, 40), a["rowwise"][0][1]), None], OptionError),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}{i}")
+def test_refused_before_anything_is_written(case: int) -> None:
+    name, change, error = CASES[case]
+    for function, names in NAMES.items():
+        if name not in names:
+            continue
+        arguments = good()
+        results = [*arguments["outs"], *(t for pair in arguments["rowwise"] + arguments["columnwise"] for t in pair)]
+        arguments[name] = change(arguments)
+        with pytest.raises(error):
+            function(*(arguments[n] for n in names))
+        assert all((t == 0xA5).all() for t in (*results, SHARED, STRIDED))
+
+
+def test_what_the_cases_start_from_is_accepted() -> None:
+    for function, names in NAMES.items():
+        arguments = good()
+        function(*(arguments[n] for n in names))
+        written = {kernels.multi_cast: arguments["outs"]}.get(function, [])
+        if function is kernels.mx_multi_cast:
+            written = [out for _, out in arguments["rowwise"] + arguments["columnwise"]]
+        assert all((out != 0xA5).all() for out in written)
