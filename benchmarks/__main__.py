@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import imports, kernels, known_scale, linear
+from benchmarks import imports, kernels, known_scale, linear, multi
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,6 +57,7 @@ def main() -> None:
     sections = {
         f"Kernels, bf16 {options.kernel_size}²": kernels.measure(options.kernel_size, options.rounds),
         f"A known scale, bf16 {2 * options.kernel_size}²": known_scale.measure(2 * options.kernel_size, options.rounds),
+        "Shards of float32 weights, quantized as bf16": multi.measure(options.rounds),
         f"Linear, forward and backward, {options.linear_size}³": linear.measure(options.linear_size, options.rounds),
         "Imports": imports.measure(options.rounds // 2),
     }

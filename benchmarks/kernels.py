@@ -41,7 +41,7 @@ def _torch_mx_direction(
     codes.copy_((encoded if finite else torch.where(values.isnan(), 0x7F, encoded)).view(codes.shape))
 
 
-def _torch_mx(x: torch.Tensor, rowwise: Buffers, columnwise: Buffers, finite: bool = False) -> None:
+def torch_mx(x: torch.Tensor, rowwise: Buffers, columnwise: Buffers, finite: bool = False) -> None:
     """The same bytes for every input; with ``finite``, for every input without NaN."""
     rows, columns = x.shape
     _torch_mx_direction(x.view(rows, columns // 32, 32), 2, *rowwise, finite)
@@ -79,11 +79,11 @@ def measure(n: int, rounds: int) -> list[dict[str, object]]:
     out, out_t = torch.empty(n, n, dtype=torch.uint8), torch.empty(n, n, dtype=torch.uint8)
     decoded = torch.empty(n, n, dtype=torch.bfloat16)
     compiled_cast, compiled_quantize = torch.compile(_torch_cast), torch.compile(_torch_quantize)
-    compiled_mx = torch.compile(_torch_mx)
+    compiled_mx = torch.compile(torch_mx)
     rowwise, columnwise = (
         (torch.empty_like(out), torch.empty(shape, dtype=torch.uint8)) for shape in mx_scale_shapes(x.shape)
     )
-    _check_mx(x, rowwise, columnwise, [_torch_mx, compiled_mx])
+    _check_mx(x, rowwise, columnwise, [torch_mx, compiled_mx])
     values = x.numel()
     cases: list[tuple[str, int, dict[str, Callable[[], object]]]] = [
         (
@@ -109,7 +109,7 @@ def measure(n: int, rounds: int) -> list[dict[str, object]]:
             4 * values,
             {
                 "ottava": lambda: kernels.mx_quantize_out(x, E4M3, rowwise, columnwise),
-                "eager": lambda: _torch_mx(x, rowwise, columnwise),
+                "eager": lambda: torch_mx(x, rowwise, columnwise),
                 "compile": lambda: compiled_mx(x, rowwise, columnwise),
             },
         ),
@@ -118,7 +118,7 @@ def measure(n: int, rounds: int) -> list[dict[str, object]]:
             4 * values,
             {
                 "ottava": lambda: kernels.mx_quantize_out(x, E4M3, rowwise, columnwise),
-                "eager": lambda: _torch_mx(x, rowwise, columnwise, True),
+                "eager": lambda: torch_mx(x, rowwise, columnwise, True),
                 "compile": lambda: compiled_mx(x, rowwise, columnwise, True),
             },
         ),

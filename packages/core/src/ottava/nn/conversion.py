@@ -14,7 +14,7 @@ from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.base import Recipe
-from ottava.recipes.region import as_recipe, enter_module, leave_module, set_outermost
+from ottava.recipes.region import as_recipe, enter_module, leave_module
 from ottava.recipes.state import RecipeState
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -163,8 +163,6 @@ def convert(
             if child is not None and id(child) in replacements:
                 parent._modules[child_name] = replacements[id(child)]
     result: Any = replacements.get(id(model), model)
-    if any(state.stateful for state in states.values()):
-        set_outermost(replacements.values(), result)
     if any(state.stateful for state in states.values()) and enter_module not in result._forward_pre_hooks.values():
         # Its forward pass is a region, in which all layers begin a step together.
         result.register_forward_pre_hook(enter_module, prepend=True)

@@ -228,6 +228,10 @@ class Linear(torch.nn.Linear):
         if state.stateful:
             begin_ahead(self)
             enters_first(self)
+            region = current_region()
+            if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
+                # Now, since the forward pass comes after the gather: the step may begin with it.
+                self._take_part(state, region.amax_reduction_group)
         return state.gather_quantizer()
 
     def own_shard(self, shard: QuantizedTensor) -> None:

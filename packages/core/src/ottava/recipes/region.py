@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +15,7 @@ from ottava.errors import DTypeError, OptionError
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, check_group
 from ottava.recipes.stepping import Cohort, begin_step, cohort_for, may_begin, states_of
+from ottava.tensors.fsdp import sharded_modules
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,10 @@ class autocast(ContextDecorator):
             begin_step(region.cohort.states(), region.amax_reduction_group)
 
 
-# Layer -> the converted module whose forward pass is its region.
+# Layer of a sharded model -> the converted module whose forward pass is its region.
 _outermost: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
 # Converted modules whose step has begun before their forward pass.
 _ahead: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-def set_outermost(layers: Iterable[torch.nn.Module], module: torch.nn.Module) -> None:
-    """Note that ``layers`` run in the forward pass of ``module``."""
-    for layer in layers:
-        _outermost[layer] = weakref.ref(module)
 
 
 def enters_first(layer: torch.nn.Module) -> None:
@@ -148,9 +142,10 @@ def enters_first(layer: torch.nn.Module) -> None:
     module = _module_of(layer)
     if module is None or next(iter(module._forward_pre_hooks.values()), None) is enter_module:
         return
-    for key, hook in module._forward_pre_hooks.items():
+    hooks: Any = module._forward_pre_hooks
+    for key, hook in hooks.items():
         if hook is enter_module:
-            module._forward_pre_hooks.move_to_end(key, last=False)
+            hooks.move_to_end(key, last=False)
             return
 
 
@@ -169,9 +164,19 @@ def begin_ahead(layer: torch.nn.Module) -> None:
         _ahead.add(module)
 
 
-def _module_of(layer: torch.nn.Module) -> Any:
-    reference = _outermost.get(layer)
-    return None if reference is None else reference()
+def _module_of(layer: torch.nn.Module) -> torch.nn.Module | None:
+    """The outermost converted module of a sharded model that ``layer`` is in."""
+    known = _outermost.get(layer)
+    module = None if known is None else known()
+    if module is not None:
+        return module
+    for sharded in sharded_modules():
+        for module in sharded.modules():
+            hooked = enter_module in module._forward_pre_hooks.values()
+            if hooked and any(inner is layer for inner in module.modules()):
+                _outermost[layer] = weakref.ref(module)
+                return module
+    return None
 
 
 def enter_module(module: torch.nn.Module, args: Any = ()) -> None:

@@ -51,6 +51,13 @@ def _group_of(module: Any) -> Any:
     return _group_and_state(module)[0]
 
 
+def sharded_modules() -> list[torch.nn.Module]:
+    """The modules that ``fully_shard`` was called for, as far as that can be known."""
+    with contextlib.suppress(AttributeError, ImportError, TypeError):
+        return [module for state in _states() for module in getattr(state, "_modules", ())]
+    return []
+
+
 def _will_be_kept(state: Any) -> bool:
     """Whether FSDP is yet to find out that this is its outermost module, whose parameters it keeps by default."""
     if state._is_root is not None or not state._auto_reshard_after_forward:
@@ -89,10 +96,22 @@ def asked_by_fsdp(depth: int = 2) -> bool:
     return str(sys._getframe(depth).f_globals.get("__name__", "")).startswith("torch.distributed.fsdp.")
 
 
+# What was found at the first gather: FSDP makes the memory for all gathers then.
+_resharded: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
 def resharded_after_forward(module: Any) -> bool:
-    """Whether the parameters of ``module`` are given up after the forward pass and gathered again for the backward."""
-    try:
-        group, state = _group_and_state(module)
-        return group is not None and bool(group._reshard_after_forward) and not _will_be_kept(state)
-    except (AttributeError, ImportError, TypeError):
+    """Whether the parameters of ``module`` are given up after the forward pass and gathered again for the backward.
+
+    False as well where they are kept after the backward pass. What is said at the first gather stays.
+    """
+    if not isinstance(module, torch.nn.Module):
         return False
+    if module not in _resharded:
+        try:
+            group, state = _group_and_state(module)
+            given_up = group is not None and bool(group._reshard_after_forward and group.reshard_after_backward)
+            _resharded[module] = given_up and not _will_be_kept(state)
+        except (AttributeError, ImportError, TypeError):
+            _resharded[module] = False
+    return _resharded[module]

@@ -123,6 +123,9 @@ class ShardBatch:
 
     def cast(self, amaxes: torch.Tensor) -> None:
         """Write all parts from the result of :meth:`amaxes`, reduced over all ranks."""
+        if not self._lengths:
+            # Amaxes of an equal batch: how many each shard has is not known here yet.
+            self.amaxes()
         for job, own in zip(self.jobs, amaxes.split(self._lengths), strict=True):
             job.quantizer.cast_shard(job.rounded(), job.weight, job.start_offset, own, job.output)
 
