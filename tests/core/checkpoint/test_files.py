@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 
 import ottava
 from ottava import checkpoint
-from ottava.errors import DeviceError, DTypeError, OttavaError, UsageError
+from ottava.errors import CheckpointError, DeviceError, DTypeError, OttavaError, UsageError
 from ottava.tensors import Float8Tensor, InnerTensor, QuantizedTensorStorage, StaticField
 
 
@@ -123,6 +127,13 @@ WEIGHT = ("quantized", "layer.weight")
         (_set(*WEIGHT, "class", to="ottava.tensors.storage:StorageSpec"), "not installed"),
         (_set(*WEIGHT, "static", "fp8_dtype", to={"dtype": "save"}), "cannot be restored"),
         (_set(*WEIGHT, "static", to={}), "cannot be restored"),
+        (_set(*WEIGHT, "static", "more", to=1), "cannot be restored.*'more'"),
+        (_set(*WEIGHT, "recipe", to=1), "damaged"),
+        (_set("aliases", to={"x": 1}), "damaged"),
+        (_set("aliases", to={"x": "nothing"}), "'nothing', which is missing"),
+        (_set("aliases", to={"step": "layer.bias"}), "stored beside it"),
+        (lambda tensors, _: tensors.update({"layer.weight": torch.ones(1)}), "both a tensor and a quantized one"),
+        (_set(*WEIGHT, "tensors", to=["data", "fp8_scale_inv", "more"]), "'layer.weight.more' is missing"),
         (_set(*WEIGHT, "static", "shape", to=[7, 5]), r"'layer.weight'.*\(7, 5\)"),
         (_set(*WEIGHT, "static", "fp8_dtype", to={"dtype": "float32"}), "'layer.weight'"),
         (lambda tensors, _: tensors.update({"layer.weight.fp8_scale_inv": torch.ones(2)}), "one element"),
@@ -148,8 +159,31 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UsageError, match=name):
             checkpoint.load_file(tmp_path / name)
-    with pytest.raises(UsageError, match="absent"):
+    with pytest.raises(CheckpointError, match="absent"):
         checkpoint.load_file(tmp_path / "absent")
+
+
+def test_what_a_file_looks_like_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    looks = [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "Git LFS"),
+        (b"GGUF" + bytes(100), "GGUF"),
+        (pickle.dumps({"a": 1}), "a pickle"),
+        (bytes(100), "a header of 0 bytes in a file of 100"),
+    ]
+    for content, said in looks:
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load_file(path)
+    torch.save({"a": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match=r"file: this looks like a file of torch\.save.*weights_only=True"):
+        checkpoint.load_file(path)
+    with pytest.raises(CheckpointError, match="is a folder"):
+        checkpoint.load_file(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        checkpoint.load_file(tmp_path / "pipe")
 
 
 def test_what_cannot_be_written(state: dict[str, Any], tmp_path: Path) -> None:
@@ -191,15 +225,53 @@ def test_a_failed_write_leaves_the_old_file(
     checkpoint.save_file(state, path)
     before = path.read_bytes()
 
-    def fails(tensors: Any, target: Path, metadata: Any) -> None:
-        Path(target).write_bytes(b"half")
-        raise OSError("no space")
+    for function in ("fsync", "replace"):
+        for error, raised in ((OSError("no space"), UsageError), (KeyboardInterrupt(), KeyboardInterrupt)):
 
-    monkeypatch.setattr(safetensors.torch, "save_file", fails)
-    with pytest.raises(UsageError, match="cannot be written: no space"):
-        checkpoint.save_file(state, path)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+            def fails(*arguments: Any, error: BaseException = error) -> None:
+                assert len(list(tmp_path.iterdir())) == 2
+                raise error
+
+            with monkeypatch.context() as patched:
+                patched.setattr(os, function, fails)
+                with pytest.raises(raised, match="cannot be written: no space" if raised is UsageError else None):
+                    checkpoint.save_file(state, path)
+            assert path.read_bytes() == before
+            assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The file may not grow beyond 100 kB: what was written is removed, the old file stays."""
+    program = (
+        "import resource, signal, sys, torch; from ottava import checkpoint; from ottava.errors import UsageError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2)\n"
+        "checkpoint.save_file({'small': torch.ones(10)}, sys.argv[1])\n"
+        "try: checkpoint.save_file({'large': torch.ones(1_000_000)}, sys.argv[1])\n"
+        "except UsageError as error: print(error)"
+    )
+    path = tmp_path / "x"
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=120)
+    assert "cannot be written: [Errno 27]" in done.stdout, done.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+    assert torch.equal(checkpoint.load_file(path)["small"], torch.ones(10))
+
+
+def test_tied_tensors_are_stored_once(state: dict[str, Any], tmp_path: Path) -> None:
+    big = torch.randn(100, 100)
+    tied = {"a": big, "b": big, "c": big.t(), "v": state["layer.weight"], "w": state["layer.weight"].detach()}
+    checkpoint.save_file(tied, tmp_path / "x")
+    assert (tmp_path / "x").stat().st_size < 2 * big.nbytes + 3000
+    assert set(safetensors.torch.load_file(tmp_path / "x")) == {"a", "c", "v.data", "v.fp8_scale_inv"}
+    read = checkpoint.load_file(tmp_path / "x")
+    assert set(read) == set(tied)
+    for name in "abc":
+        assert torch.equal(read[name], tied[name])
+    for name in "vw":
+        assert torch.equal(read[name]._data, tied[name]._data)
+        assert torch.equal(read[name]._scale_inv, tied[name]._scale_inv)
+    # The same tensors make the same file, in whatever order they come.
+    checkpoint.save_file(dict(sorted(read.items())), tmp_path / "y")
+    assert (tmp_path / "y").read_bytes() == (tmp_path / "x").read_bytes()
 
 
 def test_shared_and_conjugated_memory(state: dict[str, Any], tmp_path: Path) -> None:

@@ -4,94 +4,83 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.flatten import flatten_state_dict, unflatten_state_dict
-from ottava.errors import DTypeError, OttavaError, UsageError
-from ottava.tensors.quantizer import as_device
+from ottava.checkpoint.flatten import METADATA_KEY, described_state, unflatten_state_dict
+from ottava.checkpoint.header import TensorSpec
+from ottava.checkpoint.reader import SafetensorsFile, named, usable_device
+from ottava.checkpoint.writer import SafetensorsWriter
+from ottava.errors import DTypeError
 from ottava.tensors.storage import QuantizedTensorStorage
 
-
-def _safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise UsageError(
-            "safetensors is not installed",
-            expected="the package safetensors",
-            remedy='pip install "ottava[safetensors]"',
-        ) from error
-    return safetensors
+#: What some tools ask every file for.
+METADATA = {"format": "pt"}
 
 
-def _path(path: str | os.PathLike[str]) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        raise DTypeError(f"the path is a {type(path).__name__}", expected="a path")
-    return Path(path)
-
-
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous tensors that share no memory, which a file of tensors has no way to say: copies of those that do."""
-    seen: set[int] = set()
-    result: dict[str, torch.Tensor] = {}
+def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Names of tensors that are wholly another one, earlier in the dict, by its name."""
+    seen: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
         if tensor.is_meta or tensor.layout != torch.strided:
             raise DTypeError(f"{name!r} is on meta or sparse", expected="a dense tensor with values")
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes:
-            tensor = tensor.clone()
-        seen.add(storage.data_ptr())
-        result[name] = tensor
-    return result
+        if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            first = seen.setdefault(place, name)
+            if first != name:
+                aliases[name] = first
+    return aliases
 
 
 def save_file(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
 
-    Tensors that share memory, tied weights for example, are written one by one.
+    A tensor under several names, a tied weight for example, is stored under the first one; parts of one memory are
+    written one by one. Every tensor, and the header, has a checksum. One tensor at a time is copied.
 
     Raises:
-        UsageError: safetensors is not installed, two tensors would have one name, or the file cannot be written.
-        DTypeError: a value is not a dense tensor with values.
+        UsageError: two tensors would have one name, or the file cannot be written.
+        DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
     """
-    library = _safetensors()
-    tensors, metadata = flatten_state_dict(state_dict)
-    tensors = _apart(tensors)
-    target = _path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        library.torch.save_file(tensors, partial, metadata)
-        os.replace(partial, target)
-    except (library.SafetensorError, OSError) as error:
-        raise UsageError(f"{target} cannot be written: {error}", expected="a file in an existing folder") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
+        if hasattr(value, "to_local"):
+            raise DTypeError(
+                f"{name!r} is sharded",
+                expected="whole tensors",
+                remedy="save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True",
+            )
+    tensors, description = described_state(state_dict)
+    aliases = shared_tensors(tensors)
+    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
+    metadata = METADATA | {METADATA_KEY: replace(description, aliases=aliases).encode()}
+    with SafetensorsWriter(path, specs, metadata) as writer:
+        for name, tensor in stored.items():
+            writer.write(name, tensor)
 
 
 def load_file(
-    path: str | os.PathLike[str], device: str | int = "cpu"
+    path: str | os.PathLike[str], device: str | int = "cpu", *, verify: bool = True
 ) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
     """The state dict of a safetensors file; files of other tools give plain tensors.
 
+    Quantized tensors come without quantizers: loading copies their bytes into the tensors of a model. They remember
+    what quantized them, so that they can be saved again.
+
+    Args:
+        path: the file. Nothing in it is trusted; memory is bounded by its size.
+        device: where the tensors go.
+        verify: whether tensors are compared with their checksums; the header always is.
+
     Raises:
-        UsageError: the file cannot be read, or what it holds cannot be restored.
-        DeviceError: ``device`` names none.
+        CheckpointError: the file cannot be read, is damaged, or is no safetensors file; it names file and tensor.
+        DeviceError: ``device`` names none that can be used.
         OttavaError: the tensors do not fit together.
     """
-    library = _safetensors()
-    path, device = _path(path), str(as_device(device))
-    try:
-        with library.safe_open(path, framework="pt", device=device) as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (library.SafetensorError, OSError) as error:
-        raise UsageError(f"{os.fspath(path)} cannot be read: {error}", expected="a whole safetensors file") from error
-    try:
-        return unflatten_state_dict(tensors, metadata)
-    except OttavaError as error:
-        raise type(error)(f"{os.fspath(path)}: {error}") from error
+    place = usable_device(device)
+    with SafetensorsFile(path, verify=verify) as file, named(file.path):
+        tensors = {name: file.read(name).to(place) for name in file.names()}
+        return unflatten_state_dict(tensors, file.metadata)

@@ -77,3 +77,39 @@ def demo(
 
     with _told():
         raise typer.Exit(run_demo(recipes=recipe, steps=steps, size=size, device=device, out=out, seed=seed))
+
+
+@app.command()
+def export(
+    IN: Annotated[
+        Path,
+        typer.Argument(
+            help="A safetensors file, a folder with several, a file of torch.save, or a sharded checkpoint."
+        ),
+    ],
+    OUT: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    recipe: Annotated[str, typer.Option(help="An installed recipe, or bf16, fp16 or fp32.")],
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of the recipe, key=value; may be given again.")
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="A pattern of the tensors to convert; may be given again.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="A pattern of tensors not to convert; may be given again.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+) -> None:
+    """Convert the tensors of a file to another recipe, or to high precision, one by one."""
+    from ottava.cli.export import run_export
+
+    with _told():
+        run_export(
+            source=IN,
+            target=OUT,
+            recipe=recipe,
+            options=option,
+            include=include,
+            exclude=exclude,
+            force=force,
+        )

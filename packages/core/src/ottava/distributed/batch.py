@@ -15,6 +15,7 @@ from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, Usag
 from ottava.kernels import HIGH_PRECISION
 from ottava.recipes.base import check_group
 from ottava.tensors import QuantizedTensorStorage, Quantizer
+from ottava.tensors.collectives import find_group
 from ottava.tensors.shards import ShardJob, shard_output
 from ottava.tensors.storage import native_dtype, same_kind
 
@@ -274,7 +275,7 @@ def default_group(weights: Sequence[ShardedWeight], group: Any) -> Any:
     """The group to reduce over: the one given, that of the sharded weights, or None for the default group."""
     check_group(group)
     if group is not None:
-        return group
+        return find_group(group)
     groups = {weight.group.group_name: weight.group for weight in weights if weight.group is not None}
     if len(groups) > 1:
         raise OptionError(

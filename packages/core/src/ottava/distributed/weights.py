@@ -174,7 +174,7 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
         for weight in model_weights:
             local = getattr(weight, "_local_tensor", weight)
             if isinstance(local, QuantizedTensorStorage):
-                local.rebuild_derived()
+                local.rebuild_derived(force=True)
                 local.rebuilds_derived = True
 
 

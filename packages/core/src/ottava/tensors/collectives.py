@@ -21,6 +21,27 @@ def process_groups_ready() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def find_group(group: Any) -> Any:
+    """The process group itself, of a group or the name of one; None stays None.
+
+    Raises:
+        UsageError: no process group is initialized, or none has the name.
+    """
+    if group is None:
+        return None
+    if not process_groups_ready():
+        raise UsageError(
+            f"the group {group!r} was given but no process group is initialized",
+            expected="torch.distributed.init_process_group() before, or no group",
+        )
+    if not isinstance(group, str):
+        return group
+    try:
+        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    except (RuntimeError, LookupError) as error:
+        raise UsageError(f"no process group has the name {group!r}", expected="a group's group_name") from error
+
+
 def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     """The elementwise maximum of ``values`` over the ranks of ``group``, a new tensor.
 
@@ -37,8 +58,7 @@ def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
             expected="torch.distributed.init_process_group() before training",
             remedy="initialize it, or set with_amax_reduction=False",
         )
-    if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    group = find_group(group)
     if dist.get_world_size(group) == 1:
         return values
     reduced = values.clone()

@@ -189,11 +189,14 @@ class Float8TensorStorage(QuantizedTensorStorage):
             # Computed from the same values.
             self._transpose = transposed
 
-    def rebuild_derived(self) -> None:
-        quantizer = self._quantizer
-        wanted = quantizer is None or quantizer.columnwise_usage
-        if wanted and self._data is not None and self._data.dim() and columnwise_is_transpose(self._data.device):
-            self.update_usage(columnwise_usage=True)
+    def rebuild_derived(self, *, force: bool = False) -> None:
+        data, quantizer = self._data, self._quantizer
+        if data is None or not data.dim() or not columnwise_is_transpose(data.device):
+            return
+        if force:
+            self.mark_written()
+        if self._transpose is None and (quantizer is None or quantizer.columnwise_usage):
+            self._transpose = kernels.transpose(data)
 
     # -- usages --
 

@@ -370,8 +370,11 @@ class QuantizedTensorStorage:
         """Put ``tensor``, which holds the same values, in the place of an inner tensor."""
         setattr(self, inner.attribute, tensor)
 
-    def rebuild_derived(self) -> None:
-        """Make what derives from the elements and is outdated: nothing, unless a subclass keeps such a tensor."""
+    def rebuild_derived(self, *, force: bool = False) -> None:
+        """Make what derives from the elements and is outdated: nothing, unless a subclass keeps such a tensor.
+
+        With ``force`` also what looks up to date: a collective may write bytes without counting it as a write.
+        """
 
     def update_quantizer(self, quantizer: Quantizer | None) -> None:
         """Replace the quantizer used by in-place updates.

@@ -1,0 +1,173 @@
+"""Saves in forked processes that are killed, at every call that matters and at random times; what is left is whole.
+
+Usage: interrupted_worker.py FOLDER. It ends with an error where it is not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+
+from ottava.checkpoint import is_complete, latest_checkpoint, load_sharded, save_sharded, save_step, storage
+
+
+def state(value: int, size: int = 40) -> dict[str, Any]:
+    return {"x": torch.full((size,), float(value)), "deep": {"y": torch.full((size, 3), value)}, "value": value}
+
+
+def value_of(path: Path, size: int = 40) -> int:
+    """The one value that everything in a checkpoint has."""
+    loaded = load_sharded(state(-1, size), path)
+    value: int = loaded["value"]
+    assert (loaded["x"] == value).all(), path
+    assert (loaded["deep"]["y"] == value).all(), path
+    return value
+
+
+def killed_at(number: int) -> None:
+    """Have this process killed before the call ``number`` of those that change the disk."""
+    calls = [0]
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if calls[0] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls[0] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "rename", "mkdir", "rmdir", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
+    # Between the writes of blocks.
+    storage.zlib = SimpleNamespace(crc32=counted(zlib.crc32))  # type: ignore[attr-defined]
+
+
+def in_child(number: int, save: Callable[[], object]) -> bool:
+    """Run ``save`` in a forked process; whether it was killed."""
+    child = os.fork()
+    if not child:
+        try:
+            killed_at(number)
+            save()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    return status != 0
+
+
+def at_every_call(folder: Path, prepare: Callable[[], None], save: Callable[[], object], after: Any) -> None:
+    for number in range(1000):
+        shutil.rmtree(folder, ignore_errors=True)
+        prepare()
+        killed = in_child(number, save)
+        after(killed)
+        if not killed:
+            assert number > 6, number
+            return
+    raise AssertionError("it never ends")
+
+
+def new_step(folder: Path) -> None:
+    def after(killed: bool) -> None:
+        latest = latest_checkpoint(folder)
+        assert latest is not None
+        value = value_of(latest)
+        assert latest.name == f"step-{value:07d}"
+        assert value == 2 or killed
+        # What was left disturbs nothing, and goes.
+        save_step(state(3), folder, 2, overwrite=is_complete(folder / "step-0000002"))
+        assert value_of(folder / "step-0000002") == 3
+        assert sorted(entry.name for entry in folder.iterdir()) == ["step-0000001", "step-0000002"]
+
+    at_every_call(folder, lambda: void(save_step(state(1), folder, 1)), lambda: save_step(state(2), folder, 2), after)
+
+
+def void(_: object) -> None: ...
+
+
+def replaced(folder: Path) -> None:
+    path, seen = folder / "saved", set()
+
+    def after(killed: bool) -> None:
+        # Even between the two renames: one or the other is found, under its name.
+        assert is_complete(path)
+        value = value_of(path)
+        seen.add(value)
+        assert value == 2 or killed
+        save_sharded(state(3), path, overwrite=True)
+        assert value_of(path) == 3
+        assert [entry.name for entry in folder.iterdir()] == ["saved"]
+
+    at_every_call(
+        folder, lambda: save_sharded(state(1), path), lambda: save_sharded(state(2), path, overwrite=True), after
+    )
+    assert seen == {1, 2}
+
+
+def pruned(folder: Path) -> None:
+    def prepare() -> None:
+        for step in (1, 2):
+            save_step(state(step), folder, step)
+
+    def after(killed: bool) -> None:
+        latest = latest_checkpoint(folder)
+        assert latest is not None
+        value = value_of(latest)
+        assert latest.name == f"step-{value:07d}"
+        assert value == 3 or (killed and value == 2)
+        save_step(state(4), folder, 4, keep=1)
+        assert [entry.name for entry in folder.iterdir()] == ["step-0000004"]
+
+    at_every_call(folder, prepare, lambda: save_step(state(3), folder, 3, keep=1), after)
+
+
+def at_random_times(folder: Path, times: int) -> None:
+    size, path, chance = 200_000, folder / "step-0000000", random.Random(0)
+    save_step(state(0, size), folder, 0)
+    seen = []
+    for _ in range(times):
+        child = os.fork()
+        if not child:
+            try:
+                for value in range(len(seen) * 1000, len(seen) * 1000 + 1000):
+                    save_step(state(value, size), folder, 0, overwrite=True)
+                    save_step(state(value, size), folder, value + 1, keep=2, overwrite=True)
+            finally:
+                os._exit(1)
+        time.sleep(chance.uniform(0.005, 0.12))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        latest = latest_checkpoint(folder)
+        assert latest is not None
+        assert int(latest.name[5:]) in (0, value_of(latest, size) + 1)
+        # It may have been pruned, but is never half there.
+        seen.append(value_of(path, size) if path.exists() or is_complete(path) else -1)
+    assert len(set(seen)) > times // 4, seen
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    new_step(folder / "new")
+    replaced(folder / "replaced")
+    pruned(folder / "pruned")
+    at_random_times(folder / "random", 40)
+
+
+if __name__ == "__main__":
+    main()

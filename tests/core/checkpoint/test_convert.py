@@ -1,0 +1,345 @@
+"""Conversion between recipes and to high precision, and what tensors are read from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import ottava
+from ottava import checkpoint
+from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, RecipeNotFoundError, UsageError
+from ottava.tensors import Float8Tensor
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """A file that another tool has written."""
+    torch.manual_seed(0)
+    tensors = {
+        "embed.weight": torch.randn(6, 4).bfloat16(),
+        "layer.weight": torch.randn(3, 40),
+        "layer.bias": torch.randn(3),
+        "norm.weight": torch.randn(4).half(),
+        "weight": torch.randn(2, 2),
+        "layer.weights": torch.randn(2, 2),
+        "ids.weight": torch.arange(6).view(2, 3),
+        "conv.weight": torch.randn(2, 2, 3),
+        "double.weight": torch.randn(2, 2).double(),
+    }
+    safetensors.torch.save_file(tensors, tmp_path / "in", {"tool": "another", "format": "pt"})
+    return tensors
+
+
+def quantized_names(path: Path) -> set[str]:
+    return {name for name, value in checkpoint.load_file(path).items() if isinstance(value, Float8Tensor)}
+
+
+def test_a_foreign_file(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
+    done = checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe)
+    read = checkpoint.load_file(tmp_path / "out")
+    chosen = {"embed.weight", "layer.weight", "weight"}
+    assert set(done.quantized) == quantized_names(tmp_path / "out") == chosen
+    assert set(done.copied) == set(foreign) - chosen
+    assert read.keys() == foreign.keys()
+    for name, value in foreign.items():
+        if name in chosen:
+            expected = recipe.quantizer("weight")(value)
+            assert torch.equal(read[name]._data, expected._data)
+            assert torch.equal(read[name]._scale_inv, expected._scale_inv)
+            assert (read[name].dtype, read[name].shape) == (value.dtype, value.shape)
+        else:
+            assert torch.equal(read[name], value)
+            assert read[name].dtype == value.dtype
+    assert done.bytes_before == sum(t.nbytes for t in foreign.values())
+    plain = safetensors.torch.load_file(tmp_path / "out")
+    assert done.bytes_after == sum(t.nbytes for t in plain.values()) < done.bytes_before
+    with safetensors.safe_open(tmp_path / "out", "pt") as file:
+        assert file.metadata()["tool"] == "another"
+
+
+def test_the_same_recipe_keeps_the_bytes(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
+    checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe)
+    done = checkpoint.convert_file(tmp_path / "out", tmp_path / "again", recipe)
+    assert not done.quantized
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "again").read_bytes()
+    # In place, and of a loaded state dict that was saved again.
+    checkpoint.save_file(checkpoint.load_file(tmp_path / "out"), tmp_path / "saved")
+    done = checkpoint.convert_file(tmp_path / "saved", tmp_path / "saved", recipe)
+    assert not done.quantized
+    described = [json.loads(checkpoint.SafetensorsFile(tmp_path / p).metadata["ottava"]) for p in ("out", "saved")]
+    assert described[0] == described[1]
+    assert described[0]["quantized"]["weight"]["recipe"] == "sample"
+
+
+def test_another_option_quantizes_again(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
+    """The class, its fields and the name of the recipe are the same: only the option tells them apart."""
+    checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe)
+
+    class Halved(type(recipe.quantizer("weight"))):  # type: ignore[misc]
+        def __init__(self, factor: float) -> None:
+            super().__init__(torch.float8_e4m3fn)
+            self.factor = factor
+
+        def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+            return super().quantize_impl(tensor * self.factor, dtype)
+
+    class Option(type(recipe)):  # type: ignore[misc]
+        def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Any:
+            return Halved(0.5)
+
+    done = checkpoint.convert_file(tmp_path / "out", tmp_path / "half", Option())
+    assert set(done.quantized) == {"embed.weight", "layer.weight", "weight"}
+    before, after = checkpoint.load_file(tmp_path / "out"), checkpoint.load_file(tmp_path / "half")
+    assert torch.equal(
+        after["weight"].dequantize(), recipe.quantizer("weight")(before["weight"].dequantize() * 0.5).dequantize()
+    )
+    assert not checkpoint.convert_file(tmp_path / "half", tmp_path / "x", Option()).quantized
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_to_high_precision(
+    foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe)
+    quantized = checkpoint.load_file(tmp_path / "out")
+    done = checkpoint.convert_file(tmp_path / "out", tmp_path / "plain", name)
+    # Any tool reads it.
+    plain = safetensors.torch.load_file(tmp_path / "plain")
+    assert set(done.dequantized) == {"embed.weight", "layer.weight", "weight"}
+    for key, value in quantized.items():
+        if isinstance(value, Float8Tensor):
+            expected = value._data.view(torch.float8_e4m3fn).double() * value._scale_inv.double()
+            assert torch.equal(plain[key], expected.float().to(dtype))
+        elif value.dtype in (torch.float32, torch.float16, torch.bfloat16):
+            assert torch.equal(plain[key], value.to(dtype))
+        else:
+            assert torch.equal(plain[key], value)
+            assert key in done.copied
+    assert not checkpoint.convert_file(tmp_path / "plain", tmp_path / "x", name).cast
+
+
+def test_patterns(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+
+    def chosen(start: Path = source, **patterns: Any) -> set[str]:
+        checkpoint.convert_file(start, out, recipe, **patterns)
+        return quantized_names(out)
+
+    assert chosen(include=["layer.*"]) == {"layer.weight", "layer.bias", "layer.weights"}
+    assert chosen(include=["layer.*"], exclude=["*.bias"]) == {"layer.weight", "layer.weights"}
+    assert chosen(include=["conv.weight", "norm.*"]) == {"conv.weight", "norm.weight"}
+    assert chosen(exclude=["embed*", "layer*"]) == {"weight"}
+    checkpoint.convert_file(source, tmp_path / "quantized", recipe)
+    # What was quantized and is not to be converted: high precision of its nominal dtype.
+    assert chosen(tmp_path / "quantized", exclude=["embed*"]) == {"layer.weight", "weight"}
+    assert checkpoint.load_file(out)["embed.weight"].dtype == torch.bfloat16
+    checkpoint.convert_file(tmp_path / "quantized", out, "fp16", include=["layer.*"])
+    dtypes = {name: value.dtype for name, value in checkpoint.load_file(out).items()}
+    assert quantized_names(out) == set()
+    assert (dtypes["layer.weight"], dtypes["layer.bias"]) == (torch.float16, torch.float16)
+    assert (dtypes["embed.weight"], dtypes["weight"]) == (torch.bfloat16, torch.float32)
+    for wrong in ({"include": ["nope*"]}, {"exclude": ["ids.weight"]}, {"include": ["double.weight"]}):
+        with pytest.raises(OptionError, match=r"in: pattern .* fits no tensor"):
+            chosen(**wrong)
+    for value in ("layer.*", 3, [3]):
+        with pytest.raises(DTypeError, match="include"):
+            chosen(include=value)
+
+
+def test_scaling_state_of_another_recipe_is_dropped(recipe: Any, tmp_path: Path) -> None:
+    state = {"l.weight": torch.randn(2, 4), "l.recipe_state.scale": torch.ones(3), "recipe_state.scale": torch.ones(3)}
+    checkpoint.save_file(state, tmp_path / "in")
+    for target in (recipe, "bf16"):
+        done = checkpoint.convert_file(tmp_path / "in", tmp_path / "out", target)
+        assert set(done.dropped) == {"l.recipe_state.scale", "recipe_state.scale"}
+        assert set(checkpoint.load_file(tmp_path / "out")) == {"l.weight"}
+
+
+def test_tied_tensors_stay_tied(recipe: Any, tmp_path: Path) -> None:
+    weight = torch.randn(4, 8)
+    checkpoint.save_file({"a.weight": weight, "b.weight": weight, "c": weight}, tmp_path / "in")
+    for target, stored in ((recipe, 2 + 1), ("bf16", 1)):
+        checkpoint.convert_file(tmp_path / "in", tmp_path / "out", target)
+        assert len(safetensors.torch.load_file(tmp_path / "out")) == stored
+        read = checkpoint.load_file(tmp_path / "out")
+        assert set(read) == {"a.weight", "b.weight", "c"}
+        assert torch.equal(read["a.weight"].float(), read["b.weight"].float())
+        assert torch.equal(read["c"], weight if target is recipe else weight.bfloat16())
+    checkpoint.convert_file(tmp_path / "in", tmp_path / "q", recipe, include=["a.weight", "b.weight", "c"])
+    assert len(safetensors.torch.load_file(tmp_path / "q")) == 2
+    checkpoint.convert_file(tmp_path / "q", tmp_path / "out", recipe, exclude=["b.weight"])
+    assert quantized_names(tmp_path / "out") == {"a.weight", "c"}
+
+
+def test_a_folder_of_shards(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    names = sorted(foreign)
+    where = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(names)}
+    for file in set(where.values()):
+        shard = {name: foreign[name] for name in names if where[name] == file}
+        safetensors.torch.save_file(shard, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
+    checkpoint.convert_file(folder, tmp_path / "sharded", recipe)
+    checkpoint.convert_file(tmp_path / "in", tmp_path / "whole", recipe)
+    for file in ("sharded", "whole"):
+        with checkpoint.SafetensorsFile(tmp_path / file) as opened:
+            assert len(opened.names()) == 9 + 3
+    assert (tmp_path / "sharded").read_bytes()[-100:] == (tmp_path / "whole").read_bytes()[-100:]
+    for text, said in (
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"weight_map": []}', "is damaged"),
+        ('{"weight_map": {"a": 3}}', "is damaged"),
+        ("[" * 100_000, "is damaged"),
+        ('{"weight_map": {"a": "../in"}}', "same folder"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "same folder"),
+        ('{"weight_map": {"a": "absent"}}', "absent cannot be read"),
+        (json.dumps({"weight_map": where | {"more": where["weight"]}}), "no tensor 'more'"),
+    ):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.open_source(folder)
+    index.unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors\.index\.json"):
+        checkpoint.open_source(folder)
+    (tmp_path / "in").rename(folder / "model.safetensors")
+    checkpoint.convert_file(folder, tmp_path / "single", recipe)
+    assert (tmp_path / "single").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_files_of_torch_save(foreign: dict[str, torch.Tensor], small: Any, contents: Any, tmp_path: Path) -> None:
+    model = small(0)
+    for new in (True, False):
+        torch.save(model.state_dict(), tmp_path / "state.pt", _use_new_zipfile_serialization=new)
+        checkpoint.convert_file(tmp_path / "state.pt", tmp_path / "out", "fp32")
+        read = checkpoint.load_file(tmp_path / "out")
+        assert torch.equal(read["layer.weight"], model.layer.weight.dequantize())
+        assert read.keys() == model.state_dict().keys()
+        assert len(checkpoint.SafetensorsFile(tmp_path / "out").names()) == len(read) - 1
+    for value, said in (
+        ([torch.ones(1)], "holds a list"),
+        ({"model": model.state_dict(), "epoch": 3}, "'model' is a"),
+        ({3: torch.ones(1)}, "3 is a Tensor"),
+        ({"x": torch.eye(2).to_sparse()}, "'x' is on meta or sparse"),
+        (model, "weights_only|state dict of tensors"),
+    ):
+        torch.save(value, tmp_path / "state.pt")
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.convert_file(tmp_path / "state.pt", tmp_path / "never", "fp32")
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_source_of_ones_own(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ottava.checkpoint import sources
+
+    class Numbers:
+        metadata: dict[str, str] = {}  # noqa: RUF012
+
+        def names(self) -> list[str]:
+            return ["n.weight"]
+
+        def spec(self, name: str) -> Any:
+            return torch.float32, (2, 3)
+
+        def read(self, name: str) -> torch.Tensor:
+            return torch.arange(6.0).view(2, 3)
+
+    monkeypatch.setattr(sources, "_SOURCES", list(sources._SOURCES))
+    checkpoint.register_source(lambda path: path.suffix == ".numbers", lambda path: Numbers())
+    checkpoint.convert_file(tmp_path / "x.numbers", tmp_path / "out", recipe)
+    assert checkpoint.load_file(tmp_path / "out")["n.weight"].shape == (2, 3)
+
+
+def test_damage_is_found_on_the_way(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
+    checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe)
+    raw = bytearray((tmp_path / "out").read_bytes())
+    (tmp_path / "target").write_bytes(b"old")
+    for place in range(len(raw) - 200, len(raw)):
+        raw[place] ^= 1
+        (tmp_path / "damaged").write_bytes(raw)
+        for target in (recipe, "bf16"):
+            with pytest.raises(CheckpointError, match=r"damaged: tensor '"):
+                checkpoint.convert_file(tmp_path / "damaged", tmp_path / "target", target)
+        raw[place] ^= 1
+    assert (tmp_path / "target").read_bytes() == b"old"
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "out", "target", "damaged"}
+
+
+def test_what_is_refused(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    refusals: list[tuple[Any, dict[str, Any], type[OttavaError]]] = [
+        ("nonesuch", {}, RecipeNotFoundError),
+        (3, {}, DTypeError),
+        ("bf16", {"options": {"a": 1}}, OptionError),
+        (recipe, {"options": {"a": 1}}, OptionError),
+    ]
+    for target, more, error in refusals:
+        with pytest.raises(error):
+            checkpoint.convert_file(source, out, target, **more)
+    for wrong in ((None, out), (source, None)):
+        with pytest.raises(DTypeError, match="path"):
+            checkpoint.convert_file(*wrong, "bf16")
+    checkpoint.save_file({"w.weight": torch.ones(2, 2), "w.weight.data": torch.ones(1)}, tmp_path / "twice")
+    with pytest.raises(UsageError, match=r"two tensors would have the name 'w\.weight\.data'"):
+        checkpoint.convert_file(tmp_path / "twice", out, recipe)
+
+    class Liar(type(recipe.quantizer("weight"))):  # type: ignore[misc]
+        def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+            return super().quantize_impl(tensor.t(), dtype)
+
+    class Broken(Liar):
+        def make_empty(self, *arguments: Any, **more: Any) -> Any:
+            raise ZeroDivisionError("inside")
+
+    for made, said in ((Liar, "as of the quantizer's make_empty"), (Broken, "cannot be quantized: inside")):
+        bad = type(recipe)()
+        bad.set_quantizer_factory(lambda role, made=made: made(torch.float8_e4m3fn))
+        with pytest.raises(UsageError, match=said):
+            checkpoint.convert_file(source, out, bad)
+    assert not out.exists()
+
+
+def test_progress_and_memory(recipe: Any, tmp_path: Path) -> None:
+    """Twenty tensors of 4 MB: what is held at once is a few of them, not all."""
+    tensors = {f"{n}.weight": torch.randn(1000, 1000) for n in range(20)}
+    safetensors.torch.save_file(tensors, tmp_path / "in")
+    alive: list[int] = []
+    seen: list[tuple[int, int]] = []
+    original = checkpoint.SafetensorsFile.read
+
+    def watched(self: Any, name: str) -> torch.Tensor:
+        tensor = original(self, name)
+        import weakref
+
+        alive.append(1)
+        weakref.finalize(tensor, alive.pop)
+        assert len(alive) <= 2
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checkpoint.SafetensorsFile, "read", watched)
+        checkpoint.convert_file(
+            tmp_path / "in", tmp_path / "out", recipe, progress=lambda done, total: seen.append((done, total))
+        )
+    assert seen == [(4_000_000 * n, 80_000_000) for n in range(21)]
+    tracemalloc.start()
+    checkpoint.open_source(tmp_path / "in")
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+def test_the_summary_is_data() -> None:
+    fields = {field.name for field in dataclasses.fields(checkpoint.Conversion)}
+    assert {"quantized", "dequantized", "cast", "copied", "dropped", "bytes_before", "bytes_after"} < fields
+    assert ottava.checkpoint is checkpoint

@@ -1,0 +1,171 @@
+"""The files against the library of the format, in both directions, and tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ottava import checkpoint
+from ottava.checkpoint.header import DTYPES, TensorSpec
+from ottava.checkpoint.writer import SafetensorsWriter
+from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda name: name != "__metadata__")
+SHAPES = st.lists(st.integers(0, 5), max_size=4)
+
+
+def filled(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
+    """Any bytes at all; of booleans, those that there are."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(shape)
+
+
+TENSORS = st.builds(filled, st.sampled_from(list(DTYPES.values())), SHAPES, st.integers(0, 2**32))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
+
+
+def by_the_library(path: Path) -> dict[str, torch.Tensor]:
+    with safetensors.safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.dictionaries(NAMES, TENSORS, max_size=8))
+def test_the_library_reads_what_is_written(tensors: dict[str, torch.Tensor]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x"
+        checkpoint.save_file(tensors, path)
+        for read in (by_the_library(path), checkpoint.load_file(path)):
+            assert read.keys() == tensors.keys()
+            assert all(same(read[name], tensor) for name, tensor in tensors.items())
+        # Aligned to their elements, the checksums those of the documentation, the same file for any order.
+        raw = path.read_bytes()
+        start = 8 + int.from_bytes(raw[:8], "little")
+        body = json.loads(raw[8:start])
+        digest = body.pop("__metadata__")["ottava.digest"]
+        sums = ""
+        for name, fields in body.items():
+            begin, end = (start + offset for offset in fields["data_offsets"])
+            assert begin % tensors[name].dtype.itemsize == 0
+            sums += f"{zlib.crc32(raw[begin:end]):08x}"
+        own = zlib.crc32(raw[:start].replace(digest.encode(), f"crc32:{'0' * 8}{sums}".encode()))
+        assert digest == f"crc32:{own:08x}{sums}"
+        checkpoint.save_file(dict(reversed(tensors.items())), path)
+        assert path.read_bytes() == raw
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.dictionaries(NAMES, TENSORS, max_size=8),
+    # Of an empty dict the library makes a file that it does not read itself.
+    st.one_of(st.none(), st.dictionaries(NAMES.map("its {}".format), st.text(max_size=5), min_size=1)),
+)
+def test_what_the_library_writes_is_read(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x"
+        try:
+            safetensors.torch.save_file({n: t.clone() for n, t in tensors.items()}, path, metadata)
+        except (UnicodeEncodeError, safetensors.SafetensorError):
+            return
+        read = checkpoint.load_file(path)
+        assert read.keys() == tensors.keys()
+        assert all(same(read[name], tensor) for name, tensor in tensors.items())
+
+
+def test_one_tensor_at_a_time(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.ones(2).bfloat16()}
+    checkpoint.save_file(tensors, tmp_path / "x")
+    with checkpoint.SafetensorsFile(tmp_path / "x") as file:
+        assert sorted(file.names()) == ["a", "b", "c"]
+        assert file.spec("a") == (torch.float32, (3, 4))
+        assert same(file.read("b"), tensors["b"])
+        # Memory of its own: what is written to it is nobody else's.
+        file.read("a").zero_()
+        assert same(file.read("a"), tensors["a"])
+        for ask in (file.spec, file.read):
+            with pytest.raises(CheckpointError, match="has no tensor 'nope'"):
+                ask("nope")
+    raw = bytearray((tmp_path / "x").read_bytes())
+    raw[-1] ^= 1
+    (tmp_path / "x").write_bytes(raw)
+    with checkpoint.SafetensorsFile(tmp_path / "x") as file:
+        assert same(file.read("a"), tensors["a"])
+        with pytest.raises(CheckpointError, match=r"x: tensor 'c' is damaged"):
+            file.read("c")
+    assert checkpoint.load_file(tmp_path / "x", verify=False)["c"].shape == (2,)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    checkpoint.save_file({"a": torch.ones(1000)}, tmp_path / "x")
+    with checkpoint.SafetensorsFile(tmp_path / "x") as file:
+        (tmp_path / "x").write_bytes((tmp_path / "x").read_bytes()[:-1])
+        with pytest.raises(CheckpointError, match="ends in tensor 'a'"):
+            file.read("a")
+
+
+def test_a_file_that_another_tool_has_rewritten(tmp_path: Path) -> None:
+    """The description without the checksums, or with those of another file."""
+    checkpoint.save_file({"a": torch.ones(3)}, tmp_path / "x")
+    with safetensors.safe_open(tmp_path / "x", "pt") as file:
+        metadata = file.metadata()
+    for kept, said in (
+        (["ottava"], "not 'ottava.digest'"),
+        (["ottava.digest"], "not 'ottava'"),
+        (metadata, "checksum"),
+    ):
+        safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "y", {key: metadata[key] for key in kept})
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load_file(tmp_path / "y")
+
+
+def test_what_is_written_is_what_was_declared(tmp_path: Path) -> None:
+    specs, path = {"a": TensorSpec(torch.float32, (2,)), "b": TensorSpec(torch.int64, ())}, tmp_path / "x"
+    wrong: list[tuple[str, Any, type[Exception]]] = [
+        ("c", torch.ones(2), UsageError),
+        ("a", torch.ones(3), ShapeError),
+        ("a", torch.ones(2).half(), DTypeError),
+        ("a", torch.ones(2, device="meta"), DTypeError),
+    ]
+    for name, tensor, error in wrong:
+        with pytest.raises(error, match=repr(name)), SafetensorsWriter(path, specs, {}) as writer:
+            writer.write(name, tensor)
+    with pytest.raises(UsageError, match="twice"), SafetensorsWriter(path, specs, {}) as writer:
+        for _ in range(2):
+            writer.write("a", torch.ones(2))
+    with pytest.raises(UsageError, match="'b' was declared and not written"):
+        with SafetensorsWriter(path, specs, {}) as writer:
+            writer.write("a", torch.ones(2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_format_does_not_have(tmp_path: Path) -> None:
+    for value, error, said in (
+        ({"x": torch.ones(2, dtype=torch.complex128)}, DTypeError, "'x' is of torch.complex128"),
+        ({"__metadata__": torch.ones(1)}, UsageError, "__metadata__"),
+        ({"\ud800": torch.ones(1)}, UsageError, "name"),
+        ({"x": torch.ones([1] * 65)}, UsageError, "65 dimensions"),
+    ):
+        with pytest.raises(error, match=said):
+            checkpoint.save_file(value, tmp_path / "x")
+    with pytest.raises(UsageError, match="is a folder"):
+        checkpoint.save_file({"x": torch.ones(1)}, tmp_path)
+    assert not list(tmp_path.iterdir())
+    checkpoint.save_file({"x": torch.ones(1)}, tmp_path / "x")
+    with pytest.raises(DeviceError, match="cuda:99"):
+        checkpoint.load_file(tmp_path / "x", "cuda:99")

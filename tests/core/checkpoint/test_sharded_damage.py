@@ -1,0 +1,156 @@
+"""Damaged and forged sharded checkpoints: an error that names the file, nothing run, nothing changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ottava
+from ottava.checkpoint import ShardedSource, is_complete, load_sharded, save_sharded
+from ottava.errors import CheckpointError
+
+
+@pytest.fixture
+def training(recipe: Any) -> Callable[[int], dict[str, Any]]:
+    """Makes weights, an optimizer that has made a step, and what else belongs to a training."""
+
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        with ottava.quantized_model_init(recipe):
+            net = torch.nn.Sequential(ottava.nn.Linear(5, 33, recipe=recipe), ottava.nn.Linear(33, 3, recipe=recipe))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 * seed)
+        net(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        return {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": seed}
+
+    return make
+
+
+def tensor_bytes(state: Any) -> list[bytes]:
+    """Every byte of the tensors in a nested state."""
+    if isinstance(state, ottava.QuantizedTensorStorage):
+        return [part for tensor in state.inner_list() if tensor is not None for part in tensor_bytes(tensor)]
+    if isinstance(state, torch.Tensor):
+        return [bytes(state.detach().contiguous().reshape(-1).view(torch.uint8).tolist())]
+    entries = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return [part for entry in entries for part in tensor_bytes(entry)]
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    return bytes(byte ^ (1 << bit % 8) if at == bit // 8 else byte for at, byte in enumerate(data))
+
+
+class Payload:
+    """A pickle of it would leave a trace."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.trace),)
+
+
+def refused(path: Path, target: Any, match: str) -> None:
+    before = tensor_bytes(target)
+    with pytest.raises(CheckpointError, match=match):
+        load_sharded(target, path)
+    assert tensor_bytes(target) == before
+
+
+def test_every_file_cut_extended_flipped_removed_or_replaced(training: Any, tmp_path: Path) -> None:
+    original, path, trace = tmp_path / "saved", tmp_path / "damaged", tmp_path / "trace"
+    save_sharded(training(1), original)
+    target, chance = training(2), random.Random(0)
+    for file in sorted(entry.name for entry in original.iterdir()):
+        data = (original / file).read_bytes()
+        bits = [chance.randrange(8 * len(data)) for _ in range(100)] + [0, 8 * len(data) - 9]
+        ways = [flipped(data, bit) for bit in bits]
+        ways += [data[: chance.randrange(len(data))] for _ in range(10)] + [b"", data[:-1], data + b"\0", data * 2]
+        ways += [pickle.dumps(Payload(trace)), pickle.dumps(Payload(trace)).ljust(len(data), b"."), b"\0" * len(data)]
+        for way in ways:
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.copytree(original, path)
+            (path / file).write_bytes(way)
+            refused(path, target, file)
+            with pytest.raises(CheckpointError, match=file):
+                for name in (source := ShardedSource(path)).names():
+                    source.read(name)
+        (path / file).unlink()
+        refused(path, target, file)
+        assert not is_complete(path)
+        (path / file).mkdir()
+        refused(path, target, file)
+        assert not is_complete(path)
+    shutil.rmtree(path)
+    shutil.copytree(original, path)
+    # What torch would unpickle is not even looked at.
+    (path / ".metadata").write_bytes(pickle.dumps(Payload(trace)))
+    assert tensor_bytes(load_sharded(target, path)) == tensor_bytes(training(1))
+    assert not trace.exists()
+
+
+def forged(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """An index that says something else, with the right checksum."""
+    body = json.loads((path / "ottava.json").read_bytes())["checkpoint"]
+    change(body)
+    rest = json.dumps(body).encode() + b"}"
+    (path / "ottava.json").write_bytes(b'{"crc32":"%08x","checkpoint":' % zlib.crc32(rest) + rest)
+
+
+def pieces(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return body["tensors"]["x"]["pieces"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(version=2),
+        lambda body: body.update(files={"../outside.safetensors": [1, 2, 3]}),
+        lambda body: body.update(world_size=0),
+        lambda body: body.update(block_bytes=0),
+        lambda body: body.update(description=[]),
+        lambda body: body["description"].update(state={"tensor": "x", "value": 1}),
+        lambda body: body["description"].update(state=[]),
+        lambda body: body["description"].update(state={"dict": [[["unhashable"], {"value": 1}]]}),
+        lambda body: body["description"].update(per_rank={"x": ["x", "y"]}),
+        lambda body: body["description"].update(quantized={"x": 1}),
+        lambda body: body["description"].update(quantized={"x": {}}),
+        lambda body: body["tensors"]["x"].update(dtype="F4"),
+        lambda body: body["tensors"]["x"].update(shape=[-4, -3]),
+        lambda body: body["tensors"]["x"].update(shape=[4, 4]),
+        lambda body: body["tensors"]["x"].update(shape=[1 << 70, 3]),
+        lambda body: body["tensors"]["x"].update(pieces=[]),
+        lambda body: body["tensors"].pop("x"),
+        lambda body: pieces(body)[0].update(begin=1 << 40),
+        lambda body: pieces(body)[0].update(begin=0),
+        lambda body: pieces(body)[0].update(file="absent"),
+        lambda body: pieces(body)[0].update(crc32=[]),
+        lambda body: pieces(body)[0].update(offsets=[1, 0]),
+        lambda body: pieces(body).append(pieces(body)[0]),
+        lambda body: body["tensors"]["x"].update(pieces=[pieces(body)[0] | {"shape": [2, 3]}] * 2),
+    ],
+)
+def test_a_forged_index_is_refused(change: Any, tmp_path: Path) -> None:
+    save_sharded({"x": torch.ones(4, 3)}, tmp_path / "saved")
+    forged(tmp_path / "saved", change)
+    target = {"x": torch.zeros(4, 3)}
+    with pytest.raises(CheckpointError, match="saved"):
+        load_sharded(target, tmp_path / "saved")
+    assert not target["x"].any()
+
+
+def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(CheckpointError, match=r"ottava.json cannot be read.*latest_checkpoint"):
+            load_sharded({}, path)
+        assert not is_complete(path)

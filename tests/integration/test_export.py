@@ -1,0 +1,236 @@
+"""``ottava export`` between all recipes, from every kind of source, and what it tells."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+import ottava
+from ottava import checkpoint
+from ottava.cli.main import app
+from ottava.tensors import QuantizedTensor
+
+RECIPES = ["current", "delayed", "mxfp8"]
+
+
+def model(recipe: str, seed: int, *, primary: bool = True, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    made = ottava.get_recipe(recipe, **options)
+    with ottava.quantized_model_init(made, enabled=primary):
+        return torch.nn.Sequential(ottava.nn.Linear(64, 96, recipe=made), ottava.nn.Linear(96, 64, recipe=made))
+
+
+def export(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["export", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def done(*arguments: Any) -> str:
+    result = export(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(params=RECIPES)
+def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A model that has made a step, in a file, with the name of its recipe."""
+    net = model(request.param, 0)
+    net(torch.randn(32, 64)).square().mean().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    checkpoint.save_model(net, tmp_path / "in")
+    return request.param, net
+
+
+@pytest.mark.parametrize("target", RECIPES)
+def test_from_recipe_to_recipe(trained: Any, target: str, tmp_path: Path) -> None:
+    """The bytes are those of quantizing the dequantized values, and a model of the target goes on with them."""
+    source, net = trained
+    text = done(tmp_path / "in", tmp_path / "out", "--recipe", target)
+    assert ("quantized" in text) == (source != target)
+    assert ("dropped" in text) == (source == "delayed" != target)
+    other = model(target, 1)
+    missing, unexpected = checkpoint.load_model(other, tmp_path / "out", strict=False)
+    assert unexpected == []
+    assert all("recipe_state" in name for name in missing)
+    for mine, theirs in zip(other, net, strict=True):
+        assert torch.equal(mine.bias, theirs.bias)
+        if source == target:
+            expected = theirs.weight
+        else:
+            values = theirs.weight.detach().dequantize(torch.float32)
+            quantizer = ottava.get_recipe(target).quantizer("weight").copy()
+            quantizer.initialize(values)
+            expected = quantizer.quantize(values)
+        for a, b in zip(mine.weight.inner_list(), expected.inner_list(), strict=True):
+            assert a is None if b is None else torch.equal(a, b)
+    other(torch.randn(32, 64)).square().mean().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    if source == target:
+        assert (tmp_path / "in").read_bytes() == (tmp_path / "out").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_to_high_precision(trained: Any, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    _, net = trained
+    done(tmp_path / "in", tmp_path / "out", "--recipe", name)
+    plain = safetensors.torch.load_file(tmp_path / "out")
+    assert set(plain) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    for number, layer in enumerate(net):
+        assert torch.equal(plain[f"{number}.weight"], layer.weight.detach().dequantize(torch.float32).to(dtype))
+        assert torch.equal(plain[f"{number}.bias"], layer.bias.detach().to(dtype))
+
+
+def test_the_file_says_what_made_it(trained: Any, tmp_path: Path) -> None:
+    source, _ = trained
+    with safetensors.safe_open(tmp_path / "in", "pt") as file:
+        described = json.loads(file.metadata()["ottava"])["quantized"]
+    assert set(described) == {"0.weight", "1.weight"}
+    distribution = f"ottava-recipes-{source}"
+    for entry in described.values():
+        version = importlib.metadata.version(distribution)
+        assert (entry["recipe"], entry["package"], entry["version"]) == (source, distribution, version)
+    # Loaded and saved again it says the same.
+    checkpoint.save_file(checkpoint.load_file(tmp_path / "in"), tmp_path / "again")
+    with safetensors.safe_open(tmp_path / "again", "pt") as file:
+        assert json.loads(file.metadata()["ottava"])["quantized"] == described
+
+
+def test_scaling_state_of_the_same_recipe_is_kept(tmp_path: Path) -> None:
+    """Of a model in high precision as well, whose file has only the state to tell of its recipe."""
+    net = model("delayed", 0, primary=False)
+    net(torch.randn(32, 64)).square().mean().backward()
+    checkpoint.save_model(net, tmp_path / "in")
+    assert "dropped" not in done(tmp_path / "in", tmp_path / "out", "--recipe", "delayed")
+    other = model("delayed", 1)
+    assert checkpoint.load_model(other, tmp_path / "out") == ([], [])
+    for mine, theirs in zip(other, net, strict=True):
+        assert isinstance(mine.weight, QuantizedTensor)
+        assert torch.equal(mine.recipe_state.amax_history, theirs.recipe_state.amax_history)
+    # A history of another length fits as it does in load_state_dict, warning included.
+    short = model("delayed", 1, amax_history_len=4)
+    with pytest.warns(UserWarning, match="amax_history"):
+        checkpoint.load_model(short, tmp_path / "out")
+
+
+def test_state_for_a_region_that_is_to_come(tmp_path: Path) -> None:
+    net = model("delayed", 0, primary=False)
+    net(torch.randn(32, 64)).square().mean().backward()
+    checkpoint.save_model(net, tmp_path / "in")
+    waiting = torch.nn.Sequential(ottava.nn.Linear(64, 96), ottava.nn.Linear(96, 64))
+    assert checkpoint.load_model(waiting, tmp_path / "in") == ([], [])
+    held, expected = waiting.state_dict(), net.state_dict()
+    assert held.keys() == expected.keys()
+    assert expected["0.recipe_state.amax_history"].any()
+    assert all(torch.equal(held[name], value) for name, value in expected.items())
+
+
+def test_options(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a.weight": torch.randn(64, 64)}, tmp_path / "in")
+    values = safetensors.torch.load_file(tmp_path / "in")["a.weight"]
+    for recipe, options, made in (
+        ("current", ["fp8_format=E5M2"], {"fp8_format": ottava.Format.E5M2}),
+        ("current", ["fp8_format=E4M3", "force_pow_2_scales=true"], {"force_pow_2_scales": True}),
+        ("current", ["amax_epsilon=100"], {"amax_epsilon": 100}),
+        ("mxfp8", ["scale_rounding=floor"], {"scale_rounding": "floor"}),
+        ("mxfp8", ["with_2d_quantization=True"], {"with_2d_quantization": True}),
+    ):  # fmt: skip
+        chosen = [part for option in options for part in ("--option", option)]
+        done(tmp_path / "in", tmp_path / "out", "--recipe", recipe, *chosen, "--force")
+        expected = ottava.get_recipe(recipe, **made).quantizer("weight")(values)
+        read = checkpoint.load_file(tmp_path / "out")["a.weight"]
+        for a, b in zip(read.inner_list(), expected.inner_list(), strict=True):
+            assert a is None if b is None else torch.equal(a, b)
+        # The same options keep the bytes, the defaults do not.
+        assert "quantized" not in done(tmp_path / "out", tmp_path / "x", "--recipe", recipe, *chosen, "--force")
+        assert "quantized" in done(tmp_path / "out", tmp_path / "x", "--recipe", recipe, "--force")
+
+
+def test_a_sharded_checkpoint(trained: Any, tmp_path: Path) -> None:
+    source, net = trained
+    checkpoint.save_sharded(net.state_dict(), tmp_path / "sharded")
+    done(tmp_path / "sharded", tmp_path / "out", "--recipe", source)
+    checkpoint.load_model(other := model(source, 1), tmp_path / "out")
+    for mine, theirs in zip(other, net, strict=True):
+        assert torch.equal(mine.weight.dequantize(), theirs.weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["in", "present", "--recipe", "bf16"], "present exists"),
+        (["absent", "out", "--recipe", "bf16"], "absent cannot be read"),
+        (["in", "out", "--recipe", "nonesuch"], "no installed package provides recipe 'nonesuch'"),
+        (["in", "out", "--recipe", "current", "--option", "fp8_format=E9"], "one of E4M3, E5M2, HYBRID"),
+        (["in", "out", "--recipe", "current", "--option", "more=1"], "has no option 'more'"),
+        (["in", "out", "--recipe", "current", "--option", "more"], "key=value"),
+        (["in", "out", "--recipe", "bf16", "--option", "a=1"], "without the name of a recipe"),
+        (["in", "out", "--recipe", "current", "--include", "x*"], "'x*' fits no tensor"),
+        (["in", "folder/out", "--recipe", "current"], "cannot be written"),
+        (["text", "out", "--recipe", "current"], "a header of"),
+        (["damaged", "out", "--recipe", "current"], "tensor 'a.weight' is damaged"),
+    ],
+)
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save_file({"a.weight": torch.randn(4, 4)}, "in")
+    raw = bytearray(Path("in").read_bytes())
+    raw[-1] ^= 1
+    Path("damaged").write_bytes(raw)
+    for name in ("present", "text"):
+        Path(name).write_bytes(b"some text that is no checkpoint")
+    before = sorted(os.listdir())
+    result = export(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert len(result.output.splitlines()) == 1
+    assert sorted(os.listdir()) == before
+    assert Path("present").read_bytes() == b"some text that is no checkpoint"
+
+
+def test_force_replaces(tmp_path: Path) -> None:
+    checkpoint.save_file({"a.weight": torch.randn(4, 4)}, tmp_path / "in")
+    done(tmp_path / "in", tmp_path / "in", "--recipe", "current", "--force")
+    assert isinstance(checkpoint.load_file(tmp_path / "in")["a.weight"], QuantizedTensor)
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    """Drawn on a terminal, and left out where the output goes to a program."""
+    safetensors.torch.save_file({f"{n}.weight": torch.randn(256, 256) for n in range(8)}, tmp_path / "in")
+    command = [sys.executable, "-c", "from ottava.cli.main import app; app()", "export", str(tmp_path / "in")]
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    shown = subprocess.Popen(
+        [*command, str(tmp_path / "a"), "--recipe", "current"], stdout=subprocess.PIPE, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    bar = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        bar += part
+    os.close(ours)
+    table = shown.communicate(timeout=120)[0].decode()
+    assert shown.returncode == 0
+    assert b"Converting" in bar
+    assert b"2.1/2.1 MB" in bar
+    assert "Converted to current" in table
+    assert "Converting" not in table
+    quiet = subprocess.run([*command, str(tmp_path / "b"), "--recipe", "current"], capture_output=True, timeout=120)
+    assert quiet.stderr == b""
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
