@@ -121,7 +121,15 @@ def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bo
     if quantizer.independent_rows is not None:
         rows = math.ceil(size[0] / world) * math.prod(size[1:-1])
         return world == 1 or (len(size) > 1 and size[0] % world == 0 and rows % quantizer.independent_rows == 0)
-    return type(quantizer).shard_amaxes is not Quantizer.shard_amaxes
+    if type(quantizer).shard_amaxes is Quantizer.shard_amaxes:
+        return False
+    if size[0] % world == 0:
+        return True
+    # FSDP pads uneven shards, and takes only what has their shape.
+    shape = (1, *size[1:])
+    example = quantizer.with_usage(True, True).make_empty(shape, dtype=torch.float32)
+    parts = [getattr(example, inner.attribute) for inner in example.inner_tensors if inner.gather]
+    return all(part is None or tuple(part.shape) == shape for part in parts)
 
 
 def _quantize_together(shards: Sequence[_Shard], group: Any, world: int) -> None:

@@ -49,6 +49,21 @@ class Quantizer(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
+        cls._forget_shards()
+
+    @classmethod
+    def _forget_shards(cls) -> None:
+        """What a class says of shards holds for its own :meth:`quantize_impl`: a subclass with another says it anew."""
+        own = cls.__dict__
+        if "shard_batch" in own or "shard_scales" in own:
+            return
+        if "shard_amaxes" in own or "cast_shard" in own:
+            cls.shard_batch = ShardBatch
+        elif "quantize_impl" in own:
+            cls.shard_batch, cls.scale_per_tensor, cls.batch_options = ShardBatch, False, ()
+            cls.independent_rows = own.get("independent_rows")
+            cls.shard_amaxes = Quantizer.shard_amaxes  # type: ignore[method-assign]
+            cls.cast_shard = Quantizer.cast_shard  # type: ignore[method-assign]
 
     # -- what a subclass defines --
 

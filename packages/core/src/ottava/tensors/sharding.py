@@ -168,7 +168,15 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     matrix_rows = rows * math.prod(size[1:-1])
     for inner in tensor.inner_tensors:
         held = getattr(tensor, inner.attribute) is not None or tensor.rowwise_serves_columnwise
-        if not inner.gather or not held or inner.block_rows is None or world == 1:
+        if not inner.gather or not held or world == 1:
+            continue
+        if inner.block_rows is None:
+            value = getattr(tensor, inner.attribute)
+            if size[0] % world and value is not None and value.shape[1:] != tensor.shape[1:]:
+                raise ShapeError(
+                    f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size",
+                    expected=f"a number of rows that {world} divides",
+                )
             continue
         if len(size) < 2:
             raise ShapeError(

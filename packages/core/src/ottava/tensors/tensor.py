@@ -321,6 +321,13 @@ def _detach(op: Any, tensor: QuantizedTensor) -> Any:
     return tensor.make_like(tensor)
 
 
+@aten.implements(QuantizedTensor, _aten.as_strided.default)
+def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    # FSDP puts what was gathered into its shape, which it has. Any other layout is for a subclass to define.
+    same = tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset
+    return tensor.make_like(tensor) if same else NotImplemented
+
+
 @aten.implements(QuantizedTensor, _aten.clone.default)
 def _clone(op: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> Any:
     return tensor.clone_storage()
