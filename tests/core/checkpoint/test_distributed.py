@@ -26,7 +26,9 @@ from ottava.checkpoint import (
     save_step,
     unflatten_state_dict,
 )
-from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
+from ottava.checkpoint.sharded import sharded_rows
+from ottava.errors import CheckpointError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.tensors import InnerTensor
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 INTERRUPTED = Path(__file__).with_name("interrupted_worker.py")
@@ -149,8 +151,13 @@ def test_writes_reach_the_layer_and_what_derives_from_it(recipe: Any, tmp_path: 
         for net in (b, c):
             net(torch.ones(2, 5))
             load_sharded(net.state_dict(), tmp_path / "a")
-            assert torch.equal(net(torch.ones(2, 5)), a(torch.ones(2, 5)))
-        assert torch.equal(c[0].weight._transpose, a[0].weight._data.t())
+            outs, grads = [], []
+            for each in (net, a):
+                x = torch.ones(2, 5, requires_grad=True)
+                outs.append(each(x))
+                grads += torch.autograd.grad(outs[-1].square().sum(), x)
+            assert torch.equal(*outs)
+            assert torch.equal(*grads)
     # A backward pass that saved the old codes refuses to run.
     out = b(torch.ones(2, 5, requires_grad=True))
     load_sharded(dict(b.named_parameters()), tmp_path / "a")
@@ -241,6 +248,40 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("shape", "block", "local", "offset", "expected"),
+    [
+        ((64, 5), None, 16, 16, (64, 16)),
+        ((64, 5), 1, 16, 48, (64, 48)),
+        ((64, 5), 8, 16, 48, (8, 6)),
+        ((60, 5), 8, 16, 48, (8, 6)),
+        ((60, 5), 8, 12, 48, (8, 6)),
+        ((60, 5), 8, 0, 60, (8, 8)),
+        ((3, 4, 5), 8, 2, 0, (2, 0)),
+        ((64, 5), 8, 12, 48, "12 rows, which cut the blocks of 's'"),
+        ((64, 5), 8, 16, 12, "cut the blocks"),
+        ((64, 5), 8, 12, 52, "cut the blocks"),
+        ((3, 4, 5), 8, 1, 0, "4 rows, which cut"),
+    ],
+)
+def test_blocks_of_rows_are_shards_where_they_are_whole(
+    shape: Any, block: int | None, local: int, offset: int, expected: Any
+) -> None:
+    each = math.prod(shape[1:-1])
+    rows = local if block is None else -(-local * each // block)
+    inner, part = InnerTensor("_s", "s", gather=True, block_rows=block), torch.empty(rows, 5)
+    arguments = ("w", inner, part, (local, *shape[1:]), shape, (offset, *[0] * (len(shape) - 1)))
+    if isinstance(expected, str):
+        with pytest.raises(ShapeError, match=f"'w' have .*{expected}|{expected}"):
+            sharded_rows(*arguments)
+        return
+    assert sharded_rows(*arguments) == expected
+    with pytest.raises(ShapeError, match="sharded in columns"):
+        sharded_rows("w", inner, part, (local, 2), shape[-2:], (offset, 1))
+    with pytest.raises(ShapeError, match="rows"):
+        sharded_rows("w", inner, torch.empty(rows + 1, 5), *arguments[3:])
+
+
 def test_names_that_differ_are_listed(tmp_path: Path) -> None:
     x, y = torch.ones(2), torch.zeros(2)
     save_sharded({"a": {"x": x, "n": 1}, "l": [x, 2]}, tmp_path / "s")
@@ -258,7 +299,10 @@ def test_names_that_differ_are_listed(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             load_sharded(target, tmp_path / "s")
         assert not y.any()
-    loaded = load_sharded({"a": {"x": y, "m": 5}, "more": {"z": 1}}, tmp_path / "s", strict=False)
+    z = torch.full((3,), 7.0)
+    loaded = load_sharded({"a": {"x": y, "m": 5, "z": z}, "more": {"z": 1}}, tmp_path / "s", strict=False)
+    assert loaded["a"]["z"] is z
+    assert (z == 7).all()
     assert loaded["a"]["n"] == 1
     assert loaded["a"]["m"] == 5
     assert loaded["more"] == {"z": 1}

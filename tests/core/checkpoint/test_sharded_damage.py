@@ -111,9 +111,17 @@ def pieces(body: dict[str, Any]) -> list[dict[str, Any]]:
     return body["tensors"]["x"]["pieces"]  # type: ignore[no-any-return]
 
 
+def from_outside(body: dict[str, Any]) -> None:
+    """The very file, by a name that leaves the folder."""
+    ((name, file),) = body["files"].items()
+    body["files"] = {f"../saved/{name}": file}
+    pieces(body)[0].update(file=f"../saved/{name}")
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        from_outside,
         lambda body: body.update(version=2),
         lambda body: body.update(files={"../outside.safetensors": [1, 2, 3]}),
         lambda body: body.update(world_size=0),

@@ -227,7 +227,9 @@ def _prepare(state: Mapping[str, Any], path: str | os.PathLike[str], strict: boo
         stored = _stored_name(name, description, index, ranks)
         _check_piece(piece, stored, index, reader.path)
         pieces[stored] = piece
-    buffers = {name: torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype) for name, piece in pieces.items()}
+    buffers = {
+        name: torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device="cpu") for name, piece in pieces.items()
+    }
     return _Load(reader, index, flat, pieces, buffers, result)
 
 

@@ -172,6 +172,9 @@ def _decoded(path: Path, body: Mapping[str, Any], crc32: int) -> Index:
     tensors = {}
     for name, entry in body["tensors"].items():
         dtype, shape = DTYPES[entry["dtype"]], _sizes(entry["shape"])
+        name.encode()  # half a character is a UnicodeError
+        if math.prod(max(size, 1) for size in shape) >= 1 << 60:
+            raise ValueError(f"{name!r:.80} has shape {shape!r:.80}")
         pieces = tuple(
             StoredPiece(p["file"], _sizes([p["begin"]])[0], *(_sizes(p[key]) for key in ("offsets", "shape", "crc32")))
             for p in entry["pieces"]

@@ -102,7 +102,7 @@ class PieceReader:
         start, rows = (offsets[0], lengths[0]) if piece.shape else (0, 1)
         nbytes = math.prod(piece.shape) * dtype.itemsize
         if math.prod(lengths) == 0:
-            return torch.empty(tuple(lengths), dtype=dtype)
+            return torch.empty(tuple(lengths), dtype=dtype, device="cpu")
         try:
             data = self._bytes(piece, start * row, (start + rows) * row, nbytes)
         except (OSError, ValueError) as error:
@@ -163,7 +163,7 @@ class ShardedSource:
             CheckpointError: there is none of that name, or its bytes are not those that were written.
         """
         tensor = self._tensor(name)
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         with PieceReader(self._folder, self._index) as reader:
             for piece in tensor.pieces:
                 box = as_bytes(whole)

@@ -85,13 +85,11 @@ class FlatState:
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
         """Copy new values into the pieces that have some, and so into the tensors of the state.
 
+        What derives from them, a transpose for example, is outdated then, and is made again where it is needed.
+
         Args:
             values: by name, of the shape and dtype of the pieces.
         """
-        # Before anything is written: what is outdated is no longer held.
-        derived = [
-            storage for storage in self.storages.values() if any(storage.is_derived(inner) for inner in _held(storage))
-        ]
         with torch.no_grad():
             for name, value in values.items():
                 as_bytes(self.pieces[name].tensor).copy_(as_bytes(value))
@@ -100,8 +98,6 @@ class FlatState:
                 storage.mark_written()
                 if isinstance(storage, torch.Tensor):
                     bump_version(storage)
-        for storage in derived:
-            storage.rebuild_derived()
 
 
 def flatten_state(state: Any) -> FlatState:

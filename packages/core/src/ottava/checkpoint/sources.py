@@ -19,6 +19,7 @@ from ottava.checkpoint.header import METADATA_KEY, TensorSpec
 from ottava.checkpoint.index import INDEX_NAME
 from ottava.checkpoint.reader import SafetensorsFile, as_path
 from ottava.errors import CheckpointError
+from ottava.tensors.storage import QuantizedTensorStorage
 
 _SHARDS = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -69,8 +70,7 @@ class SavedByTorch:
                     expected="a state dict of tensors alone",
                     remedy="save the state dict of the model by itself",
                 )
-            if value.is_meta or value.layout != torch.strided:
-                raise CheckpointError(f"{path}: {name!r} is on meta or sparse", expected="dense tensors with values")
+            _check_dense(path, name, value)
         tensors, description = described_state(state)
         aliases = shared_tensors(tensors)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in aliases}
@@ -87,6 +87,25 @@ class SavedByTorch:
     def read(self, name: str) -> torch.Tensor:
         """A tensor, still in the mapped file."""
         return self._tensors[name]
+
+
+def _check_dense(path: Path, name: str, value: torch.Tensor) -> None:
+    """Refuse a tensor that is no block of memory with values: on meta, sparse, nested, or larger than its memory."""
+    parts = value.inner_list() if isinstance(value, QuantizedTensorStorage) else [value]
+    for part in parts:
+        if part is None:
+            continue
+        if part.is_meta or part.layout != torch.strided or part.is_nested:
+            raise CheckpointError(
+                f"{path}: {name!r} is on meta, sparse or nested", expected="dense tensors with values"
+            )
+        # Strides are the file's word: a small file could ask for any amount of memory.
+        if part.nbytes > part.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{path}: {name!r} of shape {tuple(part.shape)} has more elements than it has memory",
+                expected="tensors that are no expanded views",
+                remedy="save .contiguous() copies",
+            )
 
 
 def _unpickled(path: Path) -> Any:

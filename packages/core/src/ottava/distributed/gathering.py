@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ottava.errors import UsageError
 from ottava.tensors import QuantizedTensor, Quantizer, ShardJob, shard_output
 from ottava.tensors.fsdp import gathered_together
-from ottava.tensors.sharding import GatherPlan, post_all_gather, pre_all_gather
+from ottava.tensors.sharding import GatherPlan, check_shard, post_all_gather, pre_all_gather
 from ottava.tensors.shards import ShardBatch, cast_batches, make_batches, reduced_amaxes
 
 
@@ -55,11 +55,13 @@ def gather_inputs(
     """This rank's part of what is gathered, padded to the length of the longest, and what is made of the parts.
 
     Raises:
-        UsageError: the module binds no recipe.
+        UsageError: the module binds no recipe, or is resharded to fewer ranks after the forward pass.
+        ShapeError: the weight is not sharded by rows.
     """
     dtype = mp_policy.param_dtype or weight.dtype
     group, values = mesh.get_group(), weight.high_precision()
     world = dist.get_world_size(group)
+    check_shard(values.shape, size, module)
     known = _quantized.pop(module, None)
     if known is not None and known[:2] == (values._version, dtype):
         return pre_all_gather(known[2], mesh, size, module)

@@ -96,6 +96,14 @@ def asked_by_fsdp(depth: int = 2) -> bool:
     return str(sys._getframe(depth).f_globals.get("__name__", "")).startswith("torch.distributed.fsdp.")
 
 
+def resharded_to_fewer(module: Any) -> bool:
+    """Whether the parameters of ``module`` are sharded over fewer ranks after the forward pass."""
+    try:
+        return bool(_group_of(module)._use_post_forward_mesh)
+    except (AttributeError, ImportError, TypeError):
+        return False
+
+
 # What was found at the first gather: FSDP makes the memory for all gathers then.
 _resharded: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 

@@ -12,6 +12,7 @@ gathered bytes, a transpose for example, is not moved but made again where it is
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.collectives import all_reduce_max
-from ottava.tensors.fsdp import drop_flat_copies, gathered_together, resharded_after_forward
+from ottava.tensors.fsdp import drop_flat_copies, gathered_together, resharded_after_forward, resharded_to_fewer
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec
 
 if TYPE_CHECKING:
@@ -47,6 +48,26 @@ class GatherPlan:
     size: torch.Size
 
 
+def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
+    """Refuse ways of sharding that whole rows and gather hooks do not allow.
+
+    Raises:
+        ShapeError: a shard of this shape is none of rows of a weight of this size.
+        UsageError: the weight is sharded over fewer ranks after the forward pass.
+    """
+    if tuple(shape[1:]) != tuple(size[1:]):
+        raise ShapeError(
+            f"a weight of shape {tuple(size)} has shards of {tuple(shape)}",
+            expected="shards of rows, which fully_shard makes by default",
+            remedy="leave shard_placement_fn out for quantized weights",
+        )
+    if resharded_to_fewer(module):
+        raise UsageError(
+            "reshard_after_forward is a number, which torch does not support for weights with gather hooks",
+            expected="True or False",
+        )
+
+
 def pre_all_gather(
     tensor: QuantizedTensor, mesh: Any, size: torch.Size, module: Any
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
@@ -58,6 +79,7 @@ def pre_all_gather(
         UsageError: the shards do not agree in what must be the same on all of them.
     """
     group = mesh.get_group()
+    check_shard(tensor.shape, size, module)
     own_shard = getattr(module, "own_shard", None)
     if own_shard is not None:
         own_shard(tensor)
@@ -199,6 +221,10 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
             )
 
 
+# Module -> the name of the group whose ranks have compared the scales of its weight.
+_agreed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+
+
 def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
     """Check once that all shards hold the same scales, and have their quantizers keep it so.
 
@@ -207,10 +233,15 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
     # The name, not the group: a tensor must not keep a group alive that was destroyed.
     if tensor._shard_group == group.group_name:
         return
-    together = [p.sharded_param._local_tensor for p in gathered_together(module)]
+    if isinstance(module, torch.nn.Module) and _agreed.get(module) == group.group_name:
+        # One rank may have a new tensor where others have not: FSDP pads the last shard again after it was loaded.
+        _share(tensor, group)
+        return
+    parameters = {id(p.sharded_param._local_tensor): p for p in gathered_together(module)}
+    together = [p.sharded_param._local_tensor for p in parameters.values()]
     shards = [s for s in together if hasattr(s, "_shard_group") and s._shard_group != group.group_name]
     if not any(shard is tensor for shard in shards):
-        shards = [tensor]
+        shards, parameters = [tensor], {}
     shared = [
         (shard, inner, value.float().reshape(-1))
         for shard in shards
@@ -229,8 +260,17 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
                     remedy="set the values of the weight before it is sharded",
                 )
     for shard in shards:
-        if shard._quantizer is not None:
-            shard.update_quantizer(shard._quantizer.for_shards(group.group_name))
-        shard._shard_group = group.group_name
-        # An uneven shard is a part of a padded one. The padding is zeros, the same at any scale: it is on its own.
-        shard._whole = None
+        _share(shard, group)
+        parameter = parameters.get(id(shard))
+        owner = module if parameter is None else parameter._module_info.module
+        if isinstance(owner, torch.nn.Module):
+            _agreed[owner] = group.group_name
+
+
+def _share(shard: QuantizedTensor, group: Any) -> None:
+    """Have the quantizer of a shard keep the scale that all of them have."""
+    if shard._quantizer is not None:
+        shard.update_quantizer(shard._quantizer.for_shards(group.group_name))
+    shard._shard_group = group.group_name
+    # An uneven shard is a part of a padded one. The padding is zeros, the same at any scale: it is on its own.
+    shard._whole = None
