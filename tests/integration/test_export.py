@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import ottava
 from ottava import checkpoint
 from ottava.cli.main import app
+from ottava.errors import CheckpointError
 from ottava.tensors import QuantizedTensor
 
 RECIPES = ["current", "delayed", "mxfp8"]
@@ -234,3 +235,46 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     quiet = subprocess.run([*command, str(tmp_path / "b"), "--recipe", "current"], capture_output=True, timeout=120)
     assert quiet.stderr == b""
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_model_of_a_training(tmp_path: Path) -> None:
+    """``--prefix`` takes it out of a sharded checkpoint; a shared tensor that stays behind is taken along."""
+    with ottava.quantized_model_init("current"):
+        model = torch.nn.Sequential(ottava.nn.Linear(8, 8, dtype=torch.bfloat16))
+    moment = torch.randn(8, 8)
+    checkpoint.save_sharded({"model": model.state_dict(), "optimizer": {"moment": moment}}, tmp_path / "run")
+    out = tmp_path / "model.safetensors"
+    done = CliRunner().invoke(
+        app, ["export", str(tmp_path / "run"), str(out), "--recipe", "bf16", "--prefix", "model."]
+    )
+    assert done.exit_code == 0, done.output
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8)).bfloat16()
+    checkpoint.load_model(plain, out)
+    assert torch.equal(plain[0].weight, model[0].weight.dequantize())
+    wrong = CliRunner().invoke(
+        app, ["export", str(tmp_path / "run"), str(out), "--recipe", "bf16", "--prefix", "net.", "--force"]
+    )
+    assert wrong.exit_code == 2
+    assert "'model.', 'optimizer.'" in wrong.output
+    shared = torch.randn(4)
+    checkpoint.save_file({"a.x": shared, "b.x": shared, "b.y": shared}, tmp_path / "shared")
+    checkpoint.convert_file(tmp_path / "shared", tmp_path / "b", "fp32", prefix="b.")
+    assert {name: value.tolist() for name, value in checkpoint.load_file(tmp_path / "b").items()} == {
+        "x": shared.tolist(),
+        "y": shared.tolist(),
+    }
+
+
+def test_a_pickle_with_code_is_refused_in_our_words(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    with pytest.raises(CheckpointError, match=r"it needs code to be run \(torch.nn.modules.linear.Linear\)") as caught:
+        checkpoint.convert_file(tmp_path / "module.pt", tmp_path / "out", "bf16")
+    assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1).expand(2**14, 2**14), torch.zeros(1).expand(2**24, 2**24)])
+def test_a_small_file_with_a_large_tensor_is_refused(value: torch.Tensor, tmp_path: Path) -> None:
+    torch.save({"w.weight": value}, tmp_path / "x.pt")
+    assert (tmp_path / "x.pt").stat().st_size < 4000
+    with pytest.raises(CheckpointError, match=r"'w.weight' of shape .* has more elements than it has memory"):
+        checkpoint.convert_file(tmp_path / "x.pt", tmp_path / "out", "bf16")

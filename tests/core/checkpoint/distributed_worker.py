@@ -223,9 +223,15 @@ def failures(ranks: Ranks) -> None:
 
 
 def own_tensors(ranks: Ranks) -> None:
-    """Plain tensors that differ: each rank has its own again; other numbers of ranks have those of the first."""
+    """Plain tensors that differ: each rank has its own again; other numbers of ranks have those of the first.
+
+    Of scaling state they have the largest of all.
+    """
     path = ranks.folder / "saved"
     state = {"own": torch.full((3,), float(ranks.rank)), "same": torch.ones(2), "nan": torch.full((1,), torch.nan)}
+    pending = torch.zeros(5)
+    pending[ranks.rank] = 1.0 + ranks.rank
+    state["0.recipe_state.pending"] = pending
     save_sharded(state, path)
     target = {name: torch.zeros_like(value) for name, value in state.items()}
     load_sharded(target, path)
@@ -236,7 +242,10 @@ def own_tensors(ranks: Ranks) -> None:
         target["own"].fill_(9)
         load_sharded(target, path, group=group)
         assert not target["own"].any()
-    assert ottava.checkpoint.ShardedSource(path).names() == ["nan", "own", "same"]
+        assert target["0.recipe_state.pending"].tolist() == [1.0, 2.0, 3.0, 4.0, 0.0]
+    source = ottava.checkpoint.ShardedSource(path)
+    assert source.names() == ["0.recipe_state.pending", "nan", "own", "same"]
+    assert source.read("0.recipe_state.pending").tolist() == [1.0, 2.0, 3.0, 4.0, 0.0]
     dist.barrier()
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import warnings
@@ -380,3 +381,31 @@ def test_errors_name_file_and_tensor(parts: Any, saved: bytes, attack: Attack) -
         changed[len(saved) - len(parts.data) + fields["data_offsets"][0]] ^= 1
         assert repr(name) in attack(bytes(changed))
     assert issubclass(CheckpointError, OttavaError)
+
+
+NO_IMPORT = """
+import sys, ottava.checkpoint, ottava.errors
+before = set(sys.modules)
+for path in sys.argv[1:]:
+    try:
+        ottava.checkpoint.load_file(path)
+    except ottava.errors.OttavaError:
+        print("refused")
+print([name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch.onnx"))])
+"""
+
+
+def test_a_dtype_by_name_imports_nothing(parts: Any, tmp_path: Path) -> None:
+    """torch imports modules when it is asked for their names."""
+    paths = []
+    for module in ("_dynamo", "onnx"):
+        changed = copy.deepcopy(parts)
+        text = json.dumps(parts.described)
+        forged = re.sub(r'"dtype": ?"[a-z0-9_]+"', f'"dtype": "{module}"', text)
+        assert forged != text
+        changed.described = json.loads(forged)
+        paths.append(tmp_path / f"{module}.safetensors")
+        paths[-1].write_bytes(changed.seal())
+    command = [sys.executable, "-c", NO_IMPORT, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split("\n")[:3] == ["refused", "refused", "[]"], done.stdout + done.stderr[-2000:]

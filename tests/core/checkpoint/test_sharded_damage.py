@@ -17,7 +17,7 @@ import torch
 
 import ottava
 from ottava.checkpoint import ShardedSource, is_complete, load_sharded, save_sharded
-from ottava.errors import CheckpointError
+from ottava.errors import CheckpointError, UsageError
 
 
 @pytest.fixture
@@ -162,3 +162,63 @@ def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"ottava.json cannot be read.*latest_checkpoint"):
             load_sharded({}, path)
         assert not is_complete(path)
+
+
+def test_a_target_that_cannot_be_written_leaves_the_others(tmp_path: Path) -> None:
+    save_sharded({name: torch.ones(3) for name in "abc"}, tmp_path / "saved")
+    target = {"a": torch.zeros(3), "b": torch.zeros(1).expand(3), "c": torch.zeros(3)}
+    with pytest.raises(UsageError, match="'b' is an expanded view"):
+        load_sharded(target, tmp_path / "saved")
+    with torch.inference_mode():
+        target["b"] = torch.zeros(3)
+    with pytest.raises(UsageError, match="'b' was made in inference mode"):
+        load_sharded(target, tmp_path / "saved")
+    assert not any(value.any() for value in target.values())
+
+
+def test_what_was_written_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should torch refuse a write after all."""
+    save_sharded({name: torch.ones(3) for name in "abc"}, tmp_path / "saved")
+    target = {name: torch.zeros(3) for name in "abc"}
+    real, calls = torch.Tensor.copy_, []
+
+    def fails(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        calls.append(tensor.data_ptr() == target["b"].data_ptr())
+        if calls[-1] and sum(calls) == 1:
+            raise RuntimeError("no more writing")
+        return real(tensor, *args)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", fails)
+    with pytest.raises(RuntimeError, match="no more writing"):
+        load_sharded(target, tmp_path / "saved")
+    assert any(calls)
+    assert not any(value.any() for value in target.values())
+
+
+@pytest.mark.parametrize("name", ["x", "half \ud800"])
+def test_sizes_and_names_that_no_tensor_has(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    save_sharded({"x": torch.ones(0, 3)}, path)
+    text = (path / "ottava.json").read_bytes()
+    body = json.loads(text)["checkpoint"]
+    entry = body["tensors"].pop("x")
+    body["tensors"][name] = entry | {"shape": [1 << 70, 0], "pieces": []}
+    forged = json.dumps(body).encode() + b"}"
+    start = b'{"crc32":"%08x","checkpoint":'
+    (path / "ottava.json").write_bytes(start % zlib.crc32(forged) + forged)
+    assert not is_complete(path)
+    with pytest.raises(CheckpointError, match=r"ottava\.json"):
+        ShardedSource(path)
+
+
+def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one is whole all the same."""
+    import ottava.checkpoint.distributed as module
+
+    def fails(*_: Any) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(module, "prune", fails)
+    with pytest.warns(RuntimeWarning, match="cannot be removed: not yours"):
+        path = ottava.checkpoint.save_step({"x": torch.ones(1)}, tmp_path, 3, keep=1)
+    assert is_complete(path)

@@ -14,7 +14,7 @@ from ottava.checkpoint.files import METADATA
 from ottava.checkpoint.header import DIGEST_KEY, METADATA_KEY
 from ottava.checkpoint.plan import Kind, Plan, Target, make_plan
 from ottava.checkpoint.reader import as_path, named
-from ottava.checkpoint.sources import TensorSource, open_source
+from ottava.checkpoint.sources import TensorSource, UnderPrefix, open_source
 from ottava.checkpoint.writer import SafetensorsWriter
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes.base import Recipe
@@ -56,6 +56,7 @@ def convert_file(
     options: Mapping[str, Any] | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
+    prefix: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
     """Write the tensors of ``source`` as one safetensors file, weights quantized by ``recipe`` or in high precision.
@@ -75,6 +76,8 @@ def convert_file(
         include: patterns, as of ``fnmatch``, of the tensors to convert, in the place of the choice above.
         exclude: patterns of tensors that are not to be converted. Tensors that were quantized and are not chosen are
             in high precision afterwards, in their nominal dtype.
+        prefix: take only the tensors whose names begin with it, and take it off: ``"model."`` for the model in a
+            checkpoint of a training.
         progress: called with the bytes that were read, and those to read in all.
 
     Raises:
@@ -86,8 +89,12 @@ def convert_file(
     chosen = _target(recipe, options)
     path = as_path(source)
     as_path(target)
+    if not isinstance(prefix, str):
+        raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
     opened = open_source(path)
     try:
+        if prefix:
+            opened = UnderPrefix(opened, prefix)
         with named(path):
             plan = make_plan(opened, chosen, _patterns("include", include), _patterns("exclude", exclude))
         others = {k: v for k, v in opened.metadata.items() if k not in (METADATA_KEY, DIGEST_KEY)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from ottava.checkpoint.folder import as_path, prune, step_name
 from ottava.checkpoint.header import DTYPE_NAMES
 from ottava.checkpoint.index import Index
-from ottava.checkpoint.pieces import blocks_of
+from ottava.checkpoint.pieces import ShardedSource, blocks_of, is_scaling_state
 from ottava.checkpoint.ranks import Ranks
 from ottava.checkpoint.sharded import FlatState, Piece, flatten_state
 from ottava.checkpoint.tree import Merge, decode_tree, leaves
@@ -179,7 +180,14 @@ def load_sharded(
         )
 
     ranks.run(load)
-    job.flat.write({piece.name: job.buffers[stored] for stored, piece in job.pieces.items()})
+    ranks.each(lambda: _merge(job, ranks))
+    values = {piece.name: job.buffers[stored] for stored, piece in job.pieces.items()}
+    done: list[str] = []
+    try:
+        ranks.each(lambda: job.flat.exchange(values, done))
+    except BaseException:
+        job.flat.undo(values, done)
+        raise
     return job.result
 
 
@@ -214,7 +222,7 @@ def _prepare(state: Mapping[str, Any], path: str | os.PathLike[str], strict: boo
             raise CheckpointError(
                 f"{subject} {what} {listed}",
                 expected=f"the names of {reader.path}",
-                remedy="make the state that was saved (an optimizer has none before its first step), or strict=False",
+                remedy="make the state that was saved: an optimizer has none before its first step",
             )
     skipped = set(merge.missing)
     pieces: dict[str, Piece] = {}
@@ -226,11 +234,36 @@ def _prepare(state: Mapping[str, Any], path: str | os.PathLike[str], strict: boo
         _check_owner(owner, reader.path, flat, description)
         stored = _stored_name(name, description, index, ranks)
         _check_piece(piece, stored, index, reader.path)
+        _check_writable(owner, piece.tensor)
         pieces[stored] = piece
     buffers = {
         name: torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device="cpu") for name, piece in pieces.items()
     }
     return _Load(reader, index, flat, pieces, buffers, result)
+
+
+def _check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that torch does not write to."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(stride == 0 and size > 1 for size, stride in strides):
+        raise UsageError(
+            f"{name!r} is an expanded view: several of its elements are one", expected="a tensor with memory of its own"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise UsageError(f"{name!r} was made in inference mode", remedy="load it in torch.inference_mode()")
+
+
+def _merge(job: _Load, ranks: Ranks) -> None:
+    """Scaling state that each of another number of ranks had of its own: for all of these, the largest values."""
+    merged = [
+        name
+        for name, names in job.index.description.get("per_rank", {}).items()
+        if len(names) != ranks.world and name in job.buffers and is_scaling_state(name)
+    ]
+    if merged:
+        source = ShardedSource(job.reader.path)
+        for name in merged:
+            job.buffers[name].copy_(source.read(name))
 
 
 def _stored_name(name: str, description: Mapping[str, Any], index: Index, ranks: Ranks) -> str:
@@ -301,10 +334,19 @@ def save_step(
         OptionError: ``step`` or ``keep`` is no such number.
         OttavaError: see :func:`save_sharded`.
     """
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise OptionError(f"keep is {keep!r}", expected="an integer from 1, or None")
-    path = as_path(folder) / step_name(step)
+
+    def check() -> Path:
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise OptionError(f"keep is {keep!r}", expected="an integer from 1, or None")
+        return as_path(folder) / step_name(step)
+
+    ranks = Ranks(group)
+    path = ranks.each(check)
     save_sharded(state, path, group=group, overwrite=overwrite)
-    if keep is not None and Ranks(group).rank == 0:
-        prune(path.parent, keep, path)
+    if keep is not None and ranks.rank == 0:
+        try:
+            prune(path.parent, keep, path)
+        except OSError as error:
+            # The checkpoint is whole; that old ones are still there must not stop a training.
+            warnings.warn(f"old checkpoints in {path.parent} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
     return path

@@ -14,6 +14,7 @@ import torch
 
 from ottava.checkpoint.description import Described, Description, find_class
 from ottava.checkpoint.header import METADATA_KEY as METADATA_KEY
+from ottava.checkpoint.header import TORCH_DTYPES
 from ottava.checkpoint.provenance import encode_static, origin_of, remember
 from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec
@@ -178,8 +179,8 @@ def _bytes(declared: InnerTensor, tensor: torch.Tensor | None, fields: Mapping[s
 
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
-        dtype = getattr(torch, str(value["dtype"]), None)
-        if not isinstance(dtype, torch.dtype):
+        dtype = TORCH_DTYPES.get(str(value["dtype"]))
+        if dtype is None:
             raise ValueError(f"no dtype {value['dtype']!r}")
         return dtype
     return tuple(_decode(entry) for entry in value) if isinstance(value, list) else value

@@ -49,6 +49,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# By torch's own names. Asking torch for a name that a file gives would import modules of that name.
+TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _MAX_DIMS = 64

@@ -119,10 +119,17 @@ class PieceReader:
         return box
 
 
+def is_scaling_state(name: str) -> bool:
+    """Whether a tensor of this name in a state is one that a layer keeps for its recipe."""
+    return "recipe_state" in name.split(".")
+
+
 class ShardedSource:
     """The tensors of a sharded checkpoint, one by one and whole, read by one process.
 
-    Quantized tensors appear as their inner tensors; :attr:`metadata` is what ``unflatten_state_dict`` takes.
+    Quantized tensors appear as their inner tensors; :attr:`metadata` is what ``unflatten_state_dict`` takes. Of a
+    tensor that each rank had of its own, rank 0's is read; of scaling state the largest values of all ranks, which is
+    what the next step would have made of them.
 
     Args:
         path: the folder of the checkpoint.
@@ -138,7 +145,8 @@ class ShardedSource:
         check_files(self._folder, self._index)
         description = self._index.description
         # Of what the ranks had of their own, that of rank 0 has the name.
-        others = {name for names in description.get("per_rank", {}).values() for name in names[1:]}
+        self._per_rank: dict[str, list[str]] = description.get("per_rank", {})
+        others = {name for names in self._per_rank.values() for name in names[1:]}
         self._names = sorted(name for name in self._index.tensors if name not in others)
         quantized = description.get("quantized", {})
         self.metadata: dict[str, str] = {METADATA_KEY: _described(quantized, self.path)} if quantized else {}
@@ -162,6 +170,13 @@ class ShardedSource:
         Raises:
             CheckpointError: there is none of that name, or its bytes are not those that were written.
         """
+        ranks = self._per_rank.get(name, [name]) if is_scaling_state(name) else [name]
+        whole = self._read(ranks[0])
+        for other in ranks[1:]:
+            torch.maximum(whole, self._read(other), out=whole)
+        return whole
+
+    def _read(self, name: str) -> torch.Tensor:
         tensor = self._tensor(name)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         with PieceReader(self._folder, self._index) as reader:

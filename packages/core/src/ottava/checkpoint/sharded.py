@@ -82,17 +82,33 @@ class FlatState:
             raise UsageError(f"two tensors would have the name {piece.name!r}", remedy="rename one of them")
         self.pieces[piece.name] = piece
 
-    def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy new values into the pieces that have some, and so into the tensors of the state.
+    def exchange(self, values: Mapping[str, torch.Tensor], done: list[str]) -> None:
+        """Put new values into the pieces that have some, and so into the tensors of the state; ``values`` has the old.
 
         What derives from them, a transpose for example, is outdated then, and is made again where it is needed.
 
         Args:
             values: by name, of the shape and dtype of the pieces.
+            done: takes the names of those that were exchanged, should one fail.
         """
         with torch.no_grad():
             for name, value in values.items():
-                as_bytes(self.pieces[name].tensor).copy_(as_bytes(value))
+                piece, given = as_bytes(self.pieces[name].tensor), as_bytes(value)
+                before = piece.to(given.device, copy=True)
+                done.append(name)
+                piece.copy_(given)
+                given.copy_(before)
+        self._written(values)
+
+    def undo(self, values: Mapping[str, torch.Tensor], done: Sequence[str]) -> None:
+        """Put back what an :meth:`exchange` took, as far as that went."""
+        with torch.no_grad():
+            # The last one may have failed before anything was exchanged.
+            for name in done if len(done) == len(values) else done[:-1]:
+                as_bytes(self.pieces[name].tensor).copy_(as_bytes(values[name]))
+        self._written(values)
+
+    def _written(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, storage in self.storages.items():
             if any(path in values for path in self.parts[name]):
                 storage.mark_written()

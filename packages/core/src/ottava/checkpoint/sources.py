@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from ottava.checkpoint.flatten import described_state
 from ottava.checkpoint.header import METADATA_KEY, TensorSpec
 from ottava.checkpoint.index import INDEX_NAME
 from ottava.checkpoint.reader import SafetensorsFile, as_path
-from ottava.errors import CheckpointError
+from ottava.errors import CheckpointError, OptionError
 from ottava.tensors.storage import QuantizedTensorStorage
 
 _SHARDS = "model.safetensors.index.json"
@@ -119,9 +120,16 @@ def _unpickled(path: Path) -> Any:
         except Exception as failed:
             # Damaged bytes make the unpickler raise anything.
             error = error or failed
+    text = str(error)
+    # torch's own words advise to run the code.
+    needs = re.search(r"GLOBAL ([\w.]+)", text)
+    if needs is not None or "Weights only load failed" in text:
+        why = f"it needs code to be run{f' ({needs[1]})' if needs is not None else ''}"
+    else:
+        why = text.splitlines()[0][:200] if text else repr(error)
     raise CheckpointError(
-        f"{path} cannot be read as a file of torch.save: {str(error).splitlines()[0] if str(error) else error!r:.200}",
-        expected="a state dict of tensors; what needs code to be run is refused",
+        f"{path} cannot be read as a file of torch.save: {why}",
+        expected="a state dict of tensors alone",
         remedy="save it again with torch.save(model.state_dict(), path)",
     ) from error
 
@@ -183,6 +191,59 @@ class ShardFolder:
         """Close the files."""
         for file in self._files.values():
             file.close()
+
+
+class UnderPrefix:
+    """The tensors of a source whose names begin with a prefix, under the names without it.
+
+    Args:
+        source: with all the tensors.
+        prefix: ``"model."`` for the model in a checkpoint of a training.
+
+    Raises:
+        OptionError: no tensor has such a name.
+    """
+
+    def __init__(self, source: TensorSource, prefix: str) -> None:
+        self._source = source
+        given = source.metadata.get(METADATA_KEY)
+        description = Description.decode(given)
+
+        def own(names: Mapping[str, Any]) -> dict[str, Any]:
+            return {n.removeprefix(prefix): e for n, e in names.items() if n.startswith(prefix) and n != prefix}
+
+        # Name -> the name in the source. An alias of a tensor that stays behind becomes that tensor.
+        self._stored = own({name: name for name in source.names()})
+        taken = {stored: name for name, stored in self._stored.items()}
+        aliases = own(description.aliases)
+        self._stored |= {alias: stored for alias, stored in aliases.items() if stored not in taken}
+        if not self._stored:
+            parts = sorted({f"{name.partition('.')[0]}." for name in source.names() if "." in name})
+            raise OptionError(
+                f"no tensor has a name that begins with {prefix!r}",
+                expected="one of " + ", ".join(map(repr, parts[:8])) if parts else "no prefix",
+            )
+        kept = {alias: taken[stored] for alias, stored in aliases.items() if stored in taken}
+        described = replace(description, quantized=own(description.quantized), aliases=kept)
+        self.metadata = source.metadata if given is None else source.metadata | {METADATA_KEY: described.encode()}
+
+    def names(self) -> list[str]:
+        """The tensors, without the prefix."""
+        return list(self._stored)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Dtype and shape of a tensor."""
+        return TensorSpec(*self._source.spec(self._stored[name]))
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of the source."""
+        return self._source.read(self._stored[name])
+
+    def close(self) -> None:
+        """Close the source."""
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            close()
 
 
 def _is_torch_file(path: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ottava.checkpoint.header import TORCH_DTYPES
 from ottava.errors import DTypeError
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -89,8 +90,8 @@ def decode_tree(tree: Any, tensors: Mapping[str, Any]) -> Any:
     ((special, text),) = value.items()
     if special == "float":
         return float(text)
-    dtype = getattr(torch, str(text), None) if special == "dtype" else None
-    if not isinstance(dtype, torch.dtype):
+    dtype = TORCH_DTYPES.get(str(text)) if special == "dtype" else None
+    if dtype is None:
         raise ValueError(f"no dtype {text!r}")
     return dtype
 

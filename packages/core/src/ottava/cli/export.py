@@ -87,6 +87,7 @@ def run_export(
     options: list[str] | None,
     include: list[str] | None,
     exclude: list[str] | None,
+    prefix: str,
     force: bool,
 ) -> None:
     """Convert, with a progress bar on a terminal, and print what became of the tensors.
@@ -112,6 +113,7 @@ def run_export(
             options=chosen,
             include=include or None,
             exclude=exclude or None,
+            prefix=prefix,
             progress=lambda read, total: progress.update(task, completed=read, total=total),
         )
     console = Console(markup=False, emoji=False)

@@ -98,6 +98,9 @@ def export(
     exclude: Annotated[
         list[str] | None, typer.Option(help="A pattern of tensors not to convert; may be given again.")
     ] = None,
+    prefix: Annotated[
+        str, typer.Option(help="Take only tensors whose names begin with it, and take it off: model. for example.")
+    ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Convert the tensors of a file to another recipe, or to high precision, one by one."""
@@ -111,5 +114,6 @@ def export(
             options=option,
             include=include,
             exclude=exclude,
+            prefix=prefix,
             force=force,
         )

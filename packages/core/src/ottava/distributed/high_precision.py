@@ -9,6 +9,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ottava.distributed.gathering import gather_inputs, gathered_weight
+from ottava.errors import DTypeError, ShapeError
+from ottava.tensors import QuantizedTensorStorage
 
 _aten = torch.ops.aten
 
@@ -62,6 +64,22 @@ class HighPrecisionWeight(torch.Tensor):
     def high_precision(self) -> torch.Tensor:
         """The values as a plain tensor that shares their memory."""
         return self._plain
+
+    @property
+    def data(self) -> Any:
+        """An alias without gradient; setting it takes over other values of the same shape, as of ``torch.Tensor``."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor) or isinstance(value, QuantizedTensorStorage):
+            raise DTypeError(f"new data is a {type(value).__name__}", expected="a plain tensor")
+        plain = value._plain if isinstance(value, HighPrecisionWeight) else value.detach()
+        if plain.shape != self.shape:
+            raise ShapeError(f"new data has shape {tuple(plain.shape)}", expected=str(tuple(self.shape)))
+        # What torch itself keeps of this tensor, its dtype and device, follows only this way.
+        torch.Tensor.data.__set__(self, HighPrecisionWeight(plain))  # type: ignore[attr-defined]
+        self._plain = plain
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_plain"], None

@@ -378,7 +378,9 @@ class Linear(torch.nn.Linear):
         unexpected: Any,
         errors: Any,
     ) -> None:
+        before = getattr(self.weight, "_local_tensor", self.weight)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        self._gather_as(before)
         enters_first(self)
         self._quantized_weight = None
         if self._recipe is not None or "recipe_state" in self._modules:
@@ -390,6 +392,19 @@ class Linear(torch.nn.Linear):
         if loaded:
             self._loaded_state = loaded
             unexpected[:] = [key for key in unexpected if not key.startswith(own)]
+
+    def _gather_as(self, before: Any) -> None:
+        """Have a weight that was put in the place of another one (``assign=True``) be gathered as that was."""
+        weight: Any = self.weight
+        local = getattr(weight, "_local_tensor", weight)
+        plain = not isinstance(local, QuantizedTensorStorage) and not hasattr(local, "high_precision")
+        if not hasattr(before, "high_precision") or not plain:
+            return
+        made = type(before)(local.detach())
+        if local is weight:
+            self._parameters["weight"] = torch.nn.Parameter(made, requires_grad=weight.requires_grad)
+        else:
+            weight._local_tensor = made
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ottava.errors import UsageError
 from ottava.tensors.shards import requantize
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -47,7 +48,18 @@ def dispatch(cls: type, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dequantize, compute, and quantize into whatever the schema says is written."""
+    """Dequantize, compute, and quantize into whatever the schema says is written.
+
+    Raises:
+        UsageError: a collective, whose schema does not say what it writes.
+    """
+    if op.namespace == "c10d":
+        raise UsageError(
+            f"the collective {op._schema.name} was called with a quantized tensor",
+            expected="plain tensors: its codes and scales, or its values",
+            remedy="load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
+            "ottava.checkpoint.load_sharded",
+        )
     plain: dict[int, torch.Tensor] = {}
 
     def unwrap(value: Any) -> Any:

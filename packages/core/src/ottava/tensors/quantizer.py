@@ -287,6 +287,16 @@ class Quantizer(ABC):
         flags = all(getattr(self, name) == getattr(other, name) for name in _USAGE_FLAGS)
         return mine is not None and theirs is not None and flags and mine == theirs
 
+    def is_alike(self, other: Quantizer) -> bool:
+        """Whether ``other`` is of this class and has the same options, whatever the state of either."""
+        if type(self) is not type(other):
+            return False
+        mine, theirs = (
+            {name: value for name, value in vars(q).items() if not isinstance(value, torch.Tensor)}
+            for q in (self, other)
+        )
+        return mine == theirs
+
     def __hash__(self) -> int:
         configuration = self._configuration()
         return object.__hash__(self) if configuration is None else hash((type(self), configuration))

@@ -63,6 +63,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         static = tuple(getattr(self, field.attribute) for field in type(self).static_fields)
         return names, (type(self), static, self.dtype, self._quantizer)
 
+    @classmethod
+    def __metadata_guard__(cls, original: Any, other: Any) -> bool:
+        """Whether code that was compiled for a tensor serves another one: state of a quantizer is no part of it."""
+        mine, theirs = original[3], other[3]
+        alike = mine is theirs if mine is None or theirs is None else mine.is_alike(theirs)
+        return bool(original[:3] == other[:3] and alike)
+
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> QuantizedTensor:
         cls, static, dtype, quantizer = context

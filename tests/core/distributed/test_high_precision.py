@@ -1,0 +1,120 @@
+"""Weights in high precision that are to be gathered quantized: what sets, moves and loads them keeps what they are."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ottava
+from ottava.distributed import HighPrecisionWeight, gather_quantized
+from ottava.errors import DTypeError, ShapeError, UsageError
+
+
+@pytest.fixture
+def model(recipe: Any) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return gather_quantized(ottava.convert(torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3)), recipe))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_new_data_is_taken_over(model: Any) -> None:
+    values = torch.randn(6, 8)
+    model[0].weight.data = values
+    assert isinstance(model[0].weight, HighPrecisionWeight)
+    assert model[0].weight.high_precision().data_ptr() == values.data_ptr()
+    assert torch.equal(model[0].weight * 1, values)
+    with pytest.raises(ShapeError, match="new data has shape"):
+        model[0].weight.data = torch.zeros(8, 6)
+    with pytest.raises(DTypeError):
+        model[0].weight.data = 3
+    assert torch.equal(model[0].weight * 1, values)
+
+
+def test_moving_to_another_dtype(model: Any) -> None:
+    before = model[0].weight.high_precision().clone()
+    model.to(torch.bfloat16)
+    weight = model[0].weight
+    assert isinstance(weight, HighPrecisionWeight)
+    assert weight.dtype == weight.high_precision().dtype == torch.bfloat16
+    assert torch.equal(weight.high_precision(), before.bfloat16())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_plain_values(model: Any, assign: bool) -> None:
+    state = {name: torch.randn(value.shape) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+    weight = model[0].weight
+    assert isinstance(weight, HighPrecisionWeight)
+    assert weight.requires_grad
+    assert torch.equal(weight.high_precision(), state["0.weight"])
+
+
+def test_files_hold_plain_values(model: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    read = torch.load(buffer, weights_only=True)
+    assert {type(value) for value in read.values()} == {torch.Tensor}
+    assert torch.equal(read["0.weight"], model[0].weight.high_precision())
+
+
+def test_copies_are_apart(model: Any) -> None:
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied[0].weight.add_(1)
+    assert isinstance(copied[0].weight, HighPrecisionWeight)
+    assert not torch.equal(copied[0].weight.high_precision(), model[0].weight.high_precision())
+
+
+def test_the_layer_computes_as_before(model: Any, recipe: Any) -> None:
+    plain = ottava.convert(torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3)), recipe)
+    plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    x = torch.randn(4, 8)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_collectives_on_quantized_tensors_are_refused(recipe: Any, alone: None) -> None:
+    """Their schemas do not say what they write: what they would write to is a copy."""
+    with ottava.quantized_model_init(recipe):
+        weight = ottava.nn.Linear(8, 6).weight.detach()
+    before = weight.dequantize()
+    for call in (
+        lambda: dist.all_reduce(weight),
+        lambda: dist.broadcast(weight, 0),
+        lambda: dist.all_gather([weight], weight),
+        lambda: dist.scatter(weight, [weight]),
+    ):
+        with pytest.raises(UsageError, match="was called with a quantized tensor"):
+            call()
+    assert torch.equal(weight.dequantize(), before)
+
+
+def test_a_sharded_model_is_refused(model: Any, recipe: Any) -> None:
+    with pytest.raises(UsageError, match="no layer of the model has a recipe bound"):
+        gather_quantized(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    with pytest.raises(DTypeError, match="model is a str"):
+        gather_quantized("model")  # type: ignore[type-var]
+    with pytest.raises(DTypeError, match="recomputes"):
+        gather_quantized(model, recomputes=1)  # type: ignore[arg-type]
+
+
+def test_weights_that_other_modules_share_stay(recipe: Any) -> None:
+    embedding, head = torch.nn.Embedding(10, 8), torch.nn.Linear(8, 10, bias=False)
+    head.weight = embedding.weight
+    net = ottava.convert(torch.nn.Sequential(embedding, torch.nn.Linear(8, 8), head), recipe)
+    gather_quantized(net)
+    assert type(net[2].weight) is torch.nn.Parameter
+    assert net[2].weight is net[0].weight
+    assert isinstance(net[1].weight, HighPrecisionWeight)
