@@ -35,6 +35,7 @@ from ottava.checkpoint import (
     storage,
 )
 from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
+from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -222,16 +223,23 @@ def failures(ranks: Ranks) -> None:
             save_sharded({"x": 2}, path, group=outside)
 
 
+class Pending(RecipeState):
+    """A state with a buffer that the ranks would reduce in the next step."""
+
+    reduced_by_max = ("pending",)
+
+
 def own_tensors(ranks: Ranks) -> None:
     """Plain tensors that differ: each rank has its own again; other numbers of ranks have those of the first.
 
-    Of scaling state they have the largest of all.
+    Of what the next step would have reduced they have the largest of all.
     """
     path = ranks.folder / "saved"
     state = {"own": torch.full((3,), float(ranks.rank)), "same": torch.ones(2), "nan": torch.full((1,), torch.nan)}
     pending = torch.zeros(5)
     pending[ranks.rank] = 1.0 + ranks.rank
     state["0.recipe_state.pending"] = pending
+    state["0.recipe_state.count"] = torch.tensor([3, ranks.rank])
     save_sharded(state, path)
     target = {name: torch.zeros_like(value) for name, value in state.items()}
     load_sharded(target, path)
@@ -243,8 +251,9 @@ def own_tensors(ranks: Ranks) -> None:
         load_sharded(target, path, group=group)
         assert not target["own"].any()
         assert target["0.recipe_state.pending"].tolist() == [1.0, 2.0, 3.0, 4.0, 0.0]
+        assert target["0.recipe_state.count"].tolist() == [3, 0]
     source = ottava.checkpoint.ShardedSource(path)
-    assert source.names() == ["0.recipe_state.pending", "nan", "own", "same"]
+    assert source.names() == ["0.recipe_state.count", "0.recipe_state.pending", "nan", "own", "same"]
     assert source.read("0.recipe_state.pending").tolist() == [1.0, 2.0, 3.0, 4.0, 0.0]
     dist.barrier()
 

@@ -129,7 +129,8 @@ def test_a_file_that_another_tool_has_rewritten(tmp_path: Path) -> None:
         (["ottava.digest"], "not 'ottava'"),
         (metadata, "checksum"),
     ):
-        safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "y", {key: metadata[key] for key in kept})
+        # Other values: the library writes metadata in any order, at times in ours.
+        safetensors.torch.save_file({"a": torch.zeros(3)}, tmp_path / "y", {key: metadata[key] for key in kept})
         with pytest.raises(CheckpointError, match=said):
             checkpoint.load_file(tmp_path / "y")
 
@@ -169,3 +170,24 @@ def test_what_the_format_does_not_have(tmp_path: Path) -> None:
     checkpoint.save_file({"x": torch.ones(1)}, tmp_path / "x")
     with pytest.raises(DeviceError, match="cuda:99"):
         checkpoint.load_file(tmp_path / "x", "cuda:99")
+
+
+def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    """By the next one of the same name; files of other names stay."""
+    left = [tmp_path / ".x.0123456789abcdef.partial", tmp_path / ".x.aaaaaaaaaaaaaaaa.partial"]
+    others = [tmp_path / ".y.0123456789abcdef.partial", tmp_path / ".x.notes.partial"]
+    for path in (*left, *others):
+        path.write_bytes(b"half")
+    checkpoint.save_file({"a": torch.ones(2)}, tmp_path / "x")
+    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / "x"])
+
+
+def test_links_and_permissions_stay(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    checkpoint.save_file({"a": torch.ones(2)}, real)
+    real.chmod(0o600)
+    link.symlink_to("real")
+    checkpoint.save_file({"a": torch.zeros(2)}, link)
+    assert link.is_symlink()
+    assert real.stat().st_mode & 0o777 == 0o600
+    assert not checkpoint.load_file(real)["a"].any()

@@ -228,3 +228,14 @@ def test_a_part_is_saved_whole(recipe: Any, tmp_path: Path) -> None:
     read = checkpoint.load_file(tmp_path / "x")["part"]
     assert isinstance(read, Float8Tensor)
     assert torch.equal(read.dequantize(), weight[2:4].dequantize())
+
+
+def test_a_parameter_that_cannot_be_written(small: Any, contents: Any, tmp_path: Path) -> None:
+    """An expanded view: several of its elements are one."""
+    checkpoint.save_model(small(0), tmp_path / "x")
+    model = small(1)
+    model.first = model.tied = torch.nn.Parameter(torch.zeros(1, 3).expand(2, 3))
+    before = contents(model)
+    with pytest.raises(UsageError, match="'first' is an expanded view"):
+        checkpoint.load_model(model, tmp_path / "x")
+    assert contents(model) == before

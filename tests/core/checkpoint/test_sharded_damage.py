@@ -17,6 +17,7 @@ import torch
 
 import ottava
 from ottava.checkpoint import ShardedSource, is_complete, load_sharded, save_sharded
+from ottava.checkpoint.sharded import flatten_state
 from ottava.errors import CheckpointError, UsageError
 
 
@@ -222,3 +223,16 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pyt
     with pytest.warns(RuntimeWarning, match="cannot be removed: not yours"):
         path = ottava.checkpoint.save_step({"x": torch.ones(1)}, tmp_path, 3, keep=1)
     assert is_complete(path)
+
+
+def test_two_names_of_one_tensor_are_taken_back() -> None:
+    """What is put back last is what was there first."""
+    tensor = torch.zeros(3)
+    flat = flatten_state({"first": tensor, "second": tensor})
+    values = {"first": torch.ones(3), "second": torch.full((3,), 2.0)}
+    done: list[str] = []
+    flat.exchange(values, done)
+    assert done == ["first", "second"]
+    assert tensor.tolist() == [2.0, 2.0, 2.0]
+    flat.undo(values, done)
+    assert not tensor.any()

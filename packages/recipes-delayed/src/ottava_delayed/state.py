@@ -31,6 +31,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     """
 
     stateful: ClassVar[bool] = True
+    reduced_by_max: ClassVar[tuple[str, ...]] = ("amax_history",)
 
     recipe: DelayedScaling
     scale: torch.Tensor

@@ -19,11 +19,12 @@ import torch
 from ottava.checkpoint.folder import as_path, prune, step_name
 from ottava.checkpoint.header import DTYPE_NAMES
 from ottava.checkpoint.index import Index
-from ottava.checkpoint.pieces import ShardedSource, blocks_of, is_scaling_state
+from ottava.checkpoint.pieces import ShardedSource, blocks_of, check_writable
 from ottava.checkpoint.ranks import Ranks
 from ottava.checkpoint.sharded import FlatState, Piece, flatten_state
 from ottava.checkpoint.tree import Merge, decode_tree, leaves
 from ottava.errors import CheckpointError, OptionError, UsageError
+from ottava.recipes.state import is_reduced_by_max
 
 _HASHED_AT_ONCE = 4 << 20
 
@@ -59,7 +60,8 @@ def save_sharded(
         from ottava.checkpoint.planners import PieceSavePlanner
         from ottava.checkpoint.storage import FolderWriter
 
-        description = {"state": flat.tree, "quantized": flat.quantized, "per_rank": per_rank}
+        largest = [name for name in per_rank if is_reduced_by_max(name)]
+        description = {"state": flat.tree, "quantized": flat.quantized, "per_rank": per_rank, "largest": largest}
         writer = FolderWriter(path, overwrite=overwrite, description=description)
         pieces: dict[str, Any] = {}
         for name, piece in flat.pieces.items():
@@ -234,7 +236,7 @@ def _prepare(state: Mapping[str, Any], path: str | os.PathLike[str], strict: boo
         _check_owner(owner, reader.path, flat, description)
         stored = _stored_name(name, description, index, ranks)
         _check_piece(piece, stored, index, reader.path)
-        _check_writable(owner, piece.tensor)
+        check_writable(owner, piece.tensor)
         pieces[stored] = piece
     buffers = {
         name: torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device="cpu") for name, piece in pieces.items()
@@ -242,23 +244,12 @@ def _prepare(state: Mapping[str, Any], path: str | os.PathLike[str], strict: boo
     return _Load(reader, index, flat, pieces, buffers, result)
 
 
-def _check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that torch does not write to."""
-    strides = zip(tensor.shape, tensor.stride(), strict=True)
-    if any(stride == 0 and size > 1 for size, stride in strides):
-        raise UsageError(
-            f"{name!r} is an expanded view: several of its elements are one", expected="a tensor with memory of its own"
-        )
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise UsageError(f"{name!r} was made in inference mode", remedy="load it in torch.inference_mode()")
-
-
 def _merge(job: _Load, ranks: Ranks) -> None:
     """Scaling state that each of another number of ranks had of its own: for all of these, the largest values."""
     merged = [
         name
         for name, names in job.index.description.get("per_rank", {}).items()
-        if len(names) != ranks.world and name in job.buffers and is_scaling_state(name)
+        if len(names) != ranks.world and name in job.buffers and name in job.index.description.get("largest", [])
     ]
     if merged:
         source = ShardedSource(job.reader.path)

@@ -6,6 +6,7 @@ says, is no checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,8 @@ from ottava.errors import CheckpointError
 
 INDEX_NAME = "ottava.json"
 _VERSION = 1
+# Of pieces of one tensor: a grid of 200 by 200 ranks has fewer.
+_MOST_COMPARISONS = 4_000_000
 # The checksum is that of all bytes that follow, as they are.
 _START = re.compile(rb'\{"crc32":"([0-9a-f]{8})","checkpoint":')
 _PART = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
@@ -195,6 +198,12 @@ def _check_description(description: Any, tensors: Mapping[str, StoredTensor], wo
     for name, names in description.get("per_rank", {}).items():
         if len(names) != world_size or any(own not in tensors for own in names):
             raise ValueError(f"what each rank has of {name!r} is not there")
+        if len({(tensors[own].dtype, tensors[own].shape) for own in names}) > 1:
+            raise ValueError(f"the ranks have {name!r} of several kinds")
+    for name in description.get("largest", []):
+        dtype = tensors[name].dtype if name in description.get("per_rank", {}) else None
+        if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64):
+            raise ValueError(f"{name!r} has no largest values")
 
 
 def _check_piece(
@@ -223,11 +232,19 @@ def check_cover(name: str, shape: Sequence[int], pieces: Sequence[StoredPiece]) 
     """
     if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape) or not pieces:
         raise ValueError(f"the pieces of {name!r} do not make the whole")
-    boxes = sorted(((p.offsets, p.shape) for p in pieces if math.prod(p.shape)), key=lambda box: box[0])
+    boxes = [(p.offsets, p.shape) for p in pieces if math.prod(p.shape)]
+    # Along the dimension that is cut most often few boxes meet.
+    cuts = [len({offsets[dim] for offsets, _ in boxes}) for dim in range(len(shape))]
+    along = cuts.index(max(cuts)) if cuts else 0
+    boxes.sort(key=lambda box: box[0][along : along + 1])
+    compared = 0
     for number, (offsets, sizes) in enumerate(boxes):
-        for other, others in boxes[number + 1 :]:
-            if shape and other[0] >= offsets[0] + sizes[0]:
+        for other, others in itertools.islice(boxes, number + 1, None):
+            if shape and other[along] >= offsets[along] + sizes[along]:
                 break
+            compared += 1
+            if compared > _MOST_COMPARISONS:
+                raise ValueError(f"{name!r} is cut into {len(pieces)} pieces that lie in all directions")
             both = zip(offsets, sizes, other, others, strict=True)
             if all(a < c + d and c < a + b for a, b, c, d in both):
                 raise ValueError(f"pieces of {name!r} overlap")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ottava.checkpoint.files import load_file, save_file
+from ottava.checkpoint.pieces import check_writable
 from ottava.checkpoint.reader import as_path, named
 from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
@@ -140,6 +141,7 @@ def _fitting(name: str, target: torch.Tensor, value: Any) -> torch.Tensor:
 
 
 def _checked(name: str, target: torch.Tensor, value: Any) -> torch.Tensor:
+    check_writable(name, target)
     if tuple(value.size()) != tuple(target.shape):
         raise ShapeError(
             f"{name!r} has shape {tuple(value.size())}", expected=f"{tuple(target.shape)}, as in the model"

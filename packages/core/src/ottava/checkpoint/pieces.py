@@ -18,7 +18,7 @@ from ottava.checkpoint.description import Described, Description
 from ottava.checkpoint.folder import as_path, locate
 from ottava.checkpoint.header import METADATA_KEY
 from ottava.checkpoint.index import Index, StoredPiece, StoredTensor, check_files, read_index
-from ottava.errors import CheckpointError
+from ottava.errors import CheckpointError, UsageError
 
 
 def buffer_of(tensor: torch.Tensor) -> memoryview:
@@ -40,6 +40,21 @@ def blocks_of(tensor: torch.Tensor, size: int) -> Iterator[memoryview]:
     data = buffer_of(values)
     for start in range(0, len(data), size):
         yield data[start : start + size]
+
+
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that torch does not write to.
+
+    Raises:
+        UsageError: several of its elements are one, or it was made in inference mode.
+    """
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(stride == 0 and size > 1 for size, stride in strides):
+        raise UsageError(
+            f"{name!r} is an expanded view: several of its elements are one", expected="a tensor with memory of its own"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise UsageError(f"{name!r} was made in inference mode", remedy="load it in torch.inference_mode()")
 
 
 class PieceReader:
@@ -119,17 +134,12 @@ class PieceReader:
         return box
 
 
-def is_scaling_state(name: str) -> bool:
-    """Whether a tensor of this name in a state is one that a layer keeps for its recipe."""
-    return "recipe_state" in name.split(".")
-
-
 class ShardedSource:
     """The tensors of a sharded checkpoint, one by one and whole, read by one process.
 
     Quantized tensors appear as their inner tensors; :attr:`metadata` is what ``unflatten_state_dict`` takes. Of a
-    tensor that each rank had of its own, rank 0's is read; of scaling state the largest values of all ranks, which is
-    what the next step would have made of them.
+    tensor that each rank had of its own, rank 0's is read; of scaling state that the next step would have reduced, the
+    largest values of all ranks.
 
     Args:
         path: the folder of the checkpoint.
@@ -146,6 +156,7 @@ class ShardedSource:
         description = self._index.description
         # Of what the ranks had of their own, that of rank 0 has the name.
         self._per_rank: dict[str, list[str]] = description.get("per_rank", {})
+        self._largest: list[str] = description.get("largest", [])
         others = {name for names in self._per_rank.values() for name in names[1:]}
         self._names = sorted(name for name in self._index.tensors if name not in others)
         quantized = description.get("quantized", {})
@@ -170,7 +181,7 @@ class ShardedSource:
         Raises:
             CheckpointError: there is none of that name, or its bytes are not those that were written.
         """
-        ranks = self._per_rank.get(name, [name]) if is_scaling_state(name) else [name]
+        ranks = self._per_rank.get(name, [name]) if name in self._largest else [name]
         whole = self._read(ranks[0])
         for other in ranks[1:]:
             torch.maximum(whole, self._read(other), out=whole)

@@ -95,16 +95,16 @@ class FlatState:
             for name, value in values.items():
                 piece, given = as_bytes(self.pieces[name].tensor), as_bytes(value)
                 before = piece.to(given.device, copy=True)
-                done.append(name)
                 piece.copy_(given)
+                done.append(name)
                 given.copy_(before)
         self._written(values)
 
     def undo(self, values: Mapping[str, torch.Tensor], done: Sequence[str]) -> None:
         """Put back what an :meth:`exchange` took, as far as that went."""
         with torch.no_grad():
-            # The last one may have failed before anything was exchanged.
-            for name in done if len(done) == len(values) else done[:-1]:
+            # Backwards: two names may be one tensor.
+            for name in reversed(done):
                 as_bytes(self.pieces[name].tensor).copy_(as_bytes(values[name]))
         self._written(values)
 

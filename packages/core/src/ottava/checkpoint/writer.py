@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
+import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +42,8 @@ class SafetensorsWriter:
     def __init__(
         self, path: str | os.PathLike[str], specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]
     ) -> None:
-        self.path = as_path(path)
+        # Of a link, the file that it leads to.
+        self.path = Path(os.path.realpath(as_path(path)))
         self._specs, self._metadata = layout(specs), dict(metadata)
         header = encode(self._specs, self._metadata)
         self._begins: dict[str, int] = {}
@@ -113,10 +116,24 @@ class SafetensorsWriter:
             self._file.write(encode(self._specs, self._metadata, [self._checksums[name] for name in self._specs]))
             self._file.flush()
             os.fsync(self._file.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                # Who may read the old one may read the new one.
+                os.chmod(self._partial, stat.S_IMODE(os.stat(self.path).st_mode))
             os.replace(self._partial, self.path)
         except OSError as error:
             raise self._failed(error) from error
         _sync_folder(self.path.parent)
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        """What writers of this name left that were killed."""
+        pattern = re.compile(
+            re.escape(self._partial.name[: -len("0123456789abcdef.partial")]) + "[0-9a-f]{16}[.]partial"
+        )
+        with contextlib.suppress(OSError):
+            for entry in self.path.parent.iterdir():
+                if pattern.fullmatch(entry.name):
+                    entry.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 _USAGES = ((True, False), (False, True), (True, True))
 
 
+# The names that any class of states gave.
+_REDUCED_BY_MAX: set[str] = set()
+
+
+def is_reduced_by_max(name: str) -> bool:
+    """Whether a name in a state dict is that of a buffer with :attr:`RecipeState.reduced_by_max`."""
+    return ".recipe_state." in f".{name}" and name.rpartition(".")[2] in _REDUCED_BY_MAX
+
+
 class RecipeState:
     """The quantizers of one layer, one for each role and combination of usages.
 
@@ -26,6 +35,9 @@ class RecipeState:
 
     #: Whether there are values that outlive a step. Such states are kept, saved and updated at the entry of regions.
     stateful: ClassVar[bool] = False
+    #: Buffers of which the ranks of a group would make the largest values in the next step. A checkpoint that is loaded
+    #: on another number of ranks has these for all of them; of other buffers it has those of the first rank.
+    reduced_by_max: ClassVar[tuple[str, ...]] = ()
 
     recipe: Recipe
     # The quantizer factory that was put over the recipe when this was made.
@@ -37,6 +49,10 @@ class RecipeState:
     has_run: bool = False
     # Whether a backward pass has run since the step began.
     backward_ran: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _REDUCED_BY_MAX.update(cls.reduced_by_max)
 
     def __init__(self, recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
         self.recipe, self.factory = recipe, recipe._factory
