@@ -157,3 +157,20 @@ def test_nothing_is_pickled_but_tensors() -> None:
     with torch.serialization.safe_globals([]):
         loaded = torch.load(stream, weights_only=True)
     assert {type(value) for value in loaded.values()} == {torch.Tensor}
+
+
+def test_a_weight_that_was_made_on_meta_takes_its_scale_from_its_first_values() -> None:
+    with torch.device("meta"), ottava.quantized_model_init("delayed"):
+        net = ottava.nn.Linear(16, 8, dtype=torch.bfloat16)
+    net = ottava.convert(net, "delayed").to_empty(device="cpu")
+    assert torch.equal(net.recipe_state.scale, torch.ones(3))
+    assert not net.recipe_state.amax_history.any()
+    values = torch.randn(8, 16).mul(0.01).bfloat16()
+    with torch.no_grad():
+        net.weight.copy_(values)
+        net.bias.zero_()
+    scale = torch.div(torch.tensor(448.0), values.float().abs().max())
+    assert net.recipe_state.scale[1] == scale
+    assert torch.equal(net.weight._scale_inv, torch.div(torch.tensor(1.0), scale))
+    net(torch.ones(2, 16, dtype=torch.bfloat16)).sum().backward()
+    assert net.weight.grad.isfinite().all()

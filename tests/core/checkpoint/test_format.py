@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -191,3 +192,45 @@ def test_links_and_permissions_stay(tmp_path: Path) -> None:
     assert link.is_symlink()
     assert real.stat().st_mode & 0o777 == 0o600
     assert not checkpoint.load_file(real)["a"].any()
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is put on the disk and renamed, in order."""
+    calls: list[tuple[str, str]] = []
+    real_sync, real_replace, real_rename = os.fsync, os.replace, os.rename
+
+    def sync(descriptor: int) -> None:
+        calls.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        real_sync(descriptor)
+
+    def named(real: Any) -> Any:
+        def rename(source: Any, target: Any) -> None:
+            calls.append(("rename", os.path.basename(target)))
+            real(source, target)
+
+        return rename
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", named(real_replace))
+    monkeypatch.setattr(os, "rename", named(real_rename))
+    return calls
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads the names of open files there")
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of the machine is no different from one of the process."""
+    calls = recorded(monkeypatch)
+    checkpoint.save_file({"a": torch.ones(2)}, tmp_path / "x")
+    kinds = [kind for kind, _ in calls]
+    assert kinds == ["sync", "rename", "sync"]
+    assert calls[0][1].endswith(".partial")
+    assert calls[1:] == [("rename", "x"), ("sync", tmp_path.name)]
+    calls.clear()
+    checkpoint.save_sharded({"a": torch.ones(2)}, tmp_path / "run")
+    place = calls.index(("rename", "run"))
+    before = [name for kind, name in calls[:place] if kind == "sync"]
+    assert "ottava.json" in before
+    assert any(name.startswith("rank-00000") for name in before)
+    assert any(name.startswith(".run.partial") for name in before)
+    assert before.index("ottava.json") > next(i for i, name in enumerate(before) if name.startswith("rank-"))
+    assert ("sync", tmp_path.name) in calls[place:]

@@ -33,6 +33,7 @@ class Float8CurrentScalingQuantizer(PerTensorShards):
         OptionError: ``amax_epsilon`` is negative or not finite, a flag no bool, or the group no process group.
     """
 
+    process_attributes: ClassVar[tuple[str, ...]] = ("with_amax_reduction", "amax_reduction_group", "device")
     batch_options: ClassVar[tuple[str, ...]] = ("force_pow_2_scales", "amax_epsilon")
 
     def __init__(

@@ -34,6 +34,7 @@ class Float8Quantizer(PerTensorShards):
     """
 
     stateful: ClassVar[bool] = True
+    process_attributes: ClassVar[tuple[str, ...]] = ("shard_group", "gathers", "unset")
 
     def __init__(
         self,
@@ -54,6 +55,8 @@ class Float8Quantizer(PerTensorShards):
                 raise DeviceError(f"{what} is on {value.device}, scale on {scale.device}", expected="one device")
         self.scale, self.amax, self.saturated = scale, amax, saturated
         self.fits = False
+        # Whether the first values that it quantizes say what the scale is: a weight that was made on meta has none.
+        self.unset = False
         # Whether it quantizes a weight when it is gathered, and records apart.
         self.gathers = False
         # The name of the group whose ranks have the other shards of the tensor.
@@ -83,6 +86,10 @@ class Float8Quantizer(PerTensorShards):
         scale = torch.stack([quantizer.scale.reshape(()) for quantizer in quantizers])
         if any(quantizer.fits for quantizer in quantizers):
             own, _ = cls.scales_by_format(jobs, amaxes)
+            for place in [place for place, quantizer in enumerate(quantizers) if quantizer.unset]:
+                quantizers[place].scale.copy_(own[place].reshape(quantizers[place].scale.shape))
+                quantizers[place].unset = False
+                scale[place] = own[place]
             fits = torch.tensor([quantizer.fits for quantizer in quantizers], device=scale.device)
             scale = torch.where(fits, torch.minimum(scale, own), scale)
         recording = [place for place, quantizer in enumerate(quantizers) if quantizer.amax is not None]
@@ -123,6 +130,9 @@ class Float8Quantizer(PerTensorShards):
             if self.shard_group is not None:
                 amax = reduce_amax(amax, self.shard_group)
             own = kernels.scale_from_amax(amax, self.fp8_dtype)[0]
+            if self.unset and not tensor.is_meta:
+                self.scale.copy_(own.reshape(scale.shape))
+                self.unset = False
             scale = torch.minimum(scale, own.reshape(scale.shape))
         data, transpose, scale_inv = kernels.cast_amax(
             tensor, scale, self.amax, self.fp8_dtype, saturated=self.saturated, transposed=with_transpose

@@ -96,6 +96,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             slot.copy_(present.scale.reshape(()))
         made = self._own("weight", True, present.rowwise_usage, present.columnwise_usage)
         made.fits = present.fits
+        made.unset = present.unset or (present.scale.is_meta and not slot.is_meta)
         return made
 
     def gather_quantizer(self) -> Quantizer:
@@ -143,7 +144,11 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             # The model may become bfloat16; scales stay float32.
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        without_values = self.scale.is_meta
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        if without_values and not self.scale.is_meta:
+            self.reset()
+        return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         key = f"{prefix}amax_history"

@@ -103,7 +103,7 @@ def _options(quantizer: Quantizer) -> dict[str, Any]:
     usages = {"rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"}
     options: dict[str, Any] = {}
     for name, value in sorted(vars(quantizer).items()):
-        if name in usages or name.startswith("_") or value is None:
+        if name in usages or name in quantizer.process_attributes or name.startswith("_") or value is None:
             continue
         try:
             options[name] = encode_static(value)

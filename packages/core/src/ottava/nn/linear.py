@@ -243,6 +243,18 @@ class Linear(torch.nn.Linear):
             shard.update_quantizer(quantizer)
             shard._shard_group = None
 
+    def _share_shards(self) -> None:
+        """See that the first values of a quantized weight that was on meta are quantized as those of the whole."""
+        weight: Any = self.weight
+        local = getattr(weight, "_local_tensor", weight)
+        if not isinstance(local, QuantizedTensor):
+            return
+        self.own_shard(local)
+        sharded = [] if local is weight else [d for d, p in enumerate(weight.placements) if not p.is_replicate()]
+        if len(sharded) == 1 and local._quantizer is not None:
+            group = weight.device_mesh.get_group(sharded[0])
+            local.update_quantizer(local._quantizer.for_shards(group.group_name))
+
     def _take_part(self, state: RecipeState, group: Any) -> None:
         """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
         region = current_region()
@@ -355,8 +367,10 @@ class Linear(torch.nn.Linear):
             return kept.to_dtype(moved.dtype) if moved.dtype in HIGH_PRECISION else moved
 
         self._quantized_weight = None
-        initial = getattr(self.weight, "_high_precision_init_val", None)
+        initial, without_values = getattr(self.weight, "_high_precision_init_val", None), self.weight.is_meta
         super()._apply(keep_codes, recurse)  # type: ignore[no-untyped-call]
+        if without_values and not self.weight.is_meta:
+            self._share_shards()
         if initial is not None:
             self.weight._high_precision_init_val = initial  # type: ignore[attr-defined]
         return self

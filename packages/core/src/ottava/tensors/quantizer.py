@@ -35,6 +35,8 @@ class Quantizer(ABC):
     shard_batch: ClassVar[type[ShardBatch]] = ShardBatch
     #: Options that all quantizers of this class must have in common where shards are quantized together.
     batch_options: ClassVar[tuple[str, ...]] = ()
+    #: Attributes that belong to the processes of a training: no file has them.
+    process_attributes: ClassVar[tuple[str, ...]] = ()
     #: Whether a tensor has one scale, which follows from its amax or is known.
     scale_per_tensor: ClassVar[bool] = False
     #: Rows of a matrix, or a multiple of them, that are quantized the same alone and in the whole. None: no number.
