@@ -5,6 +5,7 @@ That process runs nothing that would start threads, and has no process group its
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -19,9 +20,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ottava
-import ottava.checkpoint.planners
-import ottava.kernels.cpu
 
+# What every rank would import for itself: FSDP's hooks, planners, kernels and recipes.
+for _name in ("torch._dynamo", "ottava.checkpoint.planners", "ottava.kernels.cpu"):
+    importlib.import_module(_name)
 for _spec in ottava.list_recipes():
     ottava.get_recipe(_spec.name)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ottava import kernels
-from ottava.formats import MX_BLOCK
+from ottava.formats import MX_BLOCK, mx_scale_shapes
 from ottava.tensors import ShardBatch, ShardJob
 from ottava_mxfp8.tensors import MXFP8TensorStorage
 
@@ -35,11 +35,31 @@ class MXFP8Batch(ShardBatch):
         )
         self._formats = [quantizer.fp8_dtype for quantizer in self._quantizers]
         self._codes = [_by_usage(job) for job in jobs]
+        self._options = {(quantizer.fp8_dtype, quantizer.scale_rounding) for quantizer in self._quantizers}
+        # After a call that raised nothing the same arguments are not looked at again.
+        self._seen, self._cast = False, False
+        self._into = None if any(self._squares) or len(self._options) > 1 else self._held_scales()
+
+    def _held_scales(self) -> list[torch.Tensor | None] | None:
+        """The held scales of all weights, along rows and columns in turns; None if one has a part of them."""
+        found: list[torch.Tensor | None] = []
+        for job, matrix in zip(self.jobs, self._matrices, strict=True):
+            for usage, shape in zip(("rowwise", "columnwise"), mx_scale_shapes(matrix), strict=True):
+                held: torch.Tensor | None = getattr(job.output.holder, _SCALES[usage].attribute)  # type: ignore[index]
+                if held is not None and (tuple(held.shape) != shape or not held.is_contiguous()):
+                    return None
+                found.append(held)
+        return found
 
     def amaxes(self) -> torch.Tensor:
-        return kernels.mx_multi_amax(*self._places, self._squares)
+        amaxes = kernels.mx_multi_amax(*self._places, self._squares, checked=self._seen)
+        self._seen = True
+        return amaxes
 
     def cast(self, amaxes: torch.Tensor) -> None:
+        if self._into is not None:
+            self._cast_in_place(amaxes, self._into)
+            return
         scales = self._scales(amaxes)
         for job, usages, found in zip(self.jobs, self._codes, scales, strict=True):
             for usage in usages:
@@ -55,6 +75,21 @@ class MXFP8Batch(ShardBatch):
                 for usage in ("rowwise", "columnwise")
             ),
         )
+        self.written()
+
+    def _cast_in_place(self, amaxes: torch.Tensor, into: list[torch.Tensor | None]) -> None:
+        """The scales go where they are held in one call, and are read from there."""
+        codes = kernels.mx_scale_from_amax(amaxes, *next(iter(self._options)))
+        parts = codes.split([length for part in self._parts for length in part])
+        pairs = [(held, part) for held, part in zip(into, parts, strict=True) if held is not None and held.numel()]
+        if pairs:
+            torch._foreach_copy_([held.view(-1) for held, _ in pairs], [part for _, part in pairs])
+        directions = [
+            [None if h is None else (h, own[usage]) for h, own in zip(into[place::2], self._codes, strict=True)]
+            for place, usage in enumerate(("rowwise", "columnwise"))
+        ]
+        kernels.mx_multi_cast(*self._places, self._formats, *directions, checked=self._cast)
+        self._cast = True
         self.written()
 
     def _scales(self, amaxes: torch.Tensor) -> list[dict[str, torch.Tensor]]:

@@ -25,13 +25,14 @@ _TOO_LARGE = 2**62
 Buffers = tuple[torch.Tensor, torch.Tensor]
 
 
-def multi_amax(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+def multi_amax(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], *, checked: bool = False) -> torch.Tensor:
     """The largest magnitude of each tensor, its elements rounded to a dtype: float32 ``[len(xs)]``.
 
     Args:
         xs: float32, bfloat16 or float16, any shapes and strides.
         dtypes: what the elements of each are rounded to, one of the same three. NaN is ignored, an infinity counts,
             also one that the rounding makes; an empty tensor has 0.
+        checked: these very arguments were given before, to a call that raised nothing: they are not looked at again.
 
     Raises:
         ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together.
@@ -39,7 +40,7 @@ def multi_amax(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> tor
     _check_lengths(len(xs), dtypes=dtypes)
     if not len(xs):
         return torch.zeros(0, dtype=torch.float32)
-    device = _check_sources(xs, dtypes)
+    device = xs[0].device if checked else _check_sources(xs, dtypes)
     result: torch.Tensor = backend_module(device.type).multi_amax(xs, dtypes)
     return result
 
@@ -50,6 +51,8 @@ def multi_cast(
     scales: torch.Tensor,
     fp8_dtypes: Sequence[torch.dtype],
     outs: Sequence[torch.Tensor],
+    *,
+    checked: bool = False,
 ) -> None:
     """Codes of ``cast(float32(round(x)) * scale)`` of each tensor, as :func:`ottava.kernels.cast` has them.
 
@@ -58,6 +61,7 @@ def multi_cast(
         scales: float32 ``[len(xs)]``.
         fp8_dtypes: the format of each.
         outs: uint8, contiguous, of any shape with as many elements as its tensor has; at any address.
+        checked: as in :func:`multi_amax`; the scales may be others.
 
     Raises:
         ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, or one buffer is
@@ -70,10 +74,11 @@ def multi_cast(
         raise ShapeError(f"scales have shape {tuple(scales.shape)}", expected=f"({len(xs)},)")
     if not len(xs):
         return
-    device = _check_sources(xs, dtypes)
+    device = xs[0].device if checked else _check_sources(xs, dtypes)
     check_device(scales, device, "scales")
-    _check_formats(fp8_dtypes)
-    _check_outs(outs, [x.numel() for x in xs], device)
+    if not checked:
+        _check_formats(fp8_dtypes)
+        _check_outs(outs, [x.numel() for x in xs], device)
     backend_module(device.type).multi_cast(xs, dtypes, scales, fp8_dtypes, outs)
 
 
@@ -93,6 +98,8 @@ def mx_multi_amax(
     shapes: Sequence[tuple[int, int]],
     starts: Sequence[int],
     two_dimensional: Sequence[bool],
+    *,
+    checked: bool = False,
 ) -> torch.Tensor:
     """The largest magnitudes of the MX blocks of matrices, each from the contiguous range of it that is at hand.
 
@@ -102,6 +109,7 @@ def mx_multi_amax(
         starts: where its range begins: ``xs[i]`` holds the elements ``starts[i], starts[i] + 1, ...`` of the
             flattened matrix.
         two_dimensional: whether blocks are squares of 32 rows and columns.
+        checked: as in :func:`multi_amax`.
 
     Returns:
         float32, in one dimension, for one matrix after the other: the amaxes ``[rows, ceil(cols / 32)]`` of blocks of
@@ -115,9 +123,10 @@ def mx_multi_amax(
     _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, two_dimensional=two_dimensional)
     if not len(xs):
         return torch.zeros(0, dtype=torch.float32)
-    device = _check_sources(xs, dtypes)
-    _check_places(xs, shapes, starts)
-    for i, square in enumerate(two_dimensional):
+    device = xs[0].device if checked else _check_sources(xs, dtypes)
+    if not checked:
+        _check_places(xs, shapes, starts)
+    for i, square in enumerate(() if checked else two_dimensional):
         if not isinstance(square, bool):
             raise OptionError(f"two_dimensional[{i}] is {square!r}", expected="True or False")
     result: torch.Tensor = backend_module(device.type).mx_multi_amax(xs, dtypes, shapes, starts, two_dimensional)
@@ -132,6 +141,8 @@ def mx_multi_cast(
     fp8_dtypes: Sequence[torch.dtype],
     rowwise: Sequence[Buffers | None],
     columnwise: Sequence[Buffers | None],
+    *,
+    checked: bool = False,
 ) -> None:
     """Codes of ``cast(float32(round(x)) * 2^(127 - scale))`` of ranges of matrices, with scales that are known.
 
@@ -142,6 +153,7 @@ def mx_multi_cast(
             ceil(cols / 32)]``; and the result, uint8, contiguous, of any shape with as many elements as the range, at
             any address.
         columnwise: the same along columns, with scales ``[ceil(rows / 32), cols]``.
+        checked: as in :func:`multi_amax`.
 
     Raises:
         ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, a range does not
@@ -158,14 +170,16 @@ def mx_multi_cast(
     )
     if not len(xs):
         return
-    device = _check_sources(xs, dtypes)
-    counts = _check_places(xs, shapes, starts)
-    _check_formats(fp8_dtypes)
-    taken: set[int] = set()
-    by_row = [(rows, (cols + MX_BLOCK - 1) // MX_BLOCK) for rows, cols in shapes]
-    by_column = [((rows + MX_BLOCK - 1) // MX_BLOCK, cols) for rows, cols in shapes]
-    _check_pairs(rowwise, counts, by_row, device, "rowwise", taken)
-    _check_pairs(columnwise, counts, by_column, device, "columnwise", taken)
+    device = xs[0].device
+    if not checked:
+        _check_sources(xs, dtypes)
+        counts = _check_places(xs, shapes, starts)
+        _check_formats(fp8_dtypes)
+        taken: set[int] = set()
+        by_row = [(rows, (cols + MX_BLOCK - 1) // MX_BLOCK) for rows, cols in shapes]
+        by_column = [((rows + MX_BLOCK - 1) // MX_BLOCK, cols) for rows, cols in shapes]
+        _check_pairs(rowwise, counts, by_row, device, "rowwise", taken)
+        _check_pairs(columnwise, counts, by_column, device, "columnwise", taken)
     backend_module(device.type).mx_multi_cast(xs, dtypes, shapes, starts, fp8_dtypes, rowwise, columnwise)
 
 

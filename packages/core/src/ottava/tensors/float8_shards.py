@@ -24,13 +24,18 @@ class PerTensorBatch(ShardBatch):
         self._codes = [job.output.codes[0] for job in jobs]
         holders: list[Any] = [job.output.holder for job in jobs]
         self._scale_invs = [holder._scale_inv for holder in holders]
+        # After a call that raised nothing the same arguments are not looked at again.
+        self._seen, self._cast = False, False
 
     def amaxes(self) -> torch.Tensor:
-        return kernels.multi_amax(self._shards, self._dtypes)
+        amaxes = kernels.multi_amax(self._shards, self._dtypes, checked=self._seen)
+        self._seen = True
+        return amaxes
 
     def cast(self, amaxes: torch.Tensor) -> None:
         scale, scale_inv = type(self._quantizers[0]).shard_scales(self.jobs, amaxes)
-        kernels.multi_cast(self._shards, self._dtypes, scale, self._formats, self._codes)
+        kernels.multi_cast(self._shards, self._dtypes, scale, self._formats, self._codes, checked=self._cast)
+        self._cast = True
         torch._foreach_copy_(self._scale_invs, list(scale_inv.unbind()))
         self.written()
 

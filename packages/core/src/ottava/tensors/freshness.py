@@ -55,6 +55,6 @@ def bump_version(tensor: torch.Tensor) -> None:
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
-    """:func:`bump_version` of many tensors."""
+    """:func:`bump_version` of many tensors, none of them made in inference mode."""
     if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+        torch.autograd.graph.increment_version(tensors)

@@ -67,7 +67,7 @@ class ShardOutput:
 
     def written(self) -> None:
         """Tell the holder that its values changed, so that nothing derived from the old ones is read."""
-        bump_versions(self.written_tensors())
+        bump_versions([tensor for tensor in self.written_tensors() if not tensor.is_inference()])
         self.holder.mark_written()
 
 
@@ -112,6 +112,7 @@ class ShardBatch:
     def __init__(self, jobs: Sequence[ShardJob]) -> None:
         self.jobs = list(jobs)
         self._lengths: list[int] = []
+        self._written: list[torch.Tensor] | None = None
 
     def amaxes(self) -> torch.Tensor:
         """What this rank contributes, of all shards one after the other: flat, float32."""
@@ -131,8 +132,9 @@ class ShardBatch:
 
     def written(self) -> None:
         """Tell all holders that their values changed."""
-        written = [t for job in self.jobs for t in job.output.written_tensors()]
-        bump_versions(written)
+        if self._written is None:
+            self._written = [t for job in self.jobs for t in job.output.written_tensors() if not t.is_inference()]
+        bump_versions(self._written)
         for job in self.jobs:
             job.output.holder.mark_written()
 
