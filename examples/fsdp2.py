@@ -1,0 +1,175 @@
+"""FSDP2 with weights in FP8: ``fully_shard`` over the layers of a model that Ottava converted.
+
+    torchrun --nproc-per-node 2 examples/fsdp2.py --recipe mxfp8 --steps 20
+    python examples/fsdp2.py --weights primary
+
+With ``--weights high-precision`` each rank keeps its rows of the weights in float32 (or bfloat16), and quantizes them
+when they are gathered. With ``--weights primary`` its rows of the weights are FP8, and the optimizer has master weights
+of its own, from which all weights are quantized after a step, with one all-reduce. Either way a gather moves one byte
+an element. Checkpoints are sharded, and a run continues from the latest one on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from tiny_gpt import GPT, Checkpoints, Text, arguments, digest, initial_values, loss_of, mean, ranks, say
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.utils import clip_grad_norm_
+
+import ottava
+from ottava.distributed import gather_quantized, quantize_master_weights
+from ottava.recipes import RecipeState
+from ottava.tensors import QuantizedTensorStorage
+
+
+def make_model(options: Any, mesh: DeviceMesh) -> torch.nn.Module:
+    """The sharded model, in memory but without values. It is made on the meta device: no rank ever has the whole."""
+    recipe = ottava.get_recipe(options.recipe, **options.options)
+    # With a policy parameters are kept in float32 and become bfloat16 when they are gathered.
+    dtype = torch.float32 if options.mixed_precision else torch.bfloat16
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.mixed_precision else MixedPrecisionPolicy()
+    primary = options.weights == "primary"
+    with torch.device("meta"), ottava.quantized_model_init(recipe) if primary else contextlib.nullcontext():
+        model = GPT(options.width, options.layers, options.length, dtype)
+    # The order: convert, gather_quantized, compile, fully_shard; then memory, the optimizer, values.
+    ottava.convert(model, recipe, exclude="head")
+    if not primary:
+        gather_quantized(model)
+    for block in model.blocks:
+        if options.compile:
+            block.forward = torch.compile(block.forward, backend=options.compile, fullgraph=True)
+        fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=options.reshard, mp_policy=policy)
+    model.to_empty(device=mesh.device_type)
+    for module in model.modules():
+        if isinstance(module, RecipeState):
+            module.reset()
+        if isinstance(module, ottava.nn.Linear) and is_quantized(module.weight):
+            # The quantizer of a recipe that remembers is on the meta device still.
+            module.own_shard(cast(Any, module.weight)._local_tensor)
+    return model
+
+
+def is_quantized(parameter: Any) -> bool:
+    """Whether the rows that this rank has of a parameter are FP8."""
+    return isinstance(parameter.to_local(), QuantizedTensorStorage)
+
+
+def rows_of(values: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """The values, sharded as the parameter is; every rank has them whole and keeps its rows."""
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+class ShardedAdamW:
+    """AdamW on sharded parameters, or on float32 master weights in their place where some are quantized.
+
+    Args:
+        model: sharded; its parameters get their first values here.
+        seed: of the values.
+        lr, max_norm: learning rate, and the norm that gradients are clipped to.
+    """
+
+    def __init__(self, model: torch.nn.Module, seed: int, lr: float, max_norm: float) -> None:
+        self.parameters: list[Any] = list(model.parameters())
+        self.quantized = [place for place, parameter in enumerate(self.parameters) if is_quantized(parameter)]
+        values = (rows_of(whole.to(p.device), p) for _, p, whole in initial_values(model, seed))
+        if self.quantized:
+            self.optimized = [torch.nn.Parameter(value) for value in values]
+            self.write()
+        else:
+            self.optimized = self.parameters
+            with torch.no_grad():
+                for parameter, value in zip(self.parameters, values, strict=True):
+                    parameter.copy_(value)
+        self.adamw = torch.optim.AdamW(self.optimized, lr=lr, betas=(0.9, 0.95))
+        self.max_norm = max_norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip, step, and bring the model's parameters up to date."""
+        if self.quantized:
+            for parameter, master in zip(self.parameters, self.optimized, strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+        clip_grad_norm_(self.optimized, self.max_norm)
+        self.adamw.step()
+        self.adamw.zero_grad()
+        if self.quantized:
+            self.write()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Round the master weights into the parameters; all that are quantized in one call, with one all-reduce."""
+        weights, masters = ([of[place] for place in self.quantized] for of in (self.parameters, self.optimized))
+        quantize_master_weights(weights, masters, None)
+        for place, (parameter, master) in enumerate(zip(self.parameters, self.optimized, strict=True)):
+            if place not in self.quantized:
+                parameter.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's state, and the master weights if there are any."""
+        if not self.adamw.state:
+            # AdamW makes its state in the first step; a checkpoint is loaded before that.
+            for parameter in self.optimized:
+                moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+                self.adamw.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        masters = [master.detach() for master in self.optimized] if self.quantized else []
+        return {"adamw": self.adamw.state_dict(), "masters": masters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``load_sharded`` gave; the master weights are loaded in place."""
+        self.adamw.load_state_dict(state["adamw"])
+
+
+def train(options: Any, mesh: DeviceMesh) -> None:
+    """The training loop, from the latest checkpoint on if there is one."""
+    model = make_model(options, mesh)
+    optimizer = ShardedAdamW(model, options.seed, options.lr, options.max_norm)
+    text = Text(options.batch, options.length, options.seed)
+
+    checkpoints = Checkpoints(model, optimizer, options)
+    for step in range(checkpoints.resume(), options.steps):
+        total = torch.zeros((), device=mesh.device_type)
+        # One region for all microbatches: scales that come of past steps change once in a step.
+        with ottava.autocast():
+            for number, windows in enumerate(text.part(step, mesh, options.accumulate), 1):
+                # Gradients are reduced in the last backward pass of a step.
+                model.set_requires_gradient_sync(number == options.accumulate)
+                loss = loss_of(model, windows) / options.accumulate
+                loss.backward()
+                total += loss.detach()
+        optimizer.step()
+        say(f"step {step + 1} loss {mean(total):.6f}")
+        checkpoints.save(step + 1)
+    say(f"weights {digest(dict(model.named_parameters()))}")
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Run with these arguments, or those of the command line."""
+    parser = arguments(__doc__)
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("--weights", choices=("primary", "high-precision"), default="high-precision")
+    parser.add_argument("--reshard", action=flag, default=True, help="give weights up after the forward pass")
+    parser.add_argument("--mixed-precision", action=flag, default=True, help="float32 parameters, used in bfloat16")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="of the gradients, which are clipped to it")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="inductor",
+        metavar="BACKEND",
+        help="compile the blocks; one-dimensional MXFP8 needs --no-reshard, and primary weights of current scaling do "
+        "not compile",
+    )
+    options = parser.parse_args(given)
+    with ranks(options) as mesh:
+        train(options, mesh)
+
+
+if __name__ == "__main__":
+    main()
