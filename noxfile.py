@@ -121,9 +121,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict on every package."""
-    session.install(
-        torch_requirement(), "mypy", "pluggy", "typer", "rich", "numpy", "jinja2", "matplotlib"
-    )
+    session.install(torch_requirement(), "mypy", "pluggy", "typer", "rich", "numpy", "jinja2", "matplotlib")
     sources = [str(p / "src") for p in sorted(PACKAGES.iterdir()) if (p / "src").is_dir()]
     for source in sources:
         package = next(p for p in sorted(Path(source).iterdir()) if (p / "py.typed").exists())
