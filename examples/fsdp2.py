@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tiny_gpt import GPT, Checkpoints, Text, arguments, digest, initial_values, loss_of, mean, ranks, say
@@ -25,7 +25,6 @@ from torch.nn.utils import clip_grad_norm_
 
 import ottava
 from ottava.distributed import gather_quantized, quantize_master_weights
-from ottava.recipes import RecipeState
 from ottava.tensors import QuantizedTensorStorage
 
 
@@ -48,12 +47,6 @@ def make_model(options: Any, mesh: DeviceMesh) -> torch.nn.Module:
         fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=options.reshard, mp_policy=policy)
     model.to_empty(device=mesh.device_type)
-    for module in model.modules():
-        if isinstance(module, RecipeState):
-            module.reset()
-        if isinstance(module, ottava.nn.Linear) and is_quantized(module.weight):
-            # The quantizer of a recipe that remembers is on the meta device still.
-            module.own_shard(cast(Any, module.weight)._local_tensor)
     return model
 
 

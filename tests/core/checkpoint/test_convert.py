@@ -231,7 +231,7 @@ def test_files_of_torch_save(foreign: dict[str, torch.Tensor], small: Any, conte
         ([torch.ones(1)], "holds a list"),
         ({"model": model.state_dict(), "epoch": 3}, "'model' is a"),
         ({3: torch.ones(1)}, "3 is a Tensor"),
-        ({"x": torch.eye(2).to_sparse()}, "'x' is on meta or sparse"),
+        ({"x": torch.eye(2).to_sparse()}, "'x' is on meta, sparse or nested"),
         (model, "weights_only|state dict of tensors"),
     ):
         torch.save(value, tmp_path / "state.pt")

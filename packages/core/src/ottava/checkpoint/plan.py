@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from ottava.checkpoint.description import Described, Description
-from ottava.checkpoint.flatten import flatten_tensor, unflatten_tensor
 from ottava.checkpoint.header import METADATA_KEY, TensorSpec
+from ottava.checkpoint.inner import flatten_tensor, unflatten_tensor
 from ottava.checkpoint.provenance import origin_of_quantizer
 from ottava.checkpoint.sources import TensorSource
 from ottava.errors import CheckpointError, OptionError, OttavaError, UsageError

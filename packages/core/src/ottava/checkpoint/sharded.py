@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.flatten import flatten_tensor
 from ottava.checkpoint.header import DTYPE_NAMES
+from ottava.checkpoint.inner import flatten_tensor
 from ottava.checkpoint.pieces import as_bytes
 from ottava.checkpoint.tree import encode_tree
 from ottava.errors import DTypeError, OttavaError, ShapeError, UsageError
