@@ -156,8 +156,7 @@ def main(given: Sequence[str] | None = None) -> None:
         nargs="?",
         const="inductor",
         metavar="BACKEND",
-        help="compile the blocks; one-dimensional MXFP8 needs --no-reshard, and primary weights of current scaling do "
-        "not compile",
+        help="compile the blocks; one-dimensional MXFP8 needs --no-reshard",
     )
     options = parser.parse_args(given)
     with ranks(options) as mesh:

@@ -290,12 +290,19 @@ class Quantizer(ABC):
         return mine is not None and theirs is not None and flags and mine == theirs
 
     def is_alike(self, other: Quantizer) -> bool:
-        """Whether ``other`` is of this class and has the same options, whatever the state of either."""
+        """Whether ``other`` is of this class and has the same options, whatever the state of either.
+
+        What belongs to the process, such as a group, may differ: a copy may have lost it.
+        """
         if type(self) is not type(other):
             return False
         mine, theirs = (
-            {name: value for name, value in vars(q).items() if not isinstance(value, torch.Tensor)}
-            for q in (self, other)
+            {
+                name: value
+                for name, value in vars(quantizer).items()
+                if name not in self.process_attributes and not isinstance(value, torch.Tensor)
+            }
+            for quantizer in (self, other)
         )
         return mine == theirs
 
