@@ -242,7 +242,8 @@ def refused_masters(mesh: Any) -> None:
     own = torch.randn(local.shape)
     start = min(rank * -(-33 // world), 33) * 64
     before = local._data.clone(), local._scale_inv.clone()
-    replicated = distribute_tensor(Float8CurrentScalingQuantizer(E4M3).quantize(torch.ones(4, 64)), mesh, [Replicate()])
+    ones = Float8CurrentScalingQuantizer(E4M3).quantize(torch.ones(4, 64))
+    replicated = distribute_tensor(ones, mesh, [Replicate()], src_data_rank=None)
     for kind, weights, masters, offsets, group in (
         (ShapeError, [weight], [torch.randn(33, 64)], None, None),
         (ShapeError, [weight], [own[:-1]], [start], None),

@@ -129,6 +129,14 @@ def gathered(state: Any, group: Any = None) -> dict[str, torch.Tensor]:
     return whole
 
 
+def largest(state: Any) -> dict[str, torch.Tensor]:
+    """The bytes of what the ranks would reduce in the next step, reduced by hand: amaxes of delayed scaling."""
+    mine = {name: value for name, value in tensors_of(state).items() if name.endswith("recipe_state.amax_history")}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return {f"{name}:": raw(torch.stack([ranks[name] for ranks in every]).amax(0)) for name in mine}
+
+
 def _shard(value: Any) -> int:
     """Which shard of a tensor this rank has: its place in the last dimension of the mesh."""
     return int(value.device_mesh.get_coordinate()[-1]) if hasattr(value, "device_mesh") else 0
@@ -147,9 +155,10 @@ def resharded(kind: str, folder: Path, meshes: dict[str, tuple[Any, Any]]) -> No
     for _ in range(2):
         original.step()
     expected, state = gathered(original.state()), original.state()
+    reduced = expected | largest(state)
     save_sharded(state, folder / f"{kind}-4")
     if dist.get_rank() == 0:
-        torch.save(expected, folder / f"{kind}.expected")
+        torch.save(reduced, folder / f"{kind}.expected")
     dist.barrier()
     saved_by = ["4"]
     for name, (mesh, group) in meshes.items():
@@ -157,7 +166,9 @@ def resharded(kind: str, folder: Path, meshes: dict[str, tuple[Any, Any]]) -> No
             for writer in saved_by:
                 fresh = Training(kind, 2, mesh, group)
                 loaded = fresh.resume(folder / f"{kind}-{writer}")
-                same(gathered(fresh.state(), group), expected, f"{kind}: saved by {writer}, loaded by {name}")
+                own = {writer, name} <= {"4", "2x2"}
+                wanted = expected if own else reduced
+                same(gathered(fresh.state(), group), wanted, f"{kind}: saved by {writer}, loaded by {name}")
                 groups = loaded["optimizer"]["param_groups"]
                 assert loaded["steps"] == 2, (kind, name)
                 assert groups == state["optimizer"]["param_groups"], (kind, name)
@@ -173,7 +184,8 @@ def resharded(kind: str, folder: Path, meshes: dict[str, tuple[Any, Any]]) -> No
     for writer in ("1", "4"):
         fresh = Training(kind, 4, meshes["4"][0])
         fresh.resume(folder / f"{kind}-{writer}")
-        same(gathered(fresh.state()), expected, f"{kind}: saved by {writer}, loaded by 4")
+        wanted = expected if writer == "4" else reduced
+        same(gathered(fresh.state()), wanted, f"{kind}: saved by {writer}, loaded by 4")
     for _ in range(2):
         assert fresh.step() == original.step(), kind
     same(gathered(fresh.state()), gathered(original.state()), f"{kind}: continued")
