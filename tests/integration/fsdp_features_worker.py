@@ -26,7 +26,7 @@ def main() -> int:
     rank, world, store, names = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timedelta(seconds=60)
+        "gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timedelta(seconds=240)
     )
     mesh = init_device_mesh("cpu", (world,))
     failed = 0

@@ -359,7 +359,7 @@ def main() -> None:
     rank, world, store, examples = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timedelta(seconds=60)
+        "gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timedelta(seconds=240)
     )
     run(examples)
     dist.barrier()

@@ -32,7 +32,7 @@ def test_ranks_train_as_one_process(world: int, cases: str, tmp_path: Path) -> N
         for rank in range(world)
     ]
     try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=900)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -13,7 +13,7 @@ LAUNCHER = Path(__file__).with_name("kill_launcher.py")
 
 def launch(*arguments: str) -> str:
     command = [sys.executable, "-W", "ignore", str(LAUNCHER), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
     return done.stdout
 

@@ -39,7 +39,7 @@ def test_shards_on_ranks_are_quantized_as_the_whole(world: int, examples: int, t
         for rank in range(world)
     ]
     try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=900)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

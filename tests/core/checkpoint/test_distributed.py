@@ -379,12 +379,12 @@ def test_steps_are_found_and_pruned(tmp_path: Path) -> None:
 def test_ranks_under_fsdp2(tmp_path: Path) -> None:
     """The cases of distributed_worker.py, each on four processes."""
     command = [sys.executable, "-W", "ignore", str(WORKER), str(tmp_path)]
-    ranks = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    ranks = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
     assert ranks.returncode == 0, ranks.stdout
 
 
 def test_killed_saves_leave_whole_checkpoints(tmp_path: Path) -> None:
     """The campaigns of interrupted_worker.py: killed at every call that changes the disk, and at random times."""
     command = [sys.executable, "-W", "ignore", str(INTERRUPTED), str(tmp_path)]
-    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
     assert process.returncode == 0, process.stdout
