@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tiny_gpt import GPT, Checkpoints, Text, arguments, digest, initial_values, loss_of, mean, ranks, say
+from tiny_gpt import GPT, Checkpoints, Text, arguments, digest, initial_values, leave, loss_of, mean, ranks, say
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -165,3 +165,4 @@ def main(given: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny_gpt import GPT, Checkpoints, Text, arguments, digest, loss_of, mean, ranks, say
+from tiny_gpt import GPT, Checkpoints, Text, arguments, digest, leave, loss_of, mean, ranks, say
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -244,3 +244,4 @@ def main(given: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    leave()
