@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -166,6 +167,8 @@ def accumulating(way: str) -> Callable[..., list[float]]:
             if under_fsdp and "keep" in way:
                 net.set_reshard_after_backward(last)
             if not last:
+                # Garbage would take part in reductions until it is collected, on each rank at another time.
+                gc.collect()
                 region = ottava.autocast() if "region" in way else contextlib.nullcontext()
                 region.__enter__()
             loss = torch.nn.functional.mse_loss(net(x), y)

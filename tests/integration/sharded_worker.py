@@ -5,6 +5,7 @@ Usage: sharded_worker.py FOLDER RECIPE.... The ranks run on gloo and the CPU, fo
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -59,6 +60,8 @@ class Training:
         self.steps = 0
 
     def step(self) -> float:
+        # Garbage would take part in the reduction until it is collected, on each rank at another time.
+        gc.collect()
         rank = dist.get_rank() if dist.is_initialized() else 0
         data = torch.Generator().manual_seed(100 * self.steps + rank)
         x = torch.randn(32, 40, generator=data).bfloat16() * (1 + rank)
