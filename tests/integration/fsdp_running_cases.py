@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
