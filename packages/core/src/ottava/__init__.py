@@ -24,6 +24,7 @@ _EXPORTS = {
     "QuantizedTensor": "ottava.tensors",
     "QuantizedTensorStorage": "ottava.tensors",
     "Quantizer": "ottava.tensors",
+    "QuantizerRequest": "ottava.recipes.request",
     "QuantizerRole": "ottava.recipes.role",
     "Recipe": "ottava.recipes.base",
     "RecipeSpec": "ottava.recipes.spec",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from ottava.recipes.registry import get_recipe as get_recipe
     from ottava.recipes.registry import list_quantizer_factories as list_quantizer_factories
     from ottava.recipes.registry import list_recipes as list_recipes
+    from ottava.recipes.request import QuantizerRequest as QuantizerRequest
     from ottava.recipes.role import QuantizerRole as QuantizerRole
     from ottava.recipes.spec import FactorySpec as FactorySpec
     from ottava.recipes.spec import RecipeSpec as RecipeSpec

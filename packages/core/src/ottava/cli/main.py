@@ -117,3 +117,17 @@ def export(
             prefix=prefix,
             force=force,
         )
+
+
+@app.command("new-recipe")
+def new_recipe(
+    NAME: Annotated[str, typer.Argument(help="The recipe's name: lower-case letters, digits, - and _.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write, new or empty; by default one named NAME.")
+    ] = None,
+) -> None:
+    """Write a package with a recipe of your own: a working scheme to start from, its tests and its CI file."""
+    from ottava.cli.new_recipe.command import run_new_recipe
+
+    with _told():
+        run_new_recipe(NAME, out)

@@ -13,8 +13,8 @@ import torch
 from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
-from ottava.recipes.base import Recipe
-from ottava.recipes.region import as_recipe, enter_module, leave_module
+from ottava.recipes.base import Recipe, as_recipe
+from ottava.recipes.region import enter_module, leave_module
 from ottava.recipes.state import RecipeState
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ottava.gemm import as_matrix, gemm
+from ottava.nn.main_grad import note_added
 from ottava.recipes.state import RecipeState
 from ottava.tensors.saving import prepare_for_saving, restore_from_saved
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -23,12 +24,14 @@ class LinearPlan:
         dtype: dtype of the output and of the gradients that are computed.
         grad_enabled: whether a backward may follow.
         recording: whether the state is to see the operands of the forward.
+        main_grad: what the gradient of the weight is added to; None where it is returned.
     """
 
     state: RecipeState
     dtype: torch.dtype
     grad_enabled: bool
     recording: bool
+    main_grad: torch.Tensor | None = None
 
 
 class LinearFunction(torch.autograd.Function):
@@ -70,6 +73,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors, weight if x_needs and primary else None)
         ctx.objects = objects
         ctx.plan = plan
+        ctx.weight = weight if plan.main_grad is not None else None
         ctx.x_shape = x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         # Not a view: the output may be modified in place (by an activation, say).
@@ -94,7 +98,10 @@ class LinearFunction(torch.autograd.Function):
             qdy = quantizer.quantize(dy2, dtype=plan.dtype)
             if qw is not None:
                 dx = gemm(qdy, qw, "dgrad", out_dtype=plan.dtype).to(x_dtype).view(ctx.x_shape)
-            if qx is not None:
+            if qx is not None and plan.main_grad is not None:
+                gemm(qdy, qx, "wgrad", out=plan.main_grad, accumulate=True)
+                note_added(ctx.weight)
+            elif qx is not None:
                 dw = gemm(qdy, qx, "wgrad", out_dtype=plan.dtype).to(w_dtype)
         if b_dtype is not None and ctx.needs_input_grad[2]:
             db = dy2.sum(0, dtype=torch.float32).to(b_dtype)

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.function import LinearFunction, LinearPlan
+from ottava.nn.main_grad import into_main_grad, main_grad_of
 from ottava.nn.model_init import quantize_new_weight
-from ottava.recipes.base import Recipe
-from ottava.recipes.region import as_recipe, begin_ahead, current_region, enters_first
+from ottava.recipes.base import Recipe, as_recipe
+from ottava.recipes.mixed import layer_state
+from ottava.recipes.region import begin_ahead, current_region, enters_first
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 from ottava.recipes.stepping import begin_step, may_begin
@@ -42,6 +44,10 @@ class Linear(torch.nn.Linear):
         in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``.
         name: given to quantizer factories in their role.
         recipe: a recipe to bind, or the name of one.
+        fuse_wgrad_accumulation: the gradient of the weight is added to ``weight.main_grad``, a tensor of the weight's
+            shape (float32, say) that its owner makes and clears, with one rounding; ``weight.grad`` stays as it is. An
+            attribute of the same name that can be set later. Where the weight has ``grad_added_to_main_grad``, that
+            becomes True.
 
     Shapes: input ``[*, in_features]``, output ``[*, out_features]``; any leading dimensions, empty ones too.
     """
@@ -61,6 +67,8 @@ class Linear(torch.nn.Linear):
     _recorded: bool = False
     # What a checkpoint held for a recipe that a region has yet to bring.
     _loaded_state: dict[str, Any] | None = None
+    #: Whether the gradient of the weight goes to ``weight.main_grad``.
+    fuse_wgrad_accumulation: bool = False
 
     def __init__(
         self,
@@ -72,10 +80,12 @@ class Linear(torch.nn.Linear):
         *,
         name: str = "",
         recipe: Recipe | str | None = None,
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:
         bound = None if recipe is None else as_recipe(recipe)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.name = name
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         quantize_new_weight(self)
         self.bind(bound)
 
@@ -113,7 +123,7 @@ class Linear(torch.nn.Linear):
 
     def _make_state(self, recipe: Recipe, group: Any) -> RecipeState:
         roles = [QuantizerRole("linear", tensor_type, self.name) for tensor_type in _TENSOR_TYPES]
-        state = recipe.make_state(roles, amax_reduction_group=group)
+        state = layer_state(recipe, roles, amax_reduction_group=group)
         # Its buffers lie where the weight does.
         return state.to(self.weight.device) if isinstance(state, torch.nn.Module) else state
 
@@ -213,7 +223,7 @@ class Linear(torch.nn.Linear):
                 with torch.no_grad():
                     self.weight.rebuild_derived()
         kept_weight = self._kept_weight(state, dtype, is_first_microbatch, recording)
-        plan = LinearPlan(state, dtype, grad_enabled, recording)
+        plan = LinearPlan(state, dtype, grad_enabled, recording, main_grad_of(self, grad_enabled))
         with _no_autocast(input.device.type):
             result: torch.Tensor = LinearFunction.apply(input, self.weight, self.bias, kept_weight, plan)  # type: ignore[no-untyped-call]
         return result
@@ -304,7 +314,10 @@ class Linear(torch.nn.Linear):
         return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight
 
     def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input, self._plain_weight(), self.bias)
+        weight, main_grad = self._plain_weight(), main_grad_of(self, torch.is_grad_enabled())
+        return F.linear(
+            input, weight if main_grad is None else into_main_grad(weight, self.weight, main_grad), self.bias
+        )
 
     def _kept_weight(
         self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool | None, recording: bool

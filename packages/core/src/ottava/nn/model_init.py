@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ottava.errors import DTypeError
-from ottava.recipes.base import Recipe
-from ottava.recipes.region import as_recipe
+from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensor
 

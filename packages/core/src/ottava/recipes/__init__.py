@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "FactorySpec": "ottava.recipes.spec",
+    "QuantizerRequest": "ottava.recipes.request",
     "QuantizerRole": "ottava.recipes.role",
     "Recipe": "ottava.recipes.base",
     "RecipeSpec": "ottava.recipes.spec",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ottava.recipes.registry import list_quantizer_factories as list_quantizer_factories
     from ottava.recipes.registry import list_recipes as list_recipes
     from ottava.recipes.registry import plugin_statuses as plugin_statuses
+    from ottava.recipes.request import QuantizerRequest as QuantizerRequest
     from ottava.recipes.role import QuantizerRole as QuantizerRole
     from ottava.recipes.spec import FactorySpec as FactorySpec
     from ottava.recipes.spec import RecipeSpec as RecipeSpec

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ottava.errors import DTypeError, OptionError
+from ottava.recipes import registry
+from ottava.recipes.request import QuantizerRequest
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 
@@ -46,46 +48,65 @@ class Recipe(ABC):
     def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Quantizer:
         """A quantizer for ``role``; the group is the one of the enclosing ``autocast``, if any."""
 
-    def set_quantizer_factory(self, factory: QuantizerFactory | None) -> None:
-        """Put ``factory(role) -> Quantizer`` over this recipe; where it returns None, the recipe's own serves.
+    def set_quantizer_factory(self, factory: QuantizerFactory | str | None) -> None:
+        """Put a factory over this recipe: for each role it gives a quantizer, or what stands for one.
+
+        Args:
+            factory: ``factory(role)`` gives a :class:`~ottava.Quantizer`; a :class:`~ottava.QuantizerRequest` for what
+                another recipe would use; or None where this recipe's own serves. A name is that of a published factory.
 
         Raises:
-            DTypeError: ``factory`` is not callable.
+            DTypeError: ``factory`` is neither callable nor a name.
+            RecipeNotFoundError, PluginError: as of :func:`ottava.get_quantizer_factory`.
         """
+        if isinstance(factory, str):
+            factory = registry.get_quantizer_factory(factory)
         if factory is not None and not callable(factory):
-            raise DTypeError(f"the factory is a {type(factory).__name__}", expected="a callable factory(role)")
+            raise DTypeError(
+                f"the factory is a {type(factory).__name__}", expected="a callable factory(role), or a name"
+            )
         # Recipes may be frozen dataclasses: their fields say what they do, the factory is set over them.
         object.__setattr__(self, "_factory", factory)
 
     def quantizer(self, role: QuantizerRole | str, *, amax_reduction_group: Any = None) -> Quantizer:
         """The quantizer for ``role``: the factory's, if one is set, else the recipe's.
 
+        Where a stateful recipe serves the role, this one has a state of its own; those of a layer share the layer's.
+
         Raises:
             DTypeError: the factory returned something that is not a quantizer.
         """
         role = QuantizerRole.of(role)
-        given = self.given_quantizer(role)
-        return self.make_quantizer(role, amax_reduction_group=amax_reduction_group) if given is None else given
+        given = self.given(role)
+        if given is None:
+            return self.make_quantizer(role, amax_reduction_group=amax_reduction_group)
+        if isinstance(given, QuantizerRequest):
+            return given.recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
+        return given
 
-    def given_quantizer(self, role: QuantizerRole) -> Quantizer | None:
+    def given(self, role: QuantizerRole) -> Quantizer | QuantizerRequest | None:
         """What a factory that was put over this recipe gives for ``role``; None where the recipe's own serves.
 
         Raises:
-            DTypeError: the factory returned something that is not a quantizer.
+            DTypeError: the factory returned something else.
         """
         from ottava.tensors import Quantizer
 
         made = None if self._factory is None else self._factory(role)
-        if made is not None and not isinstance(made, Quantizer):
+        if made is not None and not isinstance(made, (Quantizer, QuantizerRequest)):
             raise DTypeError(
                 f"the quantizer factory returned a {type(made).__name__} for {role}",
-                expected="an ottava.Quantizer or None",
+                expected="an ottava.Quantizer, an ottava.QuantizerRequest or None",
             )
         return made
 
+    def given_quantizer(self, role: QuantizerRole) -> Quantizer | None:
+        """What :meth:`given` gives, a request answered by a quantizer with a state of its own."""
+        return None if self.given(role) is None else self.quantizer(role)
+
     def fake_quantizer(self, fp8_format: str) -> Quantizer | None:
-        """The quantizer of a fake-quantization format that the recipe's spec lists; None for any other."""
-        return None
+        """The quantizer of a fake-quantization format that the recipe's spec lists: by default that of inputs."""
+        return self.quantizer("input")
 
     def same_as(self, other: Recipe | None) -> bool:
         """Whether ``other`` says the same: the same object, or an equal one under the same factory."""
@@ -103,3 +124,21 @@ class Recipe(ABC):
     def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> RecipeState:
         """What a layer keeps for this recipe: its quantizers. A stateful recipe returns a module with buffers."""
         return RecipeState(self, roles, amax_reduction_group=amax_reduction_group)
+
+
+def as_recipe(recipe: Recipe | str) -> Recipe:
+    """A recipe object, built with its defaults when given by name, or from the file whose path it is.
+
+    Raises:
+        DTypeError: neither a recipe nor a string.
+        RecipeNotFoundError, OptionError: as of :func:`ottava.get_recipe`.
+    """
+    if isinstance(recipe, str):
+        return registry.get_recipe(recipe)
+    if not isinstance(recipe, Recipe):
+        raise DTypeError(
+            f"recipe is a {type(recipe).__name__}: {recipe!r}",
+            expected="an ottava.Recipe or the name of an installed one",
+            remedy="pass an instance, for example Float8CurrentScaling(), or a name that `ottava recipes` lists",
+        )
+    return recipe

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ottava.errors import DTypeError, OptionError
+from ottava.errors import OptionError
 from ottava.recipes import registry
-from ottava.recipes.base import Recipe, check_group
+from ottava.recipes.base import Recipe, as_recipe, check_group
 from ottava.recipes.stepping import Cohort, begin_step, cohort_for, may_begin, states_of
 from ottava.tensors.fsdp import sharded_modules
 
@@ -203,24 +203,6 @@ def leave_module(module: torch.nn.Module, args: Any = None, output: Any = None) 
     """A forward hook of converted modules, called after an error too."""
     if _regions.stack and _regions.stack[-1].module is module:
         _regions.stack.pop()
-
-
-def as_recipe(recipe: Recipe | str) -> Recipe:
-    """A recipe object, built with its defaults when given by name.
-
-    Raises:
-        DTypeError: neither a recipe nor a string.
-        RecipeNotFoundError: no installed package provides the name.
-    """
-    if isinstance(recipe, str):
-        return registry.get_recipe(recipe)
-    if not isinstance(recipe, Recipe):
-        raise DTypeError(
-            f"recipe is a {type(recipe).__name__}: {recipe!r}",
-            expected="an ottava.Recipe or the name of an installed one",
-            remedy="pass an instance, for example Float8CurrentScaling(), or a name that `ottava recipes` lists",
-        )
-    return recipe
 
 
 def _by_name(name: str) -> Recipe:

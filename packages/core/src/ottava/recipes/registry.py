@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ottava.errors import OptionError, OttavaError, PluginError, RecipeNotFoundError
+from ottava.errors import DuplicateRecipeError, OptionError, OttavaError, PluginError, RecipeNotFoundError
 from ottava.recipes import loader
 from ottava.recipes.discovery import canonical, disabled
 from ottava.recipes.ownership import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus
@@ -65,7 +66,9 @@ def required_options(name: str) -> list[str]:
 
 
 def get_recipe(name: str, **options: Any) -> Recipe:
-    """Build the recipe registered as ``name``.
+    """Build the recipe registered as ``name``, or from the recipe file whose path it is.
+
+    A path has a suffix, which no name has: the recipe whose spec lists the suffix in ``file_suffixes`` reads the file.
 
     Raises:
         RecipeNotFoundError: no installed package provides it; the message has the nearest names.
@@ -75,6 +78,8 @@ def get_recipe(name: str, **options: Any) -> Recipe:
     """
     from ottava.recipes.base import Recipe
 
+    if is_path(name):
+        name, options = _reader(name), {"file": name, **options}
     provided = _Provided(RECIPE, name)
     accepted, required, takes_any = provided.options()
     expected = ", ".join(accepted) or ("" if takes_any else "no options")
@@ -97,6 +102,32 @@ def get_recipe(name: str, **options: Any) -> Recipe:
     if not isinstance(made, Recipe):
         raise provided.error(f"gives an object of type {type(made).__name__}", expected="an ottava.Recipe")
     return made
+
+
+def is_path(name: object) -> bool:
+    """Whether this is the path of a recipe file and no name: it has a suffix or a folder."""
+    return isinstance(name, str) and not is_name(name) and ("." in name or os.sep in name)
+
+
+def _reader(path: str) -> str:
+    """The recipe that reads files like this one."""
+    suffix = os.path.splitext(path)[1].lower()
+    specs = list_recipes()
+    readers = [spec.name for spec in specs if suffix in spec.file_suffixes]
+    if len(readers) == 1:
+        return readers[0]
+    suffixes = sorted({suffix for spec in specs for suffix in spec.file_suffixes})
+    if not readers:
+        raise RecipeNotFoundError(
+            f"no installed recipe reads the file {path!r}",
+            expected=f"a suffix out of {', '.join(suffixes)}" if suffixes else "a package that reads recipe files",
+            remedy="" if suffixes else f"install one; Ottava's own is {OWNER_PREFIX}custom",
+        )
+    raise DuplicateRecipeError(
+        f"the recipes {' and '.join(readers)} read files like {path!r}",
+        expected="one reader for each suffix",
+        remedy=f"build one by name: get_recipe({readers[0]!r}, file={path!r})",
+    )
 
 
 def remember_default(name: str) -> bool:

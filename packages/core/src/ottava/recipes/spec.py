@@ -11,6 +11,7 @@ from ottava.errors import OptionError
 API_VERSION = 1
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
+_SUFFIX = re.compile(r"\.[a-z0-9]+")
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -59,6 +60,13 @@ class RecipeSpec:
         needs_reduction: whether it reduces amaxes over a process group by itself.
         api_version: version of the extension points it was written for.
         fake_quant_formats: names of the fake-quantization formats that it serves.
+        relative_error: what a linear layer is off at most: ``‖y - reference‖ / ‖reference‖`` (Frobenius norms) of its
+            output and of its gradients, for normally distributed operands.
+        quantized_weights: whether weights can be kept quantized: its quantizers give a ``QuantizedTensor``, unless they
+            are told to be internal.
+        deterministic: whether equal tensors give equal bytes.
+        compiles: whether ``torch.compile(fullgraph=True)`` takes a layer that runs under it.
+        file_suffixes: suffixes of the recipe files that it reads, ``(".yaml",)``; its factory takes ``file=path``.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -73,19 +81,30 @@ class RecipeSpec:
     needs_reduction: bool = False
     api_version: int = API_VERSION
     fake_quant_formats: tuple[str, ...] = ()
+    relative_error: float = 0.1
+    quantized_weights: bool = True
+    deterministic: bool = True
+    compiles: bool = True
+    file_suffixes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         owner = _check("recipe", self.name, self.summary, self.factory, self.api_version)
         block: object = self.block_size
         pair = isinstance(block, tuple) and len(block) == 2 and all(map(_positive, block))
         _require(block is None or pair, "block_size", block, owner, "None or a tuple of two positive integers")
-        for field in ("stateful", "needs_reduction"):
+        for field in ("stateful", "needs_reduction", "quantized_weights", "deterministic", "compiles"):
             value: object = getattr(self, field)
             _require(isinstance(value, bool), field, value, owner, "True or False")
         for field in ("formats", "fake_quant_formats"):
             value = getattr(self, field)
             words = isinstance(value, tuple) and all(word and _word(word) for word in value)
             _require(words, field, value, owner, 'a tuple of names, for example ("E4M3",)')
+        error: object = self.relative_error
+        positive = type(error) in (int, float) and 0 < error < float("inf")  # type: ignore[operator]
+        _require(positive, "relative_error", error, owner, "a positive number")
+        suffixes: object = self.file_suffixes
+        right = isinstance(suffixes, tuple) and all(_word(s) and _SUFFIX.fullmatch(s) for s in suffixes)
+        _require(right, "file_suffixes", suffixes, owner, 'a tuple of suffixes, for example (".yaml",)')
 
     @property
     def capabilities(self) -> tuple[str, ...]:

@@ -82,6 +82,10 @@ class RecipeState:
         """
         return self.quantizers[tensor_type, rowwise, columnwise]
 
+    def parts(self) -> Sequence[RecipeState]:
+        """The states that begin a step, each with those of its own recipe: this one, or those that it consists of."""
+        return [self]
+
     def reset(self) -> None:
         """Forget what was learnt. Nothing to do without state."""
 

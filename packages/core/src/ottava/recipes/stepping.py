@@ -19,8 +19,11 @@ def states_of(module: torch.nn.Module) -> list[RecipeState]:
 
 def begin_step(states: Iterable[RecipeState], amax_reduction_group: Any) -> None:
     """Update the states, those of equal recipes in one call."""
+    whole = list(states)
+    # A state that consists of several may be found by itself and as a part.
+    parts = {id(part): part for state in whole for part in state.parts()}
     by_recipe: list[tuple[Recipe, list[RecipeState]]] = []
-    for state in states:
+    for state in parts.values():
         for recipe, together in by_recipe:
             if recipe.same_as(state.recipe):
                 together.append(state)
@@ -29,9 +32,9 @@ def begin_step(states: Iterable[RecipeState], amax_reduction_group: Any) -> None
             by_recipe.append((state.recipe, [state]))
     for recipe, together in by_recipe:
         recipe.update_states(together, amax_reduction_group)
-        if not torch.compiler.is_compiling():
-            for state in together:
-                state.backward_ran = False
+    if not torch.compiler.is_compiling():
+        for state in (*whole, *parts.values()):
+            state.backward_ran = False
 
 
 def may_begin() -> bool:

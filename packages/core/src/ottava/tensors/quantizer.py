@@ -18,7 +18,7 @@ _USAGE_FLAGS = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_g
 
 
 class Quantizer(ABC):
-    """Base class of quantizers. A subclass defines :meth:`quantize_impl` and :meth:`make_empty`.
+    """Base class of quantizers. A subclass defines :meth:`quantize_impl`.
 
     Attributes:
         rowwise_usage: produce what fprop reads from an input or a weight, and dgrad from ``grad_output``.
@@ -73,7 +73,6 @@ class Quantizer(ABC):
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         """Quantize a checked, plain tensor for the usages set. ``dtype`` is the nominal dtype of the result."""
 
-    @abstractmethod
     def make_empty(
         self,
         shape: Sequence[int],
@@ -82,7 +81,17 @@ class Quantizer(ABC):
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensorStorage:
-        """An uninitialized result for the usages set, to be filled by :meth:`update_quantized`."""
+        """A result for the usages set, to be filled by :meth:`update_quantized`. By default zeros are quantized.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError, OptionError: an argument is not what it should be.
+        """
+        sizes, place = self.check_empty(shape, dtype, device, requires_grad)
+        with torch.no_grad():
+            made = self.copy().quantize_impl(torch.zeros(sizes, dtype=dtype, device=place), dtype)
+        if requires_grad and isinstance(made, torch.Tensor):
+            made.requires_grad_(True)
+        return made
 
     def check_empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: Any, requires_grad: bool

@@ -80,10 +80,14 @@ _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 class QuantizedTensorStorage:
     """Quantized data without the tensor interface.
 
-    A subclass sets :attr:`inner_tensors` and :attr:`static_fields` and takes the declared keywords, plus
-    ``quantizer``, in its constructor. Saving for backward, moving, cloning, pinning, pickling under
-    ``weights_only=True``, ``nbytes`` and metadata are derived from that. Invariant of every subclass:
-    ``original ≈ dequantize()``.
+    A subclass sets :attr:`inner_tensors` and :attr:`static_fields`, and defines :meth:`dequantize`. Its constructor
+    takes the declared keywords and ``quantizer``; this one does, a subclass may define its own. Saving for backward,
+    moving, cloning, pinning, pickling under ``weights_only=True``, ``nbytes`` and metadata are derived from that.
+    Invariant of every subclass: ``original ≈ dequantize()``.
+
+    Raises:
+        OptionError: the constructor was given a keyword that is not declared, or no value for a static field.
+        UsageError: it was given no inner tensor at all.
     """
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = ()
@@ -99,12 +103,34 @@ class QuantizedTensorStorage:
     # The storage that this one is a part of (a slice, say), when they share what a write to the part would change.
     _whole: QuantizedTensorStorage | None = None
 
+    def __init__(self, *, quantizer: Quantizer | None = None, **declared: Any) -> None:
+        self._take_declared(declared, type(self).static_fields)
+        self._quantizer = quantizer
+
+    def _take_declared(self, declared: dict[str, Any], fields: Sequence[StaticField]) -> None:
+        """Set the attributes that the declaration names."""
+        known = {inner.argument for inner in self.inner_tensors} | {field.argument for field in fields}
+        missing = [field.argument for field in fields if field.argument not in declared]
+        unknown = sorted(set(declared) - known)
+        if unknown or missing:
+            what = f"no {missing[0]!r}" if missing else f"an unknown keyword {unknown[0]!r}"
+            raise OptionError(f"{type(self).__name__} was given {what}", expected=", ".join(sorted(known)))
+        for inner in self.inner_tensors:
+            setattr(self, inner.attribute, declared.get(inner.argument))
+        for field_ in fields:
+            setattr(self, field_.attribute, declared[field_.argument])
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
         _CLASSES[f"{cls.__module__}:{cls.__qualname__}"] = cls
 
     # -- derived from the declaration --
+
+    @classmethod
+    def own_static_fields(cls) -> tuple[StaticField, ...]:
+        """The declared static fields, without those that every tensor has."""
+        return cls.static_fields
 
     @classmethod
     def all_static_fields(cls) -> tuple[StaticField, ...]:
@@ -171,8 +197,13 @@ class QuantizedTensorStorage:
         return torch.Size(self.size())
 
     def size(self, dim: int | None = None) -> Any:
-        """Shape of the tensor that was quantized, or one of its dimensions."""
-        raise NotImplementedError(f"{type(self).__name__} must define size()")
+        """Shape of the tensor that was quantized, or one of its dimensions; by default the first inner tensor's."""
+        tensor = getattr(self, self.inner_tensors[0].attribute) if self.inner_tensors else None
+        if tensor is None:
+            raise UsageError(
+                f"{type(self).__name__} holds no data", remedy="it was cleared or saved, or defines no size()"
+            )
+        return tensor.size() if dim is None else tensor.size(dim)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from ottava.tensors.fsdp import asked_by_fsdp
 from ottava.tensors.sharding import GatherPlan, post_all_gather, pre_all_gather
 from ottava.tensors.storage import QuantizedTensorStorage, StaticField, check_values_dtype, rebuild_storage
 
+if TYPE_CHECKING:
+    from ottava.tensors.quantizer import Quantizer
+
 _aten = torch.ops.aten
 # Python attributes of a parameter that copying and pickling carry along.
 _EXTRA_ATTRIBUTES = ("_is_param", "_high_precision_init_val")
@@ -22,17 +25,68 @@ _EXTRA_ATTRIBUTES = ("_is_param", "_high_precision_init_val")
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[override]
     """Base class of quantized tensors.
 
-    A subclass declares its storage as any :class:`~ottava.QuantizedTensorStorage` does; its constructor takes
-    ``shape``, ``dtype`` and ``requires_grad`` besides. Ops that are not in the aten table see the dequantized values.
+    A subclass declares its storage as any :class:`~ottava.QuantizedTensorStorage` does, and defines
+    :meth:`dequantize_impl`; ``class RowTensor(QuantizedTensor, RowStorage)`` takes both from a storage class. Ops that
+    are not in the aten table see the dequantized values.
+
+    Args:
+        shape: shape of the tensor; that of the first inner tensor by default. It is contiguous.
+        dtype: nominal dtype.
+        quantizer: used by in-place updates.
+        requires_grad: as of any tensor.
+        declared: the inner tensors and static fields by their arguments.
+
+    Raises:
+        OptionError: the constructor was given a keyword that is not declared, or no value for a static field.
+        UsageError: it was given no inner tensor, or no ``shape`` and not the first one.
     """
 
     _base_static_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
     # The group on which this tensor's shards agreed on their scales.
     _shard_group: Any = None
 
+    @staticmethod
+    def __new__(
+        cls,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype,
+        quantizer: Quantizer | None = None,
+        requires_grad: bool = False,
+        **declared: Any,
+    ) -> Any:
+        held: list[Any] = [declared.get(inner.argument) for inner in cls.inner_tensors]
+        of_device = next((tensor for tensor in held if tensor is not None), None)
+        if of_device is None or (shape is None and held[0] is None):
+            raise UsageError(
+                f"a {cls.__name__} needs {'shape, or ' if of_device is not None else ''}data",
+                expected=", ".join(inner.argument for inner in cls.inner_tensors),
+            )
+        size = held[0].shape if shape is None else tuple(shape)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, size, dtype=dtype, device=of_device.device, requires_grad=requires_grad
+        )
+
+    def __init__(
+        self,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype,
+        quantizer: Quantizer | None = None,
+        requires_grad: bool = False,
+        **declared: Any,
+    ) -> None:
+        self._take_declared(declared, type(self).own_static_fields())
+        self._quantizer = quantizer
+
+    @classmethod
+    def own_static_fields(cls) -> tuple[StaticField, ...]:
+        common = {field.attribute for field in QuantizedTensor._base_static_fields}
+        return tuple(field for field in cls.static_fields if field.attribute not in common)
+
     @classmethod
     def all_static_fields(cls) -> tuple[StaticField, ...]:
-        return QuantizedTensor._base_static_fields + cls.static_fields
+        return QuantizedTensor._base_static_fields + cls.own_static_fields()
 
     # torch.Tensor answers these; the storage's answers are for bare storages.
     shape = torch.Tensor.shape
@@ -60,7 +114,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [i.attribute for i in self.inner_tensors if getattr(self, i.attribute) is not None]
-        static = tuple(getattr(self, field.attribute) for field in type(self).static_fields)
+        static = tuple(getattr(self, field.attribute) for field in type(self).own_static_fields())
         return names, (type(self), static, self.dtype, self._quantizer)
 
     @classmethod
@@ -74,15 +128,17 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
     def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> QuantizedTensor:
         cls, static, dtype, quantizer = context
         arguments = {i.argument: inner.get(i.attribute) for i in cls.inner_tensors}
-        arguments |= {f.argument: value for f, value in zip(cls.static_fields, static, strict=True)}
+        arguments |= {f.argument: value for f, value in zip(cls.own_static_fields(), static, strict=True)}
         built: QuantizedTensor = cls(**arguments, shape=size, dtype=dtype, quantizer=quantizer)
         return built
 
     # -- values --
 
     def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
-        """High-precision values; what a subclass defines."""
-        raise NotImplementedError(f"{type(self).__name__} must define dequantize_impl()")
+        """High-precision values: what a subclass defines, or takes from the storage class that it is combined with."""
+        with torch.no_grad():
+            values: torch.Tensor = super().dequantize(dtype)
+        return values
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """High-precision values in ``dtype`` or the nominal dtype; differentiable, straight-through.
@@ -176,7 +232,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         if (value.dtype, value.device) != (self.dtype, self.device):
             # What torch itself keeps of this tensor, its dtype and device, follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
-        names = [i.attribute for i in self.inner_tensors] + [f.attribute for f in type(self).static_fields]
+        names = [i.attribute for i in self.inner_tensors] + [f.attribute for f in type(self).own_static_fields()]
         for name in names:
             setattr(self, name, getattr(value, name))
         self._whole = value._whole

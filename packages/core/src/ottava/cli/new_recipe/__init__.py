@@ -1,0 +1,1 @@
+"""``ottava new-recipe``: a complete recipe package to start from."""

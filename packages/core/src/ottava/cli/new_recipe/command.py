@@ -1,0 +1,109 @@
+"""Writes the package, all of it or nothing."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from ottava.cli.new_recipe.names import Names, checked_names
+from ottava.cli.new_recipe.rendering import render
+from ottava.errors import OptionError, UsageError
+
+
+def _check_target(target: Path) -> None:
+    """Refuse to overwrite.
+
+    Raises:
+        UsageError: there is something already.
+        OptionError: there is no folder to write to.
+    """
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise UsageError(
+            f"{target} exists", expected="a folder that is new or empty", remedy="choose another with --out"
+        )
+    if target.is_dir() and any(target.iterdir()):
+        raise UsageError(
+            f"{target} has files in it", expected="a folder that is new or empty", remedy="choose another with --out"
+        )
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise OptionError(f"there is no folder {parent}", expected="a place for the new folder", remedy="make it first")
+
+
+def write_package(contents: dict[str, str], target: Path) -> None:
+    """Write the files to ``target``, a folder that is new or empty, or leave everything as it was.
+
+    Raises:
+        OSError: it cannot be written, or something else came to be there meanwhile.
+    """
+    # Beside the target, on one disk with it, so that it appears by being renamed.
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.absolute().name}-", dir=target.absolute().parent))
+    try:
+        complete = aside / "package"
+        for path, text in contents.items():
+            file = complete / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, "utf-8")
+        if target.is_dir():
+            _fill(target, complete)
+        else:
+            os.rename(complete, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fill(target: Path, complete: Path) -> None:
+    """Move everything into a folder that is there, which may be the one that the user is in."""
+    moved: list[Path] = []
+    try:
+        for entry in sorted(complete.iterdir()):
+            place = target / entry.name
+            if os.path.lexists(place):
+                raise FileExistsError(f"{place} exists")
+            os.rename(entry, place)
+            moved.append(place)
+    except BaseException:
+        for place in moved:
+            shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
+        raise
+
+
+def _advice(names: Names, target: Path) -> str:
+    return f"""\
+Written: {target}, the recipe {names.recipe!r}: INT8, one scale for each row.
+
+Next:
+  cd {shlex.quote(str(target))}
+  pip install -e ".[test]"
+  pytest                              # its own tests and the conformance kit
+  ottava recipes                      # {names.recipe} is listed
+  ottava demo --recipe {names.recipe}
+
+Your own scheme goes into src/{names.package}/recipe.py, where it says "Your scheme"; what it promises, into
+src/{names.package}/plugin.py. Choose a license before you publish: the package has none yet."""
+
+
+def run_new_recipe(name: str, out: Path | None) -> None:
+    """Write a recipe package named ``name`` to the folder ``out``, by default one of that name, and say what is next.
+
+    Raises:
+        OptionError: ``name`` cannot be the name of a recipe, or ``out`` cannot be written.
+        UsageError: something that is installed has the name, or ``out`` exists and is not an empty folder.
+    """
+    target = Path(name) if out is None else out
+    names = checked_names(name, target)
+    try:
+        _check_target(target)
+        write_package(render(names), target)
+    except OSError as error:
+        raise OptionError(
+            f"{target} cannot be written: {error.strerror or error}",
+            expected="a folder that can be made, and written to",
+            remedy="choose another with --out",
+        ) from error
+    Console(markup=False, emoji=False, highlight=False).print(_advice(names, target), soft_wrap=True)

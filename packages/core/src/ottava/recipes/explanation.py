@@ -1,0 +1,74 @@
+"""What serves a role, in words: for people who ask which layer gets what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ottava.recipes.request import QuantizerRequest
+from ottava.recipes.role import QuantizerRole
+
+if TYPE_CHECKING:
+    from ottava.recipes.base import Recipe
+    from ottava.tensors import Quantizer
+
+
+@dataclass(frozen=True)
+class RecipeRule:
+    """One rule of a recipe that has rules, such as one that was read from a file.
+
+    Attributes:
+        text: what it matches, for listings.
+        line: where it begins, from 1.
+    """
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What serves one role of one layer.
+
+    Attributes:
+        rowwise: what is read along rows, in words: ``"current E4M3"``.
+        columnwise: the same along columns.
+        line: the line of the recipe's file that says so; None without a file.
+        rule: the rule that it belongs to; None for a default, and for recipes without rules.
+    """
+
+    rowwise: str
+    columnwise: str
+    line: int | None = None
+    rule: RecipeRule | None = None
+
+
+def describe(recipe: Recipe, role: QuantizerRole) -> Explanation:
+    """What ``recipe`` uses for ``role``, from the quantizer that it gives."""
+    given = recipe.given(role)
+    if isinstance(given, QuantizerRequest):
+        return given.recipe.explain(role)
+    if given is None:
+        text = words(recipe.make_quantizer(role), recipe.name or type(recipe).__name__)
+    else:
+        text = words(given)
+    return Explanation(text, text)
+
+
+def words(quantizer: Quantizer, name: str = "") -> str:
+    """A quantizer in words: ``name``, or that of its class, and its element format if it has one."""
+    import torch
+
+    dtypes: list[Any] = [getattr(quantizer, attribute, None) for attribute in ("fp8_dtype", "dtype")]
+    element = next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
+    return " ".join([name or type(quantizer).__name__, *([_format_name(element)] if element is not None else [])])
+
+
+def _format_name(dtype: Any) -> str:
+    from ottava.errors import DTypeError
+    from ottava.formats import fp8_format
+
+    try:
+        return fp8_format(dtype).name
+    except DTypeError:
+        return str(dtype).removeprefix("torch.")

@@ -1,0 +1,56 @@
+"""Options of recipes as people write them: in a command line, or in a file."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Any
+
+from ottava.errors import OptionError, OttavaError
+from ottava.recipes.registry import get_recipe
+
+
+class OptionDefaults:
+    """What the options of a recipe are by default, which tells what may stand in their place.
+
+    Args:
+        recipe: the name of an installed recipe. Of one that cannot be built without options nothing is known.
+    """
+
+    def __init__(self, recipe: str) -> None:
+        self._recipe: Any = None
+        try:
+            self._recipe = get_recipe(recipe)
+        except OttavaError:
+            # Whoever builds it with its options is told what is wrong.
+            pass
+
+    def adapt(self, option: str, value: Any) -> Any:
+        """``value`` as the recipe takes it: the member of an enumeration for its name, a tuple for a list.
+
+        Raises:
+            OptionError: an enumeration has no such member.
+        """
+        default = getattr(self._recipe, option, None)
+        if isinstance(default, Enum) and isinstance(value, str):
+            members = type(default).__members__
+            if value not in members:
+                raise OptionError(f"{option} is {value!r}", expected=f"one of {', '.join(members)}")
+            return members[value]
+        if isinstance(default, tuple) and isinstance(value, list):
+            return tuple(value)
+        return value
+
+    def parse(self, option: str, text: str) -> Any:
+        """The value that ``text`` says: JSON where that makes sense, else text; then as of :meth:`adapt`.
+
+        Raises:
+            OptionError: an enumeration has no such member.
+        """
+        if isinstance(getattr(self._recipe, option, None), (Enum, str)):
+            return self.adapt(option, text)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = {"True": True, "False": False, "None": None}.get(text, text)
+        return self.adapt(option, value)
