@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +140,9 @@ def find_class(name: str, entry: Described) -> type[QuantizedTensorStorage]:
                 # One that cannot be imported is reported as the missing class.
                 with contextlib.suppress(Exception, SystemExit):
                     importlib.import_module(module)
+        # A module may make its classes when they are asked for.
+        module, _, attribute = entry.cls.partition(":")
+        getattr(sys.modules.get(module), attribute, None)
         found = storage_classes().get(entry.cls)
     if found is None:
         raise CheckpointError(

@@ -6,10 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "Explanation": "ottava.recipes.explanation",
     "FactorySpec": "ottava.recipes.spec",
     "QuantizerRequest": "ottava.recipes.request",
     "QuantizerRole": "ottava.recipes.role",
     "Recipe": "ottava.recipes.base",
+    "RecipeRule": "ottava.recipes.explanation",
     "RecipeSpec": "ottava.recipes.spec",
     "RecipeState": "ottava.recipes.state",
     "autocast": "ottava.recipes.region",
@@ -31,6 +33,8 @@ def __getattr__(name: str) -> Any:
 
 if TYPE_CHECKING:
     from ottava.recipes.base import Recipe as Recipe
+    from ottava.recipes.explanation import Explanation as Explanation
+    from ottava.recipes.explanation import RecipeRule as RecipeRule
     from ottava.recipes.hookspecs import hookimpl as hookimpl
     from ottava.recipes.region import autocast as autocast
     from ottava.recipes.registry import get_quantizer_factory as get_quantizer_factory

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes import registry
+from ottava.recipes.explanation import Explanation, RecipeRule, describe
 from ottava.recipes.request import QuantizerRequest
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
@@ -107,6 +108,14 @@ class Recipe(ABC):
     def fake_quantizer(self, fp8_format: str) -> Quantizer | None:
         """The quantizer of a fake-quantization format that the recipe's spec lists: by default that of inputs."""
         return self.quantizer("input")
+
+    def explain(self, role: QuantizerRole | str) -> Explanation:
+        """What serves ``role``, in words: by default a description of the quantizer that is made for it."""
+        return describe(self, QuantizerRole.of(role))
+
+    def rules(self) -> tuple[RecipeRule, ...]:
+        """The rules that :meth:`explain` may name, in their order: none, unless the recipe has any."""
+        return ()
 
     def same_as(self, other: Recipe | None) -> bool:
         """Whether ``other`` says the same: the same object, or an equal one under the same factory."""

@@ -48,10 +48,8 @@ def describe(recipe: Recipe, role: QuantizerRole) -> Explanation:
     given = recipe.given(role)
     if isinstance(given, QuantizerRequest):
         return given.recipe.explain(role)
-    if given is None:
-        text = words(recipe.make_quantizer(role), recipe.name or type(recipe).__name__)
-    else:
-        text = words(given)
+    own = recipe.make_quantizer(role) if given is None else given
+    text = words(own, (recipe.name or type(recipe).__name__) if given is None else "")
     return Explanation(text, text)
 
 

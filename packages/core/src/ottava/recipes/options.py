@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from enum import Enum
 from typing import Any
@@ -19,11 +20,9 @@ class OptionDefaults:
 
     def __init__(self, recipe: str) -> None:
         self._recipe: Any = None
-        try:
+        # Whoever builds it with its options is told what is wrong.
+        with contextlib.suppress(OttavaError):
             self._recipe = get_recipe(recipe)
-        except OttavaError:
-            # Whoever builds it with its options is told what is wrong.
-            pass
 
     def adapt(self, option: str, value: Any) -> Any:
         """``value`` as the recipe takes it: the member of an enumeration for its name, a tuple for a list.

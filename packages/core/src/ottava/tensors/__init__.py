@@ -1,6 +1,7 @@
 """Quantizers, storages and quantized tensors."""
 
 from ottava.tensors import float8_ops as _float8_ops  # noqa: F401  (fills the aten table)
+from ottava.tensors import rows as _rows  # noqa: F401
 from ottava.tensors.aten import implements
 from ottava.tensors.blocks import GemmCache
 from ottava.tensors.codes import as_codes

@@ -36,6 +36,15 @@ def implements(cls: type, *ops: Any) -> Callable[[OpImplementation], OpImplement
     return register
 
 
+def defines(cls: type, op: Any, *, below: type) -> bool:
+    """Whether a class between ``cls`` and ``below`` has a function of its own for ``op``."""
+    return any(
+        op in _TABLES.get(ancestor, {})
+        for ancestor in cls.__mro__
+        if ancestor is not below and issubclass(ancestor, below)
+    )
+
+
 def dispatch(cls: type, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``op`` by the table of ``cls``, else by dequantizing."""
     for ancestor in cls.__mro__:

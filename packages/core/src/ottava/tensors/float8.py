@@ -267,7 +267,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return values if values.dim() == 2 else values.reshape(rows, values.shape[-1]), self._scale_inv
 
 
-class Float8Tensor(Float8TensorStorage, QuantizedTensor):  # type: ignore[override]
+class Float8Tensor(Float8TensorStorage, QuantizedTensor):
     """FP8 codes with one scale as a ``torch.Tensor``.
 
     Args:

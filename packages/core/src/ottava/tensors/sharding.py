@@ -167,6 +167,10 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> tuple[InnerTensor, ...]:
         return candidates
     if tensor.rowwise_serves_columnwise:
         return rowwise
+    # FSDP makes the memory once: what is gathered in turns has to be alike.
+    kinds = [[getattr(tensor, i.attribute).dtype for i in side] for side in (rowwise, columnwise)]
+    if kinds[0] != kinds[1]:
+        return candidates
     if getattr(module, "recomputes", False) or not resharded_after_forward(module):
         return candidates
     return rowwise if torch._C._current_graph_task_id() == -1 else columnwise

@@ -178,10 +178,15 @@ class QuantizedTensorStorage:
             setattr(self, inner.attribute, tensor)
         return list(tensors[count:])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the inner tensors hold."""
-        return sum(t.numel() * t.element_size() for t in self.inner_list() if t is not None)
+    if TYPE_CHECKING:
+        # torch.Tensor says that it can be set; a class that derives from both would have to say so too.
+        nbytes: int
+    else:
+
+        @property
+        def nbytes(self) -> int:
+            """Bytes that the inner tensors hold."""
+            return sum(t.numel() * t.element_size() for t in self.inner_list() if t is not None)
 
     @property
     def device(self) -> torch.device:
@@ -348,6 +353,9 @@ class QuantizedTensorStorage:
             raise DTypeError(f"cannot copy a {type(src).__name__} into a {type(self).__name__}", expected="one kind")
         if tuple(src.size()) != tuple(self.size()):
             raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
+        if self._whole is not None and not self._shares_scales_of(src):
+            self._write_rows(src, noop_flag)
+            return
         pairs = []
         for inner, mine, theirs in zip(self.inner_tensors, self.inner_list(), src.inner_list(), strict=True):
             if mine is None:
@@ -373,6 +381,37 @@ class QuantizedTensorStorage:
         if isinstance(self, torch.Tensor):
             bump_version(self)
         self.mark_written()
+        if self._whole is not None:
+            self._whole.mark_written()
+
+    def _shared_inner(self) -> list[InnerTensor]:
+        """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
+        return [
+            i
+            for i in self.inner_tensors
+            if i.usage == "both" and not i.gather and getattr(self, i.attribute) is not None
+        ]
+
+    def _shares_scales_of(self, other: QuantizedTensorStorage) -> bool:
+        """Whether what all rows have in common is equal, so that rows of ``other`` mean the same here."""
+        pairs = [(getattr(self, i.attribute), getattr(other, i.attribute)) for i in self._shared_inner()]
+        # Comparing values would break a graph that is being traced.
+        return all(
+            a is b or (b is not None and not torch.compiler.is_compiling() and torch.equal(a, b)) for a, b in pairs
+        )
+
+    def _write_rows(self, src: QuantizedTensorStorage, noop_flag: torch.Tensor | None) -> None:
+        """Write to a part with scales that are also those of other rows: the whole is quantized again."""
+        whole = self._whole
+        inner = self.raw_inner()[0]
+        mine = getattr(self, inner.attribute)
+        if whole is None or (theirs := getattr(whole, inner.attribute)) is None:
+            raise UsageError("this part cannot be written in place", remedy="write to the whole tensor instead")
+        row = theirs.stride(0) * theirs.element_size()
+        first = (mine.data_ptr() - theirs.data_ptr()) // row if row and mine.numel() else 0
+        values = whole.dequantize().detach()
+        values[first : first + self.size(0)] = src.dequantize()
+        whole.quantize_(values, noop_flag=noop_flag)
 
     def mark_written(self) -> None:
         """Called after the values changed in place, for storages that keep something derived from them."""

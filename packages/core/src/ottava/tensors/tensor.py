@@ -12,7 +12,13 @@ from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.tensors import aten
 from ottava.tensors.fsdp import asked_by_fsdp
 from ottava.tensors.sharding import GatherPlan, post_all_gather, pre_all_gather
-from ottava.tensors.storage import QuantizedTensorStorage, StaticField, check_values_dtype, rebuild_storage
+from ottava.tensors.storage import (
+    QuantizedTensorStorage,
+    StaticField,
+    check_values_dtype,
+    rebuild_storage,
+    same_kind,
+)
 
 if TYPE_CHECKING:
     from ottava.tensors.quantizer import Quantizer
@@ -22,7 +28,7 @@ _aten = torch.ops.aten
 _EXTRA_ATTRIBUTES = ("_is_param", "_high_precision_init_val")
 
 
-class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[override]
+class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     """Base class of quantized tensors.
 
     A subclass declares its storage as any :class:`~ottava.QuantizedTensorStorage` does, and defines
@@ -194,11 +200,17 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):  # type: ignore[ove
         return made
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
-        """Whether copying from ``other`` can copy inner tensors instead of quantizing again."""
-        return False
+        """Whether copying from ``other`` can copy inner tensors instead of quantizing again: both mean the same."""
+        if type(other) is not type(self) or not same_kind(self, other) or other.shape != self.shape:
+            return False
+        pairs = [(a, b) for a, b in zip(self.inner_list(), other.inner_list(), strict=True) if a is not None]
+        alike = all(b is not None and b.shape == a.shape for a, b in pairs)
+        return alike and (self._whole is None or self._shares_scales_of(other))
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         """Share whatever tracks staleness with ``other``, an alias of the same data."""
+        if all(mine is theirs for mine, theirs in zip(self.inner_list(), other.inner_list(), strict=True)):
+            self._whole = other._whole
 
     def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
         with torch.no_grad():

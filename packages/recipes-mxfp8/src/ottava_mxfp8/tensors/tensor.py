@@ -12,7 +12,7 @@ from ottava.tensors import QuantizedTensor, Quantizer, StaticField
 from ottava_mxfp8.tensors.storage import MXFP8TensorStorage, checked_parts
 
 
-class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):  # type: ignore[override]
+class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
     """MXFP8 data as a ``torch.Tensor`` of its nominal dtype.
 
     Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks, in every direction

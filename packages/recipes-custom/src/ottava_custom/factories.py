@@ -1,0 +1,191 @@
+"""Quantizer factories: functions of a role, and what puts them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from ottava import get_quantizer_factory, get_recipe
+from ottava.errors import DTypeError, OptionError
+from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
+from ottava.tensors import Quantizer
+from ottava_custom.hybrid import HybridQuantizer
+from ottava_custom.identity import IdentityQuantizer
+from ottava_custom.reference.quantizer import CurrentScalingQuantizerRef
+
+Given = Quantizer | QuantizerRequest | None
+Factory = Callable[[QuantizerRole], Given]
+
+_TENSOR_TYPES = ("input", "weight", "output", "grad_output", "grad_input")
+# What the reference quantizes in E4M3; results and gradients are in E5M2.
+_FORWARD_OPERANDS = ("input", "weight")
+
+
+def current_scaling_ref_quantizer_factory(role: QuantizerRole | str) -> CurrentScalingQuantizerRef:
+    """The reference of current scaling: E4M3 for ``input`` and ``weight``, E5M2 for every other tensor.
+
+    Raises:
+        OptionError: the role has a tensor type that there is not.
+    """
+    tensor_type = QuantizerRole.of(role).tensor_type
+    if tensor_type not in _TENSOR_TYPES:
+        raise OptionError(f"tensor type {tensor_type!r}", expected=", ".join(_TENSOR_TYPES))
+    forward = tensor_type in _FORWARD_OPERANDS
+    return CurrentScalingQuantizerRef(torch.float8_e4m3fn if forward else torch.float8_e5m2)
+
+
+#: The same under another name that is known for it.
+current_scaling_ref_factory = current_scaling_ref_quantizer_factory
+
+
+def identity_factory(role: QuantizerRole | str) -> IdentityQuantizer:
+    """High precision for every role."""
+    return IdentityQuantizer()
+
+
+def mirror(recipe: Recipe | str, **options: Any) -> Factory:
+    """A factory that gives what a recipe would use: ``mirror("mxfp8", with_2d_quantization=True)``.
+
+    Args:
+        recipe: a recipe, the name of an installed one, or the path of a recipe file.
+        options: of the recipe that is named.
+
+    Raises:
+        DTypeError: ``recipe`` is neither a recipe nor a name, or options come with a recipe that is built already.
+        RecipeNotFoundError, OptionError, PluginError: as of :func:`ottava.get_recipe`.
+    """
+    if isinstance(recipe, str):
+        recipe = get_recipe(recipe, **options)
+    elif options:
+        raise DTypeError("options for a recipe that is built already", expected="its name", remedy="leave them out")
+    return Mirror(QuantizerRequest(recipe))
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """What :func:`mirror` returns: one request for every role."""
+
+    request: QuantizerRequest
+
+    def __call__(self, role: QuantizerRole | str) -> QuantizerRequest:
+        """The request."""
+        return self.request
+
+
+def by_layer(patterns: Mapping[str, Factory | str], default: Factory | str) -> Factory:
+    """A factory for each pattern of layer names (``fnmatch``), the first that matches; ``default`` for the others.
+
+    A factory may be given by the name of a published one or of an installed recipe.
+
+    Raises:
+        DTypeError: one of them is no factory, or a pattern no string.
+        RecipeNotFoundError: nothing installed has the name.
+    """
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise DTypeError(f"a pattern is a {type(pattern).__name__}", expected="a pattern of layer names")
+    return ByLayer(tuple((pattern, as_factory(f)) for pattern, f in patterns.items()), as_factory(default))
+
+
+@dataclass(frozen=True)
+class ByLayer:
+    """What :func:`by_layer` returns."""
+
+    rules: tuple[tuple[str, Factory], ...]
+    default: Factory
+
+    def __call__(self, role: QuantizerRole | str) -> Given:
+        """What the factory of the layer gives."""
+        role = QuantizerRole.of(role)
+        for pattern, factory in self.rules:
+            if fnmatchcase(role.name, pattern):
+                return factory(role)
+        return self.default(role)
+
+
+def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
+    """A factory for each tensor type, ``by_tensor("current", weight="identity")``; ``default`` for the others.
+
+    Raises:
+        OptionError: there is no such tensor type.
+        DTypeError, RecipeNotFoundError: as of :func:`by_layer`.
+    """
+    for tensor_type in tensors:
+        if tensor_type not in _TENSOR_TYPES:
+            raise OptionError(f"tensor type {tensor_type!r}", expected=", ".join(_TENSOR_TYPES))
+    return ByTensor(tuple((name, as_factory(f)) for name, f in tensors.items()), as_factory(default))
+
+
+@dataclass(frozen=True)
+class ByTensor:
+    """What :func:`by_tensor` returns."""
+
+    factories: tuple[tuple[str, Factory], ...]
+    default: Factory
+
+    def __call__(self, role: QuantizerRole | str) -> Given:
+        """What the factory of the tensor type gives."""
+        role = QuantizerRole.of(role)
+        return dict(self.factories).get(role.tensor_type, self.default)(role)
+
+
+def by_direction(forward: Factory | str, backward: Factory | str) -> Factory:
+    """What ``forward`` gives for what fprop reads, what ``backward`` gives for what dgrad and wgrad read.
+
+    Inputs and weights are quantized twice where the two differ: along rows for the forward pass, along columns for the
+    backward pass. Gradients are the backward factory's.
+
+    Raises:
+        DTypeError, RecipeNotFoundError: as of :func:`by_layer`.
+    """
+    return ByDirection(as_factory(forward), as_factory(backward))
+
+
+@dataclass(frozen=True)
+class ByDirection:
+    """What :func:`by_direction` returns."""
+
+    forward: Factory
+    backward: Factory
+
+    def __call__(self, role: QuantizerRole | str) -> Given:
+        """A hybrid for inputs and weights."""
+        role = QuantizerRole.of(role)
+        if role.is_gradient:
+            return self.backward(role)
+        return HybridQuantizer(answered(self.forward, role), answered(self.backward, role))
+
+
+def answered(factory: Factory, role: QuantizerRole) -> Quantizer:
+    """The quantizer of a factory, a request answered.
+
+    Raises:
+        OptionError: the factory gives none, or that of a recipe that keeps state.
+    """
+    given = factory(role)
+    if isinstance(given, QuantizerRequest):
+        given = given.recipe.quantizer(role)
+    if given is None:
+        raise OptionError(f"the factory gives no quantizer for {role}", expected="an ottava.Quantizer")
+    return given
+
+
+def as_factory(factory: Factory | str) -> Factory:
+    """A factory as it is; a name is that of an installed recipe, or of a published factory.
+
+    Raises:
+        DTypeError: it is neither.
+        RecipeNotFoundError: nothing installed has the name.
+    """
+    if isinstance(factory, str):
+        from ottava import list_quantizer_factories
+
+        published = {spec.name for spec in list_quantizer_factories()}
+        return get_quantizer_factory(factory) if factory in published else mirror(factory)
+    if not callable(factory):
+        raise DTypeError(f"the factory is a {type(factory).__name__}", expected="a callable factory(role), or a name")
+    return factory

@@ -1,0 +1,94 @@
+"""``HybridQuantizer``: one quantizer for rows, another one for columns."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ottava.errors import DTypeError, OptionError
+from ottava.tensors import QuantizedTensorStorage, Quantizer
+from ottava_custom.hybrid_tensors import SIDES, hybrid_class
+
+
+class HybridQuantizer(Quantizer):
+    """Quantizes along rows as one quantizer does and along columns as another: one for each direction of a layer.
+
+    fprop reads rows of the input and of the weight; dgrad reads rows of ``grad_output`` and columns of the weight;
+    wgrad reads columns of both.
+
+    Args:
+        rowwise_quantizer: for the rowwise usage.
+        columnwise_quantizer: for the columnwise usage.
+        rowwise, columnwise: usages to produce.
+
+    Raises:
+        DTypeError: one of them is no quantizer, or is a hybrid itself.
+        OptionError: one of them holds state: what a layer's state belongs to has to serve a whole tensor.
+    """
+
+    def __init__(
+        self,
+        rowwise_quantizer: Quantizer,
+        columnwise_quantizer: Quantizer,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        for side, quantizer in zip(SIDES, (rowwise_quantizer, columnwise_quantizer), strict=True):
+            if not isinstance(quantizer, Quantizer) or isinstance(quantizer, HybridQuantizer):
+                raise DTypeError(
+                    f"{side}_quantizer is a {type(quantizer).__name__}",
+                    expected="an ottava.Quantizer that is no hybrid itself",
+                )
+            if quantizer.stateful:
+                raise OptionError(
+                    f"{side}_quantizer is a {type(quantizer).__name__}, which holds state",
+                    expected="a quantizer without state",
+                    remedy="use it for a whole role: return an ottava.QuantizerRequest from the factory",
+                )
+        self.rowwise_quantizer = _for_side(rowwise_quantizer, columnwise=False)
+        self.columnwise_quantizer = _for_side(columnwise_quantizer, columnwise=True)
+        # What each makes, also where only the other is asked.
+        self.kinds = tuple(
+            type(quantizer.make_empty((1, 1), device="cpu"))
+            for quantizer in (self.rowwise_quantizer, self.columnwise_quantizer)
+        )
+
+    @property
+    def independent_rows(self) -> int | None:  # type: ignore[override]
+        """Rows that are quantized the same alone and in the whole, along both."""
+        rows = [quantizer.independent_rows for quantizer in (self.rowwise_quantizer, self.columnwise_quantizer)]
+        known = [count for count in rows if count is not None]
+        return math.lcm(*known) if len(known) == 2 else None
+
+    def for_shards(self, group: Any) -> HybridQuantizer:
+        copied = self.copy()
+        copied.rowwise_quantizer = self.rowwise_quantizer.for_shards(group)
+        copied.columnwise_quantizer = self.columnwise_quantizer.for_shards(group)
+        return copied
+
+    def is_alike(self, other: Quantizer) -> bool:
+        if not isinstance(other, HybridQuantizer) or not self.rowwise_quantizer.is_alike(other.rowwise_quantizer):
+            return False
+        return self.columnwise_quantizer.is_alike(other.columnwise_quantizer)
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        cls = hybrid_class(*self.kinds, tensor=not self.internal)
+        parts = [
+            quantizer.quantize_impl(tensor, dtype) if wanted else None
+            for quantizer, wanted in (
+                (self.rowwise_quantizer, self.rowwise_usage),
+                (self.columnwise_quantizer, self.columnwise_usage),
+            )
+        ]
+        return cls.around(parts, tuple(tensor.shape), dtype, self)
+
+
+def _for_side(quantizer: Quantizer, *, columnwise: bool) -> Quantizer:
+    copied = quantizer.copy()
+    copied.set_usage(rowwise=not columnwise, columnwise=columnwise)
+    copied.internal = True
+    return copied

@@ -1,0 +1,151 @@
+"""Tensors whose rows and columns were quantized by different quantizers.
+
+A hybrid holds the inner tensors of both storages under their own names with a prefix, so that everything that is
+derived from a declaration (saving, moving, checkpoints, gathers) is derived from theirs. There is a class for each pair
+of storage classes, made when the pair is first met, and an attribute of this module under the name that files have.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from ottava.errors import UsageError
+from ottava.tensors import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer, StaticField, StorageSpec
+from ottava.tensors.storage import storage_classes
+
+SIDES = ("rowwise", "columnwise")
+_Kind = type[QuantizedTensorStorage]
+
+
+class HybridTensorStorage(QuantizedTensorStorage):
+    """What is common to the storages of all pairs. Each has a class of its own, with the declaration of the pair."""
+
+    #: The storage class of each side.
+    kinds: ClassVar[tuple[_Kind, ...]] = ()
+    _dtype: torch.dtype
+
+    @classmethod
+    def around(
+        cls,
+        parts: Sequence[QuantizedTensorStorage | None],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        quantizer: Quantizer | None,
+    ) -> HybridTensorStorage:
+        """A hybrid around a storage for each side; None where the usage is not wanted."""
+        arguments: dict[str, Any] = {}
+        for side, kind, part in zip(SIDES, cls.kinds, parts, strict=True):
+            for inner in kind.inner_tensors:
+                arguments[f"{side}_{inner.argument}"] = None if part is None else getattr(part, inner.attribute)
+            for field in _own_fields(kind):
+                arguments[f"{side}_{field.argument}"] = None if part is None else getattr(part, field.attribute)
+        made: Any = cls
+        return made(shape=shape, dtype=dtype, quantizer=quantizer, **arguments)  # type: ignore[no-any-return]
+
+    def part(self, columnwise: bool) -> QuantizedTensorStorage:
+        """The storage of one side, around the inner tensors that this holds.
+
+        Raises:
+            UsageError: it holds no data for that side.
+        """
+        side, kind = SIDES[columnwise], self.kinds[columnwise]
+        tensors = [getattr(self, _attribute(side, inner.attribute)) for inner in kind.inner_tensors]
+        if not self.get_usages()[side]:
+            raise UsageError(
+                f"{type(self).__name__} has no {side} data",
+                expected=f"a tensor quantized with {side}=True",
+                remedy=f"call quantizer.set_usage({side}=True) before quantizing",
+            )
+        static = tuple(
+            self.dtype if field.attribute == "_dtype" else getattr(self, _attribute(side, field.attribute))
+            for field in kind.static_fields
+        )
+        quantizer: Any = self._quantizer
+        return StorageSpec(kind, static, getattr(quantizer, f"{side}_quantizer", None)).build(tensors)
+
+    def size(self, dim: int | None = None) -> Any:
+        shape = torch.Size(self._shape)  # type: ignore[attr-defined]
+        return shape if dim is None else shape[dim]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values of the rows; of the columns where only these are held. In ``dtype`` or the nominal dtype."""
+        return self.part(columnwise=not self.get_usages()["rowwise"]).dequantize(dtype or self.dtype)
+
+    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.part(columnwise).gemm_operand(columnwise=columnwise, dtype=dtype)
+
+    def block_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self.part(columnwise).block_operand(columnwise=columnwise)
+
+
+def _attribute(side: str, attribute: str) -> str:
+    return f"_{side}_{attribute.lstrip('_')}"
+
+
+def _own_fields(kind: _Kind) -> tuple[StaticField, ...]:
+    return tuple(field for field in kind.static_fields if field.attribute != "_dtype")
+
+
+def _declared(side: str, inner: InnerTensor) -> InnerTensor:
+    """The declaration of a side's inner tensor in a hybrid: it serves that side, whatever it serves by itself."""
+    shared = inner.usage == "both" and not inner.gather
+    return replace(
+        inner,
+        attribute=_attribute(side, inner.attribute),
+        argument=f"{side}_{inner.argument}",
+        usage="both" if shared else side,  # type: ignore[arg-type]
+        native=_attribute(side, inner.native) if isinstance(inner.native, str) else inner.native,
+    )
+
+
+def _reference(kind: _Kind) -> str:
+    # A dot would be taken for an attribute of an attribute.
+    return f"{kind.__module__}:{kind.__qualname__}".replace(".", "/")
+
+
+_made: dict[tuple[_Kind, _Kind, bool], type[HybridTensorStorage]] = {}
+
+
+def hybrid_class(rowwise: _Kind, columnwise: _Kind, *, tensor: bool) -> type[HybridTensorStorage]:
+    """The class for a pair of storage classes: a tensor, or a bare storage."""
+    found = _made.get((rowwise, columnwise, tensor))
+    return _make_class(rowwise, columnwise, tensor) if found is None else found
+
+
+def _make_class(rowwise: _Kind, columnwise: _Kind, tensor: bool) -> type[HybridTensorStorage]:
+    kinds = (rowwise, columnwise)
+    pairs = list(zip(SIDES, kinds, strict=True))
+    own = tuple(
+        StaticField(_attribute(side, field.attribute), f"{side}_{field.argument}")
+        for side, kind in pairs
+        for field in _own_fields(kind)
+    )
+    common = () if tensor else (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
+    namespace = {
+        "__module__": __name__,
+        "__doc__": f"Rows of a {rowwise.__name__}, columns of a {columnwise.__name__}.",
+        "kinds": kinds,
+        "inner_tensors": tuple(_declared(side, inner) for side, kind in pairs for inner in kind.inner_tensors),
+        "static_fields": (*common, *own),
+    }
+    bases = (QuantizedTensor, HybridTensorStorage) if tensor else (HybridTensorStorage,)
+    name = f"{'HybridTensor' if tensor else 'HybridTensorStorage'}[{_reference(rowwise)},{_reference(columnwise)}]"
+    made = type(name, bases, namespace)
+    setattr(sys.modules[__name__], name, made)
+    _made[rowwise, columnwise, tensor] = made
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    """The class that a file names, if the classes of its sides were imported."""
+    kind, _, rest = name.partition("[")
+    references = rest.removesuffix("]").replace("/", ".").split(",")
+    known = storage_classes()
+    if kind in ("HybridTensor", "HybridTensorStorage") and len(references) == 2 and set(references) <= set(known):
+        return hybrid_class(known[references[0]], known[references[1]], tensor=kind == "HybridTensor")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

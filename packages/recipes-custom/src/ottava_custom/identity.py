@@ -1,0 +1,96 @@
+"""``IdentityQuantizer``: keeps values as they are, in high precision, where a quantizer is asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+
+from ottava.tensors import (
+    InnerTensor,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+    StaticField,
+    check_values_dtype,
+)
+
+
+class IdentityTensorStorage(QuantizedTensorStorage):
+    """Values in high precision as if they were quantized.
+
+    Args:
+        values: the values, of the nominal dtype.
+        dtype: nominal dtype.
+        columnwise, rowwise: the usages that they are said to serve.
+        quantizer: used by in-place updates.
+    """
+
+    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (InnerTensor("_kept", "values", gather=True),)
+    static_fields: ClassVar[tuple[StaticField, ...]] = (
+        StaticField("_dtype", "dtype"),
+        StaticField("_rowwise", "rowwise"),
+        StaticField("_columnwise", "columnwise"),
+    )
+    rowwise_serves_columnwise = True
+
+    _kept: torch.Tensor | None
+    _rowwise: bool
+    _columnwise: bool
+
+    def get_usages(self) -> dict[str, bool]:
+        held = self._kept is not None
+        return {"rowwise": held and self._rowwise, "columnwise": held and self._columnwise}
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Say what the values are for; they serve both usages, and stay."""
+        self._rowwise, self._columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A copy of the values.
+
+        Raises:
+            DTypeError: ``dtype`` is not a floating-point dtype.
+        """
+        check_values_dtype(dtype)
+        return self._held().to(dtype or self.dtype, copy=True)
+
+    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The values themselves."""
+        values = self._held().to(dtype)
+        return values.reshape(math.prod(values.shape[:-1]), values.shape[-1]), None
+
+    def _held(self) -> torch.Tensor:
+        self.size()  # says what is wrong where there are none
+        values: Any = self._kept
+        return values  # type: ignore[no-any-return]
+
+
+class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
+    """Values in high precision as a quantized tensor."""
+
+    def _held(self) -> torch.Tensor:
+        values: Any = self._kept
+        return values  # type: ignore[no-any-return]
+
+
+class IdentityQuantizer(Quantizer):
+    """Quantizes nothing: a layer or a tensor of it stays in high precision, in the dtype that the layer computes in."""
+
+    independent_rows = 1
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        make: Any = IdentityTensorStorage if self.internal else IdentityTensor
+        made: QuantizedTensorStorage = make(
+            # What a layer saves may be its operand itself: autograd sees to it that nobody writes to that.
+            values=tensor.detach().to(dtype, copy=not self.internal).contiguous(),
+            dtype=dtype,
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+            quantizer=self,
+        )
+        return made
+
+    def is_requantization_safe(self) -> bool:
+        return True

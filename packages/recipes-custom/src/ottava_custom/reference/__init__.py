@@ -1,0 +1,1 @@
+"""Per-tensor current scaling written out in plain PyTorch, without a kernel: to hold the kernels against."""

@@ -1,0 +1,56 @@
+"""The arithmetic of per-tensor current scaling, step by step.
+
+amax, scale and cast are those of NVIDIA's FP8 recipes; the rounding is IEEE 754's to nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ottava.formats import fp8_format
+
+_LARGEST = torch.finfo(torch.float32).max
+#: What any NaN becomes, in both formats.
+_NAN_CODE = 0x7F
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """``max |x|`` in float32 as a scalar; NaN is ignored, and of nothing it is 0."""
+    magnitudes = x.to(torch.float32).abs()
+    known = torch.where(magnitudes.isnan(), torch.zeros_like(magnitudes), magnitudes)
+    return known.max() if known.numel() else known.new_zeros(())
+
+
+def scale_from_amax(amax: torch.Tensor, quant_dtype: torch.dtype, eps: float, pow_2_scales: bool) -> torch.Tensor:
+    """What multiplies when quantizing, float32: ``max / amax`` rounded once; 1 where there is no such quotient."""
+    amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
+    usable = amax.isfinite() & (amax != 0)
+    # Both operands are tensors: a number as the dividend would be multiplied by a rounded reciprocal.
+    largest = torch.full_like(amax, fp8_format(quant_dtype).max)
+    scale = torch.where(usable, torch.div(largest, torch.where(usable, amax, torch.ones_like(amax))), 1.0)
+    scale = torch.where(scale.isinf(), torch.full_like(scale, _LARGEST), scale)
+    if pow_2_scales:
+        # Without its mantissa bits, a number is the power of two below it.
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return scale
+
+
+def inverse(scale: torch.Tensor) -> torch.Tensor:
+    """What multiplies when dequantizing: ``1 / scale``, rounded once."""
+    return torch.div(torch.ones_like(scale), scale)
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor, quant_dtype: torch.dtype) -> torch.Tensor:
+    """``x * scale`` as codes (uint8): to the nearest, ties to even; beyond the largest value saturated; NaN is 0x7F."""
+    scaled = x.to(torch.float32) * scale
+    largest = fp8_format(quant_dtype).max
+    unknown = scaled.isnan()
+    # torch converts to E5M2 without saturation: what is too large is clamped before.
+    within = torch.where(unknown, torch.zeros_like(scaled), scaled).clamp(-largest, largest)
+    codes = within.to(quant_dtype).view(torch.uint8)
+    return torch.where(unknown, torch.full_like(codes, _NAN_CODE), codes)
+
+
+def decode(codes: torch.Tensor, quant_dtype: torch.dtype) -> torch.Tensor:
+    """The elements as float32, exactly, without a scale."""
+    return codes.contiguous().view(quant_dtype).to(torch.float32)

@@ -1,0 +1,153 @@
+"""``CurrentScalingQuantizerRef``: quantizer and products of current scaling in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ottava.errors import OptionError, UsageError
+from ottava.formats import fp8_format
+from ottava.kernels import check_epsilon
+from ottava.tensors import QuantizedTensorStorage, Quantizer
+from ottava_custom.reference.arithmetic import amax, cast, inverse, scale_from_amax
+from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage, transposed
+
+# GEMM -> (columnwise usage of the left, of the right), (transpose the left, the right).
+_GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {
+    "fprop": ((False, False), (False, True)),
+    "dgrad": ((False, True), (False, False)),
+    "wgrad": ((True, True), (True, False)),
+}
+
+
+class CurrentScalingQuantizerRef(Quantizer):
+    """Quantizes with the scale that the tensor's own amax gives, and multiplies, without any kernel.
+
+    Args:
+        dtype: format of the elements, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        rowwise, columnwise: usages to produce.
+        pow_2_scales: floor scales to powers of two.
+        eps: a smaller amax counts as this.
+
+    Raises:
+        DTypeError: ``dtype`` is not an FP8 element format.
+        OptionError: ``eps`` is negative or not finite, or a flag no bool.
+    """
+
+    custom = True
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        pow_2_scales: bool = False,
+        eps: float = 0.0,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        fp8_format(dtype)
+        check_epsilon(eps)
+        if not isinstance(pow_2_scales, bool):
+            raise OptionError(f"pow_2_scales is {pow_2_scales!r}", expected="True or False")
+        self.dtype = dtype
+        self.pow_2_scales = pow_2_scales
+        self.eps = float(eps)
+        # All shards of a weight have the scale of the whole: the group that their amaxes are reduced over.
+        self.shard_group: Any = None
+
+    process_attributes = ("shard_group",)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group belongs to its process.
+        return self.__dict__ | {"shard_group": None}
+
+    def for_shards(self, group: Any) -> CurrentScalingQuantizerRef:
+        copied = self.copy()
+        copied.shard_group = group
+        return copied
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        largest = amax(tensor)
+        if self.shard_group is not None:
+            from ottava.distributed import reduce_amax
+
+            largest = reduce_amax(largest, self.shard_group)
+        scale = scale_from_amax(largest, self.dtype, self.eps, self.pow_2_scales)
+        codes = cast(tensor, scale, self.dtype).contiguous()
+        make = CurrentScalingTensorRefStorage if self.internal else CurrentScalingTensorRef
+        return make(
+            data=codes if self.rowwise_usage else None,
+            data_t=None if self.rowwise_usage else transposed(codes),
+            scale=inverse(scale),
+            dtype=dtype,
+            quant_dtype=self.dtype,
+            columnwise=self.columnwise_usage,
+            quantizer=self,
+        )
+
+    def qgemm(
+        self,
+        qx: Any,
+        qw: Any,
+        m_params: Any,
+        out_dtype: torch.dtype,
+        sx: torch.Tensor | None,
+        sw: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+        gemm_type: str = "fprop",
+        qresult_x: Any = None,
+        qresult_w: Any = None,
+    ) -> torch.Tensor:
+        """The product of two quantized operands: elements in float32, ``torch.mm``, the scales, the bias, one rounding.
+
+        The scales are factors of the product, applied to it and not to the elements, as in every other product of
+        quantized tensors: so this one gives the same bits.
+
+        Args:
+            qx, qw: the operands: ``input`` and ``weight`` for fprop, ``grad_output`` and ``weight`` for dgrad,
+                ``grad_output`` and ``input`` for wgrad; quantized tensors, or elements ``[rows, columns]``.
+            m_params: unused.
+            out_dtype: dtype of the result.
+            sx, sw: scales of bare elements; of quantized tensors, their own count.
+            bias: ``[N]``, added in float32.
+            out: write the result here; with ``accumulate`` add to what it holds.
+            qresult_x, qresult_w: the quantized tensors that ``qx`` and ``qw`` are the elements of.
+
+        Raises:
+            OptionError: unknown ``gemm_type``, or ``accumulate`` without ``out``.
+            UsageError: an operand does not hold the usage that the product reads.
+        """
+        if gemm_type not in _GEMMS:
+            raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
+        if accumulate and out is None:
+            raise OptionError("accumulate=True without out", expected="the tensor to add to")
+        columnwise, (turn_x, turn_w) = _GEMMS[gemm_type]
+        left, left_scale = _operand(qx if qresult_x is None else qresult_x, sx, columnwise[0])
+        right, right_scale = _operand(qw if qresult_w is None else qresult_w, sw, columnwise[1])
+        result = torch.mm(left.t() if turn_x else left, right.t() if turn_w else right)
+        scales = [scale.to(torch.float32) for scale in (left_scale, right_scale) if scale is not None]
+        if scales:
+            result = result * (scales[0] * scales[1] if len(scales) == 2 else scales[0])
+        if bias is not None:
+            result = result + bias.to(torch.float32)
+        if out is None:
+            return result.to(out_dtype)
+        return out.add_(result) if accumulate else out.copy_(result)
+
+
+def _operand(x: Any, scale: torch.Tensor | None, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Elements in float32 ``[rows, columns]`` and the scale that is still to be applied."""
+    if not isinstance(x, QuantizedTensorStorage):
+        values = x.detach().to(torch.float32)
+        return values.reshape(-1, values.shape[-1]) if values.dim() != 2 else values, scale
+    usages = x.get_usages()
+    if not usages["columnwise" if columnwise else "rowwise"] and not (columnwise and x.rowwise_serves_columnwise):
+        raise UsageError(
+            f"a {type(x).__name__} without {'columnwise' if columnwise else 'rowwise'} data in a product that reads it",
+            expected="an operand quantized for the usage",
+            remedy="call quantizer.set_usage() before quantizing",
+        )
+    return x.gemm_operand(columnwise=columnwise, dtype=torch.float32)

@@ -1,0 +1,316 @@
+"""``CurrentScalingTensorRef``: FP8 elements and a scale, along rows, along columns, or both.
+
+Invariant: ``original ≈ float32(data) * scale``. Here ``scale`` multiplies when dequantizing, as those who know the name
+expect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ottava.errors import DTypeError, ShapeError, UsageError
+from ottava.formats import fp8_format
+from ottava.tensors import (
+    InnerTensor,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+    StaticField,
+    as_codes,
+    check_values_dtype,
+)
+from ottava_custom.reference.arithmetic import decode
+
+
+class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
+    """FP8 elements with one scale, without the tensor interface.
+
+    Args:
+        data: elements ``[*leading, K]`` of ``quant_dtype``, or their bytes (uint8); None without the rowwise usage.
+        scale: float32 with one element; multiplies when dequantizing.
+        data_t: elements ``[K, *leading]``; None without the columnwise usage. Where ``data`` is given too, it says only
+            that there is a columnwise usage: its values are those of ``data``, and no copy is kept.
+        scale_t: the scale of ``data_t``; there is one scale for both.
+        dtype: nominal dtype.
+        quant_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        original_shape: shape of the tensor that was quantized, where ``data`` is a matrix of its rows.
+        columnwise: whether there is a columnwise usage; None: if ``data_t`` is given.
+        quantizer: used by in-place updates.
+
+    Raises:
+        DTypeError, ShapeError: the parts do not fit together.
+    """
+
+    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
+        InnerTensor("_codes", "data", usage="rowwise", gather=True, native="quant_dtype"),
+        InnerTensor("_codes_t", "data_t", usage="columnwise", native="quant_dtype"),
+        InnerTensor("_scale", "scale"),
+    )
+    static_fields: ClassVar[tuple[StaticField, ...]] = (
+        StaticField("_dtype", "dtype"),
+        StaticField("quant_dtype", "quant_dtype"),
+        StaticField("_columnwise", "columnwise"),
+    )
+    # Its products are its quantizer's.
+    custom = True
+    rowwise_serves_columnwise = True
+
+    _codes: torch.Tensor | None
+    _codes_t: torch.Tensor | None
+    _scale: torch.Tensor
+    _columnwise: bool
+    #: Format of the elements.
+    quant_dtype: torch.dtype
+
+    def __init__(
+        self,
+        data: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        data_t: torch.Tensor | None = None,
+        scale_t: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        quant_dtype: torch.dtype = torch.float8_e4m3fn,
+        original_shape: Sequence[int] | None = None,
+        *,
+        columnwise: bool | None = None,
+        quantizer: Quantizer | None = None,
+    ) -> None:
+        self._dtype = dtype
+        self._hold(data, scale, data_t, scale_t, quant_dtype, original_shape, columnwise, quantizer)
+
+    def _hold(
+        self,
+        data: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        data_t: torch.Tensor | None,
+        scale_t: torch.Tensor | None,
+        quant_dtype: torch.dtype,
+        original_shape: Sequence[int] | None,
+        columnwise: bool | None,
+        quantizer: Quantizer | None,
+    ) -> None:
+        codes, codes_t, scale = checked(data, scale, data_t, scale_t, quant_dtype, original_shape)
+        self._columnwise = codes_t is not None if columnwise is None else columnwise
+        self._codes, self._codes_t = codes, codes_t if codes is None else None
+        self._scale = scale  # type: ignore[assignment]
+        self.quant_dtype = quant_dtype
+        self._quantizer = quantizer
+
+    # -- the parts by the names of the reference --
+
+    @property
+    def data(self) -> torch.Tensor | None:
+        """Elements ``[*leading, K]`` of ``quant_dtype``, or None."""
+        return None if self._codes is None else self._codes.view(self.quant_dtype)
+
+    @property
+    def data_t(self) -> torch.Tensor | None:
+        """Elements ``[K, *leading]`` of ``quant_dtype``, or None; a view of ``data`` where there is that."""
+        if not self._has_columns():
+            return None
+        codes = (
+            self._codes_t if self._codes is None else self._codes.movedim(-1, 0) if self._codes.dim() else self._codes
+        )
+        return None if codes is None else codes.view(self.quant_dtype)
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """What multiplies ``data`` when dequantizing, or None without a rowwise usage."""
+        return None if self._codes is None else self._scale
+
+    @property
+    def scale_t(self) -> torch.Tensor | None:
+        """What multiplies ``data_t`` when dequantizing, or None without a columnwise usage."""
+        return self._scale if self._has_columns() else None
+
+    @property
+    def _scale_inv(self) -> torch.Tensor:
+        """The scale under the name that all quantized tensors have for it."""
+        return self._scale
+
+    @property
+    def original_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that was quantized."""
+        return tuple(self.size())
+
+    # -- usages --
+
+    def _has_columns(self) -> bool:
+        return self._codes_t is not None or (self._columnwise and self._codes is not None)
+
+    def get_usages(self) -> dict[str, bool]:
+        return {"rowwise": self._codes is not None, "columnwise": self._has_columns()}
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop the data of a usage (False), ask for one (True), or leave it (None). Either gives the other.
+
+        Raises:
+            UsageError: it holds no data.
+            OptionError: neither usage would be left.
+        """
+        rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
+        if self._codes is None and self._codes_t is None:
+            raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
+        if self._codes is None and rowwise:
+            self._codes = self._all_codes().contiguous()
+        elif self._codes is not None and not rowwise:
+            self._codes_t = transposed(self._codes)
+            self._codes = None
+        if self._codes is not None:
+            self._codes_t = None
+        self._columnwise = columnwise
+
+    # -- values --
+
+    def _all_codes(self) -> torch.Tensor:
+        """The codes in the order of the values."""
+        if self._codes is not None:
+            return self._codes
+        if self._codes_t is None:
+            raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
+        return self._codes_t.movedim(0, -1)
+
+    def size(self, dim: int | None = None) -> Any:
+        shape = self._all_codes().shape
+        return shape if dim is None else shape[dim]
+
+    def elements(self) -> torch.Tensor:
+        """The elements as float32 ``[*leading, K]``, exactly, without the scale."""
+        return decode(self._all_codes(), self.quant_dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``float32(element) * scale``, rounded once to ``dtype`` or the nominal dtype.
+
+        Raises:
+            DTypeError: ``dtype`` is not a floating-point dtype.
+        """
+        check_values_dtype(dtype)
+        return (self.elements() * self._scale).to(dtype or self.dtype)
+
+    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The bare elements, exact in bfloat16 and float32, and the scale."""
+        values = self.elements().to(dtype)
+        return values.reshape(math.prod(values.shape[:-1]), values.shape[-1]), self._scale
+
+    def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
+        super().replace_inner(inner, tensor.view(torch.uint8) if inner.argument == "data" else tensor)
+
+
+class CurrentScalingTensorRef(CurrentScalingTensorRefStorage, QuantizedTensor):
+    """FP8 elements with one scale as a ``torch.Tensor`` of its nominal dtype.
+
+    ``data`` is what the reference calls so, the elements; of a parameter it is what torch calls so, an alias without
+    gradient.
+
+    Args:
+        data, scale, data_t, scale_t, dtype, quant_dtype, original_shape, columnwise, quantizer: see
+            :class:`CurrentScalingTensorRefStorage`.
+        shape: as ``original_shape``.
+        requires_grad: as of any tensor.
+
+    Raises:
+        DTypeError, ShapeError: the parts do not fit together.
+        UsageError: there is neither ``data`` nor ``data_t``.
+    """
+
+    # As in QuantizedTensor: torch.Tensor answers these.
+    shape = torch.Tensor.shape
+    device = torch.Tensor.device
+    dtype = torch.Tensor.dtype
+    size = torch.Tensor.size  # type: ignore[assignment]
+    dequantize = QuantizedTensor.dequantize
+    _dtype = QuantizedTensor._dtype
+    own_static_fields = QuantizedTensor.own_static_fields
+    all_static_fields = QuantizedTensor.all_static_fields
+
+    @staticmethod
+    def __new__(
+        cls,
+        data: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        data_t: torch.Tensor | None = None,
+        scale_t: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        quant_dtype: torch.dtype = torch.float8_e4m3fn,
+        original_shape: Sequence[int] | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        columnwise: bool | None = None,
+        quantizer: Quantizer | None = None,
+        requires_grad: bool = False,
+    ) -> CurrentScalingTensorRef:
+        shape = original_shape if shape is None else shape
+        codes, codes_t, _ = checked(data, scale, data_t, scale_t, quant_dtype, shape)
+        held = codes if codes is not None or codes_t is None else codes_t.movedim(0, -1)
+        if held is None:
+            raise UsageError("a CurrentScalingTensorRef needs data", expected="data or data_t")
+        made: CurrentScalingTensorRef = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), dtype=dtype, device=held.device, requires_grad=requires_grad
+        )
+        return made
+
+    def __init__(
+        self,
+        data: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        data_t: torch.Tensor | None = None,
+        scale_t: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        quant_dtype: torch.dtype = torch.float8_e4m3fn,
+        original_shape: Sequence[int] | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        columnwise: bool | None = None,
+        quantizer: Quantizer | None = None,
+        requires_grad: bool = False,
+    ) -> None:
+        shape = original_shape if shape is None else shape
+        self._hold(data, scale, data_t, scale_t, quant_dtype, shape, columnwise, quantizer)
+
+    @property
+    def data(self) -> Any:
+        return self.detach() if getattr(self, "_is_param", False) else CurrentScalingTensorRefStorage.data.fget(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        QuantizedTensor.data.fset(self, value)  # type: ignore[attr-defined]
+
+    def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
+        with torch.no_grad():
+            return CurrentScalingTensorRefStorage.dequantize(self, dtype)
+
+
+def transposed(codes: torch.Tensor) -> torch.Tensor:
+    """``[*leading, K]`` as ``[K, *leading]``, a copy in memory of its own."""
+    return codes.movedim(-1, 0).contiguous() if codes.dim() else codes
+
+
+def checked(
+    data: Any, scale: Any, data_t: Any, scale_t: Any, quant_dtype: torch.dtype, shape: Sequence[int] | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Codes, transposed codes and a scale without dimensions, or a typed error for what does not fit together."""
+    fp8_format(quant_dtype)
+    codes, codes_t = as_codes(data, quant_dtype, "data"), as_codes(data_t, quant_dtype, "data_t")
+    scale = scale_t if scale is None else scale
+    if codes is not None and shape is not None and tuple(codes.shape) != tuple(shape):
+        if codes.numel() != math.prod(shape):
+            raise ShapeError(f"data has shape {tuple(codes.shape)}", expected=f"the elements of {tuple(shape)}")
+        codes = codes.reshape(tuple(shape))
+    own = None if codes is None else (codes.shape[-1:] + codes.shape[:-1])
+    if codes is None and codes_t is not None and shape is not None and len(shape):
+        own = torch.Size((*tuple(shape)[-1:], *tuple(shape)[:-1]))
+    if codes_t is not None and own is not None and codes_t.shape != own:
+        if codes_t.numel() != math.prod(own):
+            raise ShapeError(f"data_t has shape {tuple(codes_t.shape)}", expected=str(tuple(own)))
+        codes_t = codes_t.reshape(own)
+    if codes is None and codes_t is None and scale is None:
+        return None, None, None
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
+        raise DTypeError("scale is not a float32 tensor", expected="a float32 tensor with one element")
+    if scale.numel() != 1:
+        raise ShapeError(f"scale has shape {tuple(scale.shape)}", expected="one element")
+    return codes, codes_t, scale if scale.dim() == 0 else scale.reshape(())
