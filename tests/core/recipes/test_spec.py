@@ -37,6 +37,21 @@ OF_RECIPES = [
     ("formats", ("",)),
     ("fake_quant_formats", ["E4M3"]),
     ("fake_quant_formats", (None,)),
+    ("block_size", (None, None)),
+    ("block_size", (1, -1)),
+    ("relative_error", 0),
+    ("relative_error", -0.1),
+    ("relative_error", float("nan")),
+    ("relative_error", float("inf")),
+    ("relative_error", True),
+    ("relative_error", "0.1"),
+    ("quantized_weights", 1),
+    ("deterministic", None),
+    ("compiles", "yes"),
+    ("file_suffixes", ".yaml"),
+    ("file_suffixes", ("yaml",)),
+    ("file_suffixes", (".YAML",)),
+    ("file_suffixes", (1,)),
 ]
 
 
@@ -59,3 +74,17 @@ def test_right_fields_are_taken() -> None:
     assert full.capabilities == ("E4M3", "block 1x128", "stateful", "reduces amax")
     assert RecipeSpec(**RIGHT).capabilities == ("per tensor", "stateless")
     assert FactorySpec(**RIGHT).api_version == 1
+
+
+@pytest.mark.parametrize(
+    ("block", "word"),
+    [
+        (None, "per tensor"),
+        ((1, None), "per row"),
+        ((None, 1), "per column"),
+        ((32, 32), "block 32x32"),
+        ((2, None), "block 2xall"),
+    ],
+)
+def test_what_shares_a_scale_is_listed(block: object, word: str) -> None:
+    assert word in RecipeSpec(**RIGHT, block_size=block).capabilities  # type: ignore[arg-type]

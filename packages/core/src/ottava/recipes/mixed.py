@@ -121,7 +121,7 @@ class MixedState(torch.nn.Module, RecipeState):
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedState:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        kept = {"recipe": self.recipe, "factory": self.factory, "plain": self.plain}
+        kept = {"factory": self.factory, "plain": self.plain}
         copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__getstate__().items() if k not in kept}, memo))
         copied.__dict__.update(kept)
         return copied

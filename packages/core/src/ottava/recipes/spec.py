@@ -30,6 +30,13 @@ def _require(right: bool, what: str, value: object, owner: str, expected: str) -
         raise OptionError(f"{what} {value!r} of {owner}", expected=expected)
 
 
+def _shared_by(block: tuple[int | None, int | None] | None) -> str:
+    if block is None:
+        return "per tensor"
+    named = {(1, None): "per row", (None, 1): "per column"}
+    return named.get(block, "block {}x{}".format(*("all" if size is None else size for size in block)))
+
+
 def is_name(name: object) -> bool:
     """Whether a recipe or a factory may have this name."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
@@ -55,7 +62,8 @@ class RecipeSpec:
         summary: one line for listings.
         factory: lazy reference ``"package.module:Object"`` to what builds the recipe.
         stateful: whether layers keep state for it.
-        block_size: rows and columns that share a scale; None for one scale a tensor.
+        block_size: rows and columns that share a scale, None for all of them: ``(1, 32)``, ``(1, None)`` for a scale
+            for each row. None for one scale a tensor.
         formats: names of the element formats that it uses.
         needs_reduction: whether it reduces amaxes over a process group by itself.
         api_version: version of the extension points it was written for.
@@ -76,7 +84,7 @@ class RecipeSpec:
     summary: str
     factory: str
     stateful: bool = False
-    block_size: tuple[int, int] | None = None
+    block_size: tuple[int | None, int | None] | None = None
     formats: tuple[str, ...] = ()
     needs_reduction: bool = False
     api_version: int = API_VERSION
@@ -90,8 +98,9 @@ class RecipeSpec:
     def __post_init__(self) -> None:
         owner = _check("recipe", self.name, self.summary, self.factory, self.api_version)
         block: object = self.block_size
-        pair = isinstance(block, tuple) and len(block) == 2 and all(map(_positive, block))
-        _require(block is None or pair, "block_size", block, owner, "None or a tuple of two positive integers")
+        pair = isinstance(block, tuple) and len(block) == 2 and all(size is None or _positive(size) for size in block)
+        right = block is None or (pair and block != (None, None))
+        _require(right, "block_size", block, owner, "None or a tuple of two, positive integers or one None")
         for field in ("stateful", "needs_reduction", "quantized_weights", "deterministic", "compiles"):
             value: object = getattr(self, field)
             _require(isinstance(value, bool), field, value, owner, "True or False")
@@ -103,14 +112,14 @@ class RecipeSpec:
         positive = type(error) in (int, float) and 0 < error < float("inf")  # type: ignore[operator]
         _require(positive, "relative_error", error, owner, "a positive number")
         suffixes: object = self.file_suffixes
-        right = isinstance(suffixes, tuple) and all(_word(s) and _SUFFIX.fullmatch(s) for s in suffixes)
-        _require(right, "file_suffixes", suffixes, owner, 'a tuple of suffixes, for example (".yaml",)')
+        known = isinstance(suffixes, tuple) and all(isinstance(s, str) and _SUFFIX.fullmatch(s) for s in suffixes)
+        _require(known, "file_suffixes", suffixes, owner, 'a tuple of suffixes, for example (".yaml",)')
 
     @property
     def capabilities(self) -> tuple[str, ...]:
         """The flags as words, for listings."""
         words = [*self.formats]
-        words.append("per tensor" if self.block_size is None else "block {}x{}".format(*self.block_size))
+        words.append(_shared_by(self.block_size))
         words.append("stateful" if self.stateful else "stateless")
         if self.needs_reduction:
             words.append("reduces amax")

@@ -1,0 +1,78 @@
+"""The path of a recipe file in the place of a name: read by the recipe whose spec lists its suffix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fake_plugins import RECIPE, hook, plugin, run
+
+import ottava
+from ottava.errors import DuplicateRecipeError, OptionError, RecipeNotFoundError
+from ottava.recipes import registry
+
+BUILD = "def build(file=None, extra=0):\n    made = Thing()\n    made.file, made.extra = file, extra\n    return made\n"
+READER = f"{RECIPE}\n\n{BUILD}"
+
+
+def offer(site: Path, name: str = "reader", module: str = "acme", suffixes: str = "('.ini', '.cfg')") -> None:
+    body = f"return [RecipeSpec(name='{name}', summary='s', factory='{module}_impl:build', file_suffixes={suffixes})]"
+    plugin(site, f"{module}-fp8", f"{module}_plugin", hook(body))
+    (site / f"{module}_impl.py").write_text(READER)
+
+
+@pytest.mark.parametrize("path", ["model.ini", "./model.cfg", "/some/where/model.INI", "model.v2.cfg"])
+def test_the_recipe_that_reads_the_suffix_is_built(site: Path, path: str) -> None:
+    offer(site)
+    recipe = ottava.get_recipe(path, extra=3)
+    assert (recipe.file, recipe.extra) == (path, 3)  # type: ignore[attr-defined]
+
+
+def test_models_take_paths(site: Path) -> None:
+    offer(site)
+    with ottava.autocast("model.ini"):
+        assert ottava.recipes.region.current_region().recipe.file == "model.ini"  # type: ignore[attr-defined]
+    with pytest.raises(RecipeNotFoundError, match=r"no installed recipe reads the file 'model.json'.*\.cfg, \.ini"):
+        ottava.convert(torch.nn.Linear(2, 2), "model.json")
+
+
+@pytest.mark.parametrize("path", ["model.cfg2", "a/b", "a/model"])
+def test_other_files_are_not(site: Path, path: str) -> None:
+    offer(site)
+    with pytest.raises(RecipeNotFoundError, match="reads the file"):
+        ottava.get_recipe(path)
+
+
+def test_without_a_reader_the_error_says_what_to_install(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "list_recipes", list)
+    with pytest.raises(RecipeNotFoundError, match="install one; Ottava's own is ottava-recipes-custom"):
+        ottava.get_recipe("model.cfg")
+
+
+def test_two_readers_are_a_conflict(site: Path) -> None:
+    offer(site)
+    offer(site, "other", "beta", "('.ini',)")
+    with pytest.raises(DuplicateRecipeError, match=r"other and reader read files like 'model.ini'"):
+        ottava.get_recipe("model.ini")
+    assert ottava.get_recipe("other", file="model.ini").file == "model.ini"  # type: ignore[attr-defined]
+
+
+def test_an_option_that_it_does_not_take_is_refused(site: Path) -> None:
+    offer(site)
+    with pytest.raises(OptionError, match="no option 'margin'"):
+        ottava.get_recipe("model.ini", margin=1)
+
+
+@pytest.mark.parametrize("name", ["curent", "Current", "", "a b"])
+def test_names_are_not_paths(site: Path, name: str) -> None:
+    offer(site)
+    with pytest.raises(RecipeNotFoundError, match="no installed package provides recipe"):
+        ottava.get_recipe(name)
+
+
+def test_the_command_takes_paths(site: Path) -> None:
+    offer(site)
+    done = run(site, "demo", "--recipe", "model.json", "--steps", "1")
+    assert done.returncode == 2
+    assert "no installed recipe reads the file 'model.json'" in done.stderr

@@ -1,0 +1,162 @@
+"""What a class that only declares its inner tensors has: constructors, sizes, empty results, tensors."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from rows import E4M3, OneScaleTensor, RowQuantizer, Rows, RowStorage, RowTensor
+
+import ottava
+from ottava import QuantizedTensor, QuantizedTensorStorage, prepare_for_saving, restore_from_saved
+from ottava.errors import OptionError, ShapeError, UsageError
+from ottava.tensors import InnerTensor, StaticField
+
+
+def parts(*shape: int) -> dict[str, Any]:
+    return {"codes": torch.zeros(shape, dtype=torch.uint8), "scale_inv": torch.ones(*shape[:-1], 1)}
+
+
+def test_a_storage_is_built_from_its_declaration() -> None:
+    given = parts(3, 4)
+    storage = RowStorage(**given, dtype=torch.bfloat16)
+    assert storage._codes is given["codes"]
+    assert storage._scale_inv is given["scale_inv"]
+    assert storage.size() == storage.shape == (3, 4)
+    assert storage.size(-1) == 4
+    assert storage.numel() == 12
+    assert storage.dtype == torch.bfloat16
+    assert storage._quantizer is None
+    assert storage.nbytes == 12 + 12
+    assert storage.dequantize().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"codes": None, "scale_inv": None}, "no 'dtype'"),
+        ({"dtype": torch.float32, "data": None}, "unknown keyword 'data'"),
+    ],
+)
+@pytest.mark.parametrize("cls", [RowStorage, OneScaleTensor])
+def test_other_keywords_are_refused(cls: Any, keywords: Any, said: str) -> None:
+    if cls is OneScaleTensor:
+        keywords = {"codes": torch.zeros(2, 2, dtype=torch.uint8), "dtype": torch.float32, "data": None}
+        said = "unknown keyword 'data'"
+    with pytest.raises(OptionError, match=rf"{cls.__name__} was given an? ?{said}|{said}.*codes"):
+        cls(**keywords)
+
+
+def test_a_static_field_of_a_tensor_is_required() -> None:
+    class Tagged(QuantizedTensor):
+        inner_tensors = (InnerTensor("_codes", "codes"),)
+        static_fields = (StaticField("_tag", "tag"),)
+
+    with pytest.raises(OptionError, match=r"Tagged was given no 'tag'.*codes, tag"):
+        Tagged(codes=torch.zeros(2), dtype=torch.float32)
+    assert Tagged(codes=torch.zeros(2), dtype=torch.float32, tag=3)._tag == 3
+
+
+def test_a_storage_without_data_has_no_size() -> None:
+    storage = RowStorage(dtype=torch.float32)
+    with pytest.raises(UsageError, match="holds no data"):
+        storage.size()
+    with pytest.raises(UsageError, match="holds no data"):
+        QuantizedTensorStorage().size()
+
+
+def test_a_tensor_is_built_from_its_declaration() -> None:
+    tensor = RowTensor(**parts(3, 4), dtype=torch.bfloat16, requires_grad=True)
+    assert isinstance(tensor, torch.Tensor)
+    assert tensor.shape == (3, 4)
+    assert tensor.dtype == torch.bfloat16
+    assert tensor.requires_grad
+    assert tensor.is_contiguous()
+    assert [field.argument for field in RowTensor.all_static_fields()] == ["shape", "dtype"]
+    assert RowTensor(**parts(3, 4), dtype=torch.float32, shape=(12,)).shape == (12,)
+
+
+@pytest.mark.parametrize("given", [{}, {"scale_inv": torch.ones(3, 1)}])
+def test_a_tensor_needs_data(given: Any) -> None:
+    with pytest.raises(UsageError, match="RowTensor needs"):
+        RowTensor(dtype=torch.float32, **given)
+
+
+def test_the_shape_serves_where_the_first_is_not_held() -> None:
+    tensor = RowTensor(scale_inv=torch.ones(3, 1), dtype=torch.float32, shape=(3, 4))
+    assert tensor.shape == (3, 4)
+
+
+def test_a_tensor_takes_its_values_from_the_storage_class() -> None:
+    x = torch.randn(5, 8)
+    quantizer = RowQuantizer()
+    tensor = quantizer(x)
+    bare = copy.copy(quantizer)
+    bare.internal = True
+    assert type(tensor) is RowTensor
+    assert type(bare(x)) is RowStorage
+    assert torch.equal(tensor.dequantize(), bare(x).dequantize())
+    codes = tensor._codes.view(E4M3).double() * tensor._scale_inv.double()
+    assert torch.equal(tensor.dequantize(torch.float64), codes.float().double())
+    assert tensor.bfloat16().dtype == torch.bfloat16
+
+
+def test_everything_else_is_derived() -> None:
+    x = torch.randn(6, 8, requires_grad=True)
+    tensor = RowQuantizer()(x)
+    tensor.dequantize().square().sum().backward()
+    assert torch.equal(x.grad, 2 * tensor.dequantize().detach())
+    tensor = RowQuantizer()(x.detach())
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    for other in (
+        torch.load(file, weights_only=True),
+        copy.deepcopy(tensor),
+        tensor.clone(),
+        restore_from_saved(*prepare_for_saving(tensor))[0],
+        tensor.to("cpu", copy=True),
+    ):
+        assert type(other) is RowTensor
+        assert torch.equal(other.dequantize(), tensor.dequantize())
+    changed = tensor.clone()
+    changed.mul_(2)
+    assert torch.equal(changed.dequantize(), 2 * tensor.dequantize())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3, 4)])
+def test_an_empty_result_is_made_by_default(shape: Any) -> None:
+    made = RowQuantizer().make_empty(shape, dtype=torch.float16, requires_grad=True)
+    assert made.shape == shape
+    assert made.dtype == torch.float16
+    assert made.requires_grad
+    x = torch.randn(shape)
+    RowQuantizer().update_quantized(x, made)
+    assert torch.equal(made.dequantize(torch.float32), RowQuantizer()(x).dequantize())
+
+
+def test_an_empty_result_of_a_wrong_shape_is_refused() -> None:
+    with pytest.raises(ShapeError):
+        RowQuantizer().make_empty((-1, 2))
+    quantizer = RowQuantizer()
+    quantizer.internal = True
+    with pytest.raises(OptionError):
+        quantizer.make_empty((1, 2), requires_grad=True)
+
+
+@pytest.mark.parametrize("primary", [False, True])
+def test_a_layer_compiles(primary: bool) -> None:
+    torch.manual_seed(0)
+    with ottava.quantized_model_init(Rows(), enabled=primary):
+        layer = ottava.nn.Linear(8, 4, recipe=Rows())
+    x = torch.randn(3, 8, requires_grad=True)
+    layer(x).square().sum().backward()
+    eager = (x.grad.clone(), layer.weight.grad.clone())
+    x.grad = layer.weight.grad = None
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(x).square().sum().backward()
+    assert torch.equal(x.grad, eager[0])
+    assert torch.equal(layer.weight.grad, eager[1])

@@ -1,0 +1,155 @@
+"""Rows of tensors of any class: parts that share their data, and what is written to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rows import OneScaleQuantizer, RowQuantizer, RowTensor
+
+from ottava import QuantizedTensor
+from ottava.tensors import Float8Tensor, InnerTensor
+
+BOTH = pytest.mark.parametrize("quantizer", [RowQuantizer(), OneScaleQuantizer()], ids=["rows", "one"])
+
+
+class BlockTensor(QuantizedTensor):
+    """A scale for each two rows, which are one row of the scales."""
+
+    inner_tensors = (
+        InnerTensor("_codes", "codes", gather=True),
+        InnerTensor("_scales", "scales", gather=True, block_rows=2),
+    )
+
+    def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
+        return (self._codes.float() * self._scales.repeat_interleave(2, 0)[: len(self._codes)]).to(dtype)
+
+
+@BOTH
+@pytest.mark.parametrize("rows", [slice(0, 2), slice(2, 5), slice(3, 3), slice(0, 5), slice(-2, None), slice(9, 12)])
+def test_a_slice_of_rows_keeps_the_class(quantizer: Any, rows: slice) -> None:
+    x = torch.randn(5, 8)
+    tensor = quantizer(x)
+    part = tensor[rows]
+    assert type(part) is type(tensor)
+    assert torch.equal(part.dequantize(), tensor.dequantize()[rows])
+    if part.numel():
+        assert part._codes.untyped_storage().data_ptr() == tensor._codes.untyped_storage().data_ptr()
+
+
+@BOTH
+def test_parts_of_rows_keep_the_class(quantizer: Any) -> None:
+    tensor = quantizer(torch.randn(7, 4))
+    values = tensor.dequantize()
+    for parts, expected in (
+        (tensor.split(3), values.split(3)),
+        (tensor.split([2, 5]), values.split([2, 5])),
+        (tensor.chunk(3), values.chunk(3)),
+        ((tensor.narrow(0, 2, 4),), (values.narrow(0, 2, 4),)),
+        ((tensor[2:][1:3],), (values[2:][1:3],)),
+    ):
+        assert len(parts) == len(expected)
+        for part, own in zip(parts, expected, strict=True):
+            assert type(part) is type(tensor)
+            assert torch.equal(part.dequantize(), own)
+
+
+@BOTH
+@pytest.mark.parametrize("take", [lambda t: t[::2], lambda t: t[:, :2], lambda t: t.split(2, 1)[0]])
+def test_what_is_not_rows_is_dequantized(quantizer: Any, take: Any) -> None:
+    tensor = quantizer(torch.randn(4, 6))
+    assert type(take(tensor)) is torch.Tensor
+    assert torch.equal(take(tensor), take(tensor.dequantize()))
+
+
+def test_wrong_sizes_are_refused_as_torch_does() -> None:
+    with pytest.raises(RuntimeError, match="split_with_sizes"):
+        RowQuantizer()(torch.randn(4, 6)).split([1, 2])
+
+
+# In place on two rows of eight, of a quantized or a plain tensor.
+CHANGES = {
+    "copy_": lambda part: part.copy_(torch.full((2, 8), 3.0)),
+    "mul_": lambda part: part.mul_(2),
+    "a part of the part": lambda part: part[:1].zero_(),
+    "an alias": lambda part: part.detach().copy_(torch.ones(2, 8)),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_part_that_is_written_is_written_in_the_whole(quantizer: Any, change: str) -> None:
+    tensor = quantizer(torch.randn(5, 8))
+    before, expected = tensor.dequantize(), tensor.dequantize()
+    part = tensor[1:3]
+    CHANGES[change](part)
+    CHANGES[change](expected[1:3])
+    assert torch.equal(part.dequantize(), tensor.dequantize()[1:3])
+    # Where there is one scale, the other rows are quantized again with it.
+    torch.testing.assert_close(
+        tensor.dequantize(), expected, rtol=2**-4, atol=2**-9 * float(expected.abs().max()) / 448
+    )
+    if isinstance(tensor, RowTensor):
+        assert torch.equal(tensor.dequantize()[[0, 3, 4]], before[[0, 3, 4]])
+        assert torch.equal(tensor.dequantize()[1:3], quantizer(expected[1:3]).dequantize())
+
+
+def test_a_part_of_equal_scales_takes_over_the_bytes() -> None:
+    quantizer = OneScaleQuantizer()
+    x = torch.randn(4, 8)
+    tensor, other = quantizer(x), quantizer(x)
+    other._codes.random_(0, 100)
+    tensor[1:3].copy_(other[0:2])
+    assert torch.equal(tensor._codes[1:3], other._codes[0:2])
+    assert torch.equal(tensor._codes[0], quantizer(x)._codes[0])
+
+
+@BOTH
+def test_a_noop_leaves_the_whole(quantizer: Any) -> None:
+    tensor = quantizer(torch.randn(4, 8))
+    before = tensor.dequantize()
+    tensor[1:3].quantize_(torch.full((2, 8), 9.0), noop_flag=torch.ones(1))
+    assert torch.equal(tensor.dequantize(), before)
+    tensor[1:3].quantize_(torch.full((2, 8), 9.0), noop_flag=torch.zeros(1))
+    assert (tensor.dequantize()[1:3] - 9.0).abs().max() < 0.1
+
+
+@BOTH
+def test_padding_has_the_class_and_what_rows_share(quantizer: Any) -> None:
+    tensor = quantizer(torch.randn(4, 8))
+    padded = tensor.new_zeros((6, 8))
+    assert type(padded) is type(tensor)
+    assert torch.equal(padded.dequantize(), torch.zeros(6, 8))
+    padded[:4].copy_(tensor)
+    assert torch.equal(padded[:4]._codes, tensor._codes)
+    assert torch.equal(padded.dequantize()[:4], tensor.dequantize())
+    assert type(tensor.new_zeros((6, 9))) is torch.Tensor
+    assert type(tensor.new_zeros((6, 8), dtype=torch.int32)) is torch.Tensor
+    assert type(torch.zeros_like(tensor)) is torch.Tensor
+
+
+def test_blocks_are_not_cut() -> None:
+    tensor = BlockTensor(
+        codes=torch.arange(20, dtype=torch.uint8).view(5, 4),
+        scales=torch.tensor([[1.0], [2.0], [3.0]]),
+        dtype=torch.float32,
+    )
+    values = tensor.dequantize()
+    for rows, whole in (
+        (slice(0, 2), True),
+        (slice(2, 5), True),
+        (slice(4, 5), True),
+        (slice(1, 3), False),
+        (slice(0, 3), False),
+    ):
+        part = tensor[rows]
+        assert (type(part) is BlockTensor) is whole, rows
+        assert torch.equal(part.dequantize() if whole else part, values[rows])
+
+
+def test_a_class_with_an_op_of_its_own_decides() -> None:
+    data = torch.zeros(4, 4, dtype=torch.uint8)
+    tensor = Float8Tensor(data=data, fp8_dtype=torch.float8_e4m3fn, fp8_scale_inv=torch.ones(()), dtype=torch.float32)
+    assert type(tensor[:, 1:]) is Float8Tensor
+    assert type(tensor[1:]) is Float8Tensor
