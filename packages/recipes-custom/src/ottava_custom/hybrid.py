@@ -77,14 +77,16 @@ class HybridQuantizer(Quantizer):
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         cls = hybrid_class(*self.kinds, tensor=not self.internal)
-        parts = [
-            quantizer.quantize_impl(tensor, dtype) if wanted else None
-            for quantizer, wanted in (
-                (self.rowwise_quantizer, self.rowwise_usage),
-                (self.columnwise_quantizer, self.columnwise_usage),
-            )
-        ]
-        return cls.around(parts, tuple(tensor.shape), dtype, self)
+        rows = self.rowwise_quantizer.quantize_impl(tensor, dtype) if self.rowwise_usage else None
+        columns = self.columnwise_quantizer.quantize_impl(tensor, dtype) if self.columnwise_usage else None
+        if columns is not None and not self.internal and not _has_elements(columns):
+            # A weight whose bytes are written or gathered by rows; a transpose alone is made of such.
+            columns = self.columnwise_quantizer.with_usage(True, True).quantize_impl(tensor, dtype)
+        return cls.around([rows, columns], tuple(tensor.shape), dtype, self)
+
+
+def _has_elements(storage: QuantizedTensorStorage) -> bool:
+    return any(inner.gather and getattr(storage, inner.attribute) is not None for inner in storage.inner_tensors)
 
 
 def _for_side(quantizer: Quantizer, *, columnwise: bool) -> Quantizer:

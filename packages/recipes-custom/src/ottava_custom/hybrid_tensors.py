@@ -40,8 +40,12 @@ class HybridTensorStorage(QuantizedTensorStorage):
         """A hybrid around a storage for each side; None where the usage is not wanted."""
         arguments: dict[str, Any] = {}
         for side, kind, part in zip(SIDES, cls.kinds, parts, strict=True):
-            for inner in kind.inner_tensors:
-                arguments[f"{side}_{inner.argument}"] = None if part is None else getattr(part, inner.attribute)
+            held = {i: None if part is None else getattr(part, i.attribute) for i in kind.inner_tensors}
+            elements = any(inner.gather and tensor is not None for inner, tensor in held.items())
+            for inner, tensor in held.items():
+                # A transpose beside its elements would have to be made again whenever these are written.
+                derived = elements and part is not None and part.is_derived(inner)
+                arguments[f"{side}_{inner.argument}"] = None if derived else tensor
             for field in _own_fields(kind):
                 arguments[f"{side}_{field.argument}"] = None if part is None else getattr(part, field.attribute)
         made: Any = cls

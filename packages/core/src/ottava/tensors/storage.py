@@ -100,6 +100,7 @@ class QuantizedTensorStorage:
     rebuilds_derived: bool = True
 
     _quantizer: Quantizer | None
+    _dtype: torch.dtype
     # The storage that this one is a part of (a slice, say), when they share what a write to the part would change.
     _whole: QuantizedTensorStorage | None = None
 
@@ -213,8 +214,7 @@ class QuantizedTensorStorage:
     @property
     def dtype(self) -> torch.dtype:
         """Nominal dtype."""
-        dtype: torch.dtype = self._dtype  # type: ignore[attr-defined]
-        return dtype
+        return self._dtype
 
     def numel(self) -> int:
         """Number of elements."""

@@ -98,16 +98,22 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     shape = torch.Tensor.shape
     device = torch.Tensor.device
     dtype = torch.Tensor.dtype
-    size = torch.Tensor.size  # type: ignore[assignment]
     numel = torch.Tensor.numel
+    if TYPE_CHECKING:
+        # As storages say it: a class that derives from both has no more to say.
+        _dtype: torch.dtype
+
+        def size(self, dim: int | None = None) -> Any: ...
+    else:
+        size = torch.Tensor.size
+
+        @property
+        def _dtype(self) -> torch.dtype:
+            return self.dtype
 
     @property
     def _shape(self) -> tuple[int, ...]:
         return tuple(self.shape)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.dtype
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ottava.errors import OptionError, UsageError
+from ottava.errors import OptionError
 from ottava.formats import fp8_format
 from ottava.kernels import check_epsilon
 from ottava.tensors import QuantizedTensorStorage, Quantizer
@@ -118,7 +118,7 @@ class CurrentScalingQuantizerRef(Quantizer):
 
         Raises:
             OptionError: unknown ``gemm_type``, or ``accumulate`` without ``out``.
-            UsageError: an operand does not hold the usage that the product reads.
+            UsageError: an operand does not hold the rows that the product reads.
         """
         if gemm_type not in _GEMMS:
             raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
@@ -143,11 +143,4 @@ def _operand(x: Any, scale: torch.Tensor | None, columnwise: bool) -> tuple[torc
     if not isinstance(x, QuantizedTensorStorage):
         values = x.detach().to(torch.float32)
         return values.reshape(-1, values.shape[-1]) if values.dim() != 2 else values, scale
-    usages = x.get_usages()
-    if not usages["columnwise" if columnwise else "rowwise"] and not (columnwise and x.rowwise_serves_columnwise):
-        raise UsageError(
-            f"a {type(x).__name__} without {'columnwise' if columnwise else 'rowwise'} data in a product that reads it",
-            expected="an operand quantized for the usage",
-            remedy="call quantizer.set_usage() before quantizing",
-        )
     return x.gemm_operand(columnwise=columnwise, dtype=torch.float32)

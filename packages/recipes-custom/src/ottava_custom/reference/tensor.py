@@ -192,7 +192,17 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         return (self.elements() * self._scale).to(dtype or self.dtype)
 
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The bare elements, exact in bfloat16 and float32, and the scale."""
+        """The bare elements, exact in bfloat16 and float32, and the scale.
+
+        Raises:
+            UsageError: rows are asked for, and only columns are held.
+        """
+        if self._codes is None and not columnwise:
+            raise UsageError(
+                f"a {type(self).__name__} without rowwise data in a product that reads it",
+                expected="an operand quantized for the usage",
+                remedy="call quantizer.set_usage(rowwise=True) before quantizing",
+            )
         values = self.elements().to(dtype)
         return values.reshape(math.prod(values.shape[:-1]), values.shape[-1]), self._scale
 
@@ -200,7 +210,7 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         super().replace_inner(inner, tensor.view(torch.uint8) if inner.argument == "data" else tensor)
 
 
-class CurrentScalingTensorRef(CurrentScalingTensorRefStorage, QuantizedTensor):
+class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     """FP8 elements with one scale as a ``torch.Tensor`` of its nominal dtype.
 
     ``data`` is what the reference calls so, the elements; of a parameter it is what torch calls so, an alias without
@@ -216,16 +226,6 @@ class CurrentScalingTensorRef(CurrentScalingTensorRefStorage, QuantizedTensor):
         DTypeError, ShapeError: the parts do not fit together.
         UsageError: there is neither ``data`` nor ``data_t``.
     """
-
-    # As in QuantizedTensor: torch.Tensor answers these.
-    shape = torch.Tensor.shape
-    device = torch.Tensor.device
-    dtype = torch.Tensor.dtype
-    size = torch.Tensor.size  # type: ignore[assignment]
-    dequantize = QuantizedTensor.dequantize
-    _dtype = QuantizedTensor._dtype
-    own_static_fields = QuantizedTensor.own_static_fields
-    all_static_fields = QuantizedTensor.all_static_fields
 
     @staticmethod
     def __new__(
@@ -278,10 +278,6 @@ class CurrentScalingTensorRef(CurrentScalingTensorRefStorage, QuantizedTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         QuantizedTensor.data.fset(self, value)  # type: ignore[attr-defined]
-
-    def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
-        with torch.no_grad():
-            return CurrentScalingTensorRefStorage.dequantize(self, dtype)
 
 
 def transposed(codes: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,306 @@
+"""Identity keeps values; a hybrid is one quantizer along rows and another along columns."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ottava
+from ottava import checkpoint, kernels
+from ottava.distributed import quantize_master_weights
+from ottava.errors import DTypeError, OptionError, UsageError
+from ottava.tensors import Float8QuantizerBase, QuantizedTensor, columnwise_layout
+from ottava_custom import (
+    CurrentScalingQuantizerRef,
+    CustomRecipe,
+    HybridQuantizer,
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
+    by_direction,
+    identity_factory,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
+from rows import RowQuantizer
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def reference(quant_dtype: torch.dtype) -> CurrentScalingQuantizerRef:
+    return CurrentScalingQuantizerRef(quant_dtype)
+
+
+class PerTensor(Float8QuantizerBase):
+    """Core's per-tensor tensors, which keep a transpose on some devices."""
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        with_data, with_transpose = self.needs(tensor.device)
+        data, transpose, _, scale_inv, _ = kernels.quantize(
+            tensor, self.fp8_dtype, rowwise=with_data, transposed=with_transpose
+        )
+        return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
+
+
+# Pairs of very different kinds: one scale, a scale for each row, none.
+PAIRS = {
+    "formats": (reference(E4M3), reference(E5M2)),
+    "rows and one": (RowQuantizer(), reference(E5M2)),
+    "one and identity": (reference(E4M3), IdentityQuantizer()),
+}
+PAIR = pytest.mark.parametrize("pair", PAIRS)
+
+
+def hybrid(pair: str, **usages: bool) -> HybridQuantizer:
+    return HybridQuantizer(*PAIRS[pair], **usages)
+
+
+# -- identity --
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3)])
+def test_identity_keeps_the_values(shape: Any, dtype: torch.dtype) -> None:
+    x = torch.randn(shape, dtype=dtype)
+    tensor = IdentityQuantizer()(x)
+    assert type(tensor) is IdentityTensor
+    assert torch.equal(tensor.dequantize(), x)
+    before = x.clone()
+    x.zero_()
+    assert torch.equal(tensor.dequantize(), before)
+    tensor.dequantize().zero_()
+    assert torch.equal(tensor.dequantize(), before)
+    assert IdentityQuantizer().is_requantization_safe()
+
+
+def test_identity_has_the_usages_that_it_was_given() -> None:
+    for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+        tensor = IdentityQuantizer(rowwise=rowwise, columnwise=columnwise)(torch.ones(2, 3))
+        assert tensor.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
+    tensor.update_usage(rowwise_usage=True)
+    assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
+    with pytest.raises(UsageError, match="holds no data"):
+        IdentityTensorStorage(dtype=torch.float32, rowwise=True, columnwise=True).dequantize()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_of_identity_is_a_plain_layer(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(16, 8, dtype=dtype)
+    layer = ottava.convert(copy.deepcopy(plain), CustomRecipe(identity_factory))
+    x = torch.randn(4, 3, 16, dtype=dtype)
+    grads = []
+    for one in (plain, layer):
+        own = x.clone().requires_grad_()
+        y = one(own)
+        y.square().sum().backward()
+        grads.append((y.detach(), own.grad, one.weight.grad, one.bias.grad))
+    for got, expected in zip(*grads, strict=True):
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(got, expected, rtol=2 * eps, atol=8 * eps)
+
+
+def test_an_operand_that_is_overwritten_is_refused_in_backward() -> None:
+    layer = ottava.nn.Linear(4, 4, bias=False, recipe=CustomRecipe(identity_factory))
+    x = torch.randn(2, 4)
+    y = layer(x)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# -- hybrids --
+
+
+@PAIR
+@pytest.mark.parametrize("internal", [False, True])
+def test_each_side_is_its_quantizers(pair: str, internal: bool) -> None:
+    x = torch.randn(4, 6)
+    quantizer = hybrid(pair)
+    quantizer.internal = internal
+    made = quantizer(x)
+    assert isinstance(made, QuantizedTensor) is not internal
+    assert made.get_usages() == {"rowwise": True, "columnwise": True}
+    for columnwise, own in enumerate(PAIRS[pair]):
+        own = own.copy()
+        own.set_usage(rowwise=not columnwise, columnwise=bool(columnwise))
+        values, scale = made.gemm_operand(columnwise=bool(columnwise), dtype=torch.float32)
+        expected, expected_scale = own(x).gemm_operand(columnwise=bool(columnwise), dtype=torch.float32)
+        assert torch.equal(values, expected)
+        assert (scale is None and expected_scale is None) or torch.equal(scale, expected_scale)
+    assert torch.equal(made.dequantize(), PAIRS[pair][0](x).dequantize())
+
+
+@PAIR
+def test_one_side_alone(pair: str) -> None:
+    x = torch.randn(4, 6)
+    rows, columns = hybrid(pair, columnwise=False)(x), hybrid(pair, rowwise=False)(x)
+    assert rows.get_usages() == {"rowwise": True, "columnwise": False}
+    assert columns.get_usages() == {"rowwise": False, "columnwise": True}
+    assert torch.equal(columns.dequantize(), PAIRS[pair][1](x).dequantize())
+    for tensor, columnwise in ((rows, True), (columns, False)):
+        with pytest.raises(UsageError, match=f"has no {'columnwise' if columnwise else 'rowwise'} data"):
+            tensor.gemm_operand(columnwise=columnwise, dtype=torch.float32)
+    both = hybrid(pair)(x)
+    both.update_usage(rowwise_usage=False)
+    assert both.get_usages() == {"rowwise": False, "columnwise": True}
+    assert torch.equal(both.dequantize(), columns.dequantize())
+
+
+@PAIR
+def test_everything_is_derived_from_the_two_declarations(pair: str, tmp_path: Path) -> None:
+    tensor = hybrid(pair)(torch.randn(4, 6))
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    checkpoint.save_file({"w": tensor}, tmp_path / "w.safetensors")
+    loaded = checkpoint.load_file(tmp_path / "w.safetensors")["w"]
+    for other in (
+        torch.load(file, weights_only=True),
+        copy.deepcopy(tensor),
+        tensor.clone(),
+        tensor.to("cpu", copy=True),
+        loaded,
+    ):
+        assert type(other) is type(tensor)
+        for columnwise in (False, True):
+            a, b = (t.gemm_operand(columnwise=columnwise, dtype=torch.float32)[0] for t in (tensor, other))
+            assert torch.equal(a, b)
+    copied = tensor.clone()
+    copied.mul_(2)
+    assert not torch.equal(copied.dequantize(), tensor.dequantize())
+    assert torch.equal(copied.dequantize(), hybrid(pair)(2 * tensor.dequantize()).dequantize())
+
+
+def test_a_file_is_read_by_a_process_that_has_made_none(tmp_path: Path) -> None:
+    tensor = HybridQuantizer(reference(E4M3), IdentityQuantizer())(torch.randn(4, 6))
+    checkpoint.save_file({"w": tensor}, tmp_path / "w.safetensors")
+    code = (
+        "import sys, ottava_custom.identity, ottava_custom.reference.tensor, ottava_custom.hybrid_tensors;"
+        "from ottava import checkpoint; w = checkpoint.load_file(sys.argv[1])['w'];"
+        "print(type(w).__name__, w.dequantize().double().sum().item())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "w.safetensors")], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == [type(tensor).__name__, str(tensor.dequantize().double().sum().item())], done.stderr
+
+
+@PAIR
+def test_equality_and_copies(pair: str) -> None:
+    one, other = hybrid(pair), hybrid(pair).copy()
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.is_alike(other)
+    turned = HybridQuantizer(*reversed(PAIRS[pair]))
+    assert one != turned
+    assert not one.is_alike(turned)
+    other.set_usage(columnwise=False)
+    assert one.columnwise_usage
+
+
+@PAIR
+def test_shards_of_master_weights_make_the_whole(pair: str) -> None:
+    quantizer, master = hybrid(pair), torch.randn(6, 8)
+    weight = quantizer(torch.zeros(6, 8))
+    quantize_master_weights([weight], [master.flatten()], [0])
+    whole = quantizer(master)
+    for inner in weight.inner_tensors:
+        got, expected = getattr(weight, inner.attribute), getattr(whole, inner.attribute)
+        assert (got is None and expected is None) or torch.equal(got, expected), inner.attribute
+
+
+def test_rows_are_independent_where_both_say_so() -> None:
+    assert HybridQuantizer(RowQuantizer(), IdentityQuantizer()).independent_rows == 1
+    assert HybridQuantizer(RowQuantizer(), reference(E4M3)).independent_rows is None
+
+    class FourRows(RowQuantizer):
+        independent_rows = 4
+
+    class SixRows(RowQuantizer):
+        independent_rows = 6
+
+    assert HybridQuantizer(FourRows(), SixRows()).independent_rows == 12
+
+
+class Stateful(RowQuantizer):
+    stateful = True
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "error"),
+    [
+        (None, reference(E4M3), DTypeError),
+        (reference(E4M3), "current", DTypeError),
+        (reference(E4M3), HybridQuantizer(reference(E4M3), reference(E5M2)), DTypeError),
+        (Stateful(), reference(E4M3), OptionError),
+        (reference(E4M3), Stateful(), OptionError),
+    ],
+)
+def test_what_cannot_be_a_side_is_refused(rows: Any, columns: Any, error: Any) -> None:
+    with pytest.raises(error, match=r"(rowwise|columnwise)_quantizer is a"):
+        HybridQuantizer(rows, columns)
+
+
+@pytest.mark.parametrize("primary", [False, True])
+def test_a_layer_reads_each_side_in_its_direction(primary: bool) -> None:
+    recipe = CustomRecipe(by_direction("custom", lambda role: reference(E5M2)))
+    torch.manual_seed(0)
+    with ottava.quantized_model_init(recipe, enabled=primary):
+        layer = ottava.nn.Linear(8, 4, bias=False, recipe=recipe)
+    source = layer.weight.get_high_precision_init_val() if primary else layer.weight.detach()
+    x, dy = torch.randn(5, 8, requires_grad=True), torch.randn(5, 4)
+    y = layer(x)
+    y.backward(dy)
+    forward, backward = reference(E4M3), reference(E5M2)
+    wide = {"dtype": torch.float64}
+    qdy = backward(dy).dequantize(**wide)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(
+        y.detach().double(),
+        forward(x.detach()).dequantize(**wide) @ forward(source).dequantize(**wide).t(),
+        **tolerance,
+    )
+    torch.testing.assert_close(x.grad.double(), qdy @ backward(source).dequantize(**wide), **tolerance)
+    torch.testing.assert_close(
+        layer.weight.grad.double(), qdy.t() @ backward(x.detach()).dequantize(**wide), **tolerance
+    )
+
+
+@PAIR
+@pytest.mark.parametrize("primary", [False, True])
+def test_a_layer_compiles(pair: str, primary: bool) -> None:
+    recipe = CustomRecipe(lambda role: hybrid(pair))
+    torch.manual_seed(0)
+    with ottava.quantized_model_init(recipe, enabled=primary):
+        layer = ottava.nn.Linear(8, 4, recipe=recipe)
+    x = torch.randn(3, 8, requires_grad=True)
+    layer(x).square().sum().backward()
+    eager = x.grad, layer.weight.grad
+    x.grad = layer.weight.grad = None
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    assert torch.equal(x.grad, eager[0])
+    assert torch.equal(layer.weight.grad, eager[1])
+
+
+@pytest.mark.parametrize("layout", ["shared", "transpose"])
+def test_a_written_weight_has_no_stale_side(layout: Any) -> None:
+    with columnwise_layout(layout):
+        quantizer = HybridQuantizer(PerTensor(E4M3), PerTensor(E5M2))
+        weight, master = quantizer(torch.zeros(6, 8)), torch.randn(6, 8)
+        alias = weight.detach()
+        quantize_master_weights([weight], [master.flatten()], [0])
+        whole = quantizer(master)
+        for one in (weight, alias):
+            for columnwise in (False, True):
+                got, expected = (t.gemm_operand(columnwise=columnwise, dtype=torch.float32) for t in (one, whole))
+                assert torch.equal(got[0], expected[0])
+                assert torch.equal(got[1], expected[1])
