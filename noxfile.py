@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent
 PACKAGES = ROOT / "packages"
 RECIPES = sorted(p.name.removeprefix("recipes-") for p in PACKAGES.glob("recipes-*") if (p / "pyproject.toml").exists())
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
-TEST_TOOLS = ["pytest", "hypothesis", "numpy", "ml_dtypes", "safetensors", "hatchling", "gfloat"]
+TEST_TOOLS = ["pytest", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
+# For the packages that the tests write and build.
+TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["tests"]
@@ -71,7 +73,9 @@ def install(session: nox.Session, *packages: str, tools: list[str]) -> None:
 
 
 def _test(session: nox.Session, folders: list[str], recipes: list[str]) -> None:
-    install(session, *(f"recipes-{r}" for r in recipes), tools=TEST_TOOLS)
+    # Every recipe passes the conformance kit.
+    kit = ["testing"] if recipes else []
+    install(session, *(f"recipes-{r}" for r in recipes), *kit, tools=TEST_TOOLS)
     session.run("python", "-m", "pytest", *(session.posargs or []), *folders)
 
 
@@ -99,7 +103,7 @@ def tests_core(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("recipe", [nox.param(r, id=f"recipe='{r}'", tags=[r]) for r in RECIPES])
 def tests_recipe(session: nox.Session, recipe: str) -> None:
-    """One recipe with core and nothing else."""
+    """One recipe with core, the conformance kit and nothing else."""
     _test(session, [f"tests/recipes_{recipe}"], [recipe])
 
 
@@ -121,7 +125,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict on every package."""
-    session.install(torch_requirement(), "mypy", "pluggy", "typer", "rich", "numpy", "jinja2", "matplotlib")
+    tools = ["mypy", "types-PyYAML", "pluggy", "typer", "rich", "numpy", "jinja2", "matplotlib", "pytest"]
+    session.install(torch_requirement(), *tools)
     sources = [str(p / "src") for p in sorted(PACKAGES.iterdir()) if (p / "src").is_dir()]
     for source in sources:
         package = next(p for p in sorted(Path(source).iterdir()) if (p / "py.typed").exists())
@@ -132,7 +137,7 @@ def types(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Sphinx, warnings are errors."""
     tools = ["sphinx", "myst-parser", "furo"]
-    install(session, *(f"recipes-{r}" for r in RECIPES), tools=tools)
+    install(session, *(f"recipes-{r}" for r in RECIPES), "testing", tools=tools)
     output = ROOT / "docs" / "_build"
     shutil.rmtree(output, ignore_errors=True)
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", str(output))
