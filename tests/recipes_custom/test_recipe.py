@@ -58,7 +58,8 @@ def test_a_function_is_asked_for_each_role_of_each_layer() -> None:
 def test_first_and_last_layers_stay_in_high_precision() -> None:
     recipe = CustomRecipe(by_layer({"first": "identity", "head*": identity_factory}, "custom"))
     assert kinds(recipe, "first") == kinds(recipe, "head.0") == [IDENTITY] * 3
-    assert kinds(recipe, "body.first") == [REF] * 3
+    assert kinds(recipe, "first.proj") == [IDENTITY] * 3
+    assert kinds(recipe, "body.first") == kinds(recipe, "firsts") == [REF] * 3
     model = torch.nn.Sequential()
     for name in ("first", "body", "head"):
         model.add_module(name, torch.nn.Linear(8, 8))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
 from ottava.tensors import Quantizer
 from ottava_custom.hybrid import HybridQuantizer
 from ottava_custom.identity import IdentityQuantizer
+from ottava_custom.patterns import matches
 from ottava_custom.reference.quantizer import CurrentScalingQuantizerRef
 
 Given = Quantizer | QuantizerRequest | None
@@ -77,9 +77,10 @@ class Mirror:
 
 
 def by_layer(patterns: Mapping[str, Factory | str], default: Factory | str) -> Factory:
-    """A factory for each pattern of layer names (``fnmatch``), the first that matches; ``default`` for the others.
+    """A factory for each pattern, the first that matches; ``default`` for the other layers.
 
-    A factory may be given by the name of a published one or of an installed recipe.
+    Patterns (``fnmatch``) fit the qualified name of a layer, or of a module that it is in, as those of
+    :func:`ottava.convert` do. A factory may be given by the name of a published one or of an installed recipe.
 
     Raises:
         DTypeError: one of them is no factory, or a pattern no string.
@@ -102,7 +103,7 @@ class ByLayer:
         """What the factory of the layer gives."""
         role = QuantizerRole.of(role)
         for pattern, factory in self.rules:
-            if fnmatchcase(role.name, pattern):
+            if matches(role.name, pattern):
                 return factory(role)
         return self.default(role)
 

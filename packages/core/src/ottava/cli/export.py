@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from ottava.checkpoint.convert import HIGH_PRECISION_NAMES, Conversion, convert_file
-from ottava.errors import OptionError, OttavaError, UsageError
-from ottava.recipes.registry import get_recipe
+from ottava.errors import OptionError, UsageError
+from ottava.recipes.options import OptionDefaults
 
 
 def parse_options(recipe: str, given: list[str]) -> dict[str, Any]:
@@ -30,26 +28,8 @@ def parse_options(recipe: str, given: list[str]) -> dict[str, Any]:
         options[key] = value
     if not options or recipe in HIGH_PRECISION_NAMES:
         return options
-    try:
-        defaults: Any = get_recipe(recipe)
-    except OttavaError:
-        # One that cannot be built without options, or that is not there: convert_file says so.
-        defaults = None
-    return {key: _value(key, value, getattr(defaults, key, None)) for key, value in options.items()}
-
-
-def _value(key: str, text: str, default: Any) -> Any:
-    if isinstance(default, Enum):
-        members = type(default).__members__
-        if text not in members:
-            raise OptionError(f"--option {key}={text}", expected=f"one of {', '.join(members)}")
-        return members[text]
-    if isinstance(default, str):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {"True": True, "False": False, "None": None}.get(text, text)
+    defaults = OptionDefaults(recipe)
+    return {key: defaults.parse(key, value) for key, value in options.items()}
 
 
 def _size(count: int) -> str:

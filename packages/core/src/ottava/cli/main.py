@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import ottava
-from ottava.errors import OttavaError
+from ottava.errors import OttavaError, UsageError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch.")
 
@@ -43,11 +43,32 @@ def main(
 
 
 @app.command()
-def recipes(as_json: Json = False) -> None:
+def recipes(
+    as_json: Json = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(help="Say which layer and role gets what under a recipe: a name, or the path of a recipe file."),
+    ] = None,
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(help="With --explain: a layer's name, repeatable; by default those of the demo's model."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="With --explain: a file or folder of tensors whose layers to ask about.")
+    ] = None,
+) -> None:
     """List the installed recipes and quantizer factories, and the packages that are broken."""
-    from ottava.cli.recipes import show_recipes
-
     with _told():
+        if explain is not None:
+            from ottava.cli.explain import show_explanation
+
+            show_explanation(explain, layer or [], checkpoint, as_json)
+            return
+        given = [option for option, value in (("--layer", layer), ("--checkpoint", checkpoint)) if value]
+        if given:
+            raise UsageError(f"{' and '.join(given)} without --explain", remedy="say which recipe: --explain NAME")
+        from ottava.cli.recipes import show_recipes
+
         show_recipes(as_json)
 
 
@@ -131,3 +152,37 @@ def new_recipe(
 
     with _told():
         run_new_recipe(NAME, out)
+
+
+@app.command("check-recipe")
+def check_recipe(
+    NAME: Annotated[str | None, typer.Argument(help="An installed recipe, or the path of a recipe file.")] = None,
+    check: Annotated[list[str] | None, typer.Option(help="A check to run; may be given again. By default all.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Leave out what compiles or starts processes.")] = False,
+    expect_failure: Annotated[
+        list[str] | None, typer.Option(help="A check that has to fail, CHECK=REASON; may be given again.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of the recipe, key=value; may be given again.")
+    ] = None,
+    list_checks: Annotated[bool, typer.Option("--list", help="List the checks, and run none.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run the conformance kit (ottava-testing) on a recipe; exit code 1 when a check fails."""
+    from ottava.cli.check_recipe import run_checks, show_checks
+
+    with _told():
+        if list_checks:
+            show_checks(as_json)
+            return
+        if NAME is None:
+            raise UsageError("no recipe is named", expected="the name of an installed recipe, or --list")
+        code = run_checks(
+            recipe=NAME,
+            options=option or [],
+            checks=check or [],
+            fast=fast,
+            expected_failures=expect_failure or [],
+            as_json=as_json,
+        )
+        raise typer.Exit(code)

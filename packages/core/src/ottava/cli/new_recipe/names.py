@@ -109,7 +109,7 @@ def _is_importable(package: str, target: Path) -> bool:
     return spec.origin is not None or places != [target.resolve()]
 
 
-def _is_installed(distribution: str) -> Distribution | None:
+def _installed(distribution: str) -> Distribution | None:
     for found in distributions():
         name = found.metadata["Name"] if found.metadata is not None else None
         if name and canonical(name) == canonical(distribution):
@@ -126,10 +126,10 @@ def _check_installed(names: Names) -> None:
                 expected="a name of its own",
                 remedy=f"choose {_EXAMPLE}",
             )
-    found = _is_installed(names.distribution)
+    found = _installed(names.distribution)
     if found is not None:
         raise UsageError(
-            f"{names.distribution} {found.version} is installed already, and owns the name {names.recipe!r}",
+            f"{found.metadata['Name']} {found.version} is installed already, and owns the name {names.recipe!r}",
             expected="a name of its own",
             remedy=f"choose {_EXAMPLE}",
         )

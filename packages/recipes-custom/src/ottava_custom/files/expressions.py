@@ -1,0 +1,192 @@
+"""What may stand for a quantizer in a recipe file, and what each gives for a role."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from ottava.errors import OptionError
+from ottava.recipes.base import Recipe
+from ottava.recipes.explanation import words
+from ottava.recipes.request import QuantizerRequest
+from ottava.recipes.role import QuantizerRole
+from ottava.tensors import Quantizer
+from ottava_custom.files.source import Source
+
+#: What keeps high precision.
+IDENTITY = "identity"
+
+Served = Quantizer | QuantizerRequest
+
+
+@dataclass(frozen=True)
+class Expression(ABC):
+    """What stands for a quantizer, at a place of a file."""
+
+    #: Whether it gives something for every role.
+    total: ClassVar[bool] = True
+
+    source: Source
+    index: int
+
+    @abstractmethod
+    def serve(self, role: QuantizerRole) -> Served | None:
+        """What serves ``role``; None to leave it to the next rule."""
+
+    @abstractmethod
+    def words(self, role: QuantizerRole) -> tuple[str, str]:
+        """What serves ``role`` along rows and along columns, for a role that is served."""
+
+    def check_part(self) -> None:
+        """Refuse what cannot serve one direction.
+
+        Raises:
+            OptionError: it is a hybrid, or keeps state.
+        """
+
+    @property
+    def certain(self) -> bool:
+        """Whether what it gives does not depend on the layer's name."""
+        return True
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        """A quantizer by itself, for one direction of a hybrid.
+
+        Raises:
+            OptionError: it gives none, or one that keeps state.
+        """
+        served = self.serve(role)
+        if isinstance(served, QuantizerRequest):
+            with self.source.at(self.index):
+                served = served.recipe.quantizer(role)
+        if served is None:
+            raise self.source.error(
+                self.index,
+                f"nothing is given for {role.tensor_type!r} of layer {role.name!r}",
+                expected="a quantizer, for either direction",
+            )
+        if served.stateful:
+            raise stateful_in_hybrid(self.source, self.index)
+        return served
+
+
+def stateful_in_hybrid(source: Source, index: int) -> OptionError:
+    """The error about a stateful recipe for one direction."""
+    return source.error(
+        index,
+        "a recipe that keeps state cannot serve one direction",
+        expected="recipes without state for rowwise and columnwise",
+        remedy="let it serve the whole role",
+    )
+
+
+@dataclass(frozen=True)
+class Identity(Expression):
+    """High precision."""
+
+    def serve(self, role: QuantizerRole) -> Quantizer:
+        """An identity quantizer."""
+        from ottava_custom import IdentityQuantizer
+
+        return IdentityQuantizer()
+
+    def words(self, role: QuantizerRole) -> tuple[str, str]:
+        """The word that the file has."""
+        return IDENTITY, IDENTITY
+
+
+@dataclass(frozen=True)
+class OfRecipe(Expression):
+    """What a recipe uses for the role. The layer's state makes the quantizer, so that the recipe may be stateful."""
+
+    recipe: Recipe
+    options: tuple[tuple[str, Any], ...]
+
+    def check_part(self) -> None:
+        if self.recipe.stateful:
+            raise stateful_in_hybrid(self.source, self.index)
+
+    def serve(self, role: QuantizerRole) -> QuantizerRequest:
+        """A request for the recipe."""
+        return QuantizerRequest(self.recipe)
+
+    def words(self, role: QuantizerRole) -> tuple[str, str]:
+        """The recipe's own words, and the options of this place; a format shows in the former."""
+        explained = self.recipe.explain(role)
+        options = [f"{key}={value}" for key, value in self.options if not isinstance(value, Enum)]
+        rowwise, columnwise = (", ".join([text, *options]) for text in (explained.rowwise, explained.columnwise))
+        return rowwise, columnwise
+
+
+@dataclass(frozen=True)
+class OfFactory(Expression):
+    """What a published quantizer factory gives."""
+
+    total: ClassVar[bool] = False
+
+    name: str
+    factory: Callable[[QuantizerRole], Any]
+
+    @property
+    def certain(self) -> bool:
+        return False
+
+    def serve(self, role: QuantizerRole) -> Served | None:
+        """What the factory gives.
+
+        Raises:
+            OptionError: it is neither a quantizer, nor a request, nor None.
+        """
+        with self.source.at(self.index):
+            given = self.factory(role)
+        if given is None or isinstance(given, Served):
+            return given
+        raise self.source.error(
+            self.index,
+            f"factory {self.name!r} gives a {type(given).__name__} for {role}",
+            expected="an ottava.Quantizer, an ottava.QuantizerRequest or None",
+            remedy="report it to the package's authors",
+        )
+
+    def words(self, role: QuantizerRole) -> tuple[str, str]:
+        """Those of the quantizer, with the name of the factory."""
+        served = self.serve(role)
+        if isinstance(served, QuantizerRequest):
+            explained = served.recipe.explain(role)
+            return f"{self.name}: {explained.rowwise}", f"{self.name}: {explained.columnwise}"
+        text = self.name if served is None else f"{self.name}: {words(served)}"
+        return text, text
+
+
+@dataclass(frozen=True)
+class Hybrid(Expression):
+    """One quantizer along rows, another along columns."""
+
+    rowwise: Expression
+    columnwise: Expression
+
+    def check_part(self) -> None:
+        raise self.source.error(self.index, "a hybrid inside a hybrid", expected="one quantizer for one direction")
+
+    @property
+    def certain(self) -> bool:
+        return self.rowwise.certain and self.columnwise.certain
+
+    def serve(self, role: QuantizerRole) -> Quantizer:
+        """A hybrid quantizer.
+
+        Raises:
+            OptionError: one direction gives none, or one that keeps state.
+        """
+        from ottava_custom import HybridQuantizer
+
+        rowwise, columnwise = self.rowwise.quantizer(role), self.columnwise.quantizer(role)
+        with self.source.at(self.index):
+            return HybridQuantizer(rowwise, columnwise)
+
+    def words(self, role: QuantizerRole) -> tuple[str, str]:
+        """Those of either direction."""
+        return self.rowwise.words(role)[0], self.columnwise.words(role)[1]

@@ -1,0 +1,126 @@
+"""``FileFactory``: the quantizer factory that a recipe file describes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from ottava.errors import DTypeError, OptionError
+from ottava.recipes.explanation import Explanation, RecipeRule
+from ottava.recipes.role import QuantizerRole
+from ottava_custom.files.expressions import Served
+from ottava_custom.files.language import check_suffix, parse
+from ottava_custom.files.rules import Entry, Rule, nothing_serves
+from ottava_custom.files.schema import rules_of
+from ottava_custom.files.source import Source, read_source
+
+# Files that are being read: a recipe in one may be read from another.
+_reading: ContextVar[tuple[str, ...]] = ContextVar("_reading", default=())
+
+
+@contextlib.contextmanager
+def _no_circle(path: str) -> Iterator[None]:
+    place = os.path.abspath(path)
+    if place in _reading.get():
+        raise OptionError(f"{path} is read from itself", expected="files that do not lead back to themselves")
+    token = _reading.set((*_reading.get(), place))
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+class FileFactory:
+    """A quantizer factory from the text of a recipe file.
+
+    Factories are equal when their paths and texts are. A pickle has both, and looks the recipes up again.
+
+    Args:
+        path: for messages; its suffix names the language.
+        text: what the file holds.
+
+    Raises:
+        OptionError: something in the text is wrong; the message names the line.
+        RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the same.
+    """
+
+    def __init__(self, path: str, text: str) -> None:
+        self._source = Source(path, text)
+        with _no_circle(path):
+            self._rules = rules_of(self._source, parse(self._source))
+
+    @property
+    def path(self) -> str:
+        """The file, as it was given."""
+        return self._source.path
+
+    def __call__(self, role: QuantizerRole | str) -> Served:
+        """What serves a role: a quantizer, or a request for that of a recipe.
+
+        Raises:
+            OptionError: nothing does.
+        """
+        return self._chosen(QuantizerRole.of(role))[2]
+
+    def explain(self, role: QuantizerRole | str) -> Explanation:
+        """What serves a role, in words, with the line and the rule that say so.
+
+        Raises:
+            OptionError: nothing serves it.
+        """
+        role = QuantizerRole.of(role)
+        rule, entry, _ = self._chosen(role)
+        rowwise, columnwise = entry.expression.words(role)
+        described = None if rule is None else rule.described(self._source)
+        return Explanation(rowwise, columnwise, self._source.place(entry.index).line, described)
+
+    def rules(self) -> tuple[RecipeRule, ...]:
+        """The rules, in the order of the file."""
+        return tuple(rule.described(self._source) for rule in self._rules.rules)
+
+    def _chosen(self, role: QuantizerRole) -> tuple[Rule | None, Entry, Served]:
+        last: Entry | None = None
+        for rule, entry in self._rules.asked(role):
+            served = entry.expression.serve(role)
+            if served is not None:
+                return rule, entry, served
+            last = entry
+        raise nothing_serves(self._source, role, last)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FileFactory) and self._source == other._source
+
+    def __hash__(self) -> int:
+        return hash(self._source)
+
+    def __repr__(self) -> str:
+        return f"FileFactory({self.path!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FileFactory, (self._source.path, self._source.text)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FileFactory:
+        # Nothing of it changes.
+        return self
+
+    def __copy__(self) -> FileFactory:
+        return self
+
+
+def load_factory(path: str | os.PathLike[str]) -> FileFactory:
+    """The quantizer factory that a recipe file describes, in YAML or TOML by its suffix.
+
+    Raises:
+        DTypeError: ``path`` is no path.
+        OptionError: the file cannot be read, or something in it is wrong; the message names the line.
+        RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the same.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise DTypeError(f"the path is a {type(path).__name__}", expected="the path of a recipe file")
+    name = str(os.fspath(path))
+    check_suffix(name)
+    source = read_source(name)
+    return FileFactory(source.path, source.text)

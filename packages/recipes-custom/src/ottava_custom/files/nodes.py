@@ -1,0 +1,89 @@
+"""What a recipe file says, each value and key with its place, whatever the language of the file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ottava.errors import OptionError
+from ottava_custom.files.source import Source
+
+_KINDS: dict[type, str] = {
+    bool: "true or false",
+    dict: "a mapping",
+    float: "a number",
+    int: "a number",
+    list: "a list",
+    str: "text",
+    type(None): "nothing",
+}
+_SHOWN = 60
+#: Levels of values inside values.
+MAX_DEPTH = 32
+
+
+def shown(text: str) -> str:
+    """A text for a message: in quotes, and not too long."""
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value.
+
+    Attributes:
+        value: a scalar; a list of nodes; or a mapping of nodes by key.
+        index: where it begins in the text.
+        keys: where the keys of a mapping begin.
+    """
+
+    value: Any
+    index: int
+    keys: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """Its kind in words, for messages."""
+        return _KINDS.get(type(self.value), "a date or a time")
+
+    def __str__(self) -> str:
+        """The kind, and a scalar itself, for messages."""
+        if isinstance(self.value, (list, dict)) or self.value is None:
+            return self.kind
+        text = shown(self.value) if isinstance(self.value, str) else str(self.value)
+        return text if isinstance(self.value, bool) else f"{self.kind}, {text}"
+
+    def plain(self) -> Any:
+        """The value with plain values inside."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+
+def check_scalar(source: Source, node: Node) -> None:
+    """Refuse a NaN: nothing equals it, so that no two recipes would be equal.
+
+    Raises:
+        OptionError: the node is one.
+    """
+    if isinstance(node.value, float) and math.isnan(node.value):
+        raise source.error(node.index, "the number is NaN", expected="a number that equals itself")
+
+
+def check_depth(source: Source, index: int, depth: int) -> None:
+    """Refuse what is nested deeper than any rule.
+
+    Raises:
+        OptionError: ``depth`` is more than :data:`MAX_DEPTH`.
+    """
+    if depth > MAX_DEPTH:
+        raise too_deep(source, index)
+
+
+def too_deep(source: Source, index: int) -> OptionError:
+    """The error about values that are nested deeper than any rule."""
+    return source.error(index, "values are nested too deeply", expected=f"at most {MAX_DEPTH} levels")

@@ -1,0 +1,200 @@
+"""YAML as nodes: the core schema of YAML 1.2 (``on``, ``no`` and ``1:30`` are text), and nothing that runs code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from ottava_custom.files.nodes import MAX_DEPTH, Node, check_depth, check_scalar, shown, too_deep
+from ottava_custom.files.source import Source
+
+# Values once aliases are replaced by what they stand for: a few lines can stand for billions.
+_MAX_VALUES = 50_000
+_PREFIX = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes whose scalars are resolved by the core schema."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own declaration
+
+    # The scanner takes time that grows with the square of the depth, long before anything is composed.
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        self._check_depth(self.flow_level)
+        super().fetch_flow_collection_start(TokenClass)
+
+    def add_indent(self, column: int) -> bool:
+        self._check_depth(len(self.indents))
+        return super().add_indent(column)
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise TooDeep(problem_mark=self.get_mark())
+
+
+class TooDeep(yaml.MarkedYAMLError):
+    """Values are nested more than :data:`MAX_DEPTH` times."""
+
+
+def _integer(text: str) -> int:
+    digits = text.lstrip("+-")
+    base = {"0o": 8, "0x": 16}.get(digits[:2])
+    return int(text) if base is None else int(digits, base)
+
+
+def _number(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", "~nN", lambda text: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", _integer),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+        _number,
+    ),
+}
+for _name, (_pattern, _first, _) in _SCALARS.items():
+    _Loader.add_implicit_resolver(
+        _PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), [*_first, *([""] if _name == "null" else [])]
+    )
+
+
+def parse_yaml(source: Source) -> Node | None:
+    """The document, None when there is none.
+
+    Raises:
+        OptionError: it is no YAML, or it has several documents, a tag, a key twice or one that is no text.
+    """
+    loader = None
+    try:
+        loader = _Loader(source.text)
+        root = loader.get_single_node()
+    except TooDeep as error:
+        raise too_deep(source, _index_of(source, error)) from None
+    except yaml.MarkedYAMLError as error:
+        raise _told(source, error) from error
+    except yaml.reader.ReaderError as error:
+        what = f"character {chr(error.character)!r} is not allowed in YAML"
+        raise source.error(error.position, what, remedy="take it out") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return None if root is None else _Reader(source).read(root)
+
+
+def _index_of(source: Source, error: yaml.MarkedYAMLError) -> int:
+    mark = error.problem_mark or error.context_mark
+    return 0 if mark is None else min(mark.index, len(source.text))
+
+
+def _told(source: Source, error: yaml.MarkedYAMLError) -> Exception:
+    index = _index_of(source, error)
+    problem = " ".join(str(part) for part in (error.context, error.problem) if part)
+    if "single document" in problem:
+        return source.error(index, "a second document begins", expected="one document", remedy="use one file for each")
+    remedy = "indent with spaces" if source.text[index : index + 1] == "\t" else ""
+    return source.error(index, f"not YAML: {problem}", remedy=remedy)
+
+
+class _Reader:
+    """Nodes of PyYAML's nodes. What an alias stands for is read once."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._known: dict[int, tuple[Node, int]] = {}
+        self._open: set[int] = set()
+        self._containers: dict[str, Callable[[Any], tuple[Node, int]]] = {"map": self._mapping, "seq": self._sequence}
+
+    def read(self, given: Any) -> Node:
+        """The node of a YAML node.
+
+        Raises:
+            OptionError: something in it is not allowed.
+        """
+        return self._read(given)[0]
+
+    def _index(self, given: Any) -> int:
+        return int(given.start_mark.index)
+
+    def _read(self, given: Any) -> tuple[Node, int]:
+        """The node, and the number of values in it."""
+        if id(given) in self._known:
+            return self._known[id(given)]
+        if id(given) in self._open:
+            raise self._source.error(self._index(given), "an alias stands for what it is in", expected="no such circle")
+        self._open.add(id(given))
+        check_depth(self._source, self._index(given), len(self._open))
+        tag = given.tag.removeprefix(_PREFIX)
+        read = self._containers.get(tag, self._scalar)
+        node, count = read(given)
+        if count > _MAX_VALUES:
+            what = f"these are {count} values, those that aliases stand for included"
+            raise self._source.error(node.index, what, expected=f"at most {_MAX_VALUES}")
+        self._open.discard(id(given))
+        self._known[id(given)] = node, count
+        return node, count
+
+    def _scalar(self, given: Any) -> tuple[Node, int]:
+        tag, index = given.tag.removeprefix(_PREFIX), self._index(given)
+        if not isinstance(given, yaml.ScalarNode) or (tag not in _SCALARS and tag != "str"):
+            raise self._source.error(
+                index,
+                f"tag {shown(given.tag)}",
+                expected="plain values",
+                remedy="take the tag (what begins with !) out",
+            )
+        return self._of_kind(given.value, tag, index), 1
+
+    def _of_kind(self, text: str, tag: str, index: int) -> Node:
+        if tag == "str":
+            return Node(text, index)
+        pattern, _, convert = _SCALARS[tag]
+        # With an explicit tag, or more digits than Python converts.
+        try:
+            if re.fullmatch(pattern, text) is None:
+                raise ValueError(f"{shown(text)} is no {tag}")
+            node = Node(convert(text), index)
+        except ValueError as error:
+            raise self._source.error(index, f"not a value: {error}") from error
+        check_scalar(self._source, node)
+        return node
+
+    def _sequence(self, given: Any) -> tuple[Node, int]:
+        if not isinstance(given, yaml.SequenceNode):
+            return self._scalar(given)
+        items = [self._read(item) for item in given.value]
+        return Node([node for node, _ in items], self._index(given)), 1 + sum(count for _, count in items)
+
+    def _mapping(self, given: Any) -> tuple[Node, int]:
+        if not isinstance(given, yaml.MappingNode):
+            return self._scalar(given)
+        values: dict[str, Node] = {}
+        keys: dict[str, int] = {}
+        total = 1
+        for key_node, value_node in given.value:
+            key, _ = self._read(key_node)
+            # An alias as a key stands where it stands, but is known by what it stands for.
+            if not isinstance(key.value, str):
+                raise self._source.error(
+                    key.index,
+                    f"a key is {key}",
+                    expected="text",
+                    remedy="put it in quotes" if key.kind != "a list" else "",
+                )
+            if key.value in keys:
+                first = self._source.place(keys[key.value]).line
+                raise self._source.error(
+                    key.index,
+                    f"key {shown(key.value)} stands there twice, first in line {first}",
+                    expected="each key once",
+                )
+            node, count = self._read(value_node)
+            values[key.value], keys[key.value] = node, key.index
+            total += count
+        return Node(values, self._index(given), keys), total

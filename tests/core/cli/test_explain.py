@@ -1,0 +1,233 @@
+"""``ottava recipes --explain`` with recipes that core does not have, and the options of recipes as texts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_plugins import GOOD, plugin
+from typer.testing import CliRunner
+
+import ottava
+from ottava import checkpoint
+from ottava.cli.explain import checkpoint_layers, demo_layers
+from ottava.cli.main import app
+from ottava.errors import OptionError, UsageError
+from ottava.recipes import registry
+from ottava.recipes.explanation import Explanation, describe
+from ottava.recipes.options import OptionDefaults
+from ottava.recipes.role import QuantizerRole
+
+PLUGIN = (
+    GOOD
+    + """
+
+@h.hookimpl
+def ottava_recipes():
+    return [
+        RecipeSpec(name="plain", summary="s", factory="explain_impl:Plain"),
+        RecipeSpec(name="ruled", summary="s", factory="explain_impl:Ruled", file_suffixes=(".rules",)),
+    ]
+"""
+)
+IMPL = """
+from enum import Enum
+
+import torch
+
+import ottava
+from ottava import kernels
+from ottava.errors import OptionError
+from ottava.recipes.explanation import Explanation, RecipeRule
+from ottava.tensors import Float8QuantizerBase
+
+
+class Colour(Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Q(Float8QuantizerBase):
+    def quantize_impl(self, tensor, dtype): ...
+
+
+class Plain(ottava.Recipe):
+    name = "plain"
+
+    def __init__(self, colour=Colour.RED, sizes=(1, 2), text="a", number=1.0):
+        self.colour, self.sizes, self.text, self.number = colour, sizes, text, number
+
+    def make_quantizer(self, role, *, amax_reduction_group=None):
+        return Q(torch.float8_e5m2 if role.is_gradient else torch.float8_e4m3fn)
+
+
+class Ruled(Plain):
+    RULES = (RecipeRule("*.up [red]", 3), RecipeRule("nothing", 7))
+
+    def __init__(self, file):
+        if "bad" in file:
+            raise OptionError(f"{file}, line 3: bad")
+
+    def explain(self, role):
+        if role.name.endswith("up"):
+            return Explanation(f"rows of {role.name}", "columns", 4, self.RULES[0])
+        return Explanation("same", "same", 1)
+
+    def rules(self):
+        return self.RULES
+"""
+
+
+@pytest.fixture(autouse=True)
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("packages")
+    plugin(folder, "aaa-explained", "aaa_explained", PLUGIN)
+    (folder / "explain_impl.py").write_text(IMPL)
+    sys.path.insert(0, str(folder))
+    registry.reload()
+    yield
+    sys.path.remove(str(folder))
+    for name in ("aaa_explained", "explain_impl"):
+        sys.modules.pop(name, None)
+    registry.reload()
+
+
+def ask(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["recipes", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+def told(*arguments: object) -> dict[str, Any]:
+    done = ask(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_layers_of_the_demo_by_default() -> None:
+    found = told("--explain", "plain")
+    assert found["recipe"] == "plain"
+    assert found["unused"] == []
+    rows = found["layers"]
+    assert list(dict.fromkeys(row["layer"] for row in rows)) == demo_layers()
+    assert [row["role"] for row in rows] == ["input", "weight", "grad_output"] * len(demo_layers())
+    assert {row["rowwise"] for row in rows if row["role"] != "grad_output"} == {"plain E4M3"}
+    assert {row["columnwise"] for row in rows if row["role"] == "grad_output"} == {"plain E5M2"}
+    assert {(row["line"], row["rule"]) for row in rows} == {(None, None)}
+
+
+def test_the_layers_of_the_demo_are_those_that_it_converts(recipe: Any) -> None:
+    from ottava.cli.demo.model import GPT, SIZES
+
+    model = ottava.convert(GPT(SIZES["small"]), recipe, exclude="head")
+    assert demo_layers() == list(ottava.conversion_report(model).swapped)
+
+
+def test_a_recipe_tells_lines_and_rules() -> None:
+    found = told("--explain", "model.rules", "--layer", "a.up", "--layer", "b", "--layer", "a.up")
+    rows = {(row["layer"], row["role"]): row for row in found["layers"]}
+    assert len(found["layers"]) == 6
+    assert rows["a.up", "weight"] == {
+        "layer": "a.up",
+        "role": "weight",
+        "rowwise": "rows of a.up",
+        "columnwise": "columns",
+        "line": 4,
+        "rule": "*.up [red]",
+    }
+    assert (rows["b", "input"]["line"], rows["b", "input"]["rule"]) == (1, None)
+    assert found["unused"] == [{"line": 7, "rule": "nothing"}]
+    assert [rule["line"] for rule in told("--explain", "model.rules", "--layer", "b")["unused"]] == [3, 7]
+
+
+def test_the_table() -> None:
+    text = ask("--explain", "model.rules", "--layer", "a.up", "--layer", "b").output
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert rows[0] == ["a.up", "input", "rows of a.up", "columns", "4"]
+    assert [row[0] for row in rows] == ["a.up", "", "", "b", "", ""]
+    assert rows[5] == ["", "grad_output", "same", "same", "1"]
+    assert "unused: the rule in line 7, nothing, serves none of these layers" in text
+    assert "[red]" in ask("--explain", "model.rules", "--layer", "b").output
+    assert "│ -" in ask("--explain", "plain", "--layer", "b").output.replace("         ", " ")
+
+
+def test_the_layers_of_a_checkpoint(tmp_path: Path, recipe: Any) -> None:
+    """Matrices named weight: those that are quantized, and those that share another's values, as well."""
+    with ottava.quantized_model_init(recipe):
+        quantized = ottava.nn.Linear(32, 16, recipe=recipe)
+    plain = torch.nn.Linear(16, 8)
+    tied = torch.nn.Linear(16, 8)
+    tied.weight = plain.weight
+    body = {"first.up": quantized, "norm": torch.nn.LayerNorm(8), "second": plain, "tied": tied}
+    state = {f"{name}.{key}": tensor for name, module in body.items() for key, tensor in module.state_dict().items()}
+    state |= {"table": torch.zeros(4, 4), "third.weight_scale": torch.zeros(2, 2)}
+    checkpoint.save_file(state, tmp_path / "model.safetensors")
+    for place in (tmp_path / "model.safetensors", tmp_path):
+        assert sorted(checkpoint_layers(place)) == ["first.up", "second", "tied"]
+    found = told("--explain", "plain", "--checkpoint", tmp_path, "--layer", "more")
+    assert sorted({row["layer"] for row in found["layers"]}) == ["first.up", "more", "second", "tied"]
+    checkpoint.save_file({"a.bias": torch.zeros(3)}, tmp_path / "none.safetensors")
+    with pytest.raises(UsageError, match=r"none.safetensors has no matrix named \*.weight"):
+        checkpoint_layers(tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layer", "a"], "error: --layer without --explain. Remedy: say which recipe: --explain NAME."),
+        (["--checkpoint", "a", "--layer", "b", "--json"], "error: --layer and --checkpoint without --explain."),
+        (["--explain", "nonesuch"], "error: no installed package provides recipe 'nonesuch'"),
+        (["--explain", "model.other"], "error: no installed recipe reads the file 'model.other'"),
+        (["--explain", "bad.rules", "--json"], "error: bad.rules, line 3: bad."),
+        (["--explain", "plain", "--layer", ""], "error: --layer ''. Expected: the qualified name of a layer."),
+        (["--explain", "plain", "--checkpoint", "absent"], "error: absent cannot be read"),
+    ],
+)
+def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = ask(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(said)
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_what_a_factory_over_a_recipe_gives_is_described(recipe: Any, quantizer: Any) -> None:
+    role = QuantizerRole("linear", "weight", "a")
+    assert recipe.explain(role) == describe(recipe, role) == Explanation("sample E4M3", "sample E4M3")
+    assert recipe.explain("grad_output").rowwise == "sample E5M2"
+    assert recipe.rules() == ()
+    recipe.set_quantizer_factory(lambda role: quantizer if role.tensor_type == "weight" else None)
+    assert recipe.explain("weight").columnwise == "SampleQuantizer E4M3"
+    assert recipe.explain("input").columnwise == "sample E4M3"
+    recipe.set_quantizer_factory(lambda role: ottava.QuantizerRequest(registry.get_recipe("plain")))
+    assert recipe.explain("input").rowwise == "plain E4M3"
+
+
+def test_options() -> None:
+    defaults = OptionDefaults("plain")
+    blue = defaults.adapt("colour", "BLUE")
+    assert isinstance(blue, Enum)
+    assert blue.value == 2
+    assert defaults.parse("colour", "BLUE") is defaults.adapt("colour", blue) is blue
+    assert defaults.adapt("sizes", [3, 4]) == defaults.parse("sizes", "[3, 4]") == (3, 4)
+    assert defaults.parse("text", "1") == "1"
+    assert defaults.parse("number", "2.5") == 2.5
+    assert defaults.parse("number", "None") is None
+    assert defaults.parse("number", "True") is defaults.parse("number", "true") is True
+    assert defaults.parse("number", "x=[") == "x=["
+    assert defaults.adapt("unknown", "RED") == "RED"
+    for refused in (defaults.adapt, defaults.parse):
+        with pytest.raises(OptionError, match=r"colour is 'GREEN'. Expected: one of RED, BLUE"):
+            refused("colour", "GREEN")
+
+
+def test_options_of_a_recipe_that_is_not_there_or_needs_some() -> None:
+    for name in ("nonesuch", "ruled"):
+        assert OptionDefaults(name).parse("a", "[1]") == [1]
+        assert OptionDefaults(name).adapt("a", "b") == "b"

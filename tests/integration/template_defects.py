@@ -1,0 +1,146 @@
+"""Mistakes that an author of a recipe may make, each as a change of a few lines in what the template gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One mistake.
+
+    Attributes:
+        name: what is wrong.
+        changes: pairs of a text that stands in ``recipe.py`` once and what is put in its place.
+        said: words that the kit's report has to have, each a regular expression.
+    """
+
+    name: str
+    changes: tuple[tuple[str, str], ...]
+    said: tuple[str, ...]
+
+    def apply(self, source: str) -> str:
+        """The source with the mistake."""
+        for old, new in self.changes:
+            assert source.count(old) == 1, (self.name, old)
+            source = source.replace(old, new)
+        return source
+
+
+_TENSOR_BODY = '    """The same as a ``torch.Tensor``, for weights that are kept quantized."""\n'
+_DEQUANTIZED = "        return values.to(dtype or self.dtype)\n"
+_ROWS = "    independent_rows = 1\n"
+_RECIPE = "@dataclass(frozen=True)\nclass RowRecipe(Recipe):\n"
+
+ALIASED_SCALE = Defect(
+    "a clone that aliases its scale",
+    (
+        (
+            _DEQUANTIZED,
+            _DEQUANTIZED
+            + '''
+    def clone_storage(self) -> QuantizedTensorStorage:
+        """A copy, of the codes only."""
+        (codes, scale_inv), spec = self.flatten_storage()
+        return spec.build([codes.clone(), scale_inv])
+''',
+        ),
+    ),
+    ("clone-shares-nothing", r"writing to the clone's '_scale_inv' changed the original's"),
+)
+
+WRONG_TRANSPOSE = Defect(
+    "a wrong transpose",
+    (
+        (
+            _DEQUANTIZED,
+            _DEQUANTIZED
+            + '''
+    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The values; for products along columns in the order of a transposed matrix."""
+        values, factor = super().gemm_operand(columnwise=columnwise, dtype=dtype)
+        return (values.t().reshape(values.shape) if columnwise else values), factor
+''',
+        ),
+    ),
+    ("wrong transpose", r"columnwise operand \(gemm_operand\)"),
+)
+
+DROPPED_IN_PLACE_OP = Defect(
+    "an in-place op that is dropped",
+    (
+        (
+            _RECIPE,
+            '''@implements(RowTensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.add_.Tensor)
+def in_place(op: Any, tensor: Any, other: Any, **options: Any) -> Any:
+    """Compute, and keep the old codes."""
+    op(tensor.dequantize(), other, **options)
+    return tensor
+
+
+'''
+            + _RECIPE,
+        ),
+        (
+            "import InnerTensor, StaticField, check_values_dtype",
+            "import InnerTensor, StaticField, check_values_dtype, implements",
+        ),
+    ),
+    (r"an in-place op \(mul_\) on a RowTensor was dropped",),
+)
+
+RANDOM_CAST = Defect(
+    "a cast that is not deterministic",
+    (
+        (
+            "(finite / scale_inv).round()",
+            "(finite / scale_inv + torch.rand_like(finite) - 0.5).round()",
+        ),
+    ),
+    ("quantizing the same tensor twice gives different bytes", "is not deterministic"),
+)
+
+LOST_GRADIENTS = Defect(
+    "gradients that are lost under accumulation",
+    (
+        (
+            _ROWS,
+            _ROWS
+            + '''    custom = True
+
+    def qgemm(self, qx: Any, qw: Any, *arguments: Any, accumulate: bool = False, **options: Any) -> torch.Tensor:
+        """The product, written over what was there."""
+        named = dict(zip(("m_params", "out_dtype", "sx", "sw", "bias", "out", "accumulate", "gemm_type"), arguments))
+        return super().qgemm(qx, qw, **(named | options | {"accumulate": False}))
+''',
+        ),
+    ),
+    ("gradients are lost under accumulation",),
+)
+
+PICKLED_CODE = Defect(
+    "a pickle that needs code",
+    (
+        (
+            _TENSOR_BODY,
+            _TENSOR_BODY
+            + """
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return rebuild_rows, (self._data, self._scale_inv, self.dtype)
+""",
+        ),
+        (
+            "class RowQuantizer(Quantizer):\n",
+            '''def rebuild_rows(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> RowTensor:
+    """What a pickle calls."""
+    return RowTensor(data=data, scale_inv=scale_inv, dtype=dtype, quantizer=RowQuantizer())
+
+
+class RowQuantizer(Quantizer):
+''',
+        ),
+    ),
+    (r"refuses the pickle of the RowTensor", r"it needs code \(acme_rows\.recipe\.rebuild_rows\)"),
+)
+
+DEFECTS = (ALIASED_SCALE, WRONG_TRANSPOSE, DROPPED_IN_PLACE_OP, RANDOM_CAST, LOST_GRADIENTS, PICKLED_CODE)

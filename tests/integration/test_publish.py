@@ -1,0 +1,79 @@
+"""The page on publishing a recipe: its commands are run as they stand, its code is the template's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from template_environment import clean_variables
+
+from ottava.cli.new_recipe.names import Names
+from ottava.cli.new_recipe.rendering import render
+
+PAGE = (Path(__file__).parents[2] / "docs" / "publish.md").read_text()
+FILES = render(Names("acme-rows"))
+COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines()]
+
+# There is no index to fetch from. After the environment is made, this environment's libraries are linked into it, those
+# with recipes left out; pip is to look nowhere else, and finds what the page asks for installed.
+ENVIRONMENT = "python3 -m venv recipe-env"
+LINKED = f"{ENVIRONMENT}\n{sys.executable} {Path(__file__).parent / 'template_environment.py'} recipe-env"
+# The build backend would be fetched into an environment of its own.
+EDITABLE = 'pip install -e ".[test]"'
+SUBSTITUTIONS = {ENVIRONMENT: LINKED, EDITABLE: 'pip install --no-build-isolation -e ".[test]"'}
+
+
+def test_what_is_substituted_is_on_the_page_once() -> None:
+    assert [COMMANDS.count(line) for line in SUBSTITUTIONS] == [1, 1]
+
+
+def test_the_page_can_be_followed(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python3"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    work = tmp_path / "work"
+    work.mkdir()
+    script = "set -eu\n" + "\n".join(f"echo '$ {line}'\n{SUBSTITUTIONS.get(line, line)}" for line in COMMANDS)
+    variables = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=work, capture_output=True, text=True, env=clean_variables(**variables)
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    ran = dict(re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", done.stdout, re.M))
+    assert list(ran) == COMMANDS
+    assert "Successfully installed ottava-recipes-acme-rows-0.1.0" in ran[EDITABLE]
+    assert re.search(r"\d\d+ passed", ran["pytest"]), said
+    assert "failed" not in ran["pytest"]
+    listed = [line.split("│")[1].strip() for line in ran["ottava recipes"].splitlines() if line.startswith("│")]
+    assert listed == ["acme-rows"]
+    assert re.search(r"^│ acme-rows +│", ran["ottava demo --recipe acme-rows --size tiny --steps 30"], re.M)
+    assert ran["ls dist"].split() == [
+        "ottava_recipes_acme_rows-0.1.0-py3-none-any.whl",
+        "ottava_recipes_acme_rows-0.1.0.tar.gz",
+    ]
+    written = sorted(str(p.relative_to(work)) for p in work.iterdir())
+    assert written == ["acme-rows", "recipe-env"]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.endswith(("plugin.py", "recipe.py"))])
+def test_the_code_on_the_page_is_the_templates(path: str) -> None:
+    shown = re.search(rf"^`{re.escape(path)}`:\n\n```python\n(.*?)^```$", PAGE, re.M | re.S)
+    assert shown, path
+    assert shown[1] == FILES[path]
+
+
+def test_every_file_is_explained() -> None:
+    assert sorted(re.findall(r"^\| `(.+?)` \|", PAGE, re.M)) == sorted(FILES)
+
+
+def test_uploading_is_not_among_the_commands() -> None:
+    assert not any("twine" in line for line in COMMANDS)
+    assert "twine upload" in PAGE

@@ -1,0 +1,255 @@
+"""What ``ottava new-recipe`` writes: built as a wheel, installed with core alone, used in every way, and broken."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from template_defects import DEFECTS, Defect
+from template_environment import build_wheel, call, fresh_environment, install
+
+ROOT = Path(__file__).parents[2]
+NAME, PACKAGE, FORMAT = "acme-rows", "acme_rows", "ACME_ROWS_INT8"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("template")
+
+
+@pytest.fixture(scope="module")
+def bare(folder: Path) -> Path:
+    """An environment with core, the kit and their tools, and no recipe."""
+    return fresh_environment(folder / "env").parents[1]
+
+
+@pytest.fixture(scope="module")
+def package(folder: Path, bare: Path) -> Path:
+    """The package, written by the command in an environment where no recipe is installed."""
+    listed = call(bare, "ottava", "recipes", "--json", cwd=folder)
+    assert json.loads(listed.stdout) == {"recipes": [], "quantizer_factories": []}, listed.stderr
+    done = call(bare, "ottava", "new-recipe", NAME, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / NAME
+
+
+@pytest.fixture(scope="module")
+def environment(folder: Path, bare: Path, package: Path) -> Path:
+    """The same environment with the wheel of the package."""
+    install(build_wheel(package, folder / "dist"), bare)
+    return bare
+
+
+def python(environment: Path, code: str, cwd: Path) -> str:
+    done = call(environment, "python", "-c", code, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_no_other_recipe_can_be_imported(environment: Path, tmp_path: Path) -> None:
+    code = "import importlib.util as u; print([n for n in {!r} if u.find_spec(n)])"
+    names = sorted(path.name for path in ROOT.glob("packages/recipes-*/src/*") if (path / "__init__.py").exists())
+    assert len(names) >= 3
+    assert python(environment, code.format(names), tmp_path).strip() == "[]"
+
+
+def test_it_is_the_one_recipe_that_is_listed(environment: Path, tmp_path: Path) -> None:
+    done = call(environment, "ottava", "recipes", "--json", cwd=tmp_path)
+    (row,) = json.loads(done.stdout)["recipes"]
+    assert (row["name"], row["distribution"], row["status"]) == (NAME, f"ottava-recipes-{NAME}", "ok")
+    assert "INT8" in row["capabilities"]
+
+
+def test_listing_it_imports_no_torch(environment: Path, tmp_path: Path) -> None:
+    code = "import ottava, sys; print([s.name for s in ottava.list_recipes()], 'torch' in sys.modules)"
+    assert python(environment, code, tmp_path).strip() == f"['{NAME}'] False"
+
+
+def test_doctor_is_content_with_it(environment: Path, tmp_path: Path) -> None:
+    done = call(environment, "ottava", "doctor", "--json", cwd=tmp_path)
+    found = {check["name"]: check["ok"] for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 0, found
+    assert found[f"recipe {NAME}"]
+
+
+def test_it_trains_the_demo_model(environment: Path, tmp_path: Path) -> None:
+    options = ["--recipe", NAME, "--steps", "30", "--size", "tiny", "--device", "cpu", "--out", "out"]
+    done = call(environment, "ottava", "demo", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    base, own = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert own["name"] == NAME
+    assert own["losses"] != base["losses"]
+    assert own["losses"][-1] < 0.8 * own["losses"][0]
+    assert abs(own["validation"] - base["validation"]) < 0.01 * base["validation"]
+
+
+EXPORTED = """
+import json, torch
+from ottava.checkpoint import load_file, save_file
+from safetensors import safe_open
+source, there, back = load_file("source.safetensors"), load_file("rows.safetensors"), load_file("back.safetensors")
+from acme_rows.recipe import RowQuantizer, RowTensor
+weight, bias = there["a.weight"], there["a.bias"]
+assert type(weight) is RowTensor and type(bias) is torch.Tensor
+own = RowQuantizer()(source["a.weight"])
+assert torch.equal(weight._data, own._data) and torch.equal(weight._scale_inv, own._scale_inv)
+assert torch.equal(back["a.weight"], own.dequantize(torch.bfloat16)) and back["a.weight"].dtype == torch.bfloat16
+with safe_open("rows.safetensors", "pt") as file:
+    codes = [file.get_tensor(name) for name in file.keys() if name.startswith("a.weight")]
+assert any(t.dtype == torch.int8 and torch.equal(t.view(torch.uint8), own._data) for t in codes)
+print("ok")
+"""
+
+
+def test_files_are_converted_to_it_and_back(environment: Path, tmp_path: Path) -> None:
+    make = (
+        "import torch; from ottava.checkpoint import save_file; torch.manual_seed(0);"
+        "save_file({'a.weight': torch.randn(48, 40), 'a.bias': torch.randn(48)}, 'source.safetensors')"
+    )
+    python(environment, make, tmp_path)
+    for source, target, recipe in (("source", "rows", NAME), ("rows", "back", "bf16")):
+        files = [f"{source}.safetensors", f"{target}.safetensors"]
+        done = call(environment, "ottava", "export", *files, "--recipe", recipe, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert python(environment, EXPORTED, tmp_path).strip() == "ok"
+
+
+FAKE = """
+import torch
+from ottava.debug import fake_quantize
+x = torch.randn(6, 10, requires_grad=True)
+y = fake_quantize(x, "{format}")
+y.sum().backward()
+assert torch.equal(x.grad, torch.ones_like(x))
+steps = (y / (x.abs().amax(-1, keepdim=True) / 127)).detach()
+assert (steps - steps.round()).abs().max() < 1e-3 and not torch.equal(x, y)
+print("ok")
+"""
+
+
+def test_its_format_serves_fake_quantization(environment: Path, tmp_path: Path) -> None:
+    assert python(environment, FAKE.replace("{format}", FORMAT), tmp_path).strip() == "ok"
+
+
+def test_its_own_tests_pass_as_generated(environment: Path, package: Path) -> None:
+    done = call(environment, "pytest", "-q", "-p", "no:cacheprovider", f"tests/test_{PACKAGE}.py", cwd=package)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^\d\d passed", done.stdout, re.M), done.stdout
+
+
+def test_the_kit_passes_as_generated(environment: Path, package: Path) -> None:
+    done = call(environment, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_conformance.py", cwd=package)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^\d\d+ passed", done.stdout, re.M), done.stdout
+
+
+def test_the_command_passes_it(environment: Path, tmp_path: Path) -> None:
+    # A folder of the recipe's name is not the recipe.
+    (tmp_path / NAME).mkdir()
+    done = call(environment, "ottava", "check-recipe", NAME, "--fast", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_oracle_that_is_another_does_not_pass(environment: Path, package: Path, tmp_path: Path) -> None:
+    """The generated tests compare with numbers of their own: a scheme that is a little off fails them."""
+    source = (package / "src" / PACKAGE / "recipe.py").read_text()
+    changed = tmp_path / "changed" / PACKAGE
+    changed.mkdir(parents=True)
+    for file in (package / "src" / PACKAGE).iterdir():
+        if file.is_file():
+            (changed / file.name).write_text(file.read_text())
+    off = source.replace("LARGEST, NAN = 127, -128", "LARGEST, NAN = 126, -128")
+    assert off != source
+    (changed / "recipe.py").write_text(off)
+    options = ["-q", "-p", "no:cacheprovider", f"tests/test_{PACKAGE}.py"]
+    done = call(environment, "pytest", *options, cwd=package, PYTHONPATH=str(changed.parent))
+    assert done.returncode == 1, done.stdout
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_the_kit_names_a_defect(defect: Defect, environment: Path, package: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken" / PACKAGE
+    broken.mkdir(parents=True)
+    for file in (package / "src" / PACKAGE).iterdir():
+        if file.is_file():
+            (broken / file.name).write_text(file.read_text())
+    (broken / "recipe.py").write_text(defect.apply((package / "src" / PACKAGE / "recipe.py").read_text()))
+    variables = {"PYTHONPATH": str(broken.parent)}
+    used = call(
+        environment, "python", "-c", f"import {PACKAGE}.recipe as r; print(r.__file__)", cwd=tmp_path, **variables
+    )
+    assert used.stdout.strip() == str(broken / "recipe.py"), used.stderr
+    done = call(environment, "ottava", "check-recipe", NAME, "--fast", cwd=tmp_path, **variables)
+    assert done.returncode == 1, done.stdout + done.stderr
+    for words in defect.said:
+        assert re.search(words, done.stdout), done.stdout
+
+
+# -- how much there is to write --
+
+LIMIT = 120
+
+
+def code_lines(source: str) -> int:
+    """Lines with code: not those that are blank, or have nothing but a comment or a docstring."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in nothing:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def test_lines_are_counted_right() -> None:
+    source = '"""Doc\nstring."""\n\nimport a  # why\n# alone\n\n\n'
+    source += 'def f(\n    x,\n):\n    """Doc."""\n    return """a\n\nb"""\n'
+    assert code_lines(source) == 1 + 3 + 3
+
+
+def test_a_recipe_for_rows_is_short(package: Path) -> None:
+    counted = {path.name: code_lines(path.read_text()) for path in (package / "src" / PACKAGE).glob("*.py")}
+    assert set(counted) == {"__init__.py", "plugin.py", "recipe.py"}
+    assert min(counted.values()) > 0
+    total = sum(counted.values())
+    assert total <= LIMIT, counted
+    page = (ROOT / "docs" / "publish.md").read_text()
+    assert f"**{total} lines**" in page, counted
+
+
+def test_the_environment_of_these_tests_has_what_users_install(environment: Path, tmp_path: Path) -> None:
+    """The package's requirements are met by what is there, by their names and versions."""
+    code = (
+        "from importlib.metadata import requires, version\nfrom packaging.requirements import Requirement\n"
+        f"for text in requires('ottava-recipes-{NAME}'):\n"
+        "    r = Requirement(text)\n    assert version(r.name) in r.specifier, text\n    print(r.name)"
+    )
+    assert python(environment, code, tmp_path).split() == ["ottava", "ottava-testing", "pytest"]
+
+
+@pytest.mark.parametrize(
+    "tool", [["ruff", "check", "--no-cache", "."], ["ruff", "format", "--no-cache", "--check", "."]]
+)
+@pytest.mark.parametrize("name", ["x", "acme-columns", "a" + "-b" * 19 + "c"])
+def test_it_is_formatted(tool: list[str], name: str, bare: Path, tmp_path: Path) -> None:
+    assert call(bare, "ottava", "new-recipe", name, cwd=tmp_path).returncode == 0
+    done = subprocess.run([sys.executable, "-m", *tool], cwd=tmp_path / name, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_its_types_are_right(environment: Path, package: Path) -> None:
+    done = call(environment, "python", "-m", "mypy", "--cache-dir", "/dev/null", cwd=package)
+    assert done.returncode == 0, done.stdout
