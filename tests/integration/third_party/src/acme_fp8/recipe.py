@@ -39,7 +39,8 @@ class RowQuantizer(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> RowStorage:
         """Quantize."""
         x = tensor.float()
-        scale_inv = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
+        amax = x.abs().amax(-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
+        scale_inv = amax.clamp(min=1e-12) / 448.0
         data = (x / scale_inv).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
         return RowStorage(data=data, scale_inv=scale_inv, dtype=dtype, quantizer=self)
 

@@ -1,0 +1,124 @@
+"""Gradients of several microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ottava.nn import Linear
+from ottava_testing.checks.layers import reference
+from ottava_testing.compare import CheckFailed, close, normal, relative, require
+from ottava_testing.subject import Subject
+from ottava_testing.table import QUANTIZED_WEIGHTS, check
+
+_BATCHES = 3
+
+
+def _data() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    xs = [normal(24, 40, seed=50 + i) for i in range(_BATCHES)]
+    return xs, [normal(24, 48, seed=60 + i) for i in range(_BATCHES)]
+
+
+def _expected(layer: Linear, xs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [reference(layer, x, dy) for x, dy in zip(xs, dys, strict=True)]
+
+
+def _run(subject: Subject, layer: Linear, *, together: bool) -> list[torch.Tensor]:
+    """All microbatches in one step; gradients of the inputs."""
+    xs, dys = ([t.clone().requires_grad_() for t in part] for part in _data())
+    try:
+        _step(subject, layer, xs, dys, together)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise CheckFailed(
+            "gradients are lost under accumulation: what one microbatch saved for its backward pass, another one "
+            f"overwrote ({str(error).splitlines()[0][:160]})"
+        ) from error
+    return [x.grad for x in xs if x.grad is not None]
+
+
+def _step(
+    subject: Subject, layer: Linear, xs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor], together: bool
+) -> None:
+    # Scales of the past are those of such values after a few steps.
+    for _ in range(3 if subject.spec.stateful else 1):
+        layer.zero_grad()
+        main_grad: torch.Tensor | None = getattr(layer.weight, "main_grad", None)
+        if main_grad is not None:
+            main_grad.zero_()
+        for x in xs:
+            x.grad = None
+        ys = (layer(x) for x in xs)
+        for y, dy in zip(list(ys) if together else ys, dys, strict=True):
+            y.backward(dy.detach())
+
+
+def _judge(subject: Subject, what: str, found: torch.Tensor | None, parts: list[torch.Tensor]) -> None:
+    """Compare an accumulated gradient with the sum of its parts, and say which part is left if others are lost."""
+    start = "gradients are lost under accumulation:"
+    require(found is not None, f"{start} {what} is missing after {_BATCHES} backward passes")
+    assert found is not None
+    bound = max(subject.bound, 0.01)
+    total = sum(parts[1:], parts[0])
+    if relative(found, total) > bound:
+        for part, which in ((parts[-1], "last"), (parts[0], "first")):
+            near = relative(found, part) <= max(2 * bound, 0.05)
+            require(not near, f"{start} after {_BATCHES} backward passes {what} is that of the {which}")
+    close(f"after {_BATCHES} backward passes {what}, which should be the sum of all,", found, total, bound)
+
+
+def _accumulates(subject: Subject, *, primary: bool, together: bool) -> None:
+    layer = subject.layer(40, 48, primary=primary)
+    xs, dys = _data()
+    parts = _expected(layer, xs, dys)
+    dxs = _run(subject, layer, together=together)
+    _judge(subject, "the weight's grad", layer.weight.grad, [p["the gradient of the weight"] for p in parts])
+    _judge(subject, "the bias's grad", layer.bias.grad, [p["the gradient of the bias"] for p in parts])
+    for number, (dx, part) in enumerate(zip(dxs, parts, strict=True), start=1):
+        what = f"the gradient of microbatch {number}'s input"
+        close(what, dx, part["the gradient of the input"], max(subject.bound, 0.01))
+
+
+@check("gradients-accumulate", "accumulation", "Backward passes of several microbatches sum their gradients")
+def gradients_accumulate(subject: Subject) -> None:
+    """Forward, backward, forward, backward."""
+    _accumulates(subject, primary=False, together=False)
+
+
+@check("microbatches-before-backward", "accumulation", "Several forward passes may come before the first backward pass")
+def microbatches_before_backward(subject: Subject) -> None:
+    """What one saved, another does not overwrite."""
+    try:
+        _accumulates(subject, primary=False, together=True)
+    except CheckFailed as error:
+        raise CheckFailed(f"with all forward passes before the first backward pass, {error}") from error
+
+
+@check(
+    "quantized-weights-accumulate", "accumulation", "The same with a weight that is kept quantized", QUANTIZED_WEIGHTS
+)
+def quantized_weights_accumulate(subject: Subject) -> None:
+    """Both orders."""
+    for together in (False, True):
+        _accumulates(subject, primary=True, together=together)
+
+
+@check(
+    "fused-accumulation",
+    "accumulation",
+    "With fuse_wgrad_accumulation the weight gradients are added into weight.main_grad",
+)
+def fused_accumulation(subject: Subject) -> None:
+    """Both orders, weights in high precision and quantized ones."""
+    for primary in (False, True) if subject.spec.quantized_weights else (False,):
+        for together in (False, True):
+            layer = subject.layer(40, 48, primary=primary, fuse_wgrad_accumulation=True)
+            weight: Any = layer.weight
+            weight.main_grad = torch.zeros(48, 40)
+            xs, dys = _data()
+            parts = [p["the gradient of the weight"] for p in _expected(layer, xs, dys)]
+            _run(subject, layer, together=together)
+            _judge(subject, "weight.main_grad", weight.main_grad, parts)

@@ -1,0 +1,220 @@
+"""What several processes do with a recipe: each check runs on every rank of a group."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ottava
+from ottava_testing import launch
+from ottava_testing.checks.files import load
+from ottava_testing.compare import CheckFailed, held, normal, plain, relative, require, same, wide
+from ottava_testing.subject import Subject
+from ottava_testing.table import DETERMINISTIC, QUANTIZED_WEIGHTS, REDUCES, Needs, check
+
+#: What a rank does: the subject, the device mesh, and the folder that the launching process filled.
+RankBody = Callable[[Subject, Any, Path], None]
+
+#: The bodies by the names of their checks.
+RANK_BODIES: dict[str, RankBody] = {}
+
+
+def rank_check(name: str, promise: str, *needs: Needs) -> Callable[[RankBody], RankBody]:
+    """Put a function that runs on each rank into the table."""
+
+    def register(body: RankBody) -> RankBody:
+        RANK_BODIES[name] = body
+
+        def run(subject: Subject) -> None:
+            failure = launch.outcome(subject, name)
+            if failure is not None:
+                raise CheckFailed(failure)
+
+        check(name, "several processes", promise, *needs, slow=True)(run)
+        return body
+
+    return register
+
+
+@rank_check("pickle-in-another-process", "A pickle loads in another process, which has made a layer", QUANTIZED_WEIGHTS)
+def pickle_in_another_process(subject: Subject, mesh: Any, folder: Path) -> None:
+    """The launching process saved a weight and its values."""
+    subject.layer(8, 8, primary=True)
+    expected = torch.load(folder / "values.pt", weights_only=True)
+    loaded = load(BytesIO((folder / "weight.pt").read_bytes()), "a weight in another process, which has made a layer")
+    require(same(plain(loaded), expected), "the pickle of a weight has other values in another process")
+
+
+@rank_check(
+    "sharded-master-weights",
+    "Weights that are written from shards of their masters have the bytes of the whole",
+    QUANTIZED_WEIGHTS,
+    DETERMINISTIC,
+)
+def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
+    """quantize_master_weights on uneven ranges, some of them empty, cut inside rows."""
+    from ottava.distributed import quantize_master_weights
+
+    rank = dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float32):
+        masters = [wide(48, 40, seed=1), wide(33, 17, seed=2) * 8, wide(64, 96, seed=3), wide(5, 8, seed=4)]
+        weights = [subject.weight(torch.zeros(m.shape, dtype=dtype)) for m in masters]
+        expected = [_written(copy.deepcopy(w), m.to(dtype)) for w, m in zip(weights, masters, strict=True)]
+        before = [plain(w).clone() for w in weights]
+        shards: list[torch.Tensor | None] = []
+        offsets: list[int | None] = []
+        ranges: list[tuple[int, int]] = []
+        for number, master in enumerate(masters):
+            # Where the first rank's part ends: in the midst of a row, at the end, at the start.
+            cut = (master.numel() // 3 + 7, master.numel() // 2 + 1, 0, master.numel())[number]
+            first, last = (0, cut) if rank == 0 else (cut, master.numel())
+            ranges.append((first, last))
+            empty = first == last
+            shards.append(None if empty else master.flatten()[first:last])
+            offsets.append(None if empty else first)
+        quantize_master_weights(weights, shards, offsets)
+        for number, (weight, whole) in enumerate(zip(weights, expected, strict=True)):
+            _same_part(f"weight {number} ({dtype})", weight, whole, ranges[number], before[number])
+
+
+def _written(weight: Any, values: torch.Tensor) -> Any:
+    """The weight, written as a whole in this process."""
+    quantizer = weight._quantizer
+    made = quantizer.with_usage(*weight.get_usages().values())
+    weight.copy_from_storage(made.quantize_impl(values, values.dtype))
+    return weight
+
+
+def _same_part(what: str, weight: Any, whole: Any, part: tuple[int, int], before: torch.Tensor) -> None:
+    raw = weight.raw_inner()
+    first, last = part
+    for inner in weight.inner_tensors:
+        mine, theirs = getattr(weight, inner.attribute), getattr(whole, inner.attribute)
+        if mine is None or theirs is None or weight.is_derived(inner):
+            continue
+        if inner in raw:
+            mine, theirs = (t.reshape(-1)[first:last] for t in (mine, theirs))
+        require(
+            same(mine, theirs),
+            f"{what} is quantized otherwise from shards than as a whole: {inner.attribute!r} differs",
+        )
+
+
+def _sizes(subject: Subject, world: int) -> list[int]:
+    """Rows of weights that FSDP2 may shard, as the storage declares: no block is cut, and uneven shards are padded."""
+    weight = subject.weight(wide(64, 32))
+    gathered = [(inner, getattr(weight, inner.attribute)) for inner in weight.inner_tensors if inner.gather]
+    blocks = [inner.block_rows for inner, _ in gathered if inner.block_rows]
+    padded = not blocks and all(tensor is None or tensor.shape == weight.shape for _, tensor in gathered)
+    return [world * math.lcm(32, *blocks), *([33] if padded else [])]
+
+
+def _shard(net: Any, mesh: Any, *, keep: bool = False) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (net[0], net[2]):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not keep)
+    return fully_shard(net, mesh=mesh, reshard_after_forward=not keep)
+
+
+def _uneven(net: Any) -> Any:
+    """The model with rows of very different magnitudes: parts of its weights have other scales than the whole."""
+    with torch.no_grad():
+        for layer in (net[0], net[2]):
+            values = plain(layer.weight)
+            layer.weight.copy_(values * torch.linspace(0.2, 3.0, len(values), dtype=values.dtype)[:, None])
+    return net
+
+
+def _train(net: Any, width: int = 32, count: int = 3) -> list[tuple[str, torch.Tensor]]:
+    """Outputs and gradients of the inputs in some steps, with words for each."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    seen = []
+    for number in range(count):
+        x = normal(24, width, seed=100 + number, dtype=torch.bfloat16).requires_grad_()
+        y = net(x)
+        torch.nn.functional.mse_loss(y, normal(24, width, seed=200 + number, dtype=torch.bfloat16)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert x.grad is not None
+        seen.append((f"the output of step {number + 1}", y.detach()))
+        seen.append((f"the gradient of the input of step {number + 1}", x.grad))
+    return seen
+
+
+_Seen = list[tuple[str, torch.Tensor]]
+
+
+def _compare(subject: Subject, what: str, found: _Seen, expected: _Seen) -> None:
+    for (words, mine), (_, theirs) in zip(found, expected, strict=True):
+        off = relative(mine, theirs)
+        right = same(mine, theirs) if subject.spec.deterministic else off <= 2 * subject.bound
+        require(right, f"{what}: {words} is off by {off:.3g} of its norm from that in one process")
+
+
+@rank_check("fsdp2", "Layers whose weights FSDP2 shards in high precision train as in one process")
+def fsdp2(subject: Subject, mesh: Any, folder: Path) -> None:
+    """As they are, and gathered quantized."""
+    from ottava.distributed import gather_quantized
+
+    expected = _train(_uneven(subject.model(dtype=torch.bfloat16)))
+    ways: dict[str, Callable[[Any], Any]] = {"": lambda m: m, " with gather_quantized": gather_quantized}
+    for words, prepare in ways.items():
+        found = _train(_shard(prepare(_uneven(subject.model(dtype=torch.bfloat16))), mesh))
+        _compare(subject, f"under FSDP2{words} training differs", found, expected)
+
+
+@rank_check(
+    "fsdp2-quantized-weights",
+    "Layers whose weights are kept quantized and sharded by FSDP2 train as in one process",
+    QUANTIZED_WEIGHTS,
+)
+def fsdp2_quantized_weights(subject: Subject, mesh: Any, folder: Path) -> None:
+    """Outputs, gradients, bytes and scales; weights that are given up after the forward pass or kept."""
+    for rows in _sizes(subject, dist.get_world_size()):
+        alone, whole = (subject.model(dtype=torch.bfloat16, primary=True, width=rows, rows=rows) for _ in range(2))
+        expected = _train(_uneven(alone), rows)
+        for keep in (False, True):
+            net = _shard(_uneven(copy.deepcopy(whole)), mesh, keep=keep)
+            what = f"under FSDP2 with weights that are kept quantized (reshard_after_forward={not keep}, {rows} rows)"
+            _compare(subject, f"{what} training differs", _train(net, rows), expected)
+            for mine, theirs in zip((net[0], net[2]), (alone[0], alone[2]), strict=True):
+                mine.unshard()
+                _same_weight(subject, what, mine.weight, theirs.weight)
+                mine.reshard()
+
+
+def _same_weight(subject: Subject, what: str, gathered: Any, whole: Any) -> None:
+    require(type(gathered) is type(whole), f"{what} the gathered weight is a {type(gathered).__name__}")
+    mine, theirs = held(gathered), held(whole)
+    for name in set(mine) & set(theirs) if subject.spec.deterministic else ():
+        right = same(mine[name], theirs[name])
+        require(right, f"{what} a shard is quantized otherwise than the whole: {name!r} of the weight differs")
+
+
+@rank_check("reduces-amaxes", "What several ranks know of their data becomes the same on all of them", REDUCES)
+def reduces_amaxes(subject: Subject, mesh: Any, folder: Path) -> None:
+    """Ranks see other values, and afterwards quantize alike."""
+    model = subject.model()
+    rank = dist.get_rank()
+    for number in range(3):
+        x = normal(24, 32, seed=number) * (1.0 + 6 * rank)
+        with ottava.autocast(subject.recipe()):
+            model(x).square().mean().backward()
+    probe = normal(24, 32, seed=50) * 5
+    with torch.no_grad():
+        y = model(probe)
+    everything = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+    dist.all_gather(everything, y)
+    off = relative(everything[0], everything[1])
+    require(
+        torch.equal(everything[0], everything[1]),
+        f"ranks that saw other data quantize the same input otherwise: nothing is reduced (off by {off:.3g})",
+    )

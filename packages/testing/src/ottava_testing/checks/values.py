@@ -1,0 +1,226 @@
+"""What quantizing keeps of the values: shapes, layouts, dtypes, special values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ottava.tensors import QuantizedTensorStorage, Quantizer
+from ottava_testing.compare import close, difference, held, normal, plain, require, wide
+from ottava_testing.subject import ROLES, Subject
+from ottava_testing.table import BLOCKS, DETERMINISTIC, FAKE_QUANTIZES, STATELESS, check
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_RAGGED = ((), (1,), (7,), (33, 65), (2, 3, 32), (129, 2), (1, 1), (5, 1, 3, 17))
+_EMPTY = ((0,), (0, 16), (16, 0), (2, 0, 8), (0, 0))
+
+
+def _loose(subject: Subject) -> float:
+    """A bound for few values, which a format may hit badly."""
+    return min(0.5, max(4 * subject.bound, 0.2))
+
+
+@check("accuracy", "values", "Quantized and dequantized, normally distributed values are within relative_error")
+def accuracy(subject: Subject) -> None:
+    """Each role, each usage."""
+    for rowwise, columnwise in ((True, False), (False, True), (True, True)):
+        for words, quantizer in subject.quantizers(rowwise=rowwise, columnwise=columnwise):
+            for dtype in (torch.float32, torch.bfloat16):
+                values = normal(64, 96, seed=1, dtype=dtype)
+                made = plain(quantizer(values))
+                what = f"what {words} gives, rowwise={rowwise} and columnwise={columnwise}, dequantized,"
+                close(what, made, values, subject.bound)
+
+
+@check("shapes", "values", "Tensors of any shape are quantized, ragged ones too, and keep their shape")
+def shapes(subject: Subject) -> None:
+    """No shape is padded or refused."""
+    for words, quantizer in subject.quantizers():
+        for shape in _RAGGED:
+            _shape(f"a tensor of shape {shape} quantized by {words}", quantizer, normal(*shape, seed=5) + 2, subject)
+
+
+@check("empty-shapes", "values", "Tensors without elements are quantized and dequantized")
+def empty_shapes(subject: Subject) -> None:
+    """Sizes of 0 anywhere."""
+    for words, quantizer in subject.quantizers():
+        for shape in _EMPTY:
+            what = f"an empty tensor of shape {shape} quantized by {words}"
+            try:
+                _shape(what, quantizer, torch.zeros(shape), subject)
+            except (RuntimeError, IndexError, ZeroDivisionError) as error:
+                require(False, f"{what} fails: {type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def _shape(what: str, quantizer: Quantizer, values: torch.Tensor, subject: Subject) -> None:
+    made: QuantizedTensorStorage = quantizer(values)
+    require(tuple(made.size()) == tuple(values.shape), f"{what} has shape {tuple(made.size())}")
+    require(made.numel() == values.numel(), f"{what} has {made.numel()} elements")
+    close(f"{what}, dequantized,", plain(made), values, _loose(subject))
+
+
+def _layouts() -> dict[str, torch.Tensor]:
+    base = wide(48, 80, seed=4)
+    return {
+        "a transposed tensor": base.t(),
+        "every second column": base[:, ::2],
+        "every third row": base[::3],
+        "a slice with an offset": base[5:40, 7:71],
+        "an expanded row": base[:1].expand(16, 80),
+        "a permuted tensor": base.view(4, 12, 80).permute(2, 0, 1),
+    }
+
+
+@check("non-contiguous", "values", "Tensors that are not contiguous give what contiguous ones of their values give")
+def non_contiguous(subject: Subject) -> None:
+    """Strides are honoured, of out= as well."""
+    for words, quantizer in subject.quantizers():
+        for layout, values in _layouts().items():
+            made, expected = quantizer(values), quantizer(values.contiguous())
+            what = f"{layout} (not contiguous) is misread by {words}: it"
+            close(what, plain(made), plain(expected), 0.0 if subject.spec.deterministic else subject.bound)
+
+
+@check("dtypes", "values", "float32, bfloat16 and float16 are taken, and kept as the nominal dtype")
+def dtypes(subject: Subject) -> None:
+    """Nominal dtype, dtype=, dequantize(dtype)."""
+    for words, quantizer in subject.quantizers():
+        for dtype in _DTYPES:
+            made = quantizer(wide(24, 40, dtype=dtype))
+            require(made.dtype == dtype, f"a {dtype} tensor quantized by {words} has the nominal dtype {made.dtype}")
+            found = plain(made).dtype
+            require(found == dtype, f"a {dtype} tensor quantized by {words} dequantizes to {found}")
+            for wanted in _DTYPES:
+                values = made.dequantize(wanted)
+                cls = type(made).__name__
+                require(
+                    values.dtype == wanted, f"dequantize({wanted}) of a {cls} ignores dtype and gives {values.dtype}"
+                )
+                close(f"dequantize({wanted}) of a {cls}", values.detach(), plain(made), 0.01)
+            named = quantizer.quantize(wide(24, 40, dtype=dtype), dtype=torch.bfloat16)
+            require(named.dtype == torch.bfloat16, f"quantize(dtype=torch.bfloat16) by {words} gives {named.dtype}")
+
+
+@check("zeros", "values", "Zeros stay zeros, whole tensors of them and single ones")
+def zeros(subject: Subject) -> None:
+    """No scale is made of nothing."""
+    for words, quantizer in subject.quantizers():
+        made = plain(quantizer(torch.zeros(40, 48)))
+        require(not bool(made.any()), f"zeros quantized by {words} dequantize to {float(made.abs().max()):.3g}")
+        mixed = wide(40, 48)
+        mixed[3], mixed[:, 5] = 0.0, -0.0
+        made = plain(quantizer(mixed))
+        require(not bool(made[3].any()) and not bool(made[:, 5].any()), f"{words} makes something else of single zeros")
+
+
+@check("tiny-values", "values", "Subnormal values stay finite and small")
+def tiny_values(subject: Subject) -> None:
+    """A scale of very small values is not infinite."""
+    for words, quantizer in subject.quantizers():
+        for magnitude in (1e-30, 1e-38, 1e-40, 1e-45):
+            values = normal(40, 48).clamp(-4, 4) * magnitude
+            made = plain(quantizer(values))
+            largest = float(values.abs().max())
+            what = f"values of magnitude {magnitude} quantized by {words} dequantize to"
+            require(bool(torch.isfinite(made).all()), f"{what} NaN or inf")
+            found = float(made.abs().max())
+            require(found <= max(2 * largest, 1e-37), f"{what} {found:.3g} at most, in place of {largest:.3g}")
+
+
+@check("large-values", "values", "The largest values stay near what they are", STATELESS)
+def large_values(subject: Subject) -> None:
+    """A scale of very large values is not zero."""
+    for words, quantizer in subject.quantizers():
+        for magnitude in (1e20, 3e38):
+            values = (normal(40, 48).clamp(-1, 1) + 2).sign() * magnitude * normal(40, 48, seed=1).clamp(-1, 1)
+            made = plain(quantizer(values * 0.9))
+            close(f"values up to {magnitude} quantized by {words}", made, values * 0.9, _loose(subject))
+
+
+@check(
+    "special-values",
+    "values",
+    "NaN and infinities raise nothing, are not hidden, and leave other rows alone where those have scales of their own",
+)
+def special_values(subject: Subject) -> None:
+    """One element that is not finite."""
+    for words, quantizer in subject.quantizers():
+        for special in (math.nan, math.inf, -math.inf):
+            values = normal(64, 96)
+            values[1, 2] = special
+            made = plain(quantizer(values))
+            found = float(made[1, 2])
+            what = f"{special} quantized by {words} dequantizes to {found:.3g}"
+            require(math.isnan(special) or math.isnan(found) or found * special > 0, f"{what}, which hides it")
+            everything = plain(quantizer(torch.full((64, 96), special)))
+            require(
+                tuple(everything.shape) == (64, 96), f"a tensor of {special} quantized by {words} has another shape"
+            )
+
+
+@check("blocks", "values", "A value changes the scale of its own block only", BLOCKS, DETERMINISTIC)
+def blocks(subject: Subject) -> None:
+    """block_size of the spec, for inputs."""
+    # None: all of them share a scale.
+    rows, columns = subject.spec.block_size or (None, None)
+    values = wide(4 * (rows or 8) + 3, 3 * max(columns or 8, 8) + 5)
+    changed = values.clone()
+    changed[0, 0] = 1e4
+    for internal in (True, False):
+        quantizer = subject.quantizer("input", internal=internal, columnwise=False)
+        before, after = (plain(quantizer(v)) for v in (values, changed))
+        what = f"block_size={subject.spec.block_size} in the spec is not so: a value in the first block changed"
+        require(rows is None or torch.equal(before[rows:], after[rows:]), f"{what} rows of others")
+        apart = columns is None or torch.equal(before[:, columns:], after[:, columns:])
+        require(apart, f"{what} columns of others")
+
+
+@check("deterministic-cast", "values", "Quantizing the same tensor twice gives the same bytes", DETERMINISTIC)
+def deterministic_cast(subject: Subject) -> None:
+    """No random rounding, no memory that was not written, by whichever quantizer."""
+    for dtype in (torch.float32, torch.bfloat16):
+        _twice(subject, wide(65, 130, seed=9, dtype=dtype))
+
+
+def _twice(subject: Subject, values: torch.Tensor) -> None:
+    for (words, quantizer), (_, fresh) in zip(subject.quantizers(), subject.quantizers(), strict=True):
+        first = quantizer(values)
+        for what, other in (("", quantizer), (" by an equal quantizer", fresh), (" by a copy", quantizer.copy())):
+            for _ in range(2):
+                wrong = difference(first, other(values.clone()))
+                require(
+                    wrong is None,
+                    f"quantizing the same tensor twice{what} gives different bytes in {wrong!r}: the cast of "
+                    f"{words} is not deterministic",
+                )
+
+
+@check("fake-quantization", "values", "fake_quantizer serves the formats that the spec lists", FAKE_QUANTIZES)
+def fake_quantization(subject: Subject) -> None:
+    """Values, shape, dtype; None for a format that is not listed."""
+    recipe = subject.recipe()
+    for name in subject.spec.fake_quant_formats:
+        quantizer = recipe.fake_quantizer(name)
+        require(isinstance(quantizer, Quantizer), f"fake_quantizer({name!r}) gives a {type(quantizer).__name__}")
+        for dtype in _DTYPES:
+            values = normal(33, 65, dtype=dtype)
+            made: Any = quantizer
+            result = plain(made(values)).to(dtype)
+            close(f"{dtype} values fake-quantized by {name}", result, values, max(subject.bound, 0.1))
+
+
+@check("quantizing-on-meta", "values", "A tensor on the meta device gives a result of the same layout there", STATELESS)
+def quantizing_on_meta(subject: Subject) -> None:
+    """Models are made without memory."""
+    for role in ROLES:
+        quantizer = subject.quantizer(role)
+        real, made = quantizer(wide(48, 40)), quantizer(wide(48, 40).to("meta"))
+        what = f"the quantizer of {role!r} on the meta device"
+        for name, tensor in held(real).items():
+            other = held(made).get(name)
+            require(other is not None and other.is_meta, f"{what} gives no {name!r} there")
+            assert other is not None
+            require(other.shape == tensor.shape, f"{what} gives {name!r} of shape {tuple(other.shape)}")
+            require(other.dtype == tensor.dtype, f"{what} gives {name!r} of {other.dtype}")

@@ -1,0 +1,174 @@
+"""What checks compare with, and the words for what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ottava.tensors import QuantizedTensorStorage
+
+
+class CheckFailed(AssertionError):
+    """A recipe does not keep what a check asks for. The message names the defect."""
+
+
+def require(truth: bool, defect: str) -> None:
+    """Go on if it is true.
+
+    Raises:
+        CheckFailed: it is not; ``defect`` is the message.
+    """
+    if not truth:
+        raise CheckFailed(defect)
+
+
+# -- tensors to check with --
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normally distributed values of this shape, the same in every process."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def wide(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of many magnitudes, so that the rows of a matrix have different scales."""
+    random = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=random) * torch.exp(torch.randn(shape, generator=random))).to(dtype)
+
+
+# -- bytes --
+
+
+def plain(value: Any) -> torch.Tensor:
+    """The values of a quantized or a plain tensor in its dtype, outside the graph."""
+    with torch.no_grad():
+        tensor: torch.Tensor = value.dequantize() if isinstance(value, QuantizedTensorStorage) else value
+        return tensor.detach()
+
+
+def held(storage: QuantizedTensorStorage) -> dict[str, torch.Tensor]:
+    """The inner tensors that a storage holds, by attribute."""
+    pairs = zip(storage.inner_tensors, storage.inner_list(), strict=True)
+    return {inner.attribute: tensor for inner, tensor in pairs if tensor is not None}
+
+
+def tensors_in(thing: Any) -> dict[str, torch.Tensor]:
+    """Every plain tensor that an object holds as an attribute, inner tensors included, by attribute."""
+    found = {name: value for name, value in vars(thing).items() if isinstance(value, torch.Tensor)}
+    if isinstance(thing, QuantizedTensorStorage):
+        found |= held(thing)
+    return {name: value for name, value in found.items() if not isinstance(value, QuantizedTensorStorage)}
+
+
+def snapshot(tensors: QuantizedTensorStorage | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of tensors, or of the inner tensors of a storage."""
+    given = held(tensors) if isinstance(tensors, QuantizedTensorStorage) else tensors
+    return {name: plain(tensor).clone() for name, tensor in given.items()}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and bytes (NaN equals NaN, 0 is not -0)."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    mine, theirs = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(mine, theirs)
+
+
+def difference(one: Any, other: Any) -> str | None:
+    """The first inner tensor in which two storages (or snapshots) differ, by attribute; None where they are equal."""
+    mine, theirs = (held(t) if isinstance(t, QuantizedTensorStorage) else t for t in (one, other))
+    if set(mine) != set(theirs):
+        return str(sorted(set(mine) ^ set(theirs))[0])
+    differing = [str(name) for name in mine if not same(mine[name], theirs[name])]
+    return differing[0] if differing else None
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors lie in the same memory."""
+    if one.is_meta or other.is_meta or not one.numel() or not other.numel():
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Overwrite a plain tensor, of any dtype, with values that are not what it held."""
+    with torch.no_grad():
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            tensor.copy_(tensor.float() * -3 + 1)
+        elif tensor.dtype == torch.bool:
+            tensor.logical_not_()
+        else:
+            codes = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+            codes.bitwise_xor_(0x15)
+
+
+# -- values --
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The Frobenius norm of what a tensor is off, by that of what it should be."""
+    wanted = expected.detach().double()
+    off = torch.linalg.vector_norm(actual.detach().double() - wanted)
+    return float(off / torch.linalg.vector_norm(wanted).clamp(min=1e-300)) if wanted.numel() else 0.0
+
+
+def _transposed(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
+    if actual.dim() != 2 or expected.dim() != 2 or actual.numel() != expected.numel():
+        return False
+    wrong = [expected.t(), expected.t().reshape(expected.shape), expected.reshape(expected.shape[::-1]).t()]
+    return any(w.shape == actual.shape and relative(actual, w) <= bound for w in wrong)
+
+
+def explain(actual: torch.Tensor, expected: torch.Tensor, bound: float, *, before: torch.Tensor | None = None) -> str:
+    """What is wrong with values, in words that follow the name of what holds them."""
+    near = max(bound, 1e-6)
+    if _transposed(actual, expected, near):
+        return "holds the values of its transpose: wrong transpose"
+    if actual.shape != expected.shape:
+        return f"has shape {tuple(actual.shape)} in place of {tuple(expected.shape)}"
+    if not bool(torch.isfinite(actual).all()) and bool(torch.isfinite(expected).all()):
+        return "holds NaN or inf"
+    if before is not None and before.shape == actual.shape and relative(actual, before) <= 1e-6:
+        return "did not change"
+    if actual.numel() and not bool(actual.any()):
+        return "is all zeros"
+    one, other = actual.detach().double().reshape(-1), expected.detach().double().reshape(-1)
+    factor = float(one @ other / (other @ other).clamp(min=1e-300))
+    if abs(factor - 1) > near and relative(one, factor * other) <= near:
+        return f"is {factor:.3g} times what it should be"
+    if relative(one.sort().values, other.sort().values) <= 1e-5:
+        return "holds the right values in a wrong order"
+    return f"is off by {relative(actual, expected):.3g} of its norm, where {bound:.3g} is allowed"
+
+
+def close(
+    what: str, actual: torch.Tensor, expected: torch.Tensor, bound: float, *, before: torch.Tensor | None = None
+) -> None:
+    """Compare values in the Frobenius norm.
+
+    Args:
+        what: the name of what holds ``actual``.
+        bound: allowed ``‖actual - expected‖ / ‖expected‖``.
+        before: what ``actual`` was before something that had to change it.
+
+    Raises:
+        CheckFailed: they differ in shape, or by more.
+    """
+    error = relative(actual, expected) if actual.shape == expected.shape else float("inf")
+    if not error <= bound:
+        raise CheckFailed(f"{what} {explain(actual, expected, bound, before=before)}")
+
+
+def require_same(defect: str, ones: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+    """Compare lists of tensors byte by byte.
+
+    Raises:
+        CheckFailed: a pair differs; the message is ``defect`` and by how much.
+    """
+    for one, other in zip(ones, others, strict=True):
+        mine, theirs = plain(one), plain(other)
+        if not same(mine, theirs):
+            off = f"off by {relative(mine, theirs):.3g} of its norm" if mine.shape == theirs.shape else "another shape"
+            raise CheckFailed(f"{defect} ({off})")

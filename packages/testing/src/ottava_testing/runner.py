@@ -1,0 +1,192 @@
+"""``check_recipe``: the checks as a function."""
+
+from __future__ import annotations
+
+import difflib
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import ottava
+from ottava.errors import OptionError
+from ottava.recipes.spec import RecipeSpec
+from ottava_testing.compare import CheckFailed
+from ottava_testing.subject import Given, Subject
+from ottava_testing.table import Check, list_checks
+
+Outcome = Literal["passed", "failed", "expected", "not applicable"]
+
+# Code that is not the recipe's: where a traceback leads through it, the recipe's last line says more.
+_FOREIGN = tuple(str(Path(file).parent) for file in (str(torch.__file__), str(ottava.__file__), __file__))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one check.
+
+    Attributes:
+        name: of the check.
+        outcome: ``"passed"``, ``"failed"``, ``"expected"`` (it failed, for a reason that was given) or
+            ``"not applicable"``.
+        message: what is wrong, or why it does not apply.
+        seconds: how long it took.
+    """
+
+    name: str
+    outcome: Outcome
+    message: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of all checks of a recipe.
+
+    Attributes:
+        recipe: its name.
+        results: in the order of the table.
+        left_out: names of the slow checks that were left out.
+    """
+
+    recipe: str
+    results: tuple[Result, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def failures(self) -> tuple[Result, ...]:
+        """The checks that failed."""
+        return tuple(result for result in self.results if result.outcome == "failed")
+
+    @property
+    def ok(self) -> bool:
+        """Whether none failed."""
+        return not self.failures
+
+    def count(self, outcome: Outcome) -> int:
+        """How many checks came out so."""
+        return sum(result.outcome == outcome for result in self.results)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{self.count(outcome)} {outcome}" for outcome in OUTCOMES if self.count(outcome))
+        lines = [f"{self.recipe}: {'conforms' if self.ok else 'does not conform'} ({counts})"]
+        lines += [f"  {r.outcome} {r.name}: {r.message}" for r in self.results if r.outcome in ("failed", "expected")]
+        if self.left_out:
+            lines.append(f"  left out: {', '.join(self.left_out)}")
+        return "\n".join(lines)
+
+
+OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "expected", "not applicable")
+
+
+def run_check(check: Check, subject: Subject) -> None:
+    """Run one check that applies. The global random state is the same before and after it.
+
+    Raises:
+        CheckFailed: the recipe does not pass; any other exception of its code becomes one that says where.
+    """
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        # The tensors are small: threads would only wait for each other.
+        torch.set_num_threads(1)
+        try:
+            with torch.enable_grad():
+                check.run(subject)
+        except CheckFailed:
+            raise
+        except Exception as error:
+            raise CheckFailed(f"{check.name} ({check.promise}): {describe(error)}") from error
+        finally:
+            torch.set_grad_enabled(grad)
+            torch.set_num_threads(threads)
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, with the place in the recipe's own code that it comes from, or the innermost one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((*_FOREIGN, "<"))]
+    frame = (own or list(frames) or [None])[-1]  # type: ignore[list-item]
+    lines = str(error).splitlines() or [""]
+    place = "" if frame is None else f", raised at {frame.filename}:{frame.lineno} in {frame.name}()"
+    return f"{type(error).__name__}: {lines[0]}{place}"
+
+
+def find_checks(names: Iterable[str], what: str) -> list[Check]:
+    """Checks by name.
+
+    Raises:
+        OptionError: there is none of that name; the message has the nearest ones.
+    """
+    known = {check.name: check for check in list_checks()}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
+            expected = f"a name such as {', '.join(near)}" if near else "the name of a check"
+            raise OptionError(
+                f"{what} {name!r} is no check", expected=expected, remedy="`ottava check-recipe --list` has all names"
+            )
+    return [known[name] for name in names]
+
+
+def check_recipe(
+    recipe: Given,
+    *,
+    options: Mapping[str, Any] | None = None,
+    spec: RecipeSpec | None = None,
+    only: Iterable[str] | None = None,
+    skip_slow: bool = False,
+    expected_failures: Mapping[str, str] | None = None,
+) -> Report:
+    """Run the checks that apply to a recipe.
+
+    Args:
+        recipe: the name of an installed recipe, the path of a recipe file, a recipe, or a function that makes one.
+        options: the recipe's options, with a name or a file.
+        spec: what the recipe says of itself; by default that of the installed one, else the defaults of every flag.
+        only: names of the checks to run; by default all.
+        skip_slow: leave out the checks that compile or start processes.
+        expected_failures: name -> reason. Such a check has to fail.
+
+    Raises:
+        OptionError: an unknown check, or an expected failure without a reason.
+        RecipeNotFoundError, PluginError, DTypeError: ``recipe`` gives no recipe.
+    """
+    expected = dict(expected_failures or {})
+    find_checks(expected, "the expected failure")
+    for name, reason in expected.items():
+        if not isinstance(reason, str) or not reason.strip():
+            raise OptionError(
+                f"the expected failure of {name!r} has no reason", expected="why it fails", remedy=f"{name}=REASON"
+            )
+    chosen = list_checks() if only is None else find_checks(list(only), "only")
+    subject = Subject(recipe, options or {}, spec)  # type: ignore[arg-type]
+    subject.recipe()
+    subject.wanted = frozenset(check.name for check in chosen)
+    left_out = tuple(check.name for check in chosen if skip_slow and check.slow)
+    results = [_result(check, subject, expected.get(check.name)) for check in chosen if check.name not in left_out]
+    return Report(subject.label, tuple(results), left_out)
+
+
+def _result(check: Check, subject: Subject, reason: str | None) -> Result:
+    why_not = check.why_not(subject.spec)
+    if why_not is not None and reason is None:
+        return Result(check.name, "not applicable", why_not, 0.0)
+    start = time.perf_counter()
+    try:
+        if why_not is not None:
+            raise CheckFailed(f"it is expected to fail, and does not apply: {why_not}; remove the expected failure")
+        run_check(check, subject)
+        failure = ""
+    except CheckFailed as error:
+        failure = str(error)
+    seconds = time.perf_counter() - start
+    if reason is None or why_not is not None:
+        return Result(check.name, "failed" if failure else "passed", failure, seconds)
+    if failure:
+        return Result(check.name, "expected", f"{reason} ({failure})", seconds)
+    return Result(check.name, "failed", f"it passes, and was expected to fail ({reason}): remove that", seconds)

@@ -1,0 +1,15 @@
+"""The conformance kit on this recipe."""
+
+from __future__ import annotations
+
+from ottava.formats import Format
+from ottava_testing import RecipeConformance
+
+
+class TestCurrent(RecipeConformance):
+    recipe = "current"
+
+
+class TestPowersOfTwo(RecipeConformance):
+    recipe = "current"
+    options = {"force_pow_2_scales": True, "fp8_format": Format.E4M3}  # noqa: RUF012

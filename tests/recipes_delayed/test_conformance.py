@@ -1,0 +1,9 @@
+"""The conformance kit on this recipe."""
+
+from __future__ import annotations
+
+from ottava_testing import RecipeConformance
+
+
+class TestDelayed(RecipeConformance):
+    recipe = "delayed"

@@ -1,0 +1,15 @@
+"""The conformance kit on this recipe."""
+
+from __future__ import annotations
+
+from ottava.formats import Format
+from ottava_testing import RecipeConformance
+
+
+class TestMXFP8(RecipeConformance):
+    recipe = "mxfp8"
+
+
+class TestSquares(RecipeConformance):
+    recipe = "mxfp8"
+    options = {"with_2d_quantization": True, "fp8_format": Format.HYBRID}  # noqa: RUF012
