@@ -150,3 +150,12 @@ def test_a_factory_that_raises_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ValueError, match="not this one"):
         ottava.convert(model, CustomRecipe(qfactory))
     assert type(model[0]) is torch.nn.Linear
+
+
+def test_what_a_function_gives_is_explained() -> None:
+    recipe = CustomRecipe(by_layer({"head": "identity"}, by_direction("custom", identity_factory)))
+    made = recipe.explain(QuantizerRole("linear", "weight", "body"))
+    assert (made.rowwise, made.columnwise) == ("CurrentScalingQuantizerRef E4M3", "IdentityQuantizer")
+    made = recipe.explain(QuantizerRole("linear", "input", "head"))
+    assert (made.rowwise, made.columnwise) == ("IdentityQuantizer", "IdentityQuantizer")
+    assert recipe.rules() == ()

@@ -76,3 +76,16 @@ def test_the_command_takes_paths(site: Path) -> None:
     done = run(site, "demo", "--recipe", "model.json", "--steps", "1")
     assert done.returncode == 2
     assert "no installed recipe reads the file 'model.json'" in done.stderr
+
+
+def test_a_region_sees_a_file_that_changed(site: Path, tmp_path: Path) -> None:
+    offer(site)
+    file = tmp_path / "model.ini"
+    seen = []
+    for text in ("a", "a", "bc"):
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+        with ottava.autocast(str(file)):
+            seen.append(ottava.recipes.region.current_region().recipe)  # type: ignore[attr-defined]
+    assert seen[0] is seen[1]
+    assert seen[2] is not seen[1]

@@ -96,13 +96,13 @@ def by_layer(patterns: Mapping[str, Factory | str], default: Factory | str) -> F
 class ByLayer:
     """What :func:`by_layer` returns."""
 
-    rules: tuple[tuple[str, Factory], ...]
+    patterns: tuple[tuple[str, Factory], ...]
     default: Factory
 
     def __call__(self, role: QuantizerRole | str) -> Given:
         """What the factory of the layer gives."""
         role = QuantizerRole.of(role)
-        for pattern, factory in self.rules:
+        for pattern, factory in self.patterns:
             if matches(role.name, pattern):
                 return factory(role)
         return self.default(role)

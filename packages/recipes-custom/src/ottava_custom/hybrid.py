@@ -64,6 +64,9 @@ class HybridQuantizer(Quantizer):
         known = [count for count in rows if count is not None]
         return math.lcm(*known) if len(known) == 2 else None
 
+    def for_usage(self, columnwise: bool) -> Quantizer:
+        return self.columnwise_quantizer if columnwise else self.rowwise_quantizer
+
     def for_shards(self, group: Any) -> HybridQuantizer:
         copied = self.copy()
         copied.rowwise_quantizer = self.rowwise_quantizer.for_shards(group)

@@ -82,14 +82,14 @@ class CustomRecipe(Recipe):
     def explain(self, role: QuantizerRole | str) -> Explanation:
         explain = getattr(self.qfactory, "explain", None)
         asked = QuantizerRole.of(role)
-        if explain is None or super().given(asked) is not None:
+        if not callable(explain) or super().given(asked) is not None:
             return super().explain(asked)
         found: Explanation = explain(asked)
         return found
 
     def rules(self) -> tuple[RecipeRule, ...]:
         rules = getattr(self.qfactory, "rules", None)
-        return () if rules is None else tuple(rules())
+        return tuple(rules()) if callable(rules) else ()
 
 
 def build(

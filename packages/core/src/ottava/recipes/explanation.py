@@ -48,9 +48,9 @@ def describe(recipe: Recipe, role: QuantizerRole) -> Explanation:
     given = recipe.given(role)
     if isinstance(given, QuantizerRequest):
         return given.recipe.explain(role)
-    own = recipe.make_quantizer(role) if given is None else given
-    text = words(own, (recipe.name or type(recipe).__name__) if given is None else "")
-    return Explanation(text, text)
+    name = recipe.name or type(recipe).__name__ if given is None else ""
+    quantizer = recipe.make_quantizer(role) if given is None else given
+    return Explanation(words(quantizer.for_usage(False), name), words(quantizer.for_usage(True), name))
 
 
 def words(quantizer: Quantizer, name: str = "") -> str:

@@ -131,10 +131,24 @@ def _reader(path: str) -> str:
 
 
 def remember_default(name: str) -> bool:
-    """See that ``defaults`` has the recipe ``name``; raises as :func:`get_recipe`."""
-    if name not in defaults:
+    """See that ``defaults`` has the recipe ``name``, of a file as it is now; raises as :func:`get_recipe`."""
+    stamp = _stamp(name) if is_path(name) else None
+    if name not in defaults or _stamps.get(name) != stamp:
         defaults[name] = get_recipe(name)
+        _stamps[name] = stamp
     return True
+
+
+# Path -> what tells a file that was read from one that was written since.
+_stamps: dict[str, tuple[int, int] | None] = {}
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 def get_quantizer_factory(name: str) -> QuantizerFactory:

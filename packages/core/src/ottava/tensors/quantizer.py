@@ -232,6 +232,10 @@ class Quantizer(ABC):
         copied.set_usage(rowwise=rowwise, columnwise=columnwise)
         return copied
 
+    def for_usage(self, columnwise: bool) -> Quantizer:
+        """The quantizer that makes the data of one usage: this one, unless a subclass has one for each."""
+        return self
+
     def for_shards(self, group: Any) -> Quantizer:
         """The quantizer of one shard of a tensor whose other shards lie on the ranks of ``group``.
 
