@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,12 +19,13 @@ from torch.distributed.fsdp import fully_shard
 
 import ottava
 from ottava.distributed import gather_quantized
+from ottava.errors import UsageError
 from ottava.tensors import QuantizedTensor
 from ottava_custom import CustomRecipe, by_direction, by_tensor, current_scaling_ref_quantizer_factory, mirror
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
-from rows import Rows
+from rows import OneScaleQuantizer, Rows
 
 E4M3, E5M2 = ottava.Format.E4M3, ottava.Format.E5M2
 RECIPES: dict[str, Any] = {
@@ -80,12 +82,23 @@ def main() -> None:
                 assert quantized is (kept == "quantized"), (name, kept, type(weight._local_tensor))
 
 
+def scales_that_nobody_keeps_equal() -> None:
+    """One scale for all rows, and a quantizer that says nothing of shards: an error, and no training that is wrong."""
+    weight = OneScaleQuantizer()(torch.randn(64, 32))
+    layer = torch.nn.Linear(32, 64, bias=False)
+    layer.weight = torch.nn.Parameter(weight)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with pytest.raises(UsageError, match="for_shards"):
+        layer(torch.randn(4, 32))
+
+
 if __name__ == "__main__":
     code = 1
     try:
         rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         main()
+        scales_that_nobody_keeps_equal()
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -304,3 +305,59 @@ def test_a_written_weight_has_no_stale_side(layout: Any) -> None:
                 got, expected = (t.gemm_operand(columnwise=columnwise, dtype=torch.float32) for t in (one, whole))
                 assert torch.equal(got[0], expected[0])
                 assert torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("sides", [(IdentityQuantizer(), reference(E5M2)), (IdentityQuantizer(), IdentityQuantizer())])
+def test_a_hybrid_with_identity_keeps_values_of_its_own(sides: Any) -> None:
+    x = torch.randn(4, 6)
+    before = x.clone()
+    made = HybridQuantizer(*sides)(x)
+    made.mul_(3)
+    assert torch.equal(x, before)
+    values = made.dequantize()
+    x.zero_()
+    assert torch.equal(made.dequantize(), values)
+
+
+@pytest.mark.parametrize("pair", ["identity", "hybrid"])
+def test_a_weight_that_is_kept_does_not_change_with_the_weight(pair: str) -> None:
+    factory = identity_factory if pair == "identity" else by_direction("identity", "custom")
+    layer = ottava.nn.Linear(6, 4, recipe=CustomRecipe(factory))
+    x = torch.randn(3, 6)
+    first = layer(x, is_first_microbatch=True)
+    with torch.no_grad():
+        layer.weight.add_(1.0)
+    assert torch.equal(layer(x, is_first_microbatch=False), first)
+    first.sum().backward()
+    assert not torch.equal(layer(x, is_first_microbatch=True), first)
+
+
+MADE_ELSEWHERE = """
+import sys, pickle, torch
+from ottava import checkpoint
+kind, path = sys.argv[1:]
+if kind == "pickle":
+    made = pickle.load(open(path, "rb"))
+elif kind == "torch":
+    import ottava_custom
+    quantizer = ottava_custom.by_direction("custom", "identity")("weight")
+    made = torch.load(path, weights_only=True)
+else:
+    made = checkpoint.load_file(path)["w"]
+print(type(made).__name__, made.dequantize().double().sum().item())
+"""
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "safetensors"])
+def test_a_fresh_process_reads_what_was_saved(kind: str, tmp_path: Path) -> None:
+    made = by_direction("custom", "identity")("weight")(torch.randn(4, 6))
+    path = tmp_path / "file"
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(made))
+    elif kind == "torch":
+        torch.save(made, path)
+    else:
+        checkpoint.save_file({"w": made}, path)
+    command = [sys.executable, "-W", "ignore", "-c", MADE_ELSEWHERE, kind, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [type(made).__name__, str(made.dequantize().double().sum().item())], done.stderr

@@ -119,6 +119,7 @@ def test_a_factory_over_it_comes_first() -> None:
     [
         (lambda: CustomRecipe(3), DTypeError, "qfactory is a int"),
         (lambda: CustomRecipe(None), DTypeError, "qfactory is a NoneType"),
+        (lambda: CustomRecipe("a/model.yaml"), OptionError, r"CustomRecipe.from_file\('a/model.yaml'\)"),
         (lambda: CustomRecipe("nonesuch"), RecipeNotFoundError, "quantizer factory 'nonesuch'"),
         (
             lambda: CustomRecipe(lambda role: None).quantizer("input"),

@@ -346,6 +346,28 @@ def test_products_read_the_usage_that_they_need() -> None:
         q.qgemm(x, w, None, torch.float32, None, None, accumulate=True)
 
 
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"qx": torch.zeros(5, 7, dtype=torch.uint8)}, DTypeError),
+        ({"qx": None}, DTypeError),
+        ({"qx": torch.zeros(5, 6)}, ShapeError),
+        ({"sx": 2.0}, DTypeError),
+        ({"sw": torch.ones(2)}, DTypeError),
+        ({"bias": torch.zeros(5)}, ShapeError),
+        ({"out": torch.zeros(5, 5)}, ShapeError),
+        ({"out": torch.zeros(1, 6)}, ShapeError),
+        ({"out": torch.zeros(5, 6, dtype=torch.int32)}, DTypeError),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(changed: Any, error: Any) -> None:
+    arguments = {"qx": torch.ones(5, 7), "qw": torch.ones(6, 7), "sx": torch.ones(()), "sw": torch.ones(())}
+    arguments |= {"m_params": None, "out_dtype": torch.float32}
+    CurrentScalingQuantizerRef(E4M3).qgemm(**arguments)
+    with pytest.raises(error):
+        CurrentScalingQuantizerRef(E4M3).qgemm(**(arguments | changed))
+
+
 # -- in a layer --
 
 

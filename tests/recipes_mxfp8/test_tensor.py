@@ -603,7 +603,6 @@ def test_a_view_across_blocks_is_a_copy() -> None:
     x = wide((64, 64))
     q = quantizer()(x)
     for write in (
-        lambda t: t.__setitem__(5, 0.0),
         lambda t: t[:, 3:5].zero_(),
         lambda t: t.view(-1).zero_(),
         lambda t: t[::2].zero_(),
@@ -611,6 +610,15 @@ def test_a_view_across_blocks_is_a_copy() -> None:
     ):
         write(q)
         check_bytes(q, quantizer()(x))
+
+
+def test_an_assignment_across_blocks_reaches_the_whole() -> None:
+    for index in (5, (slice(None), 3), slice(None, None, 2), (4, 40)):
+        q = quantizer()(wide((64, 64)))
+        expected = q.dequantize()
+        expected[index] = 0.0
+        q[index] = 0.0
+        check_bytes(q, quantizer()(expected))
 
 
 def test_no_memory_is_given_away() -> None:

@@ -10,7 +10,7 @@ from rows import Rows
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.nn import Linear
 
 
@@ -133,3 +133,21 @@ def test_it_compiles() -> None:
     plain(x).sum().backward()
     assert fused.weight.grad is None
     torch.testing.assert_close(fused.weight.main_grad, 2 * plain.weight.grad)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("primary", [False, True])
+def test_high_precision_leaves_grad_alone(primary: bool, compiled: bool) -> None:
+    fused, _ = layers(Rows(), torch.float32, primary)
+    fused.bind(None)
+    x = torch.randn(5, 8)
+    torch.compiler.reset()
+    run = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiled else fused
+    run(x).sum().backward()
+    assert fused.weight.grad is None
+    torch.testing.assert_close(fused.weight.main_grad, x.sum(0).expand(4, 8))
+
+
+def test_a_flag_that_is_none_is_refused() -> None:
+    with pytest.raises(OptionError, match="fuse_wgrad_accumulation is 'yes'"):
+        Linear(8, 4, fuse_wgrad_accumulation="yes")  # type: ignore[arg-type]

@@ -29,6 +29,15 @@ def test_the_recipe_that_reads_the_suffix_is_built(site: Path, path: str) -> Non
     assert (recipe.file, recipe.extra) == (path, 3)  # type: ignore[attr-defined]
 
 
+def test_paths_may_be_path_objects_and_of_the_users_folder(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(site)
+    monkeypatch.setenv("HOME", "/some/home")
+    assert ottava.get_recipe(Path("model.ini")).file == "model.ini"  # type: ignore[attr-defined]
+    assert ottava.get_recipe("~/model.ini").file == "/some/home/model.ini"  # type: ignore[attr-defined]
+    with ottava.autocast(Path("model.ini")):
+        assert ottava.recipes.region.current_region().recipe.file == "model.ini"  # type: ignore[attr-defined]
+
+
 def test_models_take_paths(site: Path) -> None:
     offer(site)
     with ottava.autocast("model.ini"):

@@ -14,7 +14,7 @@ from rows import RowQuantizer, Rows
 
 import ottava
 from ottava import QuantizerRequest, QuantizerRole
-from ottava.errors import DTypeError, RecipeNotFoundError
+from ottava.errors import CheckpointError, DTypeError, OptionError, RecipeNotFoundError
 from ottava.recipes import RecipeState
 from ottava.tensors import Quantizer
 
@@ -214,3 +214,19 @@ def test_a_mixed_layer_compiles() -> None:
     eager, x.grad = x.grad, None
     torch.compile(layer, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
     assert torch.equal(x.grad, eager)
+
+
+def test_a_recipe_that_asks_for_itself_is_told() -> None:
+    recipe = Counting("a")
+    recipe.set_quantizer_factory(lambda role: QuantizerRequest(recipe))
+    for ask in (lambda: recipe.quantizer("weight"), lambda: net(recipe)):
+        with pytest.raises(OptionError, match="'counting' asks for that recipe"):
+            ask()
+
+
+def test_a_checkpoint_of_another_recipes_state_is_told() -> None:
+    step(model := net(over(Rows(), input=QuantizerRequest(Counting("a")))))
+    plain = ottava.nn.Linear(4, 4, name="up")
+    plain.load_state_dict(model[0].state_dict())
+    with pytest.raises(CheckpointError, match=r"loaded for Linear 'up' is not one of Counting.*steps, seen"):
+        plain.bind(Counting("a"))

@@ -12,7 +12,7 @@ from rows import E4M3, OneScaleTensor, RowQuantizer, Rows, RowStorage, RowTensor
 
 import ottava
 from ottava import QuantizedTensor, QuantizedTensorStorage, prepare_for_saving, restore_from_saved
-from ottava.errors import OptionError, ShapeError, UsageError
+from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import InnerTensor, StaticField
 
 
@@ -160,3 +160,18 @@ def test_a_layer_compiles(primary: bool) -> None:
     compiled(x).square().sum().backward()
     assert torch.equal(x.grad, eager[0])
     assert torch.equal(layer.weight.grad, eager[1])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": None}, {"dtype": torch.int32}, {"dtype": "float"}, {"codes": 3}, {"scale_inv": [1.0]}]
+)
+def test_values_of_a_wrong_kind_are_refused(wrong: Any) -> None:
+    right = {**parts(2, 4), "dtype": torch.float32}
+    assert RowTensor(**right).shape == (2, 4)
+    with pytest.raises(DTypeError):
+        RowTensor(**(right | wrong))
+    with pytest.raises(DTypeError, match="nominal dtype None"):
+        RowTensor(**parts(2, 4))
+    if "dtype" not in wrong:
+        with pytest.raises(DTypeError):
+            RowStorage(**(right | wrong))

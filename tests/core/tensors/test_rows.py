@@ -153,3 +153,43 @@ def test_a_class_with_an_op_of_its_own_decides() -> None:
     tensor = Float8Tensor(data=data, fp8_dtype=torch.float8_e4m3fn, fp8_scale_inv=torch.ones(()), dtype=torch.float32)
     assert type(tensor[:, 1:]) is Float8Tensor
     assert type(tensor[1:]) is Float8Tensor
+
+
+INDICES = [
+    0,
+    -1,
+    (1, 2),
+    (slice(None), 2),
+    slice(None, None, 2),
+    slice(1, 3),
+    ...,
+    (0, slice(2, 4)),
+    torch.tensor([0, 3]),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_an_assignment_reaches_the_tensor(quantizer: Any, index: Any) -> None:
+    tensor = quantizer(torch.randn(4, 6))
+    expected = tensor.dequantize()
+    expected[index] = 0.5
+    tensor[index] = 0.5
+    assert torch.equal(tensor.dequantize()[index], quantizer(expected).dequantize()[index])
+    torch.testing.assert_close(tensor.dequantize(), expected, rtol=2**-4, atol=2e-4)
+
+
+def test_an_assignment_takes_tensors_and_keeps_autograds_rules() -> None:
+    tensor, other = RowQuantizer()(torch.randn(4, 6)), RowQuantizer()(torch.ones(6))
+    tensor[2] = other
+    assert torch.equal(tensor.dequantize()[2], torch.ones(6))
+    parameter = torch.nn.Parameter(tensor)
+    with pytest.raises(RuntimeError, match="in-place"):
+        parameter[0] = 1.0
+    with torch.no_grad():
+        parameter[0] = 1.0
+    assert torch.equal(parameter.dequantize()[0], torch.ones(6))
+    with pytest.raises(RuntimeError):
+        tensor[1] = torch.ones(7)
+    with pytest.raises(IndexError):
+        tensor[9] = 1.0

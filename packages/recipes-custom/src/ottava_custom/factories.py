@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ def identity_factory(role: QuantizerRole | str) -> IdentityQuantizer:
     return IdentityQuantizer()
 
 
-def mirror(recipe: Recipe | str, **options: Any) -> Factory:
+def mirror(recipe: Recipe | str | os.PathLike[str], **options: Any) -> Factory:
     """A factory that gives what a recipe would use: ``mirror("mxfp8", with_2d_quantization=True)``.
 
     Args:
@@ -58,7 +59,7 @@ def mirror(recipe: Recipe | str, **options: Any) -> Factory:
         DTypeError: ``recipe`` is neither a recipe nor a name, or options come with a recipe that is built already.
         RecipeNotFoundError, OptionError, PluginError: as of :func:`ottava.get_recipe`.
     """
-    if isinstance(recipe, str):
+    if isinstance(recipe, (str, os.PathLike)):
         recipe = get_recipe(recipe, **options)
     elif options:
         raise DTypeError("options for a recipe that is built already", expected="its name", remedy="leave them out")

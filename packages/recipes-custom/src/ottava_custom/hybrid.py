@@ -56,6 +56,14 @@ class HybridQuantizer(Quantizer):
             type(quantizer.make_empty((1, 1), device="cpu"))
             for quantizer in (self.rowwise_quantizer, self.columnwise_quantizer)
         )
+        for tensor in (False, True):
+            # From now on a file may hold one.
+            hybrid_class(*self.kinds, tensor=tensor)
+
+    @property
+    def keeps_operands(self) -> bool:  # type: ignore[override]
+        """Whether an internal result may hold the operand itself, of one side."""
+        return self.rowwise_quantizer.keeps_operands or self.columnwise_quantizer.keeps_operands
 
     @property
     def independent_rows(self) -> int | None:  # type: ignore[override]
@@ -80,6 +88,8 @@ class HybridQuantizer(Quantizer):
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         cls = hybrid_class(*self.kinds, tensor=not self.internal)
+        if self.keeps_operands and not self.internal:
+            tensor = tensor.clone()
         rows = self.rowwise_quantizer.quantize_impl(tensor, dtype) if self.rowwise_usage else None
         columns = self.columnwise_quantizer.quantize_impl(tensor, dtype) if self.columnwise_usage else None
         if columns is not None and not self.internal and not _has_elements(columns):

@@ -7,14 +7,17 @@ of storage classes, made when the pair is first met, and an attribute of this mo
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from ottava.errors import UsageError
+from ottava.recipes import list_recipes
 from ottava.tensors import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer, StaticField, StorageSpec
 from ottava.tensors.storage import storage_classes
 
@@ -146,10 +149,23 @@ def _make_class(rowwise: _Kind, columnwise: _Kind, tensor: bool) -> type[HybridT
 
 
 def __getattr__(name: str) -> Any:
-    """The class that a file names, if the classes of its sides were imported."""
+    """The class that a file names. Of its sides, only what installed recipes bring is imported."""
     kind, _, rest = name.partition("[")
     references = rest.removesuffix("]").replace("/", ".").split(",")
-    known = storage_classes()
-    if kind in ("HybridTensor", "HybridTensorStorage") and len(references) == 2 and set(references) <= set(known):
-        return hybrid_class(known[references[0]], known[references[1]], tensor=kind == "HybridTensor")
+    if kind in ("HybridTensor", "HybridTensorStorage") and len(references) == 2:
+        _import_from_recipes(reference for reference in references if reference not in storage_classes())
+        known = storage_classes()
+        if set(references) <= set(known):
+            return hybrid_class(known[references[0]], known[references[1]], tensor=kind == "HybridTensor")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _import_from_recipes(references: Iterable[str]) -> None:
+    """Import the modules of these classes, as far as they belong to packages that offer recipes."""
+    offering = {spec.factory.partition(":")[0].partition(".")[0] for spec in list_recipes()} | {"ottava"}
+    for reference in references:
+        module = reference.partition(":")[0]
+        if module.partition(".")[0] in offering:
+            # One that cannot be imported is missing, and the class with it.
+            with contextlib.suppress(Exception, SystemExit):
+                importlib.import_module(module)

@@ -79,6 +79,7 @@ class IdentityQuantizer(Quantizer):
     """Quantizes nothing: a layer or a tensor of it stays in high precision, in the dtype that the layer computes in."""
 
     independent_rows = 1
+    keeps_operands = True
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         make: Any = IdentityTensorStorage if self.internal else IdentityTensor

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ottava.errors import DTypeError, OptionError
-from ottava.recipes import Explanation, QuantizerRequest, QuantizerRole, Recipe, RecipeRule, get_quantizer_factory
+from ottava.recipes import (
+    Explanation,
+    QuantizerRequest,
+    QuantizerRole,
+    Recipe,
+    RecipeRule,
+    get_quantizer_factory,
+    registry,
+)
 from ottava.tensors import Quantizer
 
 
@@ -22,6 +30,7 @@ class CustomRecipe(Recipe):
 
     Raises:
         DTypeError: ``qfactory`` is neither callable nor a name.
+        OptionError: it is the path of a file.
         RecipeNotFoundError, PluginError: as of :func:`ottava.get_quantizer_factory`.
 
     When a layer is bound, the factory is called once for each of its roles or more; it must give equal quantizers then.
@@ -32,6 +41,12 @@ class CustomRecipe(Recipe):
     qfactory: Callable[[QuantizerRole], Any]
 
     def __post_init__(self) -> None:
+        if isinstance(self.qfactory, str) and registry.is_path(self.qfactory):
+            raise OptionError(
+                f"qfactory is the path {self.qfactory!r}",
+                expected="a callable qfactory(role), or the name of a published one",
+                remedy=f"use CustomRecipe.from_file({self.qfactory!r})",
+            )
         if isinstance(self.qfactory, str):
             object.__setattr__(self, "qfactory", get_quantizer_factory(self.qfactory))
         if not callable(self.qfactory):
@@ -62,6 +77,7 @@ class CustomRecipe(Recipe):
         if over is not None:
             return over
         made = self.qfactory(role)
+        self._check_circle(made if isinstance(made, QuantizerRequest) else None, role)
         if not isinstance(made, (Quantizer, QuantizerRequest)):
             raise DTypeError(
                 f"the quantizer factory returned {'None' if made is None else f'a {type(made).__name__}'} for {role}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,7 +141,9 @@ def find_class(name: str, entry: Described) -> type[QuantizedTensorStorage]:
                     importlib.import_module(module)
         # A module may make its classes when they are asked for.
         module, _, attribute = entry.cls.partition(":")
-        getattr(sys.modules.get(module), attribute, None)
+        if package in {spec.factory.partition(":")[0].partition(".")[0] for s in plugins() for spec in s.recipes}:
+            with contextlib.suppress(Exception, SystemExit):
+                getattr(importlib.import_module(module), attribute, None)
         found = storage_classes().get(entry.cls)
     if found is None:
         raise CheckpointError(

@@ -229,9 +229,11 @@ def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
         )
         fitting[key] = same_kind(example, storage)
     if not fitting[key]:
+        names = [f.attribute for f in type(storage).static_fields if not f.attribute.startswith(("_shape", "_dtype"))]
         raise DTypeError(
             f"the quantizer of {weight.what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}",
-            expected="a quantizer of its format and options",
+            expected="a quantizer of its format and options"
+            + (f", which gives the same {', '.join(names)} for any shape" if names else ""),
             remedy="leave quantizers out, or make the weight with this quantizer",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -99,7 +100,7 @@ def _refusal(module: torch.nn.Module) -> str | None:
 
 def convert(
     model: ModelT,
-    recipe: Recipe | str,
+    recipe: Recipe | str | os.PathLike[str],
     *,
     include: Filter | None = None,
     exclude: Filter | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.function import LinearFunction, LinearPlan
 from ottava.nn.main_grad import into_main_grad, main_grad_of
@@ -45,9 +46,9 @@ class Linear(torch.nn.Linear):
         name: given to quantizer factories in their role.
         recipe: a recipe to bind, or the name of one.
         fuse_wgrad_accumulation: the gradient of the weight is added to ``weight.main_grad``, a tensor of the weight's
-            shape (float32, say) that its owner makes and clears, with one rounding; ``weight.grad`` stays as it is. An
-            attribute of the same name that can be set later. Where the weight has ``grad_added_to_main_grad``, that
-            becomes True.
+            shape (float32, say) that its owner makes and clears; ``weight.grad`` stays as it is. Under a recipe the sum
+            is rounded once; in high precision what torch computes is added. An attribute of the same name can be set
+            later. Where the weight has ``grad_added_to_main_grad``, that becomes True.
 
     Shapes: input ``[*, in_features]``, output ``[*, out_features]``; any leading dimensions, empty ones too.
     """
@@ -79,12 +80,14 @@ class Linear(torch.nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         name: str = "",
-        recipe: Recipe | str | None = None,
+        recipe: Recipe | str | os.PathLike[str] | None = None,
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
         bound = None if recipe is None else as_recipe(recipe)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.name = name
+        if not isinstance(fuse_wgrad_accumulation, bool):
+            raise OptionError(f"fuse_wgrad_accumulation is {fuse_wgrad_accumulation!r}", expected="True or False")
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         quantize_new_weight(self)
         self.bind(bound)
@@ -102,7 +105,7 @@ class Linear(torch.nn.Linear):
         """The bound recipe."""
         return self._recipe
 
-    def bind(self, recipe: Recipe | str | None) -> None:
+    def bind(self, recipe: Recipe | str | os.PathLike[str] | None) -> None:
         """Bind a recipe (an object, or the name of an installed one), or None for high precision.
 
         Raises:
@@ -131,7 +134,14 @@ class Linear(torch.nn.Linear):
         """Use ``state`` from now on. A stateful one becomes the submodule that checkpoints and ``.to()`` see."""
         if isinstance(state, torch.nn.Module):
             if self._loaded_state is not None:
-                state.load_state_dict(self._loaded_state)
+                try:
+                    state.load_state_dict(self._loaded_state)
+                except RuntimeError as error:
+                    raise CheckpointError(
+                        f"the scaling state that was loaded for {self._label()} is not one of {state.recipe!r}",
+                        expected=f"{', '.join(state.state_dict())}",
+                        remedy="load the checkpoint into a model of the recipe that it was saved with",
+                    ) from error
                 self._loaded_state = None
             self.__dict__["_state"] = state
             self._modules["recipe_state"] = state
@@ -314,10 +324,9 @@ class Linear(torch.nn.Linear):
         return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight
 
     def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
-        weight, main_grad = self._plain_weight(), main_grad_of(self, torch.is_grad_enabled())
-        return F.linear(
-            input, weight if main_grad is None else into_main_grad(weight, self.weight, main_grad), self.bias
-        )
+        main_grad = main_grad_of(self, torch.is_grad_enabled())
+        weight = self._plain_weight() if main_grad is None else into_main_grad(self.weight, main_grad)
+        return F.linear(input, weight, self.bias)
 
     def _kept_weight(
         self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool | None, recording: bool
@@ -328,8 +337,9 @@ class Linear(torch.nn.Linear):
         recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self._quantized_weight is None or (is_first_microbatch and not recomputing):
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
+            weight = self.weight.detach()
             with torch.no_grad():
-                kept = quantizer.quantize(self.weight.detach(), dtype=dtype)
+                kept = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)
             if state.stateful:
                 # It is never quantized again, and the quantizer holds the state as it is now.
                 kept.update_quantizer(None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
+from ottava.tensors.storage import QuantizedTensorStorage
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
@@ -44,22 +46,29 @@ def note_added(weight: Any) -> None:
         weight.grad_added_to_main_grad = True
 
 
-def into_main_grad(values: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
-    """``values``, the gradient of which is added to ``main_grad``."""
-    result: torch.Tensor = _IntoMainGrad.apply(values, weight, main_grad)  # type: ignore[no-untyped-call]
+def into_main_grad(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+    """The values of ``weight``, the gradient of which is added to ``main_grad``."""
+    result: torch.Tensor = _IntoMainGrad.apply(weight, _Target(main_grad))  # type: ignore[no-untyped-call]
     return result
 
 
+@dataclass(frozen=True)
+class _Target:
+    """Where gradients go, as something that autograd does not look into."""
+
+    main_grad: torch.Tensor
+
+
 class _IntoMainGrad(torch.autograd.Function):
-    """The identity."""
+    """The values of a weight."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
-        ctx.weight, ctx.main_grad = weight, main_grad
-        return values.view_as(values)
+    def forward(ctx: Any, weight: torch.Tensor, target: _Target) -> torch.Tensor:
+        ctx.weight, ctx.target = weight, target
+        return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.main_grad.add_(grads[0])
+        ctx.target.main_grad.add_(grads[0])
         note_added(ctx.weight)
-        return None, None, None
+        return None, None

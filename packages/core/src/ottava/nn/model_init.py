@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ _recipes = _Recipes()
 
 
 @contextmanager
-def quantized_model_init(recipe: Recipe | str, *, enabled: bool = True) -> Iterator[None]:
+def quantized_model_init(recipe: Recipe | str | os.PathLike[str], *, enabled: bool = True) -> Iterator[None]:
     """Inside, every :class:`~ottava.nn.Linear` that is made keeps its weight quantized by ``recipe`` only.
 
     The values before quantization stay available on the CPU as ``weight.get_high_precision_init_val()``, for an

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -99,7 +100,17 @@ class Recipe(ABC):
                 f"the quantizer factory returned a {type(made).__name__} for {role}",
                 expected="an ottava.Quantizer, an ottava.QuantizerRequest or None",
             )
+        self._check_circle(made, role)
         return made
+
+    def _check_circle(self, given: Quantizer | QuantizerRequest | None, role: QuantizerRole) -> None:
+        """Refuse a request for what this recipe uses itself, which would lead back to its factory."""
+        if isinstance(given, QuantizerRequest) and given.recipe.same_as(self):
+            raise OptionError(
+                f"the quantizer factory of {self.name or type(self).__name__!r} asks for that recipe, for {role}",
+                expected="a request for another recipe",
+                remedy="return None where the recipe's own quantizer is to serve",
+            )
 
     def given_quantizer(self, role: QuantizerRole) -> Quantizer | None:
         """What :meth:`given` gives, a request answered by a quantizer with a state of its own."""
@@ -123,7 +134,8 @@ class Recipe(ABC):
 
     def has_factory(self, factory: QuantizerFactory | None) -> bool:
         """Whether ``factory``, or an equal one (a copy of one that is an object), is the one put over this recipe."""
-        return self._factory is factory or bool(self._factory == factory)
+        mine = self._factory
+        return mine is factory or (type(mine) is type(factory) and bool(mine == factory))
 
     def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
         """Begin a step: called at the entry of a region with every stateful state of this recipe that takes part.
@@ -139,14 +151,14 @@ class Recipe(ABC):
         return RecipeState(self, roles, amax_reduction_group=amax_reduction_group)
 
 
-def as_recipe(recipe: Recipe | str) -> Recipe:
+def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
     """A recipe object, built with its defaults when given by name, or from the file whose path it is.
 
     Raises:
         DTypeError: neither a recipe nor a string.
         RecipeNotFoundError, OptionError: as of :func:`ottava.get_recipe`.
     """
-    if isinstance(recipe, str):
+    if isinstance(recipe, (str, os.PathLike)):
         return registry.get_recipe(recipe)
     if not isinstance(recipe, Recipe):
         raise DTypeError(

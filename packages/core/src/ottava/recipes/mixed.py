@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ottava.errors import UsageError
 from ottava.recipes.base import Recipe
 from ottava.recipes.request import QuantizerRequest
 from ottava.recipes.role import QuantizerRole
@@ -42,6 +43,12 @@ def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reductio
     if not any(part.stateful for _, part in parts):
         # Quantizers without state need no parts: they are the recipe's own.
         return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+    if torch.compiler.is_compiling():
+        raise UsageError(
+            f"a layer has no state for {recipe.name or type(recipe).__name__!r} yet, and compiled code cannot make one",
+            expected="a layer that was converted, or bound to the recipe, or has run under it once",
+            remedy="call ottava.convert(model, recipe) before torch.compile",
+        )
     return MixedState(recipe, parts, amax_reduction_group=amax_reduction_group)
 
 
@@ -75,6 +82,7 @@ class MixedState(torch.nn.Module, RecipeState):
             self.names |= {role.tensor_type: name for role in roles}
 
     def _free_name(self, name: str) -> str:
+        name = name.replace(".", "_")
         number, free = 2, name
         while free in self.plain or hasattr(self, free):
             number, free = number + 1, f"{name}_{number}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from contextlib import ContextDecorator
@@ -77,7 +78,7 @@ class autocast(ContextDecorator):
 
     def __init__(
         self,
-        recipe: Recipe | str | None = None,
+        recipe: Recipe | str | os.PathLike[str] | None = None,
         enabled: bool = True,
         amax_reduction_group: Any = None,
         calibrating: bool = False,
@@ -90,7 +91,13 @@ class autocast(ContextDecorator):
                     remedy="pass the recipe as the first argument",
                 )
         check_group(amax_reduction_group)
-        self._recipe = _by_name(recipe) if isinstance(recipe, str) else None if recipe is None else as_recipe(recipe)
+        self._recipe = (
+            _by_name(os.fspath(recipe))
+            if isinstance(recipe, (str, os.PathLike))
+            else None
+            if recipe is None
+            else as_recipe(recipe)
+        )
         self._enabled = enabled
         self._group = amax_reduction_group
         self._calibrating = calibrating

@@ -65,7 +65,7 @@ def required_options(name: str) -> list[str]:
     return _Provided(RECIPE, name).options()[1]
 
 
-def get_recipe(name: str, **options: Any) -> Recipe:
+def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
     """Build the recipe registered as ``name``, or from the recipe file whose path it is.
 
     A path has a suffix, which no name has: the recipe whose spec lists the suffix in ``file_suffixes`` reads the file.
@@ -78,8 +78,11 @@ def get_recipe(name: str, **options: Any) -> Recipe:
     """
     from ottava.recipes.base import Recipe
 
+    if isinstance(name, os.PathLike):
+        name = os.fspath(name)
     if is_path(name):
-        name, options = _reader(name), {"file": name, **options}
+        path = os.path.expanduser(name)
+        name, options = _reader(path), {"file": path, **options}
     provided = _Provided(RECIPE, name)
     accepted, required, takes_any = provided.options()
     expected = ", ".join(accepted) or ("" if takes_any else "no options")

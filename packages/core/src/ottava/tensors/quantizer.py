@@ -39,6 +39,8 @@ class Quantizer(ABC):
     process_attributes: ClassVar[tuple[str, ...]] = ()
     #: Whether a tensor has one scale, which follows from its amax or is known.
     scale_per_tensor: ClassVar[bool] = False
+    #: Whether an internal result may hold the operand itself, and change with it.
+    keeps_operands: bool = False
     #: Rows of a matrix, or a multiple of them, that are quantized the same alone and in the whole. None: no number.
     independent_rows: int | None = None
 

@@ -272,7 +272,22 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
 
 
 def _share(shard: QuantizedTensor, group: Any) -> None:
-    """Have the quantizer of a shard keep the scale that all of them have."""
+    """Have the quantizer of a shard keep the scale that all of them have.
+
+    Raises:
+        UsageError: it does not know how.
+    """
+    from ottava.tensors.quantizer import Quantizer
+
+    quantizer = shard._quantizer
+    silent = quantizer is not None and type(quantizer).for_shards is Quantizer.for_shards
+    if silent and shard._shared_inner() and quantizer is not None and quantizer.independent_rows is None:
+        raise UsageError(
+            f"the shards of a {type(shard).__name__} share {shard._shared_inner()[0].argument!r}, and a "
+            f"{type(quantizer).__name__} does not say how they are to keep one value",
+            expected="a quantizer that defines for_shards(group)",
+            remedy="define it, or derive from ottava.tensors.PerTensorShards; or keep the weights in high precision",
+        )
     if shard._quantizer is not None:
         shard.update_quantizer(shard._quantizer.for_shards(group.group_name))
     shard._shard_group = group.group_name

@@ -117,7 +117,10 @@ class QuantizedTensorStorage:
             what = f"no {missing[0]!r}" if missing else f"an unknown keyword {unknown[0]!r}"
             raise OptionError(f"{type(self).__name__} was given {what}", expected=", ".join(sorted(known)))
         for inner in self.inner_tensors:
-            setattr(self, inner.attribute, declared.get(inner.argument))
+            tensor = declared.get(inner.argument)
+            if tensor is not None and not isinstance(tensor, torch.Tensor):
+                raise DTypeError(f"{inner.argument!r} is a {type(tensor).__name__}", expected="a tensor or None")
+            setattr(self, inner.attribute, tensor)
         for field_ in fields:
             setattr(self, field_.attribute, declared[field_.argument])
 

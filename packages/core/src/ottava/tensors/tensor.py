@@ -44,6 +44,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     Raises:
         OptionError: the constructor was given a keyword that is not declared, or no value for a static field.
+        DTypeError: ``dtype`` is not a high-precision one, or an inner tensor no tensor.
         UsageError: it was given no inner tensor, or no ``shape`` and not the first one.
     """
 
@@ -56,12 +57,17 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         cls,
         *,
         shape: Sequence[int] | None = None,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None = None,
         quantizer: Quantizer | None = None,
         requires_grad: bool = False,
         **declared: Any,
     ) -> Any:
+        if dtype not in HIGH_PRECISION:
+            raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
         held: list[Any] = [declared.get(inner.argument) for inner in cls.inner_tensors]
+        wrong = [t for t in held if t is not None and not isinstance(t, torch.Tensor)]
+        if wrong:
+            raise DTypeError(f"an inner tensor is a {type(wrong[0]).__name__}", expected="a tensor or None")
         of_device = next((tensor for tensor in held if tensor is not None), None)
         if of_device is None or (shape is None and held[0] is None):
             raise UsageError(
@@ -77,7 +83,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self,
         *,
         shape: Sequence[int] | None = None,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None = None,
         quantizer: Quantizer | None = None,
         requires_grad: bool = False,
         **declared: Any,
@@ -306,6 +312,15 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             expected="a tensor in high precision",
             remedy="export its .dequantize()",
         )
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """``tensor[index] = value``: the whole is quantized again, unless the index gives a part that is quantized."""
+        if isinstance(self.detach()[index], QuantizedTensor):
+            super().__setitem__(index, value)
+            return
+        values = self.detach().dequantize()
+        values[index] = value.dequantize() if isinstance(value, QuantizedTensor) else value
+        self.copy_(values)
 
     # -- initial high-precision values --
 

@@ -97,6 +97,8 @@ class Lookup:
         return taken
 
     def _built(self, name: str, options: dict[str, Any]) -> Recipe:
+        if "name" in options:  # the one word that the registry keeps for itself
+            raise OptionError(f"recipe {name!r} has no option 'name'")
         key = name, repr(sorted(options.items(), key=lambda item: item[0]))
         if key not in self._recipes:
             self._recipes[key] = get_recipe(name, **options)

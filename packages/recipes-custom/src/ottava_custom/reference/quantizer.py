@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from ottava.errors import OptionError
+from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
-from ottava.kernels import check_epsilon
+from ottava.kernels import check_epsilon, check_high_precision
+from ottava.kernels.checks import check_bias
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.reference.arithmetic import amax, cast, inverse, scale_from_amax
 from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage, transposed
@@ -119,6 +121,7 @@ class CurrentScalingQuantizerRef(Quantizer):
         Raises:
             OptionError: unknown ``gemm_type``, or ``accumulate`` without ``out``.
             UsageError: an operand does not hold the rows that the product reads.
+            DTypeError, ShapeError, DeviceError: operands, scales, bias or out do not fit together.
         """
         if gemm_type not in _GEMMS:
             raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
@@ -127,7 +130,9 @@ class CurrentScalingQuantizerRef(Quantizer):
         columnwise, (turn_x, turn_w) = _GEMMS[gemm_type]
         left, left_scale = _operand(qx if qresult_x is None else qresult_x, sx, columnwise[0])
         right, right_scale = _operand(qw if qresult_w is None else qresult_w, sw, columnwise[1])
-        result = torch.mm(left.t() if turn_x else left, right.t() if turn_w else right)
+        left, right = left.t() if turn_x else left, right.t() if turn_w else right
+        _check_product(left, right, bias, out)
+        result = torch.mm(left, right)
         scales = [scale.to(torch.float32) for scale in (left_scale, right_scale) if scale is not None]
         if scales:
             result = result * (scales[0] * scales[1] if len(scales) == 2 else scales[0])
@@ -138,9 +143,34 @@ class CurrentScalingQuantizerRef(Quantizer):
         return out.add_(result) if accumulate else out.copy_(result)
 
 
-def _operand(x: Any, scale: torch.Tensor | None, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _operand(x: Any, scale: Any, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Elements in float32 ``[rows, columns]`` and the scale that is still to be applied."""
-    if not isinstance(x, QuantizedTensorStorage):
-        values = x.detach().to(torch.float32)
-        return values.reshape(-1, values.shape[-1]) if values.dim() != 2 else values, scale
-    return x.gemm_operand(columnwise=columnwise, dtype=torch.float32)
+    if isinstance(x, QuantizedTensorStorage):
+        return x.gemm_operand(columnwise=columnwise, dtype=torch.float32)
+    if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
+        found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise DTypeError(
+            f"an operand is of {found}",
+            expected="a quantized tensor, or elements of a floating-point dtype",
+            remedy="view codes as their dtype: codes.view(torch.float8_e4m3fn)",
+        )
+    if scale is not None and (not isinstance(scale, torch.Tensor) or scale.numel() != 1):
+        raise DTypeError("the scale of an operand is no tensor with one element", expected="a float32 tensor, or None")
+    values = x.detach().to(torch.float32)
+    values = values if values.dim() == 2 else values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
+    return values, scale if scale is None else scale.reshape(())
+
+
+def _check_product(left: torch.Tensor, right: torch.Tensor, bias: Any, out: Any) -> None:
+    """Refuse operands, a bias and a result that do not fit together."""
+    if left.shape[1] != right.shape[0]:
+        raise ShapeError(
+            f"a product of {tuple(left.shape)} and {tuple(right.shape)}", expected="equal reduced dimensions"
+        )
+    if bias is not None:
+        check_bias(bias, right.shape[1], left.device)
+    if out is not None:
+        check_high_precision(out, "out")
+        expected = (left.shape[0], right.shape[1])
+        if tuple(out.shape) != expected:
+            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(expected))
