@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent
 PACKAGES = ROOT / "packages"
 RECIPES = sorted(p.name.removeprefix("recipes-") for p in PACKAGES.glob("recipes-*") if (p / "pyproject.toml").exists())
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
-TEST_TOOLS = ["pytest", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
+TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
 # For the packages that the tests write and build.
 TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy"]
 
@@ -72,11 +72,11 @@ def install(session: nox.Session, *packages: str, tools: list[str]) -> None:
     session.install(torch_requirement(), *wheels, "matplotlib", "jinja2")
 
 
-def _test(session: nox.Session, folders: list[str], recipes: list[str]) -> None:
+def _test(session: nox.Session, folders: list[str], recipes: list[str], *options: str) -> None:
     # Every recipe passes the conformance kit.
     kit = ["testing"] if recipes else []
     install(session, *(f"recipes-{r}" for r in recipes), *kit, tools=TEST_TOOLS)
-    session.run("python", "-m", "pytest", *(session.posargs or []), *folders)
+    session.run("python", "-m", "pytest", *options, *(session.posargs or []), *folders)
 
 
 @nox.session
@@ -90,8 +90,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_all(session: nox.Session) -> None:
-    """All packages installed, all tests."""
-    _test(session, ["tests"], RECIPES)
+    """All packages installed, all tests but the conformance kit's, which every recipe passes by itself."""
+    # Two processes: many tests wait for others that they start.
+    options = ["-n", "2", "--dist", "loadfile", "--ignore-glob", "tests/recipes_*/test_conformance.py"]
+    _test(session, ["tests"], RECIPES, *options)
 
 
 @nox.session

@@ -193,3 +193,13 @@ def test_an_assignment_takes_tensors_and_keeps_autograds_rules() -> None:
         tensor[1] = torch.ones(7)
     with pytest.raises(IndexError):
         tensor[9] = 1.0
+
+
+@BOTH
+def test_rows_on_the_meta_device(quantizer: Any) -> None:
+    """As a model that is sharded before it has values."""
+    tensor = quantizer(torch.empty(4, 8, device="meta"))
+    padded = tensor.new_zeros((6, 8))
+    padded[:4].copy_(tensor)
+    assert type(padded[:4]) is type(tensor)
+    assert padded.is_meta

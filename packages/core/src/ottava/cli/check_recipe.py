@@ -72,6 +72,7 @@ def run_checks(
     checks: list[str],
     fast: bool,
     expected_failures: list[str],
+    layers: list[str],
     as_json: bool,
 ) -> int:
     """Run the checks on a recipe and print what became of them.
@@ -90,6 +91,7 @@ def run_checks(
         only=checks or None,
         skip_slow=fast,
         expected_failures=parse_expected(expected_failures),
+        **({"layers": layers} if layers else {}),
     )
     if as_json:
         results = [

@@ -165,6 +165,9 @@ def check_recipe(
     option: Annotated[
         list[str] | None, typer.Option(help="An option of the recipe, key=value; may be given again.")
     ] = None,
+    layer: Annotated[
+        list[str] | None, typer.Option(help="The name of a layer, for recipes that go by names; may be given again.")
+    ] = None,
     list_checks: Annotated[bool, typer.Option("--list", help="List the checks, and run none.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -183,6 +186,7 @@ def check_recipe(
             checks=check or [],
             fast=fast,
             expected_failures=expect_failure or [],
+            layers=layer or [],
             as_json=as_json,
         )
         raise typer.Exit(code)

@@ -397,11 +397,7 @@ class QuantizedTensorStorage:
 
     def _shares_scales_of(self, other: QuantizedTensorStorage) -> bool:
         """Whether what all rows have in common is equal, so that rows of ``other`` mean the same here."""
-        pairs = [(getattr(self, i.attribute), getattr(other, i.attribute)) for i in self._shared_inner()]
-        # Comparing values would break a graph that is being traced.
-        return all(
-            a is b or (b is not None and not torch.compiler.is_compiling() and torch.equal(a, b)) for a, b in pairs
-        )
+        return all(_equal(getattr(self, i.attribute), getattr(other, i.attribute)) for i in self._shared_inner())
 
     def _write_rows(self, src: QuantizedTensorStorage, noop_flag: torch.Tensor | None) -> None:
         """Write to a part with scales that are also those of other rows: the whole is quantized again."""
@@ -465,6 +461,16 @@ class QuantizedTensorStorage:
         except Exception as error:
             body = f"no readable data: {type(error).__name__}"
         return f"{type(self).__name__}({body})"
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two scales are equal; those on the meta device have no values to differ in."""
+    if one is other or other is None:
+        return one is other
+    if one.is_meta or other.is_meta:
+        return one.is_meta and other.is_meta
+    # Comparing values would break a graph that is being traced.
+    return not torch.compiler.is_compiling() and torch.equal(one, other)
 
 
 def storage_classes() -> dict[str, type[QuantizedTensorStorage]]:
