@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from defects import broken
-from rows import RowQuantizer, Rows, RowStorage, RowTensor
+from row_recipe import RowQuantizer, Rows, RowStorage, RowTensor
 
 from ottava import QuantizedTensorStorage, QuantizerRole
 from ottava.tensors import InnerTensor
@@ -60,6 +60,7 @@ class TwoWaysTensor(RowTensor, TwoWays):
 class TwoWaysQuantizer(RowQuantizer):
     """Makes both always, unless ``follows``."""
 
+    storage, tensor = TwoWays, TwoWaysTensor
     follows = True
 
     def columns(self, data: torch.Tensor) -> torch.Tensor:
@@ -67,7 +68,7 @@ class TwoWaysQuantizer(RowQuantizer):
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         data, scale_inv = self.codes(tensor.to(torch.float32))
-        make: Any = TwoWays if self.internal else TwoWaysTensor
+        make: Any = self.storage if self.internal else self.tensor
         rows = data if self.rowwise_usage or not self.follows else None
         columns = self.columns(data) if self.columnwise_usage or not self.follows else None
         made = make(
@@ -159,6 +160,44 @@ class HashesById(RowQuantizer):
         return id(self)
 
 
+@broken("equality", "equals a copy with internal=False")
+class ComparesUsagesOnly(RowQuantizer):
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.get_usages() == other.get_usages()
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class Coarse(RowQuantizer):
+    """An option that does not count in comparisons."""
+
+    steps = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Coarse) and (self.get_usages(), self.internal) == (other.get_usages(), other.internal)
+
+    def __hash__(self) -> int:
+        return 1
+
+    def codes(self, x: torch.Tensor) -> Any:
+        return super().codes((x * self.steps).round() / self.steps if self.steps else x)
+
+
+@broken("equality", "the quantizer of 'input' with .* equals the quantizer of 'weight' .*gives another '_data'")
+class ComparesNoOptions(Rows):
+    def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Any:
+        made = Coarse()
+        made.steps = 4 if role.tensor_type == "weight" else 0
+        return made
+
+
+@broken("make-empty", r"make_empty\(.*with device='meta' is on cpu")
+class EmptyIgnoresDevice(RowQuantizer):
+    def make_empty(self, shape: Any, *, device: Any = None, **rest: Any) -> Any:
+        return super().make_empty(shape, **rest)
+
+
 @broken("quantized-input", "takes a tensor of integers without a DTypeError")
 class TakesIntegers(RowQuantizer):
     def quantize(self, tensor: torch.Tensor, **rest: Any) -> Any:
@@ -232,10 +271,29 @@ class OverflowsInHalf(RowQuantizer):
         return super().codes(x.clamp(-1e30, 1e30))
 
 
-@broken("special-values", "nan quantized by .*|inf quantized by .* which hides it")
+@broken("special-values", "^inf quantized by .* which hides it")
 class HidesInfinity(RowQuantizer):
     def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(x.nan_to_num(0.0, 0.0, 0.0))
+        return super().codes(torch.where(x.isinf(), 0.0, x))
+
+
+@broken("special-values", "^nan quantized by .* dequantizes to .*, which hides it")
+class HidesNan(RowQuantizer):
+    def codes(self, x: torch.Tensor) -> Any:
+        return super().codes(torch.where(x.isnan(), 5.0, x))
+
+
+@broken("special-values", "one nan among what .* makes NaN or inf of rows in other blocks")
+class NanRuinsAll(RowQuantizer):
+    def codes(self, x: torch.Tensor) -> Any:
+        data, scale_inv = super().codes(x)
+        return data, scale_inv + (0.0 if x.is_meta else 0.0 * x.sum())
+
+
+@broken("special-values", "one inf among what .* changes rows in other blocks")
+class InfChangesAll(RowQuantizer):
+    def codes(self, x: torch.Tensor) -> Any:
+        return super().codes(x * (2.0 if bool(x.isinf().any()) else 1.0))
 
 
 @broken("blocks", "a value in the first block changed rows of others")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from broken_quantizers import TwoWays, TwoWaysQuantizer, TwoWaysTensor
 from defects import broken
-from rows import RowQuantizer, RowStorage, RowTensor
+from row_recipe import RowQuantizer, RowStorage, RowTensor
 
 from ottava.tensors import implements
 
@@ -97,6 +98,20 @@ class DropsAll(RowStorage):
     def update_usage(self, rowwise_usage: Any = None, columnwise_usage: Any = None) -> None:
         if columnwise_usage is False:
             self._served = (False, True)
+
+
+class KeepsUsages(TwoWays):
+    def update_usage(self, rowwise_usage: Any = None, columnwise_usage: Any = None) -> None:
+        pass
+
+
+class KeepsUsagesTensor(KeepsUsages, TwoWaysTensor):
+    pass
+
+
+@broken("dropping-usages", r"update_usage\(columnwise_usage=False\) of .* does nothing: \['_columns'\] is held")
+class KeepsUsagesQuantizer(TwoWaysQuantizer):
+    storage, tensor = KeepsUsages, KeepsUsagesTensor
 
 
 @broken("copying-in-place", r"copy_from_storage\(\) into .* leaves another '_scale_inv'")
@@ -209,6 +224,12 @@ def _ones(op: Any, tensor: Any, **rest: Any) -> Any:
 class LosesGrad(RowTensor):
     def __deepcopy__(self, memo: Any) -> Any:
         return self.clone_storage()
+
+
+@broken("requires-grad", r"copy.copy of a parameter around a CopyLosesGrad loses requires_grad")
+class CopyLosesGrad(RowTensor):
+    def __copy__(self) -> Any:
+        return self.make_like(self)
 
 
 def _declared_safe(*arguments: Any) -> Any:

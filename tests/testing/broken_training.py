@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from defects import broken
-from rows import RowQuantizer, Rows, RowStorage, RowTensor
+from row_recipe import RowQuantizer, Rows, RowStorage, RowTensor
 
 from ottava.recipes.state import RecipeState
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from broken_quantizers import TwoWays, TwoWaysQuantizer, TwoWaysTensor
 from defects import broken
-from rows import RowQuantizer, RowStorage, RowTensor
+from row_recipe import RowQuantizer, RowStorage, RowTensor
 
 from ottava.tensors import implements
 
@@ -65,6 +66,40 @@ class DropsSteps(RowTensor):
 implements(DropsSteps, aten.add_.Tensor, aten.addcdiv_.default, aten._foreach_add_.List)(_nothing)
 
 
+def _drops(word: str, message: str, *ops: Any, check: str = "in-place-ops") -> None:
+    """Register a tensor class that leaves an op out."""
+
+    def nothing(op: Any, tensor: Any, *rest: Any, **more: Any) -> Any:
+        return None if op.__name__.startswith("_") else tensor
+
+    cls = type(f"Drops{word}", (RowTensor,), {"__module__": __name__})
+    globals()[cls.__name__] = cls
+    implements(cls, *ops)(nothing)
+    broken(check, message)(cls)
+
+
+_drops("IndexPut", r"\(index_put_\) on a DropsIndexPut was dropped", aten.index_put_.default)
+_drops("Abs", r"\(abs_\) on a DropsAbs was dropped", aten.abs_.default)
+_drops("Pow", r"\(pow_\) on a DropsPow was dropped", aten.pow_.Scalar)
+_drops("Number", r"\(mul_ \(Scalar\)\) on a DropsNumber was dropped", aten.mul_.Scalar)
+_drops("ClampMin", r"\(clamp_min_\) on a DropsClampMin was dropped", aten.clamp_min_.default)
+_drops("Lerp", r"\(_foreach_lerp_\) on a DropsLerp was dropped", aten._foreach_lerp_.Scalar)
+_drops("Sgd", r"a step of SGD\(fused=True\) on a DropsSgd was", aten._fused_sgd_.default, check="optimizer-steps")
+_drops("Adam", r"of AdamW\(fused=True\) on a DropsAdam was", aten._fused_adamw_.default, check="optimizer-steps")
+
+
+@broken("in-place-ops", r"an in-place op \(w\[1\] = x\) on a DropsItems was dropped")
+class DropsItems(RowTensor):
+    def __setitem__(self, index: Any, value: Any) -> None:
+        pass
+
+
+@broken("in-place-ops", r"after the in-place op w\[1\] = x, is off")
+class WritesAnotherRow(RowTensor):
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(2 if index == 1 else index, value)
+
+
 class KeepsProducts(RowTensor):
     """Keeps what it dequantized for products, and never forgets it."""
 
@@ -77,6 +112,52 @@ class StaleOperand(RowTensor):
         if self._kept is None:
             self._kept = self.dequantize(torch.float32)
         return self._kept.reshape(-1, self.shape[-1]).to(dtype), None
+
+
+class Columns(TwoWays):
+    """Products that read the columnwise usage read the copy for it."""
+
+    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> Any:
+        codes = self._columns if columnwise and self._columns is not None else self._data
+        values = codes.view(torch.float8_e4m3fn).float() * self._scale_inv
+        return values.to(dtype).reshape(-1, self.size(-1)), None
+
+
+class ColumnsTensor(Columns, TwoWaysTensor):
+    pass
+
+
+class ColumnsQuantizer(TwoWaysQuantizer):
+    storage, tensor = Columns, ColumnsTensor
+
+
+class KeepsColumns(ColumnsTensor):
+    def _adopt(self, value: Any) -> None:
+        kept = self._columns
+        super()._adopt(value)
+        self._columns = kept
+
+
+@broken("nothing-stale", "the dgrad product with a KeepsColumns, after .data = a plain tensor, reads stale values")
+class KeepsColumnsQuantizer(ColumnsQuantizer):
+    tensor = KeepsColumns
+
+
+class RowsOnly(ColumnsTensor):
+    """Writes the copy for one usage only."""
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: Any = None) -> Any:
+        kept = None if self._columns is None else self._columns.clone()
+        super().quantize_(tensor, noop_flag=noop_flag)
+        if kept is not None and self._data is not None:
+            assert self._columns is not None
+            self._columns.copy_(kept)
+        return self
+
+
+@broken("copying-in-place", "the product that reads the columnwise data of .*, after quantize_.*, reads stale values")
+class RowsOnlyQuantizer(ColumnsQuantizer):
+    tensor = RowsOnly
 
 
 # -- autograd --

@@ -1,4 +1,4 @@
-"""The list of broken recipes: copies of the one in rows.py, each with one defect, and the check that has to name it."""
+"""The list of broken recipes: copies of the one in row_recipe.py, each with a defect, and the check that names it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rows import SPEC, RowQuantizer, Rows, RowTensor
+from row_recipe import SPEC, RowQuantizer, Rows, RowTensor
 
 from ottava import RecipeSpec
 

@@ -9,7 +9,9 @@ import torch
 from ottava import QuantizedTensor, QuantizedTensorStorage, Quantizer, QuantizerRole, Recipe, RecipeSpec
 from ottava.tensors import InnerTensor, StaticField
 
-SPEC = RecipeSpec(name="rows", summary="E4M3 by row", factory="rows:Rows", block_size=(1, None), formats=("E4M3",))
+SPEC = RecipeSpec(
+    name="rows", summary="E4M3 by row", factory="row_recipe:Rows", block_size=(1, None), formats=("E4M3",)
+)
 
 
 class RowStorage(QuantizedTensorStorage):

@@ -17,7 +17,7 @@ from ottava_testing import list_checks
 HERE = Path(__file__).parent
 PLUGIN = """
 from ottava import hookimpl
-import dataclasses, rows
+import dataclasses, row_recipe as rows
 
 @hookimpl
 def ottava_recipes():
@@ -31,7 +31,7 @@ def broken(fraction: float = 0.5):
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """One in which the recipes of rows.py are installed."""
+    """One in which the recipes of row_recipe.py are installed."""
     (tmp_path / "rows_plugin.py").write_text(PLUGIN)
     info = tmp_path / "rows_plugin-1.0.dist-info"
     info.mkdir()
@@ -65,7 +65,15 @@ def test_a_broken_recipe(environment: dict[str, str]) -> None:
     assert "expected clone-shares-nothing: it is the point (" in expected.stdout
 
 
+def test_a_layer_by_name(environment: dict[str, str]) -> None:
+    names = ["--check", "clone-shares-nothing", "--layer", "encoder.0", "--layer", "head"]
+    done = run(environment, "rows-broken", *names)
+    assert done.returncode == 1, done.stderr
+    assert "failed clone-shares-nothing: layer 'encoder.0': " in done.stdout
+
+
 MISTAKES = {
+    "layers is ['a', 'a']": ("current", "--layer", "a", "--layer", "a"),
     "no recipe is named": (),
     "no installed package provides recipe 'nowhere'": ("nowhere",),
     "only 'copi' is no check": ("current", "--check", "copi"),

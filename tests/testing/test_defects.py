@@ -9,7 +9,7 @@ import broken_tensors  # noqa: F401
 import broken_training  # noqa: F401
 import broken_updates  # noqa: F401
 import pytest
-import rows
+import row_recipe as rows
 from defects import DEFECTS, Defect
 
 from ottava_testing import check_recipe, list_checks

@@ -19,7 +19,7 @@ pytest_plugins = ["pytester"]
 
 GOOD = """
 import pytest
-import rows
+import row_recipe as rows
 from ottava_testing import RecipeConformance
 
 class TestRows(RecipeConformance):
@@ -30,7 +30,7 @@ BROKEN = """
 import pytest
 import broken_tensors  # noqa: F401
 from ottava_testing import RecipeConformance
-from rows import SPEC, Rows
+from row_recipe import SPEC, Rows
 
 class TestBroken(RecipeConformance):
     spec = SPEC
@@ -86,6 +86,12 @@ def test_an_expected_failure_of_what_does_not_apply_fails(pytester: pytest.Pytes
     result.stdout.fnmatch_lines(["*does not apply, and is expected to fail: remove the override*"])
 
 
+def test_a_class_names_the_layers_that_it_checks(pytester: pytest.Pytester) -> None:
+    result = run(pytester, BROKEN.replace("spec = SPEC", "spec, layers = SPEC, ('encoder.0', 'head')"))
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(["*layer 'encoder.0': *shares memory*"])
+
+
 REFUSED = {
     "an override": "    def test_roles(self):\n        pass",
     "None": "    test_roles = None",
@@ -105,6 +111,15 @@ REFUSED = {
     "a hook that looks away": (
         "\nclass Away(RecipeConformance):\n    def __init_subclass__(cls): pass\n"
         "class TestAway(Away):\n    recipe, spec = rows.Rows(), rows.SPEC\n    def test_roles(self): pass"
+    ),
+    "__test__ of the class": "    __test__ = False",
+    "__test__ of the class, set afterwards": "\nTestRows.__test__ = False",
+    "__test__ of an override": XFAIL + "    test_clone_shares_nothing.__test__ = False",
+    "__init__": "    def __init__(self): pass",
+    "__new__": "    def __new__(cls): return object.__new__(cls)",
+    "__init__ of a class between": (
+        "\nclass Mixin:\n    def __init__(self): pass\n"
+        "class TestMixed(Mixin, RecipeConformance):\n    recipe, spec = rows.Rows(), rows.SPEC"
     ),
     "a class between": (
         "\nclass Mixin:\n    def test_roles(self): pass\n"
@@ -130,6 +145,10 @@ CONFTESTS = {
         "import pytest\ndef pytest_collection_modifyitems(items):\n"
         "    for item in items: item.add_marker(pytest.mark.xfail(reason='x')) if 'roles' in item.name else None"
     ),
+    "a fixture that expects a failure": (
+        "import pytest\n@pytest.fixture(autouse=True)\ndef away(request):\n"
+        "    if 'roles' in request.node.name: pytest.xfail('later')"
+    ),
     "a fixture that skips": (
         "import pytest\n@pytest.fixture(autouse=True)\ndef away(request):\n"
         "    if 'roles' in request.node.name: pytest.skip('no')"
@@ -148,6 +167,53 @@ def test_a_test_that_something_else_leaves_out_fails(what: str, pytester: pytest
 def test_an_override_that_skips_fails(pytester: pytest.Pytester) -> None:
     override = "\n    @pytest.mark.xfail(reason='x')\n    def test_roles(self):\n        pytest.skip('no')"
     run(pytester, GOOD + override).assert_outcomes(passed=3, failed=1)
+
+
+EXPECTED = {
+    "setup_method": "    def setup_method(self, method): pytest.xfail('later')",
+    "make_recipe": "    def make_recipe(self): pytest.xfail('later')",
+    "a fixture": "    @pytest.fixture(autouse=True)\n    def away(self): pytest.xfail('later')",
+    "a fixture that skips": "    @pytest.fixture(autouse=True)\n    def away(self): pytest.skip('later')",
+}
+
+
+@pytest.mark.parametrize("where", EXPECTED)
+def test_expecting_all_tests_to_fail_fails(where: str, pytester: pytest.Pytester) -> None:
+    result = run(pytester, f"{GOOD}\n{EXPECTED[where]}\n")
+    outcomes = result.parseoutcomes()
+    assert outcomes.get("failed", 0) + outcomes.get("errors", 0) == 4, outcomes
+    assert set(outcomes) <= {"failed", "errors", "deselected"}
+    result.stdout.fnmatch_lines(["*overridden only with @pytest.mark.xfail(reason=*"])
+
+
+NO_CHECK = {
+    "another failure": "assert 0",
+    "another failure after a check that passes": "super().test_roles(); assert 0",
+    "an xfail": "pytest.xfail('later')",
+    "another check": "super().test_clone_shares_nothing()",
+}
+
+
+@pytest.mark.parametrize("body", NO_CHECK)
+def test_an_expected_failure_is_one_of_the_standard_check(body: str, pytester: pytest.Pytester) -> None:
+    override = f"\n    @pytest.mark.xfail(reason='x')\n    def test_roles(self):\n        {NO_CHECK[body]}"
+    result = run(pytester, BROKEN + override, "-k", "test_roles")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*TestBroken: test_roles: *overridden only with*"])
+
+
+def test_a_setup_that_fails_is_no_expected_failure(pytester: pytest.Pytester) -> None:
+    setup = "\n    def setup_method(self, method): raise OSError('no disk')"
+    result = run(pytester, BROKEN + XFAIL + setup, "-k", "test_clone_shares_nothing")
+    assert result.ret != 0
+    assert "xfailed" not in result.parseoutcomes()
+
+
+def test_a_base_class_without_a_recipe_may_be_hidden(pytester: pytest.Pytester) -> None:
+    base = "class TestBase(RecipeConformance):\n    __test__ = False\n\nclass TestRows(TestBase)"
+    source = GOOD.replace("class TestRows(RecipeConformance)", base)
+    source = source.replace("recipe =", "__test__ = True\n    recipe =")
+    run(pytester, source).assert_outcomes(passed=4)
 
 
 def test_other_classes_are_left_alone(pytester: pytest.Pytester) -> None:

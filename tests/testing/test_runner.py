@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import broken_quantizers
 import broken_tensors
 import pytest
-import rows
+import row_recipe as rows
 import torch
 from acme_fp8.plugin import ottava_recipes
 from acme_fp8.recipe import AcmeRows
@@ -101,6 +105,61 @@ def test_a_recipe_that_another_process_cannot_have_is_told_so() -> None:
     assert "top of a module" in result.message
     with pytest.raises(CheckFailed, match="cannot be sent"):
         Subject(Local()).source()
+
+
+SCRIPT = """
+import row_recipe as rows
+from ottava_testing import check_recipe
+
+class Mine(rows.Rows):
+    pass
+
+if __name__ == "__main__":
+    (result,) = check_recipe(Mine(), spec=rows.SPEC, only=["fsdp2"]).results
+    print(result.outcome, result.message)
+"""
+
+
+def test_classes_of_a_script_are_told_so(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(rows.__file__).parent)}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.startswith("failed Mine stands in __main__ (a script, a notebook)"), done.stdout
+    assert "Define it in a module" in done.stdout
+
+
+class BrokenHead(rows.Rows):
+    """Broken for layers of one name."""
+
+    def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Any:
+        broken_here = role.name == "head"
+        return broken_quantizers.RoundsAtRandom() if broken_here else super().make_quantizer(role)
+
+
+def test_layers_are_checked_by_name() -> None:
+    checks = ["deterministic-cast", "deterministic-training"]
+    assert check_recipe(BrokenHead(), spec=rows.SPEC, only=checks).ok
+    report = check_recipe(BrokenHead(), spec=rows.SPEC, only=checks, layers=["encoder.0", "head"])
+    assert [r.outcome for r in report.results] == ["failed", "failed"]
+    assert all(r.message.startswith("layer 'head': ") for r in report.failures), str(report)
+    assert check_recipe(BrokenHead(), spec=rows.SPEC, only=checks, layers=["encoder.0"]).ok
+
+
+def test_layers_have_the_name_in_other_processes() -> None:
+    only = ["sharded-master-weights"]
+    assert check_recipe(BrokenHead(), spec=rows.SPEC, only=only).ok
+    report = check_recipe(BrokenHead(), spec=rows.SPEC, only=only, layers=["head"])
+    assert str(report.failures[0].message).startswith("layer 'head': "), str(report)
+
+
+def test_layers_that_are_no_names_are_refused() -> None:
+    for wrong in ("head", [1], 3):
+        with pytest.raises(DTypeError, match="layers is"):
+            check_recipe(rows.Rows(), layers=wrong)  # type: ignore[arg-type]
+    for wrong in ([], ["head", "head"]):
+        with pytest.raises(OptionError, match="layers is"):
+            check_recipe(rows.Rows(), layers=wrong)  # type: ignore[arg-type]
 
 
 def test_a_check_leaves_the_random_state_and_the_threads_alone() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -15,10 +15,12 @@ import ottava
 from ottava.errors import OptionError, OttavaError
 from ottava.recipes.spec import RecipeSpec
 from ottava_testing.compare import CheckFailed
-from ottava_testing.runner import run_check
-from ottava_testing.subject import Subject
+from ottava_testing.runner import run_for_layers, subjects_of, why_not
+from ottava_testing.subject import LAYER, Subject
 from ottava_testing.table import Check, list_checks
 
+# Where a standard test notes in its instance that its check failed.
+_FAILED = "_ottava_failed"
 _RULE = 'a standard test may be overridden only with @pytest.mark.xfail(reason="why it fails") on the method, strict'
 
 
@@ -44,6 +46,7 @@ class RecipeConformance:
         recipe: the name of an installed recipe, the path of a recipe file, or a recipe.
         options: the recipe's options, with a name or a file.
         spec: what the recipe says of itself; by default that of the installed one, else the defaults of every flag.
+        layers: names of layers. A recipe that goes by them is checked as each of these layers has it.
 
     Raises:
         ConformanceError: when a subclass is made that overrides a standard test in another way.
@@ -52,6 +55,7 @@ class RecipeConformance:
     recipe: ClassVar[str | Path | ottava.Recipe | None] = None
     options: ClassVar[Mapping[str, Any]] = {}
     spec: ClassVar[RecipeSpec | None] = None
+    layers: ClassVar[Sequence[str]] = (LAYER,)
 
     def make_recipe(self) -> ottava.Recipe:
         """The recipe; to be overridden where it has no name."""
@@ -70,32 +74,33 @@ class RecipeConformance:
             raise ConformanceError(f"{cls.__name__}: {'; '.join(wrong)}", remedy=_RULE)
 
 
-_subjects: WeakKeyDictionary[type[RecipeConformance], Subject] = WeakKeyDictionary()
+_subjects: WeakKeyDictionary[type[RecipeConformance], list[Subject]] = WeakKeyDictionary()
 _STANDARD: dict[str, Callable[..., None]] = {}
 
 
-def subject_of(cls: type[RecipeConformance]) -> Subject:
-    """The recipe that a class tests; made once for all its tests."""
+def subjects_of_class(cls: type[RecipeConformance]) -> list[Subject]:
+    """The recipe that a class tests, for each of its layers; made once for all its tests."""
     if cls not in _subjects:
         overridden = cls.make_recipe is not RecipeConformance.make_recipe
         if overridden or isinstance(cls.recipe, ottava.Recipe) or cls.recipe is None:
-            _subjects[cls] = Subject(cls().make_recipe, {}, cls.spec)  # type: ignore[arg-type]
+            _subjects[cls] = subjects_of(cls().make_recipe, {}, cls.spec, cls.layers)
         else:
-            _subjects[cls] = Subject(cls.recipe, cls.options, cls.spec)  # type: ignore[arg-type]
+            _subjects[cls] = subjects_of(cls.recipe, cls.options, cls.spec, cls.layers)
     return _subjects[cls]
 
 
 def _standard_test(check: Check) -> Callable[..., None]:
     def test(self: RecipeConformance) -> None:
         __tracebackhide__ = True
-        subject = subject_of(type(self))
-        why_not = check.why_not(subject.spec)
-        if why_not is not None:
-            raise NotApplicable(f"does not apply: {why_not}")
+        subjects = subjects_of_class(type(self))
+        reason = why_not(check, subjects)
+        if reason is not None:
+            raise NotApplicable(f"does not apply: {reason}")
         failure = ""
         try:
-            run_check(check, subject)
+            run_for_layers(check, subjects)
         except CheckFailed as error:
+            vars(self)[_FAILED] = check.method
             if error.__cause__ is not None:
                 # The traceback of the recipe's own code says more.
                 raise
@@ -122,6 +127,19 @@ def is_override(cls: type, name: str) -> bool:
     return name in _STANDARD and getattr(cls, name, None) is not _STANDARD[name]
 
 
+_MAKERS = ("__init__", "__new__")
+
+
+def _has_own(cls: type, name: str) -> bool:
+    return getattr(cls, name) is not getattr(object, name)
+
+
+def hidden(cls: Any) -> bool:
+    """Whether pytest is told not to collect a class that has a recipe to test."""
+    base = RecipeConformance
+    return not getattr(cls, "__test__", True) and (cls.recipe is not None or cls.make_recipe is not base.make_recipe)
+
+
 def _marks(thing: Any) -> list[pytest.Mark]:
     given = vars(thing).get("pytestmark", [])
     marks: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -143,11 +161,15 @@ def _wrong_xfail(mark: pytest.Mark) -> str | None:
 
 def overrides_wrongly(cls: type) -> list[str]:
     """What is wrong with the standard tests that a class overrides."""
-    wrong = []
+    wrong = [f"{name} is defined: pytest does not collect such a class" for name in _MAKERS if _has_own(cls, name)]
+    if hidden(cls):
+        wrong.append("__test__ is false: a base class that is not to be run names no recipe")
     for name in _STANDARD:
+        given = getattr(cls, name, None)
+        if not getattr(given, "__test__", True):
+            wrong.append(f"{name}.__test__ is false, so that pytest does not collect it")
         if not is_override(cls, name):
             continue
-        given = getattr(cls, name, None)
         if not isinstance(given, types.FunctionType):
             wrong.append(f"{name} is replaced by {given!r}")
             continue
@@ -187,6 +209,26 @@ def item_violations(item: Any) -> list[str]:
     if not is_override(item.cls, name):
         wrong += ["an xfail mark on a test that is not overridden" for _ in item.iter_markers("xfail")]
     return wrong
+
+
+def wrongly_left_out(item: Any, when: str, excinfo: Any) -> str | None:
+    """What is wrong with a standard test that was skipped or failed as expected; None where nothing is.
+
+    Args:
+        item: the test.
+        when: ``"setup"``, ``"call"`` or ``"teardown"``.
+        excinfo: what pytest knows of the exception that ended it.
+    """
+    overridden = is_override(item.cls, item.originalname)
+    if excinfo is None:
+        return f"{when} skips it"
+    if excinfo.errisinstance(NotApplicable):
+        return "it does not apply, and is expected to fail: remove the override" if overridden else None
+    if when != "call" or not overridden or excinfo.errisinstance((Skipped, pytest.xfail.Exception)):
+        return f"{when} skips it, by a {excinfo.typename}"
+    if vars(item.instance).get(_FAILED) != item.originalname:
+        return f"it fails without the standard check: call super().{item.originalname}(), and nothing that fails before"
+    return None
 
 
 def is_standard(item: Any) -> bool:

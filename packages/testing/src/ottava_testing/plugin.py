@@ -36,12 +36,14 @@ class _Refused(pytest.Class):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-    """Refuse conformance classes that leave standard tests out."""
+    """Refuse conformance classes that leave standard tests out, or that pytest would not collect for that."""
     made = yield
     kit = _kit()
-    if kit is None or not isinstance(made, pytest.Class) or not issubclass(made.obj, kit.RecipeConformance):
+    if kit is None or not isinstance(obj, type) or not issubclass(obj, kit.RecipeConformance):
         return made
-    wrong = kit.class_violations(made.obj, collector.iter_markers())
+    if not isinstance(made, pytest.Class) and not kit.hidden(obj):
+        return made
+    wrong = kit.class_violations(obj, collector.iter_markers())
     if not wrong:
         return made
     refused = _Refused.from_parent(collector, name=name, obj=obj)
@@ -72,15 +74,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
-    """Fail standard tests that a fixture or an override skips."""
+    """Fail standard tests that something skips, and expected failures that are none of the standard check."""
     report = yield
     kit = _kit()
-    if kit is None or not kit.is_standard(item) or not report.skipped or hasattr(report, "wasxfail"):
+    if kit is None or not kit.is_standard(item) or not report.skipped:
         return report
-    by_kit = call.excinfo is not None and call.excinfo.errisinstance(kit.NotApplicable)
-    if by_kit and not kit.is_override(item.cls, item.originalname):  # type: ignore[attr-defined]
+    why = kit.wrongly_left_out(item, report.when, call.excinfo)
+    if why is None:
         return report
-    why = "it does not apply, and is expected to fail: remove the override" if by_kit else f"{report.when} skips it"
     report.outcome = "failed"
     report.longrepr = kit.violation(item.cls, [f"{item.name}: {why}"])  # type: ignore[attr-defined]
+    if hasattr(report, "wasxfail"):
+        # Such a report counts as an expected failure, or as one that passes, whatever its outcome is.
+        del report.wasxfail
     return report

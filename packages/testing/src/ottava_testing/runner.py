@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 
 import ottava
-from ottava.errors import OptionError
+from ottava.errors import DTypeError, OptionError
 from ottava.recipes.spec import RecipeSpec
 from ottava_testing.compare import CheckFailed
-from ottava_testing.subject import Given, Subject
+from ottava_testing.subject import LAYER, Given, Subject
 from ottava_testing.table import Check, list_checks
 
 Outcome = Literal["passed", "failed", "expected", "not applicable"]
@@ -106,6 +106,46 @@ def run_check(check: Check, subject: Subject) -> None:
             torch.set_num_threads(threads)
 
 
+def subjects_of(given: Given, options: Mapping[str, Any], spec: RecipeSpec | None, layers: Any) -> list[Subject]:
+    """A recipe as the layers of these names have it, one subject for each name.
+
+    Raises:
+        DTypeError: ``layers`` is no sequence of texts.
+        OptionError: it is empty, or a name stands there twice.
+    """
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise DTypeError(f"layers is a {type(layers).__name__}", expected='a list of names, ["encoder.0", "head"]')
+    names = list(layers)
+    if not all(isinstance(name, str) for name in names):
+        raise DTypeError(f"layers is {names!r}", expected='a list of names, ["encoder.0", "head"]')
+    if not names or len(set(names)) != len(names):
+        raise OptionError(f"layers is {names!r}", expected="names of layers, each once")
+    return [Subject(given, options, spec, name) for name in names]  # type: ignore[arg-type]
+
+
+def why_not(check: Check, subjects: Sequence[Subject]) -> str | None:
+    """Why a check applies to none of the layers; None where it applies to one."""
+    reasons = [check.why_not(subject.spec) for subject in subjects]
+    return reasons[0] if None not in reasons else None
+
+
+def run_for_layers(check: Check, subjects: Sequence[Subject]) -> None:
+    """Run a check for each of the layers that it applies to, up to the first that does not pass.
+
+    Raises:
+        CheckFailed: as :func:`run_check`; the message has the name of the layer, unless that is the kit's own.
+    """
+    for subject in subjects:
+        if check.why_not(subject.spec) is not None:
+            continue
+        try:
+            run_check(check, subject)
+        except CheckFailed as error:
+            if subject.layer_name == LAYER:
+                raise
+            raise CheckFailed(f"layer {subject.layer_name!r}: {error}") from error.__cause__
+
+
 def describe(error: BaseException) -> str:
     """An exception in one line, with the place in the recipe's own code that it comes from, or the innermost one."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -141,6 +181,7 @@ def check_recipe(
     only: Iterable[str] | None = None,
     skip_slow: bool = False,
     expected_failures: Mapping[str, str] | None = None,
+    layers: Sequence[str] = (LAYER,),
 ) -> Report:
     """Run the checks that apply to a recipe.
 
@@ -151,6 +192,7 @@ def check_recipe(
         only: names of the checks to run; by default all.
         skip_slow: leave out the checks that compile or start processes.
         expected_failures: name -> reason. Such a check has to fail.
+        layers: names of layers. A recipe that goes by them is checked as each of these layers has it.
 
     Raises:
         OptionError: an unknown check, or an expected failure without a reason.
@@ -164,28 +206,29 @@ def check_recipe(
                 f"the expected failure of {name!r} has no reason", expected="why it fails", remedy=f"{name}=REASON"
             )
     chosen = list_checks() if only is None else find_checks(list(only), "only")
-    subject = Subject(recipe, options or {}, spec)  # type: ignore[arg-type]
-    subject.recipe()
-    subject.wanted = frozenset(check.name for check in chosen)
+    subjects = subjects_of(recipe, options or {}, spec, layers)
+    for subject in subjects:
+        subject.recipe()
+        subject.wanted = frozenset(check.name for check in chosen)
     left_out = tuple(check.name for check in chosen if skip_slow and check.slow)
-    results = [_result(check, subject, expected.get(check.name)) for check in chosen if check.name not in left_out]
-    return Report(subject.label, tuple(results), left_out)
+    results = [_result(check, subjects, expected.get(check.name)) for check in chosen if check.name not in left_out]
+    return Report(subjects[0].label, tuple(results), left_out)
 
 
-def _result(check: Check, subject: Subject, reason: str | None) -> Result:
-    why_not = check.why_not(subject.spec)
-    if why_not is not None and reason is None:
-        return Result(check.name, "not applicable", why_not, 0.0)
+def _result(check: Check, subjects: Sequence[Subject], reason: str | None) -> Result:
+    no = why_not(check, subjects)
+    if no is not None and reason is None:
+        return Result(check.name, "not applicable", no, 0.0)
     start = time.perf_counter()
     try:
-        if why_not is not None:
-            raise CheckFailed(f"it is expected to fail, and does not apply: {why_not}; remove the expected failure")
-        run_check(check, subject)
+        if no is not None:
+            raise CheckFailed(f"it is expected to fail, and does not apply: {no}; remove the expected failure")
+        run_for_layers(check, subjects)
         failure = ""
     except CheckFailed as error:
         failure = str(error)
     seconds = time.perf_counter() - start
-    if reason is None or why_not is not None:
+    if reason is None or no is not None:
         return Result(check.name, "failed" if failure else "passed", failure, seconds)
     if failure:
         return Result(check.name, "expected", f"{reason} ({failure})", seconds)

@@ -23,6 +23,8 @@ from ottava_testing.compare import CheckFailed
 
 #: The roles that a linear layer asks quantizers for.
 ROLES = ("input", "weight", "grad_output")
+#: The name of the layers, where no other is asked for.
+LAYER = "layer"
 Given = str | Path | ottava.Recipe | Callable[[], ottava.Recipe]
 
 
@@ -36,6 +38,7 @@ class Source:
         recipe: a recipe, pickled.
         modules: the files of modules that the pickles name, for those that cannot be imported by name.
         spec: the spec to check by.
+        layer_name: the name of the layers to check with.
     """
 
     name: str | None
@@ -43,6 +46,7 @@ class Source:
     recipe: bytes
     modules: tuple[tuple[str, str], ...]
     spec: RecipeSpec
+    layer_name: str
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Subject:
         options: for the name or the file.
         spec: what the recipe says of itself; by default that of the installed recipe, or one with the defaults of every
             flag, where there is none of that name.
+        layer_name: of the layers that it is checked with, which a recipe may go by.
 
     Raises:
         DTypeError: ``recipe`` is none of these.
@@ -64,6 +69,7 @@ class Subject:
     given: Given
     options: Mapping[str, Any] = field(default_factory=dict)
     spec: RecipeSpec = None  # type: ignore[assignment]
+    layer_name: str = LAYER
     #: Names of the checks that are going to be run, where that is known: some share an expensive preparation.
     wanted: frozenset[str] = frozenset()
     #: What such checks keep.
@@ -83,9 +89,9 @@ class Subject:
         if self.spec is None:
             recipe = self.recipe()
             self.spec = _spec_of(self.given, recipe)
-            if self.options or self.given != self.spec.name:
+            if self.options or self.given != self.spec.name or self.layer_name != LAYER:
                 # The installed spec speaks of the recipe by its name alone; others may be put together otherwise.
-                state = Linear(8, 8, recipe=recipe, name="layer")._state
+                state = Linear(8, 8, recipe=recipe, name=self.layer_name)._state
                 self.spec = replace(self.spec, stateful=state is not None and state.stateful)
         elif not isinstance(self.spec, RecipeSpec):
             raise DTypeError(f"the spec is a {type(self.spec).__name__}", expected="an ottava.RecipeSpec")
@@ -120,7 +126,7 @@ class Subject:
         self, role: str = "input", *, internal: bool = False, rowwise: bool = True, columnwise: bool = True
     ) -> Quantizer:
         """A new quantizer for a role."""
-        made = self.recipe().quantizer(QuantizerRole("linear", role, "layer")).copy()
+        made = self.recipe().quantizer(QuantizerRole("linear", role, self.layer_name)).copy()
         made.set_usage(rowwise=rowwise, columnwise=columnwise)
         made.internal = internal
         return made
@@ -180,9 +186,9 @@ class Subject:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if not primary:
-                return Linear(columns, rows, bias=bias, dtype=dtype, recipe=recipe, name="layer", **options)
+                return Linear(columns, rows, bias=bias, dtype=dtype, recipe=recipe, name=self.layer_name, **options)
             with ottava.quantized_model_init(recipe):
-                return Linear(columns, rows, bias=bias, dtype=dtype, recipe=recipe, name="layer", **options)
+                return Linear(columns, rows, bias=bias, dtype=dtype, recipe=recipe, name=self.layer_name, **options)
 
     def model(
         self,
@@ -193,11 +199,14 @@ class Subject:
         width: int = 32,
         rows: int = 64,
     ) -> torch.nn.Sequential:
-        """Two layers with something between them, ``[*, width]`` to ``[*, width]``, converted."""
+        """Two layers with something between them, ``[*, width]`` to ``[*, width]``, converted.
+
+        Converting names them ``"0"`` and ``"2"``; where another name is asked for they keep that.
+        """
         layers = [self.layer(width, rows, dtype=dtype, primary=primary, seed=seed)]
         layers += [self.layer(rows, width, dtype=dtype, primary=primary, seed=seed + 1)]
         net = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1])
-        return ottava.convert(net, self.recipe())
+        return ottava.convert(net, self.recipe()) if self.layer_name == LAYER else net
 
     # -- another process --
 
@@ -205,20 +214,20 @@ class Subject:
         """How another process makes this recipe.
 
         Raises:
-            CheckFailed: the recipe or its options cannot be pickled.
+            CheckFailed: the recipe or its options cannot be pickled, or another process could not import their classes.
         """
         named = self.given if isinstance(self.given, str) else None
         if named is not None and Path(named).exists():
             named = str(Path(named).resolve())
         recipe = b"" if named is not None else _pickled(self.recipe(), "the recipe")
         options = _pickled(self.options, "the options of the recipe")
-        return Source(named, options, recipe, _modules_of(recipe, options), self.spec)
+        return Source(named, options, recipe, _modules_of(recipe, options), self.spec, self.layer_name)
 
     @classmethod
     def of_source(cls, source: Source) -> Subject:
         """The subject that a source describes, in another process."""
         given: Given = pickle.loads(source.recipe) if source.name is None else source.name
-        return cls(given, pickle.loads(source.options), source.spec)
+        return cls(given, pickle.loads(source.options), source.spec, source.layer_name)
 
 
 def _spec_of(given: Given, recipe: ottava.Recipe) -> RecipeSpec:
@@ -263,6 +272,11 @@ def _modules_of(*pickles: bytes) -> tuple[tuple[str, str], ...]:
 
     class Names(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            if module == "__main__":
+                raise CheckFailed(
+                    f"{name} stands in __main__ (a script, a notebook), where the other processes of this check do not "
+                    "find it. Define it in a module that can be imported"
+                )
             file = getattr(sys.modules.get(module), "__file__", None)
             if file and not module.startswith(("torch.", "ottava.")):
                 found[module] = str(Path(file).resolve())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import torch
@@ -43,6 +44,26 @@ def flags(subject: Subject) -> None:
 
 def _state(layer: torch.nn.Module) -> Any:
     return layer._state
+
+
+@check("deterministic-cast", "quantizers", "Quantizing the same tensor twice gives the same bytes", DETERMINISTIC)
+def deterministic_cast(subject: Subject) -> None:
+    """No random rounding, no memory that was not written, by whichever quantizer."""
+    for dtype in (torch.float32, torch.bfloat16):
+        _twice(subject, wide(65, 130, seed=9, dtype=dtype))
+
+
+def _twice(subject: Subject, values: torch.Tensor) -> None:
+    for (words, quantizer), (_, fresh) in zip(subject.quantizers(), subject.quantizers(), strict=True):
+        first = quantizer(values)
+        for what, other in (("", quantizer), (" by an equal quantizer", fresh), (" by a copy", quantizer.copy())):
+            for _ in range(2):
+                wrong = difference(first, other(values.clone()))
+                require(
+                    wrong is None,
+                    f"quantizing the same tensor twice{what} gives different bytes in {wrong!r}: the cast of "
+                    f"{words} is not deterministic",
+                )
 
 
 @check("usages", "quantizers", "set_usage decides which usages a result serves, and None leaves one as it is")
@@ -139,6 +160,12 @@ def make_empty(subject: Subject) -> None:
             asked = f"make_empty({shape}, dtype={dtype}) of {words}"
             require(tuple(made.size()) == shape, f"{asked} has shape {tuple(made.size())}")
             require(made.dtype == dtype, f"{asked} has dtype {made.dtype}")
+            elsewhere = quantizer.make_empty(shape, dtype=dtype, device="meta")
+            left = [name for name, tensor in held(elsewhere).items() if not tensor.is_meta]
+            there = elsewhere.device.type == "meta" and tuple(elsewhere.size()) == shape and not left
+            require(
+                there, f"{asked} with device='meta' is on {elsewhere.device}{f', with {left} elsewhere' * bool(left)}"
+            )
             values = wide(*shape, dtype=dtype)
             quantizer.update_quantized(values, made)
             fresh = quantizer(values)
@@ -226,6 +253,19 @@ def equality(subject: Subject) -> None:
         changed = one.copy()
         changed.set_usage(columnwise=False)
         require(one != changed, f"{words} equals a copy that has other usages")
+        other_kind = one.copy()
+        other_kind.internal = not one.internal
+        require(one != other_kind, f"{words} equals a copy with internal={other_kind.internal}")
+    if subject.spec.deterministic:
+        _unequal_results(subject)
+
+
+def _unequal_results(subject: Subject) -> None:
+    values = wide(48, 40, seed=1)
+    made = [(words, q, q(values)) for words, q in subject.quantizers() if not subject.keeps_state(q)]
+    for (words, one, first), (others, two, second) in itertools.combinations(made, 2):
+        wrong = difference(first, second)
+        require(wrong is None or one != two, f"{words} equals {others}, which gives another {wrong!r} for a tensor")
 
 
 @check(

@@ -169,11 +169,15 @@ def dropping_usages(subject: Subject) -> None:
     for words, made, _ in subject.quantized():
         for keep, drop in (("rowwise", "columnwise"), ("columnwise", "rowwise")):
             part = made.clone_storage()
-            expected = _product(subject, part, keep)
+            expected, own, size = _product(subject, part, keep), _held_for(part, keep), part.nbytes
             part.update_usage(**{f"{drop}_usage": False})
             require(part.get_usages()[keep], f"update_usage({drop}_usage=False) of {words} loses the {keep} usage")
             what = f"the product of the {keep} data of {words}, once the {drop} data is dropped,"
             close(what, _product(subject, part, keep), expected, 0.0 if subject.spec.deterministic else subject.bound)
+            # Where one copy of the data serves both usages there is none to drop.
+            left = _held_for(part, drop) if own else []
+            require(not left, f"update_usage({drop}_usage=False) of {words} does nothing: {left} is held all the same")
+            require(part.nbytes <= size, f"update_usage({drop}_usage=False) of {words} makes it larger")
             if part.get_usages()[drop]:
                 continue
             try:
@@ -181,6 +185,11 @@ def dropping_usages(subject: Subject) -> None:
             except UsageError:
                 continue
             require(part.get_usages()[drop], f"update_usage({drop}_usage=True) of {words} neither makes it nor refuses")
+
+
+def _held_for(storage: QuantizedTensorStorage, usage: str) -> list[str]:
+    kept = held(storage)
+    return [t.attribute for t in storage.inner_tensors if t.usage == usage and t.attribute in kept]
 
 
 def _product(subject: Subject, operand: QuantizedTensorStorage, usage: str) -> torch.Tensor:
@@ -209,6 +218,11 @@ def copying_in_place(subject: Subject) -> None:
         require(made.quantize_(values) is made, f"quantize_() of {words} returns another object")
         bound = min(0.5, 4 * subject.bound)
         close(f"{words}, after quantize_(),", plain(made), values, bound, before=before)
+        for usage in ("rowwise", "columnwise"):
+            what = f"the product that reads the {usage} data of {words}, after quantize_(), reads stale values: it"
+            other = wide(16, 40 if usage == "rowwise" else 48, seed=1)
+            wanted = other @ (plain(made).float().t() if usage == "rowwise" else plain(made).float())
+            close(what, _product(subject, made, usage), wanted, 4 * bound / 3)
         close(f"an alias of {words}, after quantize_(),", plain(alias), values, bound, before=before)
 
 

@@ -170,6 +170,7 @@ def requires_grad(subject: Subject) -> None:
     require(parameter.requires_grad and parameter.is_leaf, f"a parameter around a {cls} requires no gradient")
     require(isinstance(parameter, torch.nn.Parameter), f"a parameter around a {cls} is no Parameter")
     require(copy.deepcopy(parameter).requires_grad, f"a deep copy of a parameter around a {cls} loses requires_grad")
+    require(copy.copy(parameter).requires_grad, f"copy.copy of a parameter around a {cls} loses requires_grad")
     require(parameter.clone().requires_grad, f"clone() of a parameter around a {cls} loses its gradient")
     require(parameter.to(torch.bfloat16).requires_grad, f"to() of a parameter around a {cls} loses its gradient")
     require(not torch.nn.Parameter(weight, requires_grad=False).requires_grad, f"a frozen {cls} requires a gradient")
