@@ -283,6 +283,16 @@ def one_scale(x: torch.Tensor) -> Any:
     return (x / scale_inv).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scale_inv
 
 
+@broken("sharded-master-weights", "on rank 1 of 2: ValueError: an odd shard, raised at .*broken_training.py")
+class OddRank(RowQuantizer):
+    """One rank fails, and the other one loses it: what is told is why."""
+
+    def shard_amaxes(self, shard: torch.Tensor, weight: Any, start_offset: int) -> torch.Tensor:
+        if torch.distributed.get_rank():
+            raise ValueError("an odd shard")
+        return super().shard_amaxes(shard, weight, start_offset)
+
+
 @broken("fsdp2", "under FSDP2 with gather_quantized training differs")
 class NotIndependent(RowQuantizer):
     independent_rows = 1

@@ -104,11 +104,14 @@ def _launch(folder: Path) -> tuple[bool, str]:
 
 
 def _told(folder: Path) -> dict[str, dict[int, str]]:
-    """What each rank said of each check: "" where it passed."""
-    told: dict[str, dict[int, str]] = {}
+    """What each rank said of each check, the first to say something first: "" where it passed."""
+    said: list[tuple[float, int, dict[str, Any]]] = []
     for rank in range(WORLD):
         file = folder / f"rank-{rank}.jsonl"
         for line in file.read_text().splitlines() if file.exists() else []:
             entry: dict[str, Any] = json.loads(line)
-            told.setdefault(entry["name"], {})[rank] = entry["failure"]
+            said.append((entry["at"], rank, entry))
+    told: dict[str, dict[int, str]] = {}
+    for _, rank, entry in sorted(said, key=lambda one: one[:2]):
+        told.setdefault(entry["name"], {})[rank] = entry["failure"]
     return told

@@ -68,7 +68,8 @@ def _rank(rank: int, world: int, folder: Path, names: list[str]) -> None:
             except Exception as error:
                 traceback.print_exc()
                 failure = f"{name} ({promises[name]}), on rank {rank} of {world}: {describe(error)}"
-            told.write(json.dumps({"name": name, "failure": failure}) + "\n")
+            # One clock for all processes: the rank that failed first says why, the others lost it.
+            told.write(json.dumps({"name": name, "failure": failure, "at": time.monotonic()}) + "\n")
             told.flush()
             if failure:
                 raise SystemExit(1)
