@@ -11,6 +11,7 @@ import torch
 
 from ottava.kernels import HIGH_PRECISION
 from ottava.tensors.aten import defines, implements
+from ottava.tensors.parts import shared_inner
 from ottava.tensors.storage import InnerTensor
 from ottava.tensors.tensor import QuantizedTensor
 
@@ -90,6 +91,6 @@ def _new_rows(op: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Any
     )
     if type(made) is not type(tensor):
         return NotImplemented
-    for inner in tensor._shared_inner():
+    for inner in shared_inner(tensor):
         getattr(made, inner.attribute).copy_(getattr(tensor, inner.attribute))
     return made

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.collectives import all_reduce_max
 from ottava.tensors.fsdp import drop_flat_copies, gathered_together, resharded_after_forward, resharded_to_fewer
+from ottava.tensors.parts import shared_inner
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec
 
 if TYPE_CHECKING:
@@ -247,10 +248,9 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
     if not any(shard is tensor for shard in shards):
         shards, parameters = [tensor], {}
     shared = [
-        (shard, inner, value.float().reshape(-1))
+        (shard, inner, getattr(shard, inner.attribute).float().reshape(-1))
         for shard in shards
-        for inner in shard.inner_tensors
-        if not inner.gather and inner.usage == "both" and (value := getattr(shard, inner.attribute)) is not None
+        for inner in shared_inner(shard)
     ]
     if shared:
         values = torch.cat([value for _, _, value in shared])
@@ -281,9 +281,9 @@ def _share(shard: QuantizedTensor, group: Any) -> None:
 
     quantizer = shard._quantizer
     silent = quantizer is not None and type(quantizer).for_shards is Quantizer.for_shards
-    if silent and shard._shared_inner() and quantizer is not None and quantizer.independent_rows is None:
+    if silent and shared_inner(shard) and quantizer is not None and quantizer.independent_rows is None:
         raise UsageError(
-            f"the shards of a {type(shard).__name__} share {shard._shared_inner()[0].argument!r}, and a "
+            f"the shards of a {type(shard).__name__} share {shared_inner(shard)[0].argument!r}, and a "
             f"{type(quantizer).__name__} does not say how they are to keep one value",
             expected="a quantizer that defines for_shards(group)",
             remedy="define it, or derive from ottava.tensors.PerTensorShards; or keep the weights in high precision",

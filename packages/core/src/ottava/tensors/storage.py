@@ -12,6 +12,7 @@ import torch
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors.blocks import GemmCache
 from ottava.tensors.freshness import bump_version
+from ottava.tensors.parts import shares_scales, write_rows
 
 if TYPE_CHECKING:
     from ottava.tensors.quantizer import Quantizer
@@ -356,8 +357,8 @@ class QuantizedTensorStorage:
             raise DTypeError(f"cannot copy a {type(src).__name__} into a {type(self).__name__}", expected="one kind")
         if tuple(src.size()) != tuple(self.size()):
             raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
-        if self._whole is not None and not self._shares_scales_of(src):
-            self._write_rows(src, noop_flag)
+        if self._whole is not None and not shares_scales(self, src):
+            write_rows(self, src, noop_flag)
             return
         pairs = []
         for inner, mine, theirs in zip(self.inner_tensors, self.inner_list(), src.inner_list(), strict=True):
@@ -386,31 +387,6 @@ class QuantizedTensorStorage:
         self.mark_written()
         if self._whole is not None:
             self._whole.mark_written()
-
-    def _shared_inner(self) -> list[InnerTensor]:
-        """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
-        return [
-            i
-            for i in self.inner_tensors
-            if i.usage == "both" and not i.gather and getattr(self, i.attribute) is not None
-        ]
-
-    def _shares_scales_of(self, other: QuantizedTensorStorage) -> bool:
-        """Whether what all rows have in common is equal, so that rows of ``other`` mean the same here."""
-        return all(_equal(getattr(self, i.attribute), getattr(other, i.attribute)) for i in self._shared_inner())
-
-    def _write_rows(self, src: QuantizedTensorStorage, noop_flag: torch.Tensor | None) -> None:
-        """Write to a part with scales that are also those of other rows: the whole is quantized again."""
-        whole = self._whole
-        inner = self.raw_inner()[0]
-        mine = getattr(self, inner.attribute)
-        if whole is None or (theirs := getattr(whole, inner.attribute)) is None:
-            raise UsageError("this part cannot be written in place", remedy="write to the whole tensor instead")
-        row = theirs.stride(0) * theirs.element_size()
-        first = (mine.data_ptr() - theirs.data_ptr()) // row if row and mine.numel() else 0
-        values = whole.dequantize().detach()
-        values[first : first + self.size(0)] = src.dequantize()
-        whole.quantize_(values, noop_flag=noop_flag)
 
     def mark_written(self) -> None:
         """Called after the values changed in place, for storages that keep something derived from them."""
@@ -461,16 +437,6 @@ class QuantizedTensorStorage:
         except Exception as error:
             body = f"no readable data: {type(error).__name__}"
         return f"{type(self).__name__}({body})"
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether two scales are equal; those on the meta device have no values to differ in."""
-    if one is other or other is None:
-        return one is other
-    if one.is_meta or other.is_meta:
-        return one.is_meta and other.is_meta
-    # Comparing values would break a graph that is being traced.
-    return not torch.compiler.is_compiling() and torch.equal(one, other)
 
 
 def storage_classes() -> dict[str, type[QuantizedTensorStorage]]:

@@ -11,6 +11,7 @@ from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.tensors import aten
 from ottava.tensors.fsdp import asked_by_fsdp
+from ottava.tensors.parts import shares_scales
 from ottava.tensors.sharding import GatherPlan, post_all_gather, pre_all_gather
 from ottava.tensors.storage import (
     QuantizedTensorStorage,
@@ -217,7 +218,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             return False
         pairs = [(a, b) for a, b in zip(self.inner_list(), other.inner_list(), strict=True) if a is not None]
         alike = all(b is not None and b.shape == a.shape for a, b in pairs)
-        return alike and (self._whole is None or self._shares_scales_of(other))
+        return alike and (self._whole is None or shares_scales(self, other))
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         """Share whatever tracks staleness with ``other``, an alias of the same data."""
