@@ -16,20 +16,26 @@ from ottava.tensors import Float8QuantizerBase
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from sequential_grid import serving_cpu  # noqa: E402
+
 try:
     from ottava import _cpu
 except ImportError:  # a checkout without the compiled module: its paths are reported as failing, not skipped
     _cpu = None
 
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-PATHS = ["reference", *(_cpu.available_isas() if _cpu is not None else ["cpu"])]
+PATHS = ["reference", *(_cpu.available_isas() if _cpu is not None else ["cpu"]), "grid"]
 
 
 @pytest.fixture(params=PATHS)
 def code_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test on the reference and on every instruction set of this machine."""
+    """Runs a test on the reference, on every instruction set of this machine, and on the CUDA kernels' grid (as a loop)."""
     if request.param == "reference":
         with use_backend("reference"):
+            yield request.param
+        return
+    if request.param == "grid":
+        with serving_cpu():
             yield request.param
         return
     assert _cpu is not None, "the compiled module is missing"

@@ -9,38 +9,20 @@
 #include <utility>
 #include <vector>
 
+#include "addresses.h"
 #include "cpu/kernels.h"
 
 namespace py = pybind11;
 
 namespace {
 
-using Address = uintptr_t;
+using ottava::Address;
+using ottava::at;
+using ottava::dtype_of;
+using ottava::fp8_of;
+using ottava::size_of;
 
-template <class T>
-T* at(Address address) {
-    return reinterpret_cast<T*>(address);
-}
-
-ottava::Dtype dtype_of(int code) {
-    if (code < 0 || code > 2)
-        throw std::invalid_argument("element dtype code " + std::to_string(code) +
-                                    " is unknown: 0 is float32, 1 bfloat16, 2 float16");
-    return static_cast<ottava::Dtype>(code);
-}
-
-ottava::Fp8 fp8_of(int code) {
-    if (code < 0 || code > 1)
-        throw std::invalid_argument("FP8 format code " + std::to_string(code) + " is unknown: 0 is E4M3, 1 E5M2");
-    return static_cast<ottava::Fp8>(code);
-}
-
-// Negative sizes and thread counts below one mean nothing; they come from a caller's mistake.
-int64_t size_of(int64_t n) {
-    if (n < 0) throw std::invalid_argument("a size is negative: " + std::to_string(n));
-    return n;
-}
-
+// Thread counts below one mean nothing; they come from a caller's mistake.
 int threads_of(int threads) {
     if (threads < 1) throw std::invalid_argument("threads must be at least 1, not " + std::to_string(threads));
     return threads;

@@ -6,10 +6,9 @@
 
 #include <cstdint>
 
-namespace ottava {
+#include "../dtypes.h"
 
-enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2 };
-enum class Fp8 : int { e4m3 = 0, e5m2 = 1 };
+namespace ottava {
 
 // A tile is cast or copied into a scratch that stays in the caches, and leaves it transposed.
 constexpr int64_t kTileRows = 64;

@@ -1,6 +1,6 @@
 """Which backend serves a kernel. Choosing one never changes numerics, only speed.
 
-``reference`` is pure PyTorch and always there; ``cpu`` is the compiled module. ``OTTAVA_BACKEND`` in the
+``reference`` is pure PyTorch and always there; ``cpu`` and ``cuda`` are compiled modules. ``OTTAVA_BACKEND`` in the
 environment forces one for the process, :func:`use_backend` for a block of code.
 """
 
@@ -10,24 +10,19 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 
 from ottava.errors import BackendError
 
 # Backend name -> the device types it serves; None serves every device. Earlier entries are preferred.
-_SERVES: dict[str, tuple[str, ...] | None] = {"cpu": ("cpu",), "reference": None}
+_SERVES: dict[str, tuple[str, ...] | None] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": None}
 
 _forced: str | None = None
 
 
 def _load(name: str) -> ModuleType:
-    if name == "cpu":
-        from ottava.kernels import cpu
-
-        return cpu
-    from ottava.kernels import reference
-
-    return reference
+    return import_module(f"ottava.kernels.{name}")
 
 
 _loaded: dict[str, ModuleType] = {}

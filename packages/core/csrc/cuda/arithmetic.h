@@ -1,0 +1,222 @@
+// numerics.h on two and on eight elements at a time, with the GPU's own conversions where it has them.
+//
+// Those give the same bytes: each function here has one result, whichever way it comes about. Words hold two 16-bit
+// elements or four codes, the first in the low bits.
+#pragma once
+
+#include <cstdint>
+
+#include "../dtypes.h"
+#include "../numerics.h"
+#include "access.h"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define OTTAVA_CONVERTS_FP8
+#endif
+
+namespace ottava::cuda {
+
+constexpr int kGroup = 8;  // elements that a thread reads, casts and writes at once
+
+OTTAVA_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// Codes of two elements: of `a` in the low byte, of `b` in the next.
+template <class Format>
+OTTAVA_DEVICE uint32_t encode_pair(float a, float b) {
+#if defined(OTTAVA_CONVERTS_FP8)
+    uint16_t codes;
+    if (Format::mantissa == 3)
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+    else
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+    return codes;
+#else
+    return static_cast<uint32_t>(encode<Format, float, int32_t>(a)) |
+           (static_cast<uint32_t>(encode<Format, float, int32_t>(b)) << 8);
+#endif
+}
+
+// The values of the codes in the two low bytes, whose signs count for nothing.
+template <class Format>
+OTTAVA_DEVICE void widen_pair(uint32_t codes, float& a, float& b) {
+#if defined(OTTAVA_CONVERTS_FP8)
+    uint32_t halves;
+    const uint16_t magnitudes = static_cast<uint16_t>(codes & 0x7f7f);
+    if (Format::mantissa == 3)
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(magnitudes));
+    else
+        asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(magnitudes));
+    asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
+        : "=f"(a), "=f"(b)
+        : "r"(halves));
+#else
+    a = widen<Format, float, int32_t>(static_cast<int32_t>(codes & 0x7f));
+    b = widen<Format, float, int32_t>(static_cast<int32_t>((codes >> 8) & 0x7f));
+#endif
+}
+
+// Elements as they lie in memory. `words` of them make a group; `Seen` is what is known of the largest magnitude.
+
+struct Float32 {
+    static constexpr int words = kGroup, bytes = 4;
+    static OTTAVA_DEVICE float at(const uint32_t* w, int i) { return bits_as<float>(w[i]); }
+    static OTTAVA_DEVICE uint32_t load(const void* from, int64_t i) { return static_cast<const uint32_t*>(from)[i]; }
+    static OTTAVA_DEVICE void put(uint32_t* w, int i, uint32_t element) { w[i] = element; }
+    static OTTAVA_DEVICE float widen(uint32_t element) { return bits_as<float>(element); }
+    // NaN is passed over, in a magnitude of the bits as in those below.
+    static OTTAVA_DEVICE uint32_t observe(uint32_t seen, uint32_t word) {
+        const uint32_t magnitude = word & kMagnitude;
+        return larger(seen, magnitude > static_cast<uint32_t>(kInfinity) ? 0 : magnitude);
+    }
+    static OTTAVA_DEVICE float largest(uint32_t seen) { return bits_as<float>(seen); }
+    static OTTAVA_DEVICE uint32_t merge(uint32_t a, uint32_t b) { return larger(a, b); }
+};
+
+// Two elements in a word, their magnitudes compared side by side.
+template <class Element>
+struct Sixteen {
+    static constexpr int words = kGroup / 2, bytes = 2;
+    static OTTAVA_DEVICE float at(const uint32_t* w, int i) {
+        return Element::widen(i % 2 ? w[i / 2] >> 16 : w[i / 2] & 0xffff);
+    }
+    static OTTAVA_DEVICE uint32_t load(const void* from, int64_t i) { return static_cast<const uint16_t*>(from)[i]; }
+    static OTTAVA_DEVICE void put(uint32_t* w, int i, uint32_t element) {
+        w[i / 2] = i % 2 ? w[i / 2] | (element << 16) : element;
+    }
+    static OTTAVA_DEVICE uint32_t observe(uint32_t seen, uint32_t word) {
+#if defined(__CUDA_ARCH__)
+        // Of a number and a NaN this is the number; `seen` is one.
+        return Element::maximum(seen, word & 0x7fff7fffu);
+#else
+        return merge(seen, numbers(word));
+#endif
+    }
+    static OTTAVA_DEVICE uint32_t merge(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+        return Element::maximum(a, b);
+#else
+        return larger(a & 0xffff, b & 0xffff) | larger(a & 0xffff0000u, b & 0xffff0000u);
+#endif
+    }
+    // The larger of the two.
+    static OTTAVA_DEVICE float largest(uint32_t seen) { return Element::widen(larger(seen & 0xffff, seen >> 16)); }
+
+   private:
+    static OTTAVA_DEVICE uint32_t numbers(uint32_t word) {
+        const uint32_t low = word & 0x7fff, high = (word >> 16) & 0x7fff;
+        return (low > Element::infinity ? 0 : low) | ((high > Element::infinity ? 0 : high) << 16);
+    }
+};
+
+struct BFloat16 : Sixteen<BFloat16> {
+    static constexpr uint32_t infinity = 0x7f80;
+    static OTTAVA_DEVICE float widen(uint32_t element) { return bits_as<float>(element << 16); }
+#if defined(__CUDACC__)
+    static OTTAVA_DEVICE uint32_t maximum(uint32_t a, uint32_t b) {
+        uint32_t larger;
+        asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+        return larger;
+    }
+#endif
+};
+
+struct Float16 : Sixteen<Float16> {
+    static constexpr uint32_t infinity = 0x7c00;
+    static OTTAVA_DEVICE float widen(uint32_t element) { return widen_half(static_cast<uint16_t>(element)); }
+#if defined(__CUDACC__)
+    static OTTAVA_DEVICE uint32_t maximum(uint32_t a, uint32_t b) {
+        uint32_t larger;
+        asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+        return larger;
+    }
+#endif
+};
+
+// Eight elements of a row.
+template <class Source>
+struct Group {
+    uint32_t w[Source::words];
+
+    OTTAVA_DEVICE float at(int i) const { return Source::at(w, i); }
+    OTTAVA_DEVICE uint32_t observe(uint32_t seen) const {
+        for (int k = 0; k < Source::words; ++k) seen = Source::observe(seen, w[k]);
+        return seen;
+    }
+};
+
+// Element number `i` and those after it; wide loads where `wide`, which asks for 16-byte addresses of whole groups.
+// Beyond `count`, elements are zero.
+template <class Source, bool Kept = false>
+OTTAVA_DEVICE Group<Source> load_group(const void* from, int64_t i, int64_t count, bool wide) {
+    Group<Source> group;
+    if (wide && count >= kGroup) {
+        const Words4* at = reinterpret_cast<const Words4*>(static_cast<const uint8_t*>(from) + i * Source::bytes);
+#pragma unroll
+        for (int k = 0; k < Source::words / 4; ++k) {
+            const Words4 four = Kept ? load_kept(at + k) : load_once(at + k);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) group.w[4 * k + n] = four.w[n];
+        }
+        return group;
+    }
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k) Source::put(group.w, k, k < count ? Source::load(from, i + k) : 0);
+    return group;
+}
+
+// The codes of eight elements, times `scale`.
+template <class Format, class Source>
+OTTAVA_DEVICE Words2 encode_group(const Group<Source>& group, float scale) {
+    Words2 codes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int i = 4 * half;
+        const uint32_t low = encode_pair<Format>(multiply(group.at(i), scale), multiply(group.at(i + 1), scale));
+        const uint32_t high = encode_pair<Format>(multiply(group.at(i + 2), scale), multiply(group.at(i + 3), scale));
+        codes.w[half] = low | (high << 16);
+    }
+    return codes;
+}
+
+// Eight codes to byte number `i` and those after it; fewer near the end.
+OTTAVA_DEVICE void store_codes(uint8_t* to, int64_t i, int64_t count, bool wide, const Words2& codes) {
+    if (wide && count >= kGroup) {
+        store_once(reinterpret_cast<Words2*>(to + i), codes);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k)
+        if (k < count) to[i + k] = static_cast<uint8_t>(codes.w[k / 4] >> (8 * (k % 4)));
+}
+
+// Eight codes, zero beyond `count`.
+OTTAVA_DEVICE Words2 load_codes(const uint8_t* from, int64_t i, int64_t count, bool wide) {
+    if (wide && count >= kGroup) return load_once(reinterpret_cast<const Words2*>(from + i));
+    Words2 codes = {{0, 0}};
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k)
+        if (k < count) codes.w[k / 4] |= static_cast<uint32_t>(from[i + k]) << (8 * (k % 4));
+    return codes;
+}
+
+template <class Body>
+void with_source(Dtype dtype, const Body& body) {
+    switch (dtype) {
+        case Dtype::float32:
+            return body(Float32{});
+        case Dtype::bfloat16:
+            return body(BFloat16{});
+        default:
+            return body(Float16{});
+    }
+}
+
+template <class Body>
+void with_format(Fp8 format, const Body& body) {
+    if (format == Fp8::e4m3) return body(E4M3{});
+    return body(E5M2{});
+}
+
+inline int element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+}  // namespace ottava::cuda

@@ -1,0 +1,86 @@
+// Kernels over tiles: the cast with its transpose, and the transpose of codes.
+#pragma once
+
+#include <cstdint>
+
+#include "scaling.h"
+#include "tile.h"
+
+namespace ottava::cuda {
+
+// Codes of a matrix and of its transpose, which is all that is written when `out` is null.
+template <class Source, class Format, class Scaling>
+struct CastTranspose {
+    static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = 2;
+    struct Shared {
+        TileCodes tile;
+        typename Scaling::template Shared<kThreads> scaling;
+    };
+    const void* src;
+    bool wide;
+    uint8_t* out;
+    TurnedOut turned;
+    int64_t across;
+    Scaling scaling;
+
+    template <class Thread>
+    OTTAVA_DEVICE void operator()(const Thread& thread, Shared& shared) const {
+        const int64_t number = thread.blocks() - 1 - thread.block();
+        const int64_t tile_row = number / across * kTile, tile_col = number % across * kTile;
+        const TilePlace place(thread);
+        const int64_t row = tile_row + place.down * kGroup, col = tile_col + place.across * kGroup;
+        const int64_t count = turned.cols - col;
+        Group<Source> groups[kGroup];
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) {
+            const bool inside = row + k < turned.rows;
+            groups[k] = load_group<Source>(src, (row + k) * turned.cols + col, inside ? count : 0, wide);
+        }
+        const float scale = scaling.template get<Format, kThreads>(thread, shared.scaling);
+        uint32_t seen = 0;
+        int clamped = 0;
+        Words2 codes[kGroup];
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) {
+            const uint32_t here = groups[k].observe(0);
+            seen = Source::merge(seen, here);
+            if (scaling.counts() && clamps<Format>(Source::largest(here), scale))
+                clamped += clamped_of<Format>(groups[k], scale);
+            codes[k] = encode_group<Format>(groups[k], scale);
+            if (out != nullptr && row + k < turned.rows)
+                store_codes(out, (row + k) * turned.cols + col, count, wide, codes[k]);
+        }
+        put_turned(thread, codes, shared.tile);
+        thread.barrier();
+        write_turned(thread, shared.tile, turned, tile_row, tile_col);
+        scaling.template leave<kThreads>(thread, shared.scaling, Source::largest(seen), clamped);
+    }
+};
+
+struct Transpose {
+    static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = 4;
+    typedef TileCodes Shared;
+    const uint8_t* src;
+    bool wide;
+    TurnedOut turned;
+    int64_t across;
+
+    template <class Thread>
+    OTTAVA_DEVICE void operator()(const Thread& thread, Shared& tile) const {
+        const int64_t tile_row = thread.block() / across * kTile, tile_col = thread.block() % across * kTile;
+        const TilePlace place(thread);
+        const int64_t row = tile_row + place.down * kGroup, col = tile_col + place.across * kGroup;
+        const int64_t count = turned.cols - col;
+        Words2 codes[kGroup];
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) {
+            const int64_t first = (row + k) * turned.cols + col, inside = row + k < turned.rows ? count : 0;
+            codes[k] = load_codes(src, first, inside, wide);
+        }
+        put_turned(thread, codes, tile);
+        thread.barrier();
+        write_turned(thread, tile, turned, tile_row, tile_col);
+    }
+};
+
+}  // namespace ottava::cuda

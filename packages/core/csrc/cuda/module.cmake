@@ -1,0 +1,61 @@
+# The extension module `_cuda`. OTTAVA_CUDA, a CMake option or a variable of the environment, says whether it is built: `auto`
+# (where nvcc is found), `on` (an error without nvcc) or `off`.
+include(${CMAKE_CURRENT_LIST_DIR}/kernels.cmake)
+if(NOT DEFINED OTTAVA_CUDA)
+  if(DEFINED ENV{OTTAVA_CUDA} AND NOT "$ENV{OTTAVA_CUDA}" STREQUAL "")
+    set(OTTAVA_CUDA "$ENV{OTTAVA_CUDA}")
+  else()
+    set(OTTAVA_CUDA auto)
+  endif()
+endif()
+string(TOLOWER "${OTTAVA_CUDA}" OTTAVA_CUDA)
+if(NOT OTTAVA_CUDA MATCHES "^(on|off|auto)$")
+  message(FATAL_ERROR "OTTAVA_CUDA is '${OTTAVA_CUDA}'; expected on, off or auto")
+endif()
+if(OTTAVA_CUDA STREQUAL "off")
+  message(STATUS "ottava: without CUDA kernels (OTTAVA_CUDA=off)")
+  return()
+endif()
+
+# Before the language is enabled: CMake would ask for a GPU otherwise.
+if(DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(OTTAVA_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
+endif()
+set(CMAKE_CUDA_ARCHITECTURES 80)
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  if(OTTAVA_CUDA STREQUAL "on")
+    message(FATAL_ERROR "OTTAVA_CUDA is on, but there is no nvcc that works; put it on PATH or name it in CUDACXX, "
+                        "or set OTTAVA_CUDA=off for CPU kernels alone")
+  endif()
+  message(STATUS "ottava: without CUDA kernels (no nvcc found)")
+  return()
+endif()
+enable_language(CUDA)
+if(NOT DEFINED OTTAVA_CUDA_ARCHITECTURES)
+  # Machine code for each generation, and PTX for those to come.
+  set(OTTAVA_CUDA_ARCHITECTURES 80-real 89-real 90a-real 90-virtual)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+    list(INSERT OTTAVA_CUDA_ARCHITECTURES 3 100a-real)
+  endif()
+endif()
+list(JOIN OTTAVA_CUDA_ARCHITECTURES " " OTTAVA_CUDA_TARGETS)
+message(STATUS "ottava: CUDA kernels for ${OTTAVA_CUDA_TARGETS}")
+
+pybind11_add_module(_cuda MODULE NO_EXTRAS ${OTTAVA_CUDA_KERNELS} ${OTTAVA_CUDA_BINDINGS})
+target_compile_features(_cuda PRIVATE cxx_std_17 cuda_std_17)
+target_compile_definitions(_cuda PRIVATE OTTAVA_CUDA_MODULE=_cuda OTTAVA_CUDA_TARGETS="${OTTAVA_CUDA_TARGETS}")
+target_include_directories(_cuda PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+# No contraction, no fast math: bytes are those of the CPU. The runtime is linked statically, so that the module is imported
+# where no CUDA is installed, and next to any other.
+target_compile_options(_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-fmad=false;-Xfatbin=-compress-all>"
+                                     "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>")
+target_link_options(_cuda PRIVATE -s)
+set_target_properties(
+  _cuda
+  PROPERTIES CUDA_ARCHITECTURES "${OTTAVA_CUDA_ARCHITECTURES}"
+             CUDA_RUNTIME_LIBRARY Static
+             CXX_VISIBILITY_PRESET hidden
+             CUDA_VISIBILITY_PRESET hidden)
+install(TARGETS _cuda DESTINATION .)

@@ -1,0 +1,40 @@
+// The largest of what the threads of a warp or a block hold, and of what blocks have left in memory.
+#pragma once
+
+#include <cstdint>
+
+#include "arithmetic.h"
+
+namespace ottava::cuda {
+
+// Bit patterns of floats that are not negative: their order is that of the values. Every lane gets the result.
+template <class Thread>
+OTTAVA_DEVICE uint32_t largest_of_warp(const Thread& thread, uint32_t value) {
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) value = larger(value, thread.exchange(value, mask));
+    return value;
+}
+
+template <int kThreads>
+struct BlockLargest {
+    static constexpr int kWarps = kThreads / kWarp;
+    uint32_t of_warps[kWarps];
+
+    // Every thread gets the result. The next use of the same memory is after another barrier.
+    template <class Thread>
+    OTTAVA_DEVICE uint32_t operator()(const Thread& thread, uint32_t value) {
+        value = largest_of_warp(thread, value);
+        if (thread.lane() == 0) of_warps[thread.warp()] = value;
+        thread.barrier();
+        uint32_t largest = of_warps[0];
+#pragma unroll
+        for (int k = 1; k < kWarps; ++k) largest = larger(largest, of_warps[k]);
+        return largest;
+    }
+};
+
+// An amax is left by each of a number of blocks, for all the blocks of a later launch to combine: no counter or result
+// has to be cleared before, and nothing depends on the order in which blocks end.
+constexpr int kMaxPartials = 512;
+
+}  // namespace ottava::cuda

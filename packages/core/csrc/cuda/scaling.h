@@ -1,0 +1,95 @@
+// Where a cast has its scale from, and what it leaves about it: the first argument of the cast kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "reduce.h"
+
+namespace ottava::cuda {
+
+// A scale that is known. Raises `amax` to the largest magnitude and `saturated` by the number of elements beyond the
+// format's maximum; both are optional, and so is scale_inv.
+struct KnownScale {
+    const float* scale;
+    float* amax;
+    int64_t* saturated;
+    float* scale_inv;
+
+    template <int kThreads>
+    struct Shared {
+        BlockLargest<kThreads> largest;
+    };
+
+    template <class Format, int kThreads, class Thread>
+    OTTAVA_DEVICE float get(const Thread& thread, Shared<kThreads>&) const {
+        const float factor = *scale;
+        if (scale_inv != nullptr && thread.block() == 0 && thread.index() == 0) *scale_inv = divide(1.0f, factor);
+        return factor;
+    }
+
+    OTTAVA_DEVICE bool counts() const { return saturated != nullptr; }
+
+    // What this thread saw, and how many of them were clamped.
+    template <int kThreads, class Thread>
+    OTTAVA_DEVICE void leave(const Thread& thread, Shared<kThreads>& shared, float seen, int clamped) const {
+        if (clamped != 0) thread.add(saturated, clamped);
+        if (amax == nullptr) return;
+        const uint32_t largest = shared.largest(thread, bits_as<uint32_t>(seen));
+        if (thread.index() == 0) thread.raise(reinterpret_cast<int32_t*>(amax), static_cast<int32_t>(largest));
+    }
+};
+
+// The scale that the tensor's own amax gives, of which each of `count` blocks of the launch before has left a part.
+struct CurrentScale {
+    const float* partial;
+    int count;
+    float epsilon;
+    bool force_pow_2;
+    float* amax;  // optional, as is scale
+    float* scale;
+    float* scale_inv;
+
+    template <int kThreads>
+    struct Shared {
+        BlockLargest<kThreads> largest;
+    };
+
+    template <class Format, int kThreads, class Thread>
+    OTTAVA_DEVICE float get(const Thread& thread, Shared<kThreads>& shared) const {
+        uint32_t seen = 0;
+        for (int i = thread.index(); i < count; i += kThreads) seen = larger(seen, bits_as<uint32_t>(partial[i]));
+        const float largest = bits_as<float>(shared.largest(thread, seen));
+        const Scale made = scale_from_amax(largest, format_max<Format>(), epsilon, force_pow_2);
+        if (thread.block() == 0 && thread.index() == 0) {
+            if (amax != nullptr) *amax = largest;
+            if (scale != nullptr) *scale = made.scale;
+            *scale_inv = made.scale_inv;
+        }
+        return made.scale;
+    }
+
+    OTTAVA_DEVICE bool counts() const { return false; }
+
+    template <int kThreads, class Thread>
+    OTTAVA_DEVICE void leave(const Thread&, Shared<kThreads>&, float, int) const {}
+};
+
+// How many of a group's elements a cast clamps; few groups have any. NaN is none of them.
+template <class Format, class Source>
+OTTAVA_DEVICE int clamped_of(const Group<Source>& group, float scale) {
+    int count = 0;
+    for (int i = 0; i < kGroup; ++i) {
+        const uint32_t magnitude = bits_as<uint32_t>(multiply(group.at(i), scale)) & kMagnitude;
+        count += magnitude > static_cast<uint32_t>(Format::limit) && magnitude <= static_cast<uint32_t>(kInfinity);
+    }
+    return count;
+}
+
+// The same, without looking at each when the largest of them is not beyond.
+template <class Format>
+OTTAVA_DEVICE bool clamps(float seen, float scale) {
+    const uint32_t magnitude = bits_as<uint32_t>(multiply(seen, scale)) & kMagnitude;
+    return magnitude > static_cast<uint32_t>(Format::limit);
+}
+
+}  // namespace ottava::cuda
