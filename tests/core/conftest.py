@@ -16,7 +16,7 @@ from ottava.tensors import Float8QuantizerBase
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sequential_grid import serving_cpu  # noqa: E402
+from sequential_grid import serving_cpu
 
 try:
     from ottava import _cpu
@@ -29,7 +29,7 @@ PATHS = ["reference", *(_cpu.available_isas() if _cpu is not None else ["cpu"]),
 
 @pytest.fixture(params=PATHS)
 def code_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test on the reference, on every instruction set of this machine, and on the CUDA kernels' grid (as a loop)."""
+    """Runs a test on the reference, on every instruction set of this machine, and on the CUDA kernels as a loop."""
     if request.param == "reference":
         with use_backend("reference"):
             yield request.param

@@ -1,7 +1,7 @@
 """The CUDA kernels without a GPU: their module compiled as C++, and the backend on top of it, serving CPU tensors.
 
-The module runs the threads of each block one after the other (csrc/sequential.h); everything above it, the launches with
-their grids and the Python of the backend, is what runs on a GPU.
+The module runs the threads of each block one after the other (csrc/sequential.h); everything above it, the launches
+with their grids and the Python of the backend, is what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
 
 import ottava
 from ottava.kernels import backends
@@ -63,7 +62,8 @@ def module() -> ModuleType:
     """The module, imported."""
     path = build()
     spec = importlib.util.spec_from_file_location("_sequential", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
@@ -71,8 +71,8 @@ def module() -> ModuleType:
 
 @cache
 def backend() -> ModuleType:
-    """``ottava.kernels.cuda`` on top of that module, under another name: the real one, if there is one, is left alone."""
-    names = ("cuda", "cuda_mx", "cuda_multi")
+    """``ottava.kernels.cuda`` on top of that module; the real one, if there is one, is left alone."""
+    names = ("cuda", "cuda_native", "cuda_memory", "cuda_mx", "cuda_multi")
     real = {f"ottava.kernels.{name}": sys.modules.pop(f"ottava.kernels.{name}", None) for name in names}
     native = (getattr(ottava, "_cuda", None), sys.modules.get("ottava._cuda"))
     ottava._cuda = sys.modules["ottava._cuda"] = module()  # type: ignore[attr-defined]
@@ -111,6 +111,3 @@ def serving_cpu() -> Iterator[ModuleType]:
 def grid_orders() -> tuple[str, ...]:
     """Orders in which threads and blocks may run; results do not depend on them."""
     return ("ascending", "descending", "7")
-
-
-

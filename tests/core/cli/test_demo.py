@@ -12,7 +12,7 @@ from ottava.cli.demo import command, training
 from ottava.cli.demo.command import run_demo
 from ottava.cli.demo.data import batch, load_corpus
 from ottava.cli.demo.model import GPT, SIZES
-from ottava.cli.demo.report import deviation, rows
+from ottava.cli.demo.report import deviation, headings, rows
 from ottava.cli.demo.training import Run, train
 from ottava.errors import DeviceError, OptionError, RecipeNotFoundError, UsageError
 
@@ -61,6 +61,14 @@ def test_the_deviation_is_relative_to_bf16() -> None:
     base, other = Run("bf16", [2.0], 2.0, 1.0, 1), Run("x", [2.0], 2.1, 1.0, 1)
     assert deviation(other, base) == pytest.approx(5.0)
     assert rows([base, other])[1][3] == "+5.00 %"
+
+
+def test_peak_memory_is_a_column_where_it_is_known() -> None:
+    on_cpu, on_gpu = Run("x", [2.0], 2.0, 1.0, 1), Run("x", [2.0], 2.0, 1.0, 1, peak_bytes=3 * 2**20)
+    assert "peak memory" not in headings([on_cpu])
+    assert headings([on_gpu])[-1] == "peak memory"
+    assert rows([on_gpu])[0][-1] == "3.0 MiB"
+    assert all(len(rows([run])[0]) == len(headings([run])) for run in (on_cpu, on_gpu))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,35 +33,69 @@ class Check:
     detail: str
 
 
+def _gpus() -> list[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    numbers = range(torch.cuda.device_count())
+    names = [(torch.cuda.get_device_name(n), torch.cuda.get_device_capability(n)) for n in numbers]
+    return [f"{name} ({major}.{minor})" for name, (major, minor) in names]
+
+
+def _cpu_backend(status: str) -> Check:
+    if status != "available":
+        return Check("backend cpu", False, status)
+    from ottava.kernels import cpu
+
+    return Check("backend cpu", True, f"available, instruction set {cpu.isa()}")
+
+
+def _cuda_backend(status: str) -> Check:
+    """Without its kernels a GPU is served by the reference, which is slow; without a GPU nothing is amiss."""
+    gpus = _gpus()
+    if status == "available":
+        from ottava import _cuda
+
+        seen = ", ".join(gpus) or "torch sees no GPU"
+        return Check("backend cuda", True, f"available, built for {_cuda.targets}; {seen}")
+    if not gpus:
+        return Check("backend cuda", True, f"{status}; torch sees no GPU that would need them")
+    remedy = "install the CUDA toolkit and reinstall ottava from source with OTTAVA_CUDA=on"
+    return Check("backend cuda", False, f"{status}; {', '.join(gpus)} would run the slow reference: {remedy}")
+
+
+# What the report says of a backend beyond its name.
+_REPORTS: dict[str, Callable[[str], Check]] = {"cpu": _cpu_backend, "cuda": _cuda_backend}
+
+
 def _backends() -> list[Check]:
     from ottava.kernels import available_backends, backend_for
 
     checks = []
     for name, status in available_backends().items():
-        ok = status == "available"
-        if ok and name == "cpu":
-            from ottava.kernels import cpu
-
-            status = f"available, instruction set {cpu.isa()}"
-        checks.append(Check(f"backend {name}", ok, status))
-    try:
-        checks.append(Check("backend chosen for cpu", True, backend_for("cpu")))
-    except OttavaError as error:
-        checks.append(Check("backend chosen for cpu", False, str(error)))
+        report = _REPORTS.get(name)
+        checks.append(report(status) if report else Check(f"backend {name}", status == "available", status))
+    for device in ("cpu", *(["cuda"] if _gpus() else [])):
+        try:
+            checks.append(Check(f"backend chosen for {device}", True, backend_for(device)))
+        except OttavaError as error:
+            checks.append(Check(f"backend chosen for {device}", False, str(error)))
     return checks
 
 
-def _self_test() -> Check:
+def _self_test(device: str) -> Check:
     """Every bfloat16 value through the chosen backend and the reference: bytes must be equal."""
     import torch
 
     from ottava import kernels
     from ottava.formats import E4M3, E5M2
 
-    x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
+    name = "kernel self-test" if device == "cpu" else f"kernel self-test on {device}"
+    x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256).to(device)
     try:
         for fmt in (E4M3, E5M2):
-            scale = torch.tensor(0.37)
+            scale = torch.tensor(0.37, device=device)
             got = (*kernels.cast_transpose(x, scale, fmt.torch_dtype), *kernels.mx_quantize(x, fmt.torch_dtype))
             # A NaN has many bit patterns; all of them are right.
             decoded = kernels.decode(got[0], scale, fmt.torch_dtype, torch.bfloat16).nan_to_num(nan=-1.0)
@@ -69,12 +104,10 @@ def _self_test() -> Check:
                 redecoded = kernels.decode(want[0], scale, fmt.torch_dtype, torch.bfloat16).nan_to_num(nan=-1.0)
             same = all(torch.equal(a, b) for a, b in zip((*got, decoded), (*want, redecoded), strict=True))
             if not same:
-                return Check(
-                    "kernel self-test", False, f"{fmt.name}: bytes differ from the reference; reinstall ottava"
-                )
+                return Check(name, False, f"{fmt.name}: bytes differ from the reference; reinstall ottava")
     except OttavaError as error:
-        return Check("kernel self-test", False, str(error))
-    return Check("kernel self-test", True, "every bfloat16 value, E4M3 and E5M2: bytes equal the reference")
+        return Check(name, False, str(error))
+    return Check(name, True, "every bfloat16 value, E4M3 and E5M2: bytes equal the reference")
 
 
 def _recipe(name: str) -> Check:
@@ -127,7 +160,7 @@ def examine() -> list[Check]:
         Check("ottava", True, ottava.__version__),
         *_backends(),
         *_plugins(),
-        _self_test(),
+        *(_self_test(device) for device in ("cpu", *(["cuda"] if _gpus() else []))),
     ]
 
 

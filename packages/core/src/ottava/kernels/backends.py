@@ -18,6 +18,9 @@ from ottava.errors import BackendError
 # Backend name -> the device types it serves; None serves every device. Earlier entries are preferred.
 _SERVES: dict[str, tuple[str, ...] | None] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": None}
 
+# What each is built with.
+_COMPILERS = {"cuda": "nvcc (OTTAVA_CUDA=on)", "cpu": "a C++ compiler"}
+
 _forced: str | None = None
 
 
@@ -27,19 +30,25 @@ def _load(name: str) -> ModuleType:
 
 _loaded: dict[str, ModuleType] = {}
 _failures: dict[str, str] = {}
+_warned: set[str] = set()
+# Device type -> what serves it, once it was asked for: the environment is read then, and a kernel's call is short.
+_chosen: dict[str, str] = {}
 
 
-def _try_load(name: str) -> ModuleType | None:
+def _try_load(name: str, *, needed: bool = False) -> ModuleType | None:
+    """The backend, or None, with one warning if a tensor is waiting for it."""
     if name not in _loaded and name not in _failures:
         try:
             _loaded[name] = _load(name)
         except ImportError as error:
             _failures[name] = str(error)
-            warnings.warn(
-                f"ottava: the {name!r} kernels cannot be loaded and the slow reference serves instead: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    if needed and name in _failures and name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"ottava: the {name!r} kernels cannot be loaded and the slow reference serves instead: {_failures[name]}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return _loaded.get(name)
 
 
@@ -54,7 +63,7 @@ def _check(name: str, origin: str) -> str:
         raise BackendError(
             f"kernel backend {name!r} ({origin}) cannot be loaded: {_failures[name]}",
             expected="a backend that `ottava doctor` lists as available",
-            remedy=f"unset {origin}, or reinstall ottava with a C++ compiler at hand",
+            remedy=f"unset {origin}, or reinstall ottava with {_COMPILERS.get(name, 'its compiler')} at hand",
         )
     return name
 
@@ -78,6 +87,12 @@ def backend_for(device_type: str) -> str:
         BackendError: the forced backend is unknown or cannot be loaded, or the environment asks the compiled
             backend for an instruction set that this machine lacks.
     """
+    if device_type not in _chosen:
+        _chosen[device_type] = _choose(device_type)
+    return _chosen[device_type]
+
+
+def _choose(device_type: str) -> str:
     chosen = _forced
     if chosen is None:
         chosen = os.environ.get("OTTAVA_BACKEND") or None
@@ -88,7 +103,7 @@ def backend_for(device_type: str) -> str:
         if serves is None or device_type in serves:
             return chosen
     for name, serves in _SERVES.items():
-        if (serves is None or device_type in serves) and _try_load(name) is not None:
+        if (serves is None or device_type in serves) and _try_load(name, needed=True) is not None:
             return name
     raise BackendError(f"no kernel backend serves device type {device_type!r}")
 
@@ -108,7 +123,9 @@ def use_backend(name: str) -> Iterator[None]:
     global _forced
     _check(name, "use_backend")
     previous, _forced = _forced, name
+    _chosen.clear()
     try:
         yield
     finally:
         _forced = previous
+        _chosen.clear()

@@ -1,36 +1,19 @@
 """The CUDA backend: :mod:`ottava._cuda` takes raw addresses and a stream; this module allocates and checks contiguity.
 
-Everything is queued on the current stream of the tensors' device. Nothing waits for the GPU, and nothing but results and
-scratch memory is allocated, so that calls can be captured in a CUDA graph.
+Everything is queued on the current stream of the tensors' device. Nothing waits for the GPU, and nothing but results
+and scratch memory is allocated, so that calls can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ottava import _cuda
 from ottava.formats import fp8_format
+from ottava.kernels.cuda_memory import DTYPE_CODES, matrix, place, pointer
+from ottava.kernels.cuda_native import _cuda
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CODES, _FLOATS = torch.uint8, torch.float32
 _SCRATCH = _cuda.scratch_floats
-
-
-def place(x: torch.Tensor) -> tuple[int, int]:
-    """The number of the device of ``x`` and the address of its current stream."""
-    device = x.get_device()
-    return device, torch._C._cuda_getCurrentRawStream(device)
-
-
-def pointer(tensor: torch.Tensor | None) -> int:
-    """The address of the elements, 0 without a tensor."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def matrix(x: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of ``[*leading, K]``."""
-    columns = x.shape[-1] if x.dim() else 1
-    return (x.numel() // columns if columns else 0), columns
 
 
 def _transposed_shape(x: torch.Tensor) -> tuple[int, ...]:

@@ -53,6 +53,16 @@ def deviation(run: Run, base: Run) -> float:
     return 100.0 * (run.validation - base.validation) / base.validation
 
 
+def _peaks(runs: list[Run]) -> list[float]:
+    """In MiB; on a CPU there are none."""
+    return [run.peak_bytes / 2**20 for run in runs if run.peak_bytes is not None]
+
+
+def headings(runs: list[Run]) -> list[str]:
+    """Of the columns of :func:`rows`."""
+    return [*_HEADINGS, *(["peak memory"] if _peaks(runs) else [])]
+
+
 def rows(runs: list[Run]) -> list[list[str]]:
     """One row of text for each run; the first run is the base."""
     return [
@@ -63,6 +73,7 @@ def rows(runs: list[Run]) -> list[list[str]]:
             f"{deviation(run, runs[0]):+.2f} %",
             f"{run.tokens_per_second:,.0f}",
             f"{run.saved_bytes / 2**20:.1f} MiB",
+            *(f"{peak:.1f} MiB" for peak in _peaks([run])),
         ]
         for run in runs
     ]
@@ -71,12 +82,13 @@ def rows(runs: list[Run]) -> list[list[str]]:
 def table(runs: list[Run], skipped: list[Skipped]) -> Table:
     """The table for the terminal; what was not run is named, its reason was told when it came up."""
     made = Table(title="Same seed, same batches")
-    for index, heading in enumerate(_HEADINGS):
+    names = headings(runs)
+    for index, heading in enumerate(names):
         made.add_column(heading, justify="left" if index == 0 else "right")
     for row in rows(runs):
         made.add_row(*row)
     for skip in skipped:
-        made.add_row(skip.name, "not run", *["-"] * (len(_HEADINGS) - 2))
+        made.add_row(skip.name, "not run", *["-"] * (len(names) - 2))
     return made
 
 
@@ -127,7 +139,7 @@ def write(runs: list[Run], skipped: list[Skipped], out: Path, summary: str) -> N
     draw(runs, out / "loss.png")
     picture = base64.b64encode((out / "loss.png").read_bytes()).decode()
     page = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    html = page.render(summary=summary, headings=_HEADINGS, rows=rows(runs), skipped=skipped, picture=picture)
+    html = page.render(summary=summary, headings=headings(runs), rows=rows(runs), skipped=skipped, picture=picture)
     (out / "index.html").write_text(html, encoding="utf-8")
     results = {
         "summary": summary,

@@ -27,6 +27,7 @@ class Run:
         validation: loss on fixed batches after the last step.
         tokens_per_second: over all steps, optimizer included, after a step that does not count.
         saved_bytes: bytes of activations that one forward keeps for its backward, parameters not counted.
+        peak_bytes: the most that was allocated on the GPU during the steps; None elsewhere.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Run:
     validation: float
     tokens_per_second: float
     saved_bytes: int
+    peak_bytes: int | None = None
 
 
 def _loss(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor], device: str) -> torch.Tensor:
@@ -107,16 +109,20 @@ def train(
     del first
 
     trainee = _Trainee(recipe, size=size, device=device, seed=seed)
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     losses: list[float] = []
     start = time.perf_counter()
     for _ in range(steps):
         losses.append(trainee.step(batch(corpus.train, shape.batch, shape.length, generator)))
         progress(losses[-1])
     elapsed = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
 
     model = trainee.model
     model.eval()
     with torch.no_grad():
         validation = sum(_loss(model, check, device).item() for check in checks) / len(checks)
     rate = steps * shape.batch * shape.length / elapsed
-    return Run(recipe or "bf16", losses, validation, rate, saved)
+    return Run(recipe or "bf16", losses, validation, rate, saved, peak)

@@ -1,0 +1,35 @@
+"""The compiled module of the CUDA backend, or an ImportError that says why there is none to use."""
+
+from __future__ import annotations
+
+import torch
+
+_OLDEST = (8, 0)
+
+try:
+    from ottava import _cuda
+except ImportError as error:
+    if not isinstance(error, ModuleNotFoundError) and "cannot import name" not in str(error):
+        raise
+    raise ImportError(
+        "this build of ottava has no CUDA kernels: nvcc was not found when it was built, or OTTAVA_CUDA was off"
+    ) from None
+
+
+def refusal() -> str | None:
+    """Why the kernels cannot serve the GPUs of this machine; None if they can, or if there are none."""
+    if torch.version.hip is not None:
+        return "the CUDA kernels are for NVIDIA GPUs, and this torch is built for those of AMD"
+    if not torch.cuda.is_available():
+        return None
+    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    if min(capabilities) >= _OLDEST:
+        return None
+    found = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+    return f"the CUDA kernels are for compute capability 8.0 and later; here it is {found}"
+
+
+if (_reason := refusal()) is not None:
+    raise ImportError(_reason)
+
+__all__ = ["_cuda", "refusal"]
