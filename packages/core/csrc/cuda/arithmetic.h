@@ -122,7 +122,15 @@ struct BFloat16 : Sixteen<BFloat16> {
 
 struct Float16 : Sixteen<Float16> {
     static constexpr uint32_t infinity = 0x7c00;
-    static OTTAVA_DEVICE float widen(uint32_t element) { return widen_half(static_cast<uint16_t>(element)); }
+    static OTTAVA_DEVICE float widen(uint32_t element) {
+#if defined(__CUDA_ARCH__)
+        float value;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(element)));
+        return value;
+#else
+        return widen_half(static_cast<uint16_t>(element));
+#endif
+    }
 #if defined(__CUDACC__)
     static OTTAVA_DEVICE uint32_t maximum(uint32_t a, uint32_t b) {
         uint32_t larger;
@@ -144,21 +152,26 @@ struct Group {
     }
 };
 
-// Element number `i` and those after it; wide loads where `wide`, which asks for 16-byte addresses of whole groups.
-// Beyond `count`, elements are zero.
+// A whole group from element number `i` on, at a 16-byte address.
 template <class Source, bool Kept = false>
-OTTAVA_DEVICE Group<Source> load_group(const void* from, int64_t i, int64_t count, bool wide) {
+OTTAVA_DEVICE Group<Source> load_whole(const void* from, int64_t i) {
     Group<Source> group;
-    if (wide && count >= kGroup) {
-        const Words4* at = reinterpret_cast<const Words4*>(static_cast<const uint8_t*>(from) + i * Source::bytes);
+    const Words4* at = reinterpret_cast<const Words4*>(static_cast<const uint8_t*>(from) + i * Source::bytes);
 #pragma unroll
-        for (int k = 0; k < Source::words / 4; ++k) {
-            const Words4 four = Kept ? load_kept(at + k) : load_once(at + k);
+    for (int k = 0; k < Source::words / 4; ++k) {
+        const Words4 four = Kept ? load_kept(at + k) : load_once(at + k);
 #pragma unroll
-            for (int n = 0; n < 4; ++n) group.w[4 * k + n] = four.w[n];
-        }
-        return group;
+        for (int n = 0; n < 4; ++n) group.w[4 * k + n] = four.w[n];
     }
+    return group;
+}
+
+// The same at an edge: wide loads where `wide`, which asks for 16-byte addresses of whole groups. Beyond `count`, elements
+// are zero.
+template <class Source>
+OTTAVA_DEVICE Group<Source> load_group(const void* from, int64_t i, int64_t count, bool wide) {
+    if (wide && count >= kGroup) return load_whole<Source>(from, i);
+    Group<Source> group;
 #pragma unroll
     for (int k = 0; k < kGroup; ++k) Source::put(group.w, k, k < count ? Source::load(from, i + k) : 0);
     return group;
@@ -178,12 +191,19 @@ OTTAVA_DEVICE Words2 encode_group(const Group<Source>& group, float scale) {
     return codes;
 }
 
+// The code of one element as it lies in memory.
+template <class Format, class Source>
+OTTAVA_DEVICE uint8_t encode_one(uint32_t element, float scale) {
+    return static_cast<uint8_t>(encode_pair<Format>(multiply(Source::widen(element), scale), 0.0f));
+}
+
+OTTAVA_DEVICE void store_whole(uint8_t* to, int64_t i, const Words2& codes) {
+    store_once(reinterpret_cast<Words2*>(to + i), codes);
+}
+
 // Eight codes to byte number `i` and those after it; fewer near the end.
 OTTAVA_DEVICE void store_codes(uint8_t* to, int64_t i, int64_t count, bool wide, const Words2& codes) {
-    if (wide && count >= kGroup) {
-        store_once(reinterpret_cast<Words2*>(to + i), codes);
-        return;
-    }
+    if (wide && count >= kGroup) return store_whole(to, i, codes);
 #pragma unroll
     for (int k = 0; k < kGroup; ++k)
         if (k < count) to[i + k] = static_cast<uint8_t>(codes.w[k / 4] >> (8 * (k % 4)));

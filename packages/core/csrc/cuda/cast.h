@@ -30,26 +30,43 @@ struct PartialAmax {
 
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared& shared) const {
-        uint32_t seen = 0;
-        const int64_t step = thread.blocks() * kThreads * kGroup;
-        int64_t i = (thread.block() * kThreads + thread.index()) * kGroup;
-        const int64_t kept = count - kCachedBytes / Source::bytes;
-        // All loads of a round are under way before the first is looked at.
-        for (; i + (kUnroll - 1) * step + kGroup <= kept; i += kUnroll * step) seen = round<false>(seen, i, step);
-        for (; i + (kUnroll - 1) * step + kGroup <= count; i += kUnroll * step) seen = round<true>(seen, i, step);
-        for (; i < count; i += step) seen = load_group<Source, true>(src, i, count - i, wide).observe(seen);
+        const uint32_t seen = wide ? of_groups(thread) : of_elements(thread);
         const uint32_t largest = shared(thread, bits_as<uint32_t>(Source::largest(seen)));
         if (thread.index() == 0) partial[thread.block()] = bits_as<float>(largest);
     }
 
    private:
+    template <class Thread>
+    OTTAVA_DEVICE uint32_t of_groups(const Thread& thread) const {
+        uint32_t seen = 0;
+        const int64_t step = thread.blocks() * kThreads * kGroup;
+        const int64_t kept = count - kCachedBytes / Source::bytes, round = (kUnroll - 1) * step + kGroup;
+        int64_t i = (thread.block() * kThreads + thread.index()) * kGroup;
+        for (; i + round <= kept; i += kUnroll * step) seen = observed<false>(seen, i, step);
+        for (; i + round <= count; i += kUnroll * step) seen = observed<true>(seen, i, step);
+        for (; i + kGroup <= count; i += step) seen = load_whole<Source, true>(src, i).observe(seen);
+        for (; i < count; ++i) seen = Source::observe(seen, Source::load(src, i));
+        return seen;
+    }
+
+    // All loads of a round are under way before the first is looked at.
     template <bool Kept>
-    OTTAVA_DEVICE uint32_t round(uint32_t seen, int64_t i, int64_t step) const {
+    OTTAVA_DEVICE uint32_t observed(uint32_t seen, int64_t i, int64_t step) const {
         Group<Source> groups[kUnroll];
 #pragma unroll
-        for (int k = 0; k < kUnroll; ++k) groups[k] = load_group<Source, Kept>(src, i + k * step, kGroup, wide);
+        for (int k = 0; k < kUnroll; ++k) groups[k] = load_whole<Source, Kept>(src, i + k * step);
 #pragma unroll
         for (int k = 0; k < kUnroll; ++k) seen = groups[k].observe(seen);
+        return seen;
+    }
+
+    template <class Thread>
+    OTTAVA_DEVICE uint32_t of_elements(const Thread& thread) const {
+        uint32_t seen = 0;
+        const int64_t step = thread.blocks() * kThreads;
+#pragma unroll 4
+        for (int64_t i = thread.block() * kThreads + thread.index(); i < count; i += step)
+            seen = Source::observe(seen, Source::load(src, i));
         return seen;
     }
 };
@@ -94,24 +111,41 @@ struct Cast {
         int clamped = 0;
 #pragma unroll 1
         for (int64_t at = begin; at < begin + kChunk && at < count; at += kRound) {
-            const int64_t first = at + thread.index() * kGroup;
-            Group<Source> groups[kUnroll];
-#pragma unroll
-            for (int k = 0; k < kUnroll; ++k) {
-                const int64_t i = first + k * kThreads * kGroup;
-                groups[k] = load_group<Source>(src, i, count - i, wide);
-            }
-#pragma unroll
-            for (int k = 0; k < kUnroll; ++k) {
-                const int64_t i = first + k * kThreads * kGroup;
-                const uint32_t here = groups[k].observe(0);
-                seen = Source::merge(seen, here);
-                if (scaling.counts() && clamps<Format>(Source::largest(here), scale))
-                    clamped += clamped_of<Format>(groups[k], scale);
-                store_codes(out, i, count - i, wide, encode_group<Format>(groups[k], scale));
-            }
+            if (wide && at + kRound <= count)
+                groups(at + thread.index() * kGroup, scale, seen, clamped);
+            else
+                elements(at + thread.index(), at + kRound < count ? at + kRound : count, scale, seen, clamped);
         }
         scaling.template leave<kThreads>(thread, shared, Source::largest(seen), clamped);
+    }
+
+   private:
+    OTTAVA_DEVICE void groups(int64_t first, float scale, uint32_t& seen, int& clamped) const {
+        Group<Source> read[kUnroll];
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) read[k] = load_whole<Source>(src, first + k * kThreads * kGroup);
+        uint32_t here = 0;
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) {
+            here = read[k].observe(here);
+            store_whole(out, first + k * kThreads * kGroup, encode_group<Format>(read[k], scale));
+        }
+        seen = Source::merge(seen, here);
+        if (!scaling.counts() || !clamps<Format>(Source::largest(here), scale)) return;
+#pragma unroll 1
+        for (int k = 0; k < kUnroll; ++k)
+            clamped += clamped_of<Format, Source>(src, first + k * kThreads * kGroup, kGroup, scale);
+    }
+
+    OTTAVA_DEVICE void elements(int64_t first, int64_t end, float scale, uint32_t& seen, int& clamped) const {
+#pragma unroll 1
+        for (int64_t i = first; i < end; i += kThreads) {
+            const uint32_t element = Source::load(src, i);
+            const float value = Source::widen(element);
+            seen = Source::observe(seen, element);
+            if (scaling.counts() && beyond<Format>(value, scale)) ++clamped;
+            out[i] = encode_one<Format, Source>(element, scale);
+        }
     }
 };
 

@@ -8,10 +8,17 @@
 
 namespace ottava::cuda {
 
+// How many tiles a multiprocessor casts at once. Without conversions of its own it needs more registers for each.
+#if defined(__CUDA_ARCH__) && !defined(OTTAVA_CONVERTS_FP8)
+constexpr int kCastTiles = 2;
+#else
+constexpr int kCastTiles = 3;
+#endif
+
 // Codes of a matrix and of its transpose, which is all that is written when `out` is null.
 template <class Source, class Format, class Scaling>
 struct CastTranspose {
-    static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = 2;
+    static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = Source::bytes == 4 ? 2 : kCastTiles;
     struct Shared {
         TileCodes tile;
         typename Scaling::template Shared<kThreads> scaling;
@@ -30,25 +37,41 @@ struct CastTranspose {
         const TilePlace place(thread);
         const int64_t row = tile_row + place.down * kGroup, col = tile_col + place.across * kGroup;
         const int64_t count = turned.cols - col;
+        // Of most tiles nothing is outside.
+        const bool whole = wide && tile_row + kTile <= turned.rows && tile_col + kTile <= turned.cols;
         Group<Source> groups[kGroup];
+        if (whole) {
 #pragma unroll
-        for (int k = 0; k < kGroup; ++k) {
-            const bool inside = row + k < turned.rows;
-            groups[k] = load_group<Source>(src, (row + k) * turned.cols + col, inside ? count : 0, wide);
+            for (int k = 0; k < kGroup; ++k) groups[k] = load_whole<Source>(src, (row + k) * turned.cols + col);
+        } else {
+#pragma unroll
+            for (int k = 0; k < kGroup; ++k) {
+                const bool inside = row + k < turned.rows;
+                groups[k] = load_group<Source>(src, (row + k) * turned.cols + col, inside ? count : 0, wide);
+            }
         }
         const float scale = scaling.template get<Format, kThreads>(thread, shared.scaling);
         uint32_t seen = 0;
-        int clamped = 0;
         Words2 codes[kGroup];
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
-            const uint32_t here = groups[k].observe(0);
-            seen = Source::merge(seen, here);
-            if (scaling.counts() && clamps<Format>(Source::largest(here), scale))
-                clamped += clamped_of<Format>(groups[k], scale);
+            seen = groups[k].observe(seen);
             codes[k] = encode_group<Format>(groups[k], scale);
-            if (out != nullptr && row + k < turned.rows)
-                store_codes(out, (row + k) * turned.cols + col, count, wide, codes[k]);
+        }
+        int clamped = 0;
+        if (scaling.counts() && clamps<Format>(Source::largest(seen), scale)) {
+            const int64_t inside = count < kGroup ? count : kGroup;
+#pragma unroll 1
+            for (int64_t r = row; r < row + kGroup && r < turned.rows; ++r)
+                clamped += clamped_of<Format, Source>(src, r * turned.cols + col, inside, scale);
+        }
+        if (out != nullptr && whole) {
+#pragma unroll
+            for (int k = 0; k < kGroup; ++k) store_whole(out, (row + k) * turned.cols + col, codes[k]);
+        } else if (out != nullptr) {
+#pragma unroll
+            for (int k = 0; k < kGroup; ++k)
+                if (row + k < turned.rows) store_codes(out, (row + k) * turned.cols + col, count, wide, codes[k]);
         }
         put_turned(thread, codes, shared.tile);
         thread.barrier();

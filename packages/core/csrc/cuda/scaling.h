@@ -74,18 +74,23 @@ struct CurrentScale {
     OTTAVA_DEVICE void leave(const Thread&, Shared<kThreads>&, float, int) const {}
 };
 
-// How many of a group's elements a cast clamps; few groups have any. NaN is none of them.
-template <class Format, class Source>
-OTTAVA_DEVICE int clamped_of(const Group<Source>& group, float scale) {
-    int count = 0;
-    for (int i = 0; i < kGroup; ++i) {
-        const uint32_t magnitude = bits_as<uint32_t>(multiply(group.at(i), scale)) & kMagnitude;
-        count += magnitude > static_cast<uint32_t>(Format::limit) && magnitude <= static_cast<uint32_t>(kInfinity);
-    }
-    return count;
+// Whether a cast clamps an element. NaN is none that it does.
+template <class Format>
+OTTAVA_DEVICE bool beyond(float x, float scale) {
+    const uint32_t magnitude = bits_as<uint32_t>(multiply(x, scale)) & kMagnitude;
+    return magnitude > static_cast<uint32_t>(Format::limit) && magnitude <= static_cast<uint32_t>(kInfinity);
 }
 
-// The same, without looking at each when the largest of them is not beyond.
+// How many of a group's elements are. They are read again: few groups have any, and no registers are held for them.
+template <class Format, class Source>
+OTTAVA_DEVICE int clamped_of(const void* src, int64_t first, int64_t count, float scale) {
+    int clamped = 0;
+#pragma unroll 1
+    for (int64_t i = first; i < first + count; ++i) clamped += beyond<Format>(Source::widen(Source::load(src, i)), scale);
+    return clamped;
+}
+
+// Whether any can be, if the largest of them is `seen`: products keep the order of magnitudes.
 template <class Format>
 OTTAVA_DEVICE bool clamps(float seen, float scale) {
     const uint32_t magnitude = bits_as<uint32_t>(multiply(seen, scale)) & kMagnitude;
