@@ -18,8 +18,8 @@ PACKAGES = ROOT / "packages"
 RECIPES = sorted(p.name.removeprefix("recipes-") for p in PACKAGES.glob("recipes-*") if (p / "pyproject.toml").exists())
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
-# For the packages that the tests write and build.
-TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy"]
+# For the packages that the tests write and build, and for the kernels that they build.
+TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["tests"]
@@ -150,6 +150,22 @@ def bench(session: nox.Session) -> None:
     """Benchmarks: ratios in one process."""
     install(session, *(f"recipes-{r}" for r in RECIPES), tools=["numpy"])
     session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The tests that need a GPU, then ``benchmarks/gpu.py``, to which what follows ``--`` goes.
+
+    Builds the kernels in the checkout and installs no ottava. ``nox --no-venv -s gpu`` uses this interpreter, with its
+    torch, as it is, and no network.
+    """
+    if not isinstance(session.virtualenv, nox.virtualenv.PassthroughEnv):
+        # Not torch_requirement(): a local wheel is most often one for CPUs.
+        session.install("torch>=2.11,<2.14", "pluggy", "typer", "rich", "pyyaml", *TEST_TOOLS)
+    said = session.run("python", "benchmarks/gpu.py", "--build-only", silent=True)
+    site = str(said).strip().splitlines()[-1]
+    session.run("python", "-m", "pytest", "tests/gpu", env={"OTTAVA_GPU_SITE": site})
+    session.run("python", "benchmarks/gpu.py", "--site", site, *session.posargs)
 
 
 @nox.session

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
 from ottava import gemm_blocks
 from ottava.gemm import gemm
 from ottava.kernels import mx_ops
-from ottava.kernels.backends import use_backend
+from ottava.kernels.backends import backend_module, use_backend
 from ottava.tensors import Float8QuantizerBase, Float8Tensor
 from ottava_mxfp8 import MXFP8Quantizer, MXFP8Tensor
 
@@ -268,6 +269,151 @@ def test_compiled_products_equal_eager_ones(kind: str) -> None:
         assert torch.equal(compiled(left, b), gemm(left, b, kind))
 
 
+# -- backends that keep what the decoding found on the device: this one stands in for them, from the documentation --
+
+
+class Flagged:
+    """A backend with ``mx_decode_flagged`` and ``mx_exact_lines``, and nothing that answers the host."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.flags: list[torch.Tensor] = []
+
+    def epilogue(self, *args: Any) -> None:
+        self.backend.epilogue(*args)
+
+    def mx_decode_flagged(
+        self, codes: Any, scales: Any, fp8_dtype: Any, out: torch.Tensor, columnwise: bool, flag: torch.Tensor
+    ) -> None:
+        assert codes.is_contiguous()
+        assert scales.is_contiguous()
+        assert flag.dtype == torch.int32
+        assert flag.numel() == 1
+        exact = values(codes, scales, fp8_dtype, columnwise)
+        self.backend.mx_decode_out(codes, scales, fp8_dtype, out, columnwise)
+        far = ((scales > 0) & (scales < 64)) | (scales > 190)
+        flag.bitwise_or_(self.beyond(exact).any().int() | (2 * far.any().int()))
+
+    @staticmethod
+    def beyond(exact: torch.Tensor) -> torch.Tensor:
+        magnitude = exact.abs()
+        return (magnitude != 0) & magnitude.isfinite() & ~((magnitude >= 2.0**-126) & (magnitude < 2.0**128))
+
+    def mx_exact_lines(
+        self,
+        result: torch.Tensor,
+        a: Any,
+        b: Any,
+        transpose_a: bool,
+        transpose_b: bool,
+        scale_a: Any,
+        scale_b: Any,
+        bias: Any,
+        flags: torch.Tensor,
+    ) -> None:
+        matrices = []
+        for (data, blocks, fp8_dtype, columnwise), transposed in ((a, transpose_a), (b, transpose_b)):
+            assert data.is_contiguous()
+            exact = data.double() if blocks is None else values(data, blocks, fp8_dtype, columnwise)
+            matrices.append(exact.t() if transposed else exact)
+        assert result.is_contiguous()
+        assert flags.dtype == torch.int32
+        assert flags.shape == (2,)
+        self.flags.append(flags)
+        left, right = matrices
+        if scale_a is None and scale_b is None:
+            rows = self.beyond(left).any(1) & ((flags[0] & 1) != 0)
+            columns = self.beyond(right).any(0) & ((flags[1] & 1) != 0)
+            again = rows.unsqueeze(1) | columns
+        else:
+            again = ((flags[0] | flags[1]) != 0).expand(result.shape)
+        product = left @ right
+        for factor in (scale_a, scale_b):
+            product = product if factor is None else product * factor.double()
+        product = product if bias is None else product + bias.double()
+        result.copy_(torch.where(again, product.float().to(result.dtype), result))
+
+
+class NoLook(TorchDispatchMode):
+    """Refuses whatever makes a device wait until the host has looked at a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def flagged(monkeypatch: pytest.MonkeyPatch) -> Flagged:
+    """The backend, whose products are checked against those of the one that it stands on."""
+    made = Flagged(backend_module("cpu"))
+    original = mx_ops._mx_scaled_mm
+
+    def both(*args: Any) -> torch.Tensor:
+        expected = original(*args)
+        with monkeypatch.context() as patch, NoLook():
+            patch.setattr(mx_ops, "backend_module", lambda kind: made)
+            got = original(*args)
+        assert got.dtype == expected.dtype
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+        return got
+
+    monkeypatch.setattr(torch.ops.ottava, "mx_scaled_mm", lambda **named: both(*(named[name] for name in ARGUMENTS)))
+    return made
+
+
+ARGUMENTS = [argument.name for argument in torch.ops.ottava.mx_scaled_mm.default._schema.arguments]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("extreme", [None, *EXTREMES])
+@pytest.mark.parametrize("part", ["all", "some rows", "a column", "one element"])
+def test_flags_that_stay_on_the_device(flagged: Flagged, kind: str, extreme: str | None, part: str) -> None:
+    generator = torch.Generator().manual_seed(11)
+    x, y = (torch.randn(shape, generator=generator) for shape in SHAPES[kind])
+    where = {"all": ..., "some rows": slice(5, 40), "a column": (slice(None), 3), "one element": (4, 9)}[part]
+    if extreme is not None:
+        x[where] = EXTREMES[extreme](x[where])
+        y[50, 2] = 2.0**-130
+    x[17, 11] = float("nan")
+    quantizer = MXFP8Quantizer(E4M3)
+    plain = [y.bfloat16(), PerTensor(E4M3).make(y, 0.3)]
+    columns = gemm(x, y, kind).shape[1]  # type: ignore[arg-type]
+    for a, b in [(quantizer(x), other) for other in (quantizer(y), *plain)] + [
+        (other, quantizer(x)) for other in plain
+    ]:
+        if a.shape != x.shape or b.shape != y.shape:
+            continue
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for bias in (None, torch.randn(columns, generator=generator).bfloat16()):
+                gemm(a, b, kind, out_dtype=dtype, bias=bias)  # type: ignore[arg-type]
+    raised = [int(flags.max()) for flags in flagged.flags]
+    if extreme is None:
+        assert not any(raised)
+    elif extreme in ("near the top", "infinite") and part in ("all", "some rows"):
+        assert any(found & 1 for found in raised)
+
+
+@pytest.mark.parametrize("exponent", [-90, 90])
+def test_flags_of_scales_that_are_far_from_one(flagged: Flagged, exponent: int) -> None:
+    """All values are normal, and only a product whose scale is still missing is computed again."""
+    x, y = torch.randn(40, 64) * 2.0**exponent, torch.randn(48, 64)
+    a = MXFP8Quantizer(E4M3)(x)
+    for b in (MXFP8Quantizer(E4M3)(y), PerTensor(E4M3).make(y, 0.3), y.bfloat16()):
+        for dtype in (torch.float32, torch.bfloat16):
+            gemm(a, b, "fprop", out_dtype=dtype)
+    assert {int(flags.max()) for flags in flagged.flags} == {2}
+
+
+def test_flags_of_ragged_and_empty_operands(flagged: Flagged) -> None:
+    quantizer = MXFP8Quantizer(E5M2)
+    for m, n, k in ((33, 1, 70), (1, 65, 31), (0, 4, 5), (4, 0, 5), (4, 5, 0)):
+        for kind, shapes in (("fprop", ((m, k), (n, k))), ("dgrad", ((m, n), (n, k))), ("wgrad", ((m, n), (m, k)))):
+            a, b = (quantizer(torch.randn(shape) * scale) for shape, scale in zip(shapes, (2.0**-135, 1), strict=True))
+            gemm(a, b, kind, out_dtype=torch.float32)  # type: ignore[arg-type]
+    assert len(flagged.flags) == 15
+
+
 # -- hardware that multiplies blocks: torch's function is replaced by one that does what its documentation says --
 
 
@@ -311,7 +457,7 @@ class BlockHardware:
 @pytest.fixture
 def hardware(monkeypatch: pytest.MonkeyPatch) -> BlockHardware:
     made = BlockHardware()
-    monkeypatch.setattr(gemm_blocks, "multiplies_blocks", lambda device: True)
+    monkeypatch.setattr(gemm_blocks, "multiplies_blocks", lambda operand: True)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", made)
     return made
 
@@ -376,11 +522,11 @@ def test_a_layer_on_block_hardware(hardware: BlockHardware) -> None:
     grads, x.grad = (x.grad, layer.weight.grad), None
     layer.zero_grad()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm_blocks, "multiplies_blocks", lambda device: False)
+        patch.setattr(gemm_blocks, "multiplies_blocks", lambda operand: False)
         layer(x).square().sum().backward()
     for mine, theirs in zip(grads, (x.grad, layer.weight.grad), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_no_hardware_is_asked_on_a_cpu() -> None:
-    assert not gemm_blocks.multiplies_blocks(torch.device("cpu"))
+    assert not gemm_blocks.multiplies_blocks(torch.ones(1))

@@ -211,7 +211,7 @@ OTTAVA_HD I e8m0_floor(F amax) {
 template <class F, class I>
 OTTAVA_HD F e8m0_multiplier(I code) {
     const I zero = I{};
-    const I normal = (kE8m0Max - code) << 23;
+    const I normal = ((kE8m0Max - code) & 0xff) << 23;  // of 255 nothing is shifted that is negative
     const I positive = code == kE8m0Max ? zero + kTwoToMinus127 : normal;
     return bits_as<F>(code > kE8m0Max ? zero + kQuietNan : positive);
 }

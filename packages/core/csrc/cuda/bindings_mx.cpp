@@ -1,9 +1,89 @@
 // The operations on MX blocks, and the last step of a product.
+#include <cstdint>
+#include <tuple>
+
 #include "bindings.h"
 #include "operations.h"
 
 namespace ottava::cuda {
+namespace {
 
-void bind_mx(py::module_&) {}
+Stream stream_of(Address stream) { return reinterpret_cast<Stream>(stream); }
+
+// Codes and scales, 0 where the direction is not wanted.
+typedef std::tuple<Address, Address> Pair;
+
+MxCodes codes_of(const Pair& pair) { return {at<uint8_t>(std::get<0>(pair)), at<uint8_t>(std::get<1>(pair))}; }
+
+void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address codes, int device, Address stream) {
+    const OnDevice guard(device);
+    mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(codes), stream_of(stream));
+}
+
+void bound_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool square, bool floor,
+                    const Pair& by_row, const Pair& by_column, int device, Address stream) {
+    const OnDevice guard(device);
+    mx_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), fp8_of(format), square, floor,
+                codes_of(by_row), codes_of(by_column), stream_of(stream));
+}
+
+void bound_decode(Address codes, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
+                  int dtype, Address flag, int device, Address stream) {
+    const OnDevice guard(device);
+    mx_decode(at<const uint8_t>(codes), at<const uint8_t>(scales), fp8_of(format), size_of(rows), size_of(cols),
+              columnwise, at<void>(out), dtype_of(dtype), at<int32_t>(flag), stream_of(stream));
+}
+
+// scale_a, scale_b, bias (0 where absent) and the bias's dtype.
+typedef std::tuple<Address, Address, Address, int> Last;
+
+Finish finish_of(const Last& last) {
+    const auto& [a, b, bias, dtype] = last;
+    return {at<const float>(a), at<const float>(b), at<const void>(bias), dtype_of(dtype)};
+}
+
+void bound_epilogue(Address acc, int64_t rows, int64_t cols, const Last& last, int device, Address stream) {
+    const OnDevice guard(device);
+    finish_bfloat16(at<uint16_t>(acc), size_of(rows), size_of(cols), finish_of(last), stream_of(stream));
+}
+
+void bound_epilogue32(Address acc, int64_t rows, int64_t cols, const Last& last, Address out, int dtype, int device,
+                      Address stream) {
+    const OnDevice guard(device);
+    finish_float32(at<const float>(acc), size_of(rows), size_of(cols), finish_of(last), at<void>(out), dtype_of(dtype),
+                   stream_of(stream));
+}
+
+// Values, scales (0: the values are dense), the code of the format or of the dtype, columnwise, transposed.
+typedef std::tuple<Address, Address, int, bool, bool> Operand;
+
+MxOperand operand_of(const Operand& operand) {
+    const auto& [values, scales, code, columnwise, transposed] = operand;
+    const bool blocks = scales != 0;
+    return {at<const void>(values),
+            at<const uint8_t>(scales),
+            blocks ? fp8_of(code) : Fp8::e4m3,
+            blocks ? Dtype::float32 : dtype_of(code),
+            columnwise,
+            transposed};
+}
+
+void bound_exact_lines(Address out, int dtype, int64_t rows, int64_t cols, int64_t inner, const Operand& a,
+                       const Operand& b, const Last& last, Address flags, int device, Address stream) {
+    const OnDevice guard(device);
+    mx_exact_lines(at<void>(out), dtype_of(dtype), size_of(rows), size_of(cols), size_of(inner), operand_of(a),
+                   operand_of(b), finish_of(last), at<const int32_t>(flags), stream_of(stream));
+}
+
+}  // namespace
+
+void bind_mx(py::module_& m) {
+    m.def("mx_scale_from_amax", &bound_scale_from_amax);
+    m.def("mx_quantize", &bound_quantize);
+    m.def("mx_decode", &bound_decode);
+    m.def("epilogue", &bound_epilogue);
+    m.def("epilogue32", &bound_epilogue32);
+    m.def("mx_exact_lines", &bound_exact_lines);
+}
 
 }  // namespace ottava::cuda

@@ -36,4 +36,83 @@ void decode(const uint8_t* src, Fp8 format, int64_t n,
             const float* scale_inv,  // optional
             void* out, Dtype dtype, Stream stream);
 
+// MX blocks, as in kernels/mx.py.
+
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes, Stream stream);
+struct MxCodes {
+    uint8_t* codes;  // null: the direction is not wanted
+    uint8_t* scales;
+};
+void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
+                 const MxCodes& by_row, const MxCodes& by_column, Stream stream);
+void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
+               void* out, Dtype dtype,
+               int32_t* flag,  // optional: gets bits of what was found, see kernels/mx_ops.py
+               Stream stream);
+
+// The last step of a product, whose lines may be computed again.
+
+struct Finish {
+    const float* scale_a;  // optional, as is scale_b
+    const float* scale_b;
+    const void* bias;  // optional, one for each column
+    Dtype bias_dtype;
+};
+void finish_bfloat16(uint16_t* acc, int64_t rows, int64_t cols, const Finish& finish, Stream stream);  // in place
+void finish_float32(const float* acc, int64_t rows, int64_t cols, const Finish& finish, void* out, Dtype dtype,
+                    Stream stream);
+struct MxOperand {
+    const void* values;
+    const uint8_t* scales;  // null: the values are dense, of `dtype`, else of `format`
+    Fp8 format;
+    Dtype dtype;
+    bool columnwise, transposed;
+};
+void mx_exact_lines(void* out, Dtype dtype, int64_t rows, int64_t cols, int64_t inner, const MxOperand& a,
+                    const MxOperand& b, const Finish& finish, const int32_t* flags, Stream stream);
+
+// Operations on many tensors (multi.cu, mx_shard.cu), in one launch for all that have one dtype and one format, as long
+// as they fit its table. An element counts as its value rounded to `nominal`, to nearest even, and read as float32.
+struct MultiSource {
+    const void* src;
+    Dtype dtype, nominal;
+    int64_t count;
+};
+struct MultiCastJob {
+    MultiSource source;
+    Fp8 format;
+    uint8_t* out;
+};
+// `out` holds zeros when called.
+void multi_amax(const MultiSource* sources, int64_t count, float* out, Stream stream);
+void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, Stream stream);
+// A shard of a matrix [rows, cols]: its elements from `start` on, in row-major order.
+struct MxMultiAmax {
+    MultiSource source;
+    int64_t rows, cols, start;
+    bool square;
+};
+struct MxMultiCast {
+    MultiSource source;
+    int64_t rows, cols, start;
+    Fp8 format;
+    const uint8_t* row_scales;     // of the whole matrix; optional, with row_codes
+    uint8_t* row_codes;            // of the shard
+    const uint8_t* column_scales;  // optional, with column_codes
+    uint8_t* column_codes;
+};
+int64_t mx_amax_count(int64_t rows, int64_t cols, bool square);
+// `out` holds the amaxes of all matrices one after the other, and zeros when called.
+void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, Stream stream);
+void mx_multi_cast(const MxMultiCast* shards, int64_t count, Stream stream);
+// One tensor's slots of scaling state: `scale` [slots], `history` [length, slots]. `maxima` are the host's.
+struct HistorySlots {
+    float* scale;
+    float* history;
+    int64_t slots;
+};
+void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,
+                   const float* last,  // optional: the first rows to use instead, one after the other
+                   Stream stream);
+
 }  // namespace ottava::cuda

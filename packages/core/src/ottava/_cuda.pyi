@@ -54,3 +54,75 @@ def quantize(
 ) -> None: ...
 def transpose(src: int, rows: int, cols: int, out: int, device: int, stream: int) -> None: ...
 def decode(src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, device: int, stream: int) -> None: ...
+
+# MX blocks. Codes and scales of a direction are a pair, (0, 0) where it is not wanted.
+def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, codes: int, device: int, stream: int) -> None: ...
+def mx_quantize(
+    src: int,
+    dtype: int,
+    rows: int,
+    cols: int,
+    fmt: int,
+    square: bool,
+    floor: bool,
+    by_row: tuple[int, int],
+    by_column: tuple[int, int],
+    device: int,
+    stream: int,
+) -> None: ...
+def mx_decode(
+    codes: int,
+    scales: int,
+    fmt: int,
+    rows: int,
+    cols: int,
+    columnwise: bool,
+    out: int,
+    out_dtype: int,
+    flag: int,
+    device: int,
+    stream: int,
+) -> None: ...
+
+# After a product. `last` is scale_a, scale_b, bias and the code of the bias's dtype; an operand is values, scales (0:
+# the values are dense), the code of their format or dtype, columnwise, transposed.
+def epilogue(acc: int, rows: int, cols: int, last: tuple[int, int, int, int], device: int, stream: int) -> None: ...
+def epilogue32(
+    acc: int, rows: int, cols: int, last: tuple[int, int, int, int], out: int, out_dtype: int, device: int, stream: int
+) -> None: ...
+def mx_exact_lines(
+    out: int,
+    out_dtype: int,
+    rows: int,
+    cols: int,
+    inner: int,
+    a: tuple[int, int, int, bool, bool],
+    b: tuple[int, int, int, bool, bool],
+    last: tuple[int, int, int, int],
+    flags: int,
+    device: int,
+    stream: int,
+) -> None: ...
+
+# Many tensors in one launch: of each its address, dtype, number of elements and the dtype it is rounded to; of a shard
+# rows and columns of its matrix, and the element that it starts with. Amaxes are raised, from zeros.
+_Source = tuple[int, int, int, int]
+_Place = tuple[int, int, int]
+
+def multi_amax(tensors: list[_Source], out: int, device: int, stream: int) -> None: ...
+def multi_cast(tensors: list[tuple[_Source, int, int]], scales: int, device: int, stream: int) -> None: ...
+def mx_multi_amax(
+    shards: list[tuple[_Source, _Place, bool]], out: int, total: int, device: int, stream: int
+) -> None: ...
+def mx_multi_cast(
+    shards: list[tuple[_Source, _Place, int, tuple[int, int], tuple[int, int]]], device: int, stream: int
+) -> None: ...
+def update_scales(
+    tensors: list[tuple[int, int, int]],
+    length: int,
+    maxima: list[float],
+    most_recent: bool,
+    last: int,
+    device: int,
+    stream: int,
+) -> None: ...

@@ -1,7 +1,7 @@
 """One function for the three GEMMs of a linear layer: operands in, high precision out.
 
-How an operand becomes a matrix is the operand's own affair (``gemm_operand``); a user-defined quantizer's ``qgemm``
-takes over where there is one.
+How an operand becomes a matrix is the operand's own affair (``scaled_lines`` where the hardware multiplies FP8,
+``block_operand``, else ``gemm_operand``); a user-defined quantizer's ``qgemm`` takes over where there is one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.gemm_blocks import Dense, block_product
+from ottava.gemm_scaled import may_multiply_fp8, scaled_product
 from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision, scaled_mm
 from ottava.kernels.checks import check_bias
+from ottava.kernels.ops import returns_float32
 from ottava.tensors.blocks import BlockOperand
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -47,7 +49,8 @@ def gemm(
     ``b = weight`` gives ``[M, K]``. ``wgrad``: ``a = grad_output``, ``b = input`` gives ``[N, K]``. Accumulation is in
     float32; the product of the scales is applied in float32 before the rounding to ``out_dtype``. On CPU a bfloat16
     result is rounded once before and once after the scales (see the numerics page). The scales of MX blocks are part
-    of the operands' values, which are multiplied exactly.
+    of the operands' values, which are multiplied exactly. Hardware that multiplies FP8 is given the codes; elsewhere
+    they are decoded.
 
     Args:
         bias: ``[N]``, added in float32.
@@ -64,23 +67,26 @@ def gemm(
         check_high_precision(out, "out")
     if accumulate and out is None:
         raise OptionError("accumulate=True without out", expected="the tensor to add to", remedy="pass out=main_grad")
-    bias = bias.detach() if isinstance(bias, torch.Tensor) else bias
     result_dtype = out_dtype if out is None else out.dtype
     if result_dtype not in HIGH_PRECISION:
         raise DTypeError(f"result dtype {result_dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
-    _check_operands(a, b, gemm_type, bias, out)
+    # Adding into out must round once: the product stays float32 until the sum.
+    product_dtype = torch.float32 if accumulate else result_dtype
+    fast = not use_split_accumulator
+    result = _scaled(a, b, gemm_type, bias, out, product_dtype, fast)
+    if result is not None:
+        return _into(out, result, accumulate)
 
+    bias = bias.detach() if isinstance(bias, torch.Tensor) else bias
+    _check_operands(a, b, gemm_type, bias, out)
     owner = _custom_owner(a, b)
     if owner is not None:
         return owner.qgemm(a, b, None, result_dtype, _scale_of(a), _scale_of(b), bias, out, accumulate, gemm_type, a, b)
 
     (a_columnwise, b_columnwise), (transpose_a, transpose_b) = _GEMMS[gemm_type]
-    # Adding into out must round once: the product stays float32 until the sum.
-    product_dtype = torch.float32 if accumulate else result_dtype
     compute = _compute_dtype(a, b, product_dtype)
     left, right = _operand(a, a_columnwise, compute), _operand(b, b_columnwise, compute)
     if isinstance(left, BlockOperand) or isinstance(right, BlockOperand):
-        fast = not use_split_accumulator
         result = block_product(left, right, transpose_a, transpose_b, bias, compute, product_dtype, fast)
     else:
         result = scaled_mm(
@@ -91,14 +97,51 @@ def gemm(
             bias,
             product_dtype,
         )
+    return _into(out, result, accumulate)
+
+
+def _into(out: torch.Tensor | None, result: torch.Tensor, accumulate: bool) -> torch.Tensor:
     if out is None:
         return result
     return out.add_(result) if accumulate else out.copy_(result)
 
 
+def _scaled(
+    a: Operand,
+    b: Operand,
+    gemm_type: GemmType,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> torch.Tensor | None:
+    """The product on hardware that multiplies FP8, or None: then it is decoded operands', or an error.
+
+    Every training step comes here three times for each layer: nothing is looked at twice.
+    """
+    if not (may_multiply_fp8() and isinstance(a, QuantizedTensorStorage) and isinstance(b, QuantizedTensorStorage)):
+        return None
+    if _custom_owner(a, b) is not None:
+        return None
+    a_columnwise, b_columnwise = _GEMMS[gemm_type][0]
+    left, right = a.scaled_lines(columnwise=a_columnwise), b.scaled_lines(columnwise=b_columnwise)
+    if left is None or right is None:
+        return None
+    if out is not None and (out.shape != (left[0].shape[0], right[0].shape[0]) or out.device != left[0].device):
+        return None
+    if bias is not None:
+        check_bias(bias, right[0].shape[0], right[0].device)
+        if bias.requires_grad and torch.is_grad_enabled():
+            bias = bias.detach()
+    # Only a weight is met again as it was.
+    cache = None if gemm_type == "wgrad" else b.gemm_cache()
+    return scaled_product(left, right, bias, dtype, fast_accumulation, cache, b_columnwise)
+
+
 def _compute_dtype(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.dtype:
-    """bfloat16 where the backend multiplies exact bfloat16 operands fast and the result is bfloat16, else float32."""
-    fast = out_dtype == torch.bfloat16 and backend_for(a.device.type) != "reference"
+    """bfloat16 where it holds the operands and their product loses nothing to it, or is wanted in it; else float32."""
+    wide = returns_float32(a.device)
+    fast = wide or (out_dtype == torch.bfloat16 and backend_for(a.device.type) != "reference")
     exact = all(isinstance(x, QuantizedTensorStorage) or x.dtype == torch.bfloat16 for x in (a, b))
     return torch.bfloat16 if fast and exact else torch.float32
 

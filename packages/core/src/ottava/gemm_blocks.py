@@ -8,7 +8,6 @@ are decoded and multiplied as dense matrices; values that the decoded dtype does
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 
 from ottava.formats import MX_BLOCK
 from ottava.kernels import transpose
+from ottava.kernels.devices import capability
 from ottava.tensors.blocks import BlockOperand
 
 Dense = tuple[torch.Tensor, torch.Tensor | None]
@@ -26,16 +26,9 @@ _TILE_ROWS, _TILE_COLUMNS, _GROUP = 128, 4, 32
 _OUTER = 16
 
 
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-def multiplies_blocks(device: torch.device) -> bool:
-    """Whether the hardware multiplies blocks with their scales."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return _capability(torch.cuda.current_device() if device.index is None else device.index) >= (10, 0)
+def multiplies_blocks(operand: torch.Tensor) -> bool:
+    """Whether the hardware that ``operand`` is on multiplies blocks with their scales."""
+    return capability(operand) >= (10, 0)
 
 
 def block_product(
@@ -55,7 +48,7 @@ def block_product(
         sizes = [size for operand in (a, b) for size in operand.elements.shape]
         # The library has no product of two E5M2 operands.
         fits = fits and not a.elements.dtype == b.elements.dtype == torch.float8_e5m2
-        if fits and all(sizes) and multiplies_blocks(a.elements.device):
+        if fits and all(sizes) and multiplies_blocks(a.elements):
             return _native_product(a, b, bias, out_dtype, fast_accumulation)
     arguments: dict[str, Any] = {}
     for name, operand in (("a", a), ("b", b)):

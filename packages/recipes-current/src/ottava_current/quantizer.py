@@ -11,6 +11,7 @@ from ottava import kernels
 from ottava.distributed import reduce_amax
 from ottava.errors import OptionError
 from ottava.kernels import check_epsilon
+from ottava.kernels.parts import quantize_parts
 from ottava.recipes.base import check_group
 from ottava.tensors import PerTensorShards, QuantizedTensorStorage, ShardJob, as_device
 
@@ -87,15 +88,10 @@ class Float8CurrentScalingQuantizer(PerTensorShards):
             with_data, with_transpose = True, False
         if self.with_amax_reduction:
             return self._quantize_reduced(tensor, dtype, with_data, with_transpose)
-        data, transpose, _, scale_inv, _ = kernels.quantize(
-            tensor,
-            self.fp8_dtype,
-            self.amax_epsilon,
-            self.force_pow_2_scales,
-            rowwise=with_data,
-            transposed=with_transpose,
+        data, transpose, scale_inv = quantize_parts(
+            tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, with_data, with_transpose
         )
-        return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
+        return self.wrap_made(data, transpose, scale_inv, dtype)
 
     def _quantize_reduced(
         self, tensor: torch.Tensor, dtype: torch.dtype, with_data: bool, with_transpose: bool

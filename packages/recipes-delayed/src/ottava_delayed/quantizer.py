@@ -12,6 +12,7 @@ from ottava import kernels
 from ottava.distributed import reduce_amax
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
+from ottava.kernels.parts import cast_parts
 from ottava.tensors import PerTensorShards, QuantizedTensorStorage, ShardJob
 
 
@@ -122,10 +123,8 @@ class Float8Quantizer(PerTensorShards):
         with_data, with_transpose = self.needs(tensor.device)
         if with_transpose and tensor.dim() == 0:
             with_data, with_transpose = True, False
-        if self.amax is None:
-            return self._quantize_unrecorded(tensor, dtype, with_data, with_transpose)
         scale = self.scale
-        if self.fits:
+        if self.fits and self.amax is not None:
             amax = kernels.amax(tensor)
             if self.shard_group is not None:
                 amax = reduce_amax(amax, self.shard_group)
@@ -134,20 +133,10 @@ class Float8Quantizer(PerTensorShards):
                 self.scale.copy_(own.reshape(scale.shape))
                 self.unset = False
             scale = torch.minimum(scale, own.reshape(scale.shape))
-        data, transpose, scale_inv = kernels.cast_amax(
-            tensor, scale, self.amax, self.fp8_dtype, saturated=self.saturated, transposed=with_transpose
+        data, transpose, scale_inv = cast_parts(
+            tensor, scale, self.amax, self.saturated, self.fp8_dtype, with_data, with_transpose
         )
-        return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
-
-    def _quantize_unrecorded(
-        self, tensor: torch.Tensor, dtype: torch.dtype, with_data: bool, with_transpose: bool
-    ) -> QuantizedTensorStorage:
-        scale = self.scale.reshape(())
-        scale_inv = torch.div(torch.ones_like(scale), scale)
-        if not with_transpose:
-            return self.wrap(kernels.cast(tensor, scale, self.fp8_dtype), None, scale_inv, dtype)
-        data, transpose = kernels.cast_transpose(tensor, scale, self.fp8_dtype)
-        return self.wrap(data if with_data else None, transpose, scale_inv, dtype)
+        return self.wrap_made(data, transpose, scale_inv, dtype)
 
 
 def _check_state(value: Any, dtype: torch.dtype, what: str, *, optional: bool) -> None:

@@ -58,6 +58,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         # What the last gather of a weight observed that is kept in high precision.
         self.register_buffer("gathered_amax", None, persistent=False)
         self.register_buffer("gathered_saturated", None, persistent=False)
+        self._kept: dict[tuple[str, bool, bool, bool], Float8Quantizer] = {}
+        self._kept_at: tuple[int, int, int] | None = None
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """Whatever the group: it is the update that reduces."""
@@ -67,13 +69,35 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         given = self.given.get(tensor_type)
         if given is not None:
             made: Quantizer = given.with_usage(rowwise, columnwise).copy()
-        else:
-            made = self._own(tensor_type, recording, rowwise, columnwise)
+            made.internal = True
+            return made
+        wanted = tensor_type, rowwise, columnwise, recording
+        if not self._may_keep():
+            return self._internal(*wanted)
+        kept = self._kept.get(wanted)
+        if kept is None:
+            kept = self._kept[wanted] = self._internal(*wanted)
+        return kept
+
+    def _may_keep(self) -> bool:
+        """Whether quantizers can be kept; those of buffers that lay elsewhere, on another device say, are dropped."""
+        buffers: dict[str, Any] = self._buffers
+        scale = buffers["scale"]
+        if torch.compiler.is_compiling() or type(scale) is not torch.Tensor or torch.is_inference_mode_enabled():
+            return False
+        at = scale.data_ptr(), buffers["amax_history"].data_ptr(), buffers["saturated"].data_ptr()
+        if at != self._kept_at:
+            self._kept.clear()
+            self.__dict__["_kept_at"] = at
+        return True
+
+    def _internal(self, tensor_type: str, rowwise: bool, columnwise: bool, recording: bool) -> Float8Quantizer:
+        made = self._own(tensor_type, recording, rowwise, columnwise)
         made.internal = True
         return made
 
     def _own(self, tensor_type: str, recording: bool, rowwise: bool, columnwise: bool) -> Float8Quantizer:
-        # Made from the buffers as they are now: they are other tensors after a move to another device.
+        # Made from the buffers as they are now.
         slot = self.slots[tensor_type]
         return Float8Quantizer(
             self.scale[slot],
@@ -167,7 +191,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.has_run = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"amax_reduction_group": None, "cohort": None}
+        return self.__dict__ | {"amax_reduction_group": None, "cohort": None, "_kept": {}, "_kept_at": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingState:
         copied = type(self).__new__(type(self))

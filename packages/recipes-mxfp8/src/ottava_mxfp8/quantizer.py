@@ -11,9 +11,12 @@ import torch
 from ottava import kernels
 from ottava.errors import OptionError
 from ottava.formats import MX_BLOCK, fp8_format, mx_scale_shapes
+from ottava.kernels.parts import mx_quantize_parts
 from ottava.tensors import QuantizedTensorStorage, Quantizer, ShardBatch, ShardJob, ShardOutput
 from ottava_mxfp8.shards import MXFP8Batch
 from ottava_mxfp8.tensors import MXFP8Tensor, MXFP8TensorStorage
+
+_ABSENT = None, None
 
 
 class MXFP8Quantizer(Quantizer):
@@ -51,19 +54,17 @@ class MXFP8Quantizer(Quantizer):
         self.scale_rounding = scale_rounding
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        row, row_scales, column, column_scales = kernels.mx_quantize(
+        rows, columns = mx_quantize_parts(
             tensor,
             self.fp8_dtype,
-            rowwise=self.rowwise_usage,
-            columnwise=self.columnwise_usage,
-            two_dimensional=self.with_2d_quantization,
-            scale_rounding=self.scale_rounding,
+            self.rowwise_usage,
+            self.columnwise_usage,
+            self.with_2d_quantization,
+            self.scale_rounding == "floor",
         )
-        return self._wrap(
-            (row, row_scales) if self.rowwise_usage else (None, None),
-            (column, column_scales) if self.columnwise_usage else (None, None),
-            dtype,
-        )
+        if self.internal:
+            return MXFP8TensorStorage.around(rows, columns, self.fp8_dtype, dtype, self.with_2d_quantization, self)
+        return self._wrap(rows or _ABSENT, columns or _ABSENT, dtype)
 
     def _wrap(
         self,

@@ -13,7 +13,7 @@ import torch
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import mx_ops as _mx_ops  # noqa: F401  (and its operators on MX blocks)
-from ottava.kernels import ops as _ops  # noqa: F401  (defines torch.ops.ottava)
+from ottava.kernels import ops as _ops
 from ottava.kernels.backends import available_backends, backend_for, backend_module, use_backend
 from ottava.kernels.checks import (
     HIGH_PRECISION,
@@ -75,7 +75,7 @@ __all__ = [
 def amax(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude as a float32 scalar on the device of ``x``; NaN is ignored, an empty tensor has 0."""
     check_high_precision(x)
-    result: torch.Tensor = torch.ops.ottava.amax(x)
+    result: torch.Tensor = _ops.amax(x)
     return result
 
 
@@ -92,9 +92,7 @@ def scale_from_amax(
     check_epsilon(epsilon)
     if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
         raise DTypeError("amax is not a float32 tensor", expected="a float32 tensor")
-    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.ottava.scale_from_amax(
-        amax, fp8_dtype, float(epsilon), bool(force_pow_2)
-    )
+    result: tuple[torch.Tensor, torch.Tensor] = _ops.scale_from_amax(amax, fp8_dtype, float(epsilon), bool(force_pow_2))
     return result
 
 
@@ -103,7 +101,7 @@ def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.
     check_high_precision(x)
     fp8_format(fp8_dtype)
     check_scalar(scale, x, "scale")
-    result: torch.Tensor = torch.ops.ottava.cast(x, scale, fp8_dtype)
+    result: torch.Tensor = _ops.cast(x, scale, fp8_dtype)
     return result
 
 
@@ -113,7 +111,7 @@ def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype)
     fp8_format(fp8_dtype)
     check_scalar(scale, x, "scale")
     check_matrix(x)
-    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.ottava.cast_transpose(x, scale, fp8_dtype)
+    result: tuple[torch.Tensor, torch.Tensor] = _ops.cast_transpose(x, scale, fp8_dtype)
     return result
 
 
@@ -135,7 +133,7 @@ def quantize(
     check_epsilon(epsilon)
     if transposed:
         check_matrix(x)
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.ottava.quantize(
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = _ops.quantize(
         x, fp8_dtype, float(epsilon), bool(force_pow_2), rowwise, transposed
     )
     return result
@@ -166,7 +164,7 @@ def cast_amax(
         check_counter(saturated, x)
     if transposed:
         check_matrix(x)
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.ottava.cast_amax(
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _ops.cast_amax(
         x, scale, amax, saturated, fp8_dtype, transposed
     )
     return result
@@ -213,16 +211,14 @@ def update_scales(
         check_out(history, (length, slots), torch.float32, device, "amax history")
     if last is not None:
         check_out(last, (total,), torch.float32, device, "last")
-    torch.ops.ottava.update_scales(
-        list(scales), list(histories), [float(maximum) for maximum in maxima], most_recent, last
-    )
+    _ops.update_scales(list(scales), list(histories), [float(maximum) for maximum in maxima], most_recent, last)
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
     """Codes ``[*leading, K]`` to a contiguous ``[K, *leading]``."""
     check_codes(data)
     check_matrix(data)
-    result: torch.Tensor = torch.ops.ottava.transpose(data)
+    result: torch.Tensor = _ops.transpose(data)
     return result
 
 
@@ -236,7 +232,7 @@ def decode(
         check_scalar(scale_inv, data, "scale_inv")
     if dtype not in HIGH_PRECISION:
         raise DTypeError(f"cannot decode to {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
-    result: torch.Tensor = torch.ops.ottava.decode(data, scale_inv, fp8_dtype, dtype)
+    result: torch.Tensor = _ops.decode(data, scale_inv, fp8_dtype, dtype)
     return result
 
 

@@ -129,12 +129,15 @@ def quantize_out(
     force_pow_2: bool,
     data: torch.Tensor | None,
     transpose: torch.Tensor | None,
-    scale: torch.Tensor,
+    scale: torch.Tensor | None,
     scale_inv: torch.Tensor,
-    amax: torch.Tensor,
+    amax: torch.Tensor | None,
 ) -> None:
-    """:func:`quantize` into existing buffers; ``data`` and ``transpose`` may be None."""
+    """:func:`quantize` into existing buffers; all but ``scale_inv`` may be None."""
     x = x.contiguous()
+    # The kernel writes the scalars that nobody wants too.
+    scale = torch.empty_like(scale_inv) if scale is None else scale
+    amax = torch.empty_like(scale_inv) if amax is None else amax
     _cpu.quantize(
         x.data_ptr(),
         _DTYPE_CODES[x.dtype],
@@ -177,6 +180,36 @@ def quantize(
     return data, out_t, scale, scale_inv, seen
 
 
+def cast_amax_out(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    saturated: torch.Tensor | None,
+    fp8_dtype: torch.dtype,
+    data: torch.Tensor | None,
+    transpose: torch.Tensor | None,
+    scale_inv: torch.Tensor,
+) -> None:
+    """:func:`cast_amax` into existing buffers; None for what is not wanted."""
+    x = x.contiguous()
+    # The kernel writes all the same.
+    data = torch.empty_like(x, dtype=torch.uint8) if data is None else data
+    amax = torch.empty_like(scale_inv) if amax is None else amax
+    _cpu.cast_amax(
+        x.data_ptr(),
+        _DTYPE_CODES[x.dtype],
+        *_matrix(x),
+        scale.data_ptr(),
+        amax.data_ptr(),
+        _pointer(saturated),
+        scale_inv.data_ptr(),
+        data.data_ptr(),
+        _pointer(transpose),
+        fp8_format(fp8_dtype).code,
+        torch.get_num_threads(),
+    )
+
+
 def cast_amax(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -186,23 +219,10 @@ def cast_amax(
     transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, their transpose and scale_inv, in one pass that also raises ``amax``."""
-    x = x.contiguous()
     out = torch.empty(x.shape, dtype=torch.uint8)
     out_t = torch.empty(_transposed_shape(x) if transposed else (0,), dtype=torch.uint8)
     scale_inv = torch.empty((), dtype=torch.float32)
-    _cpu.cast_amax(
-        x.data_ptr(),
-        _DTYPE_CODES[x.dtype],
-        *_matrix(x),
-        scale.data_ptr(),
-        amax.data_ptr(),
-        _pointer(saturated),
-        scale_inv.data_ptr(),
-        out.data_ptr(),
-        out_t.data_ptr() if transposed else 0,
-        fp8_format(fp8_dtype).code,
-        torch.get_num_threads(),
-    )
+    cast_amax_out(x, scale, amax, saturated, fp8_dtype, out, out_t if transposed else None, scale_inv)
     return out, out_t, scale_inv
 
 

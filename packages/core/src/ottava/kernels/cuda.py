@@ -10,6 +10,24 @@ import torch
 
 from ottava.formats import fp8_format
 from ottava.kernels.cuda_memory import DTYPE_CODES, matrix, place, pointer
+from ottava.kernels.cuda_multi import (  # noqa: F401  (the backend's kernels on many tensors)
+    multi_amax,
+    multi_cast,
+    mx_multi_amax,
+    mx_multi_cast,
+    update_scales,
+)
+from ottava.kernels.cuda_mx import (  # noqa: F401  (the backend's kernels on MX blocks, and after products)
+    epilogue,
+    epilogue32,
+    mx_decode,
+    mx_decode_flagged,
+    mx_decode_out,
+    mx_exact_lines,
+    mx_quantize,
+    mx_quantize_out,
+    mx_scale_from_amax,
+)
 from ottava.kernels.cuda_native import _cuda
 
 _CODES, _FLOATS = torch.uint8, torch.float32

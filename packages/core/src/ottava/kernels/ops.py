@@ -13,13 +13,18 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from ottava.kernels.backends import backend_module
+from ottava.kernels.direct import is_direct
 
 LIBRARY = torch.library.Library("ottava", "DEF")
 Tensor = torch.Tensor
 
 
-def kernel(schema: str, fake: Callable[..., Any]) -> None:
-    """Define ``ottava::name`` whose implementation is the function ``name`` of the backend of its first tensor."""
+def kernel(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define ``ottava::name`` whose implementation is the function ``name`` of the backend of its first tensor.
+
+    Returns:
+        What calls it: the operator, or the backend's function itself where nobody would see the operator.
+    """
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
 
@@ -28,6 +33,16 @@ def kernel(schema: str, fake: Callable[..., Any]) -> None:
 
     LIBRARY.impl(name, by_backend, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ottava::{name}", fake, lib=LIBRARY)
+    operator: Any = getattr(torch.ops.ottava, name)
+    # The first argument is a tensor always; these are the others.
+    tensors = [place for place, given in enumerate(operator.default._schema.arguments) if "Tensor" in str(given.type)]
+    others = tensors[1:]
+
+    def call(x: Tensor, *args: Any) -> Any:
+        direct = is_direct(x, *(args[place - 1] for place in others)) if others else is_direct(x)
+        return by_backend(x, *args) if direct else operator(x, *args)
+
+    return call
 
 
 def _scalar_like(x: Tensor) -> Tensor:
@@ -55,22 +70,22 @@ def _fake_quantize(
     )
 
 
-kernel("amax(Tensor x) -> Tensor", _scalar_like)
-kernel(
+amax = kernel("amax(Tensor x) -> Tensor", _scalar_like)
+scale_from_amax = kernel(
     "scale_from_amax(Tensor amax, ScalarType fp8_dtype, float epsilon, bool force_pow_2) -> (Tensor, Tensor)",
     lambda amax, *_: tuple(amax.new_empty(amax.shape, dtype=torch.float32) for _ in range(2)),
 )
-kernel("cast(Tensor x, Tensor scale, ScalarType fp8_dtype) -> Tensor", lambda x, *_: _codes_like(x))
-kernel(
+cast = kernel("cast(Tensor x, Tensor scale, ScalarType fp8_dtype) -> Tensor", lambda x, *_: _codes_like(x))
+cast_transpose = kernel(
     "cast_transpose(Tensor x, Tensor scale, ScalarType fp8_dtype) -> (Tensor, Tensor)",
     lambda x, *_: (_codes_like(x), _transposed_like(x)),
 )
-kernel(
+quantize = kernel(
     "quantize(Tensor x, ScalarType fp8_dtype, float epsilon, bool force_pow_2, bool rowwise, bool transposed)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_quantize,
 )
-kernel(
+cast_amax = kernel(
     "cast_amax(Tensor x, Tensor scale, Tensor(a!) amax, Tensor(b!)? saturated, ScalarType fp8_dtype, bool transposed)"
     " -> (Tensor, Tensor, Tensor)",
     lambda x, scale, amax, saturated, fp8_dtype, transposed: (
@@ -79,8 +94,8 @@ kernel(
         _scalar_like(x),
     ),
 )
-kernel("transpose(Tensor data) -> Tensor", _transposed_like)
-kernel(
+transpose = kernel("transpose(Tensor data) -> Tensor", _transposed_like)
+decode = kernel(
     "decode(Tensor data, Tensor? scale_inv, ScalarType fp8_dtype, ScalarType dtype) -> Tensor",
     lambda data, scale_inv, fp8_dtype, dtype: data.new_empty(data.shape, dtype=dtype),
 )
@@ -101,13 +116,45 @@ LIBRARY.impl("update_scales", _update_scales, "CompositeExplicitAutograd")
 torch.library.register_fake("ottava::update_scales", lambda *_: None, lib=LIBRARY)
 
 
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """The product in the dtype of its operands, whatever torch.autocast says."""
+def update_scales(
+    scales: list[Tensor], histories: list[Tensor], maxima: list[float], most_recent: bool, last: Tensor | None
+) -> None:
+    """As what :func:`kernel` returns."""
+    direct = is_direct(*scales, *histories, last)
+    (_update_scales if direct else torch.ops.ottava.update_scales)(scales, histories, maxima, most_recent, last)
+
+
+def _mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype) -> Tensor:
+    """The product, in the dtype of its operands if none is given, whatever torch.autocast says."""
     kind = a.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
-            return torch.mm(a, b)
-    return torch.mm(a, b)
+            return torch.mm(a, b, *out_dtype)
+    return torch.mm(a, b, *out_dtype)
+
+
+def returns_float32(device: torch.device) -> bool:
+    """Whether torch's product of bfloat16 operands on ``device`` can give the float32 sums themselves."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def finish(
+    sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``round(sums * (scale_a * scale_b) + bias)`` of contiguous float32 ``sums``, rounded once."""
+    if scale_a is None and scale_b is None and bias is None:
+        return sums.to(out_dtype)
+    epilogue = getattr(backend_module(sums.device.type), "epilogue32", None)
+    if epilogue is not None:
+        out = torch.empty_like(sums, dtype=out_dtype)
+        epilogue(sums, scale_a, scale_b, bias, out)
+        return out
+    scales = [scale for scale in (scale_a, scale_b) if scale is not None]
+    if scales:
+        sums = sums * (scales[0] if len(scales) == 1 else scales[0] * scales[1])
+    if bias is not None:
+        sums = sums + bias.to(torch.float32)
+    return sums.to(out_dtype)
 
 
 def product(
@@ -119,23 +166,21 @@ def product(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The product of dense operands, times both scales, plus the bias."""
-    out = _mm(a, b)
-    if out.dtype == out_dtype == torch.bfloat16:
-        if scale_a is not None or scale_b is not None or bias is not None:
-            backend_module(a.device.type).epilogue(out, scale_a, scale_b, bias)
-        return out
-    out = out.to(torch.float32)
-    if scale_a is not None or scale_b is not None:
-        one = torch.ones((), dtype=torch.float32, device=a.device)
-        out = out * ((one if scale_a is None else scale_a) * (one if scale_b is None else scale_b))
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
+    bare = scale_a is None and scale_b is None and bias is None
+    if bare and a.dtype == out_dtype:
+        return _mm(a, b)
+    if a.dtype != torch.float32 and returns_float32(a.device):
+        return finish(_mm(a, b, torch.float32), scale_a, scale_b, bias, out_dtype)
+    sums = _mm(a, b)
+    if sums.dtype == out_dtype == torch.bfloat16:
+        backend_module(a.device.type).epilogue(sums, scale_a, scale_b, bias)
+        return sums
+    return finish(sums.to(torch.float32), scale_a, scale_b, bias, out_dtype)
 
 
 # Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both factors and the
-# bias in float32, then one rounding to out_dtype. bfloat16 operands with a bfloat16 result round twice, because
-# torch has no bfloat16 product that returns float32 on CPU.
+# bias in float32, then one rounding to out_dtype. On CPU bfloat16 operands with a bfloat16 result round twice, because
+# torch has no bfloat16 product that returns float32 there.
 LIBRARY.define(
     "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor"
 )

@@ -173,11 +173,11 @@ def quantize_out(
     force_pow_2: bool,
     data: torch.Tensor | None,
     transpose: torch.Tensor | None,
-    scale: torch.Tensor,
+    scale: torch.Tensor | None,
     scale_inv: torch.Tensor,
-    amax: torch.Tensor,
+    amax: torch.Tensor | None,
 ) -> None:
-    """:func:`quantize` into existing buffers."""
+    """:func:`quantize` into existing buffers; None for what is not wanted."""
     results = quantize(x, fp8_dtype, epsilon, force_pow_2, data is not None, transpose is not None)
     for out, result in zip((data, transpose, scale, scale_inv, amax), results, strict=True):
         if out is not None:

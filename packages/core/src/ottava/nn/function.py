@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ottava.gemm import as_matrix, gemm
+from ottava.kernels.direct import unobserved
 from ottava.nn.main_grad import note_added
 from ottava.recipes.state import RecipeState
-from ottava.tensors.saving import prepare_for_saving, restore_from_saved
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.saving import rebuild_saved
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class LinearPlan:
     """What does not change between calls of one configuration.
 
@@ -34,6 +36,53 @@ class LinearPlan:
     main_grad: torch.Tensor | None = None
 
 
+def quantized_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kept_weight: QuantizedTensorStorage | None,
+    plan: LinearPlan,
+) -> torch.Tensor:
+    """``y = x · wᵀ + b``; ``kept_weight`` is the quantized weight, if there is one already."""
+    result: torch.Tensor
+    if not unobserved() or forward_ad._current_level >= 0:
+        result = LinearFunction.apply(x, weight, bias, kept_weight, plan)  # type: ignore[no-untyped-call]
+    elif plan.grad_enabled:
+        result = _apply(x, weight, bias, kept_weight, plan)
+    else:
+        # No backward follows.
+        result = _product(x, weight, bias, kept_weight, plan, False, False)[0]
+    return result
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kept_weight: QuantizedTensorStorage | None,
+    plan: LinearPlan,
+    x_needs: bool,
+    w_needs: bool,
+) -> tuple[torch.Tensor, Any, Any]:
+    """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
+    state, dtype, recording = plan.state, plan.dtype, plan.recording
+    quantizer = state.quantizer("input", rowwise=True, columnwise=w_needs, recording=recording)
+    qx = quantizer.quantize(as_matrix(x), dtype=dtype)
+    qw: Any = weight if isinstance(weight, QuantizedTensorStorage) else kept_weight
+    if qw is None:
+        quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=recording)
+        qw = quantizer.quantize(weight, dtype=dtype)
+    y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
+    if x.dim() != 2 or torch.compiler.is_compiling() or y._is_view():
+        # Not a view: the output may be modified in place (by an activation, say).
+        y = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+    return y, qx, qw
+
+
+# What is saved of an operand that no gradient needs.
+_NOTHING: tuple[list[torch.Tensor | None], StorageSpec | None] = ([None], None)
+
+
 class LinearFunction(torch.autograd.Function):
     """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands.
 
@@ -50,59 +99,62 @@ class LinearFunction(torch.autograd.Function):
         kept_weight: QuantizedTensorStorage | None,
         plan: LinearPlan,
     ) -> torch.Tensor:
-        x_needs = plan.grad_enabled and ctx.needs_input_grad[0]
-        w_needs = plan.grad_enabled and ctx.needs_input_grad[1]
-        x2 = as_matrix(x)
-        recording = plan.recording
-        quantizer = plan.state.quantizer("input", rowwise=True, columnwise=w_needs, recording=recording)
-        qx = quantizer.quantize(x2, dtype=plan.dtype)
+        needs = ctx.needs_input_grad
+        x_needs, w_needs = plan.grad_enabled and needs[0], plan.grad_enabled and needs[1]
+        y, qx, qw = _product(x, weight, bias, kept_weight, plan, x_needs, w_needs)
         primary = isinstance(weight, QuantizedTensorStorage)
-        qw: Any = weight if primary else kept_weight
-        made_here = qw is None
-        if qw is None:
-            quantizer = plan.state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=recording)
-            qw = quantizer.quantize(weight, dtype=plan.dtype)
-        y = gemm(qx, qw, "fprop", out_dtype=plan.dtype, bias=bias, use_split_accumulator=False)
-
-        if w_needs:
-            qx.update_usage(rowwise_usage=False)
-        if x_needs and made_here:
-            qw.update_usage(rowwise_usage=False)
-        tensors, objects = prepare_for_saving(qx if w_needs else None, qw if x_needs and not primary else None)
+        x_tensors, x_spec = qx.flatten_columnwise() if w_needs else _NOTHING
+        if not x_needs or primary:
+            w_tensors, w_spec = _NOTHING
+        else:
+            w_tensors, w_spec = qw.flatten_columnwise() if kept_weight is None else qw.flatten_storage()
         # A weight whose only form is quantized is saved as the parameter that it is.
-        ctx.save_for_backward(*tensors, weight if x_needs and primary else None)
-        ctx.objects = objects
+        ctx.save_for_backward(*x_tensors, *w_tensors, weight if x_needs and primary else None)
+        ctx.specs = x_spec, w_spec
         ctx.plan = plan
         ctx.weight = weight if plan.main_grad is not None else None
         ctx.x_shape = x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        # Not a view: the output may be modified in place (by an activation, say).
-        shaped: torch.Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
-        return shaped
+        return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (dy,) = grads
-        plan: LinearPlan = ctx.plan
-        if plan.state.stateful and not torch.compiler.is_compiling():
-            plan.state.backward_ran = True
-        x_dtype, w_dtype, b_dtype = ctx.dtypes
-        *tensors, given_weight = ctx.saved_tensors
-        qx, qw = restore_from_saved(tensors, ctx.objects)
-        qw = given_weight if qw is None else qw
-        dx = dw = db = None
-        dy2 = as_matrix(dy)
-        if qx is not None or qw is not None:
-            quantizer = plan.state.quantizer("grad_output", rowwise=qw is not None, columnwise=qx is not None)
-            qdy = quantizer.quantize(dy2, dtype=plan.dtype)
-            if qw is not None:
-                dx = gemm(qdy, qw, "dgrad", out_dtype=plan.dtype).to(x_dtype).view(ctx.x_shape)
-            if qx is not None and plan.main_grad is not None:
-                gemm(qdy, qx, "wgrad", out=plan.main_grad, accumulate=True)
-                note_added(ctx.weight)
-            elif qx is not None:
-                dw = gemm(qdy, qx, "wgrad", out_dtype=plan.dtype).to(w_dtype)
-        if b_dtype is not None and ctx.needs_input_grad[2]:
-            db = dy2.sum(0, dtype=torch.float32).to(b_dtype)
-        return dx, dw, db, None, None
+        # Where no second derivative is asked for there is none to refuse.
+        return (_once if torch.is_grad_enabled() else _gradients)(ctx, *grads)
+
+
+def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
+    (dy,) = grads
+    plan: LinearPlan = ctx.plan
+    if plan.state.stateful and not torch.compiler.is_compiling() and not plan.state.backward_ran:
+        plan.state.backward_ran = True
+    x_dtype, w_dtype, b_dtype = ctx.dtypes
+    tensors = ctx.saved_tensors
+    qx, qw = rebuild_saved(tensors, ctx.specs)
+    # The last one is a weight whose only form is quantized.
+    qw = tensors[-1] if qw is None else qw
+    dx = dw = db = None
+    dy2 = as_matrix(dy)
+    if qx is not None or qw is not None:
+        quantizer = plan.state.quantizer("grad_output", rowwise=qw is not None, columnwise=qx is not None)
+        qdy = quantizer.quantize(dy2, dtype=plan.dtype)
+        if qw is not None:
+            dx = _as(gemm(qdy, qw, "dgrad", out_dtype=plan.dtype), x_dtype)
+            dx = dx if len(ctx.x_shape) == 2 else dx.view(ctx.x_shape)
+        if qx is not None and plan.main_grad is not None:
+            gemm(qdy, qx, "wgrad", out=plan.main_grad, accumulate=True)
+            note_added(ctx.weight)
+        elif qx is not None:
+            dw = _as(gemm(qdy, qx, "wgrad", out_dtype=plan.dtype), w_dtype)
+    if b_dtype is not None and ctx.needs_input_grad[2]:
+        db = _as(dy2.sum(0, dtype=torch.float32), b_dtype)
+    return dx, dw, db, None, None
+
+
+def _as(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return values if values.dtype == dtype else values.to(dtype)
+
+
+_once = once_differentiable(_gradients)
+# What LinearFunction.apply calls when it has found no transform, which takes it two microseconds.
+_apply: Any = super(torch.autograd.Function, LinearFunction).apply

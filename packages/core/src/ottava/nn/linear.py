@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 
 from ottava.errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
-from ottava.nn.function import LinearFunction, LinearPlan
+from ottava.nn.function import LinearPlan, quantized_linear
 from ottava.nn.main_grad import into_main_grad, main_grad_of
 from ottava.nn.model_init import quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
@@ -26,10 +25,19 @@ from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 
 
-def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext()
-    return torch.autocast(device_type=device_type, enabled=False)
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """What torch.autocast computes in where ``tensor`` is; None outside of it."""
+    # One cheap question first; compiled code asks the others only.
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return None
+    device_type = tensor.device.type
+    enabled = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
+
+
+def _backward_task() -> int:
+    """The backward pass that this runs in, by autograd's number; -1 outside any, and in compiled code."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 _TENSOR_TYPES = ("input", "weight", "grad_output")
@@ -177,12 +185,10 @@ class Linear(torch.nn.Linear):
 
     def _resolve(self) -> tuple[Recipe | None, Any, bool]:
         """Recipe (None for high precision), reduction group and whether to calibrate."""
-        region = current_region()
-        if not torch.compiler.is_compiling():
-            task = torch._C._current_graph_task_id()
-            if task != -1 and (region is None or region.module is not None or region.graph_task != task):
-                # A recomputation: whatever surrounds backward() now, it repeats the forward pass.
-                return (self._last_recipe if self._has_run else self._recipe), self._last_group, False
+        region, task = current_region(), _backward_task()
+        if task != -1 and (region is None or region.module is not None or region.graph_task != task):
+            # A recomputation: whatever surrounds backward() now, it repeats the forward pass.
+            return (self._last_recipe if self._has_run else self._recipe), self._last_group, False
         if region is None:
             return self._recipe, None, False
         recipe = region.recipe if region.recipe is not None else self._recipe
@@ -193,6 +199,9 @@ class Linear(torch.nn.Linear):
     def _remember(self, recipe: Recipe | None, group: Any) -> None:
         """Note what a recomputation is to repeat; an evaluation between forward and backward is not."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        if self._has_run and self._last_recipe is recipe and self._last_group is group:
+            # Setting attributes of a module takes long.
             return
         if self.training or torch.is_grad_enabled():
             self._last_recipe, self._last_group, self._has_run = recipe, group, True
@@ -215,10 +224,13 @@ class Linear(torch.nn.Linear):
         self._remember(None if calibrating else recipe, group)
         if recipe is None:
             return self._high_precision(input)
-        dtype = self._check(input)
+        # Looked up once: a module looks for its parameters in several places.
+        weight = self.weight
+        autocast_dtype = _autocast_dtype(weight)
+        dtype = self._check(input, weight, autocast_dtype)
         state = self._state_for(recipe, group)
         if state.stateful:
-            self._take_part(state, group)
+            self._take_part(state, group, weight)
         if calibrating:
             state.quantizer("input", rowwise=True, columnwise=True).calibrate(input.detach())
             state.quantizer("weight", rowwise=True, columnwise=True).calibrate(self._plain_weight().detach())
@@ -227,16 +239,20 @@ class Linear(torch.nn.Linear):
             input = input.dequantize()
         grad_enabled = torch.is_grad_enabled()
         recording = self._is_recording(grad_enabled)
-        if isinstance(self.weight, QuantizedTensorStorage):
-            state.use_gathered(self.weight, recording=recording)
-            if grad_enabled and not torch.compiler.is_compiling() and self.weight.rebuilds_derived:
+        kept_weight = None
+        if isinstance(weight, QuantizedTensorStorage):
+            state.use_gathered(weight, recording=recording)
+            if grad_enabled and not torch.compiler.is_compiling() and weight.rebuilds_derived:
                 with torch.no_grad():
-                    self.weight.rebuild_derived()
-        kept_weight = self._kept_weight(state, dtype, is_first_microbatch, recording)
-        plan = LinearPlan(state, dtype, grad_enabled, recording, main_grad_of(self, grad_enabled))
-        with _no_autocast(input.device.type):
-            result: torch.Tensor = LinearFunction.apply(input, self.weight, self.bias, kept_weight, plan)  # type: ignore[no-untyped-call]
-        return result
+                    weight.rebuild_derived()
+        elif is_first_microbatch is not None:
+            kept_weight = self._kept_weight(state, dtype, is_first_microbatch, recording)
+        main_grad = main_grad_of(self, grad_enabled) if self.fuse_wgrad_accumulation else None
+        plan = LinearPlan(state, dtype, grad_enabled, recording, main_grad)
+        if autocast_dtype is None:
+            return quantized_linear(input, weight, self.bias, kept_weight, plan)
+        with torch.autocast(device_type=weight.device.type, enabled=False):
+            return quantized_linear(input, weight, self.bias, kept_weight, plan)
 
     # -- weights that FSDP2 shards --
 
@@ -251,7 +267,7 @@ class Linear(torch.nn.Linear):
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # Now, since the forward pass comes after the gather: the step may begin with it.
-                self._take_part(state, region.amax_reduction_group)
+                self._take_part(state, region.amax_reduction_group, self.weight)
         return state.gather_quantizer()
 
     def own_shard(self, shard: QuantizedTensor) -> None:
@@ -275,7 +291,7 @@ class Linear(torch.nn.Linear):
             group = weight.device_mesh.get_group(sharded[0])
             local.update_quantizer(local._quantizer.for_shards(group.group_name))
 
-    def _take_part(self, state: RecipeState, group: Any) -> None:
+    def _take_part(self, state: RecipeState, group: Any, weight: torch.Tensor) -> None:
         """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
         region = current_region()
         if region is None:
@@ -296,10 +312,10 @@ class Linear(torch.nn.Linear):
             )
         if not state.has_run and not torch.compiler.is_compiling():
             state.has_run = True
-        if isinstance(self.weight, QuantizedTensor) and not torch.compiler.is_compiling():
-            quantizer = state.weight_quantizer(self.weight)
+        if isinstance(weight, QuantizedTensor) and not torch.compiler.is_compiling():
+            quantizer = state.weight_quantizer(weight)
             if quantizer is not None:
-                self.weight.update_quantizer(quantizer)
+                weight.update_quantizer(quantizer)
 
     def _is_training(self) -> bool:
         """Whether this is the forward pass of a step: reentrant checkpointing runs it without gradients."""
@@ -316,7 +332,8 @@ class Linear(torch.nn.Linear):
             return grad_enabled
         if torch._C._current_graph_task_id() != -1:
             return not self._recorded
-        self._recorded = grad_enabled
+        if self._recorded is not grad_enabled:
+            self._recorded = grad_enabled
         return grad_enabled
 
     def _plain_weight(self) -> torch.Tensor:
@@ -329,13 +346,10 @@ class Linear(torch.nn.Linear):
         return F.linear(input, weight, self.bias)
 
     def _kept_weight(
-        self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool | None, recording: bool
-    ) -> QuantizedTensorStorage | None:
-        """The weight as it was quantized in the first microbatch of the step, if it is to be reused."""
-        if is_first_microbatch is None or isinstance(self.weight, QuantizedTensorStorage):
-            return None
-        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if self._quantized_weight is None or (is_first_microbatch and not recomputing):
+        self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool, recording: bool
+    ) -> QuantizedTensorStorage:
+        """The weight as it was quantized in the first microbatch of the step."""
+        if self._quantized_weight is None or (is_first_microbatch and _backward_task() == -1):
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
             weight = self.weight.detach()
             with torch.no_grad():
@@ -346,7 +360,7 @@ class Linear(torch.nn.Linear):
             self._quantized_weight = kept
         return self._quantized_weight
 
-    def _check(self, input: torch.Tensor) -> torch.dtype:
+    def _check(self, input: torch.Tensor, weight: torch.Tensor, autocast_dtype: torch.dtype | None) -> torch.dtype:
         """Refuse what does not fit; returns the dtype to compute in."""
         if not isinstance(input, torch.Tensor):
             raise DTypeError(f"input is a {type(input).__name__}", expected="a torch.Tensor")
@@ -356,29 +370,30 @@ class Linear(torch.nn.Linear):
                 expected=f"a last dimension of {self.in_features}",
                 remedy="check the layer before this one",
             )
-        if input.device != self.weight.device:
+        if input.device != weight.device:
             raise DeviceError(
-                f"input of {self._label()} is on {input.device}, its weight on {self.weight.device}",
+                f"input of {self._label()} is on {input.device}, its weight on {weight.device}",
                 expected="one device",
-                remedy=f"move one of them, for example input.to({str(self.weight.device)!r})",
+                remedy=f"move one of them, for example input.to({str(weight.device)!r})",
             )
-        for what, tensor in (("input", input), ("weight", self.weight)):
-            if tensor.dtype not in HIGH_PRECISION:
-                raise DTypeError(
-                    f"{what} of {self._label()} has dtype {tensor.dtype}",
-                    expected="torch.float32, torch.bfloat16 or torch.float16",
-                    remedy="convert it first, for example with .to(torch.bfloat16)",
-                )
-        device_type = input.device.type
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-            return torch.get_autocast_dtype(device_type)
-        if input.dtype != self.weight.dtype:
+        dtype = input.dtype
+        same = dtype == weight.dtype
+        if dtype not in HIGH_PRECISION or not (same or weight.dtype in HIGH_PRECISION):
+            what, wrong = ("weight", weight.dtype) if dtype in HIGH_PRECISION else ("input", dtype)
             raise DTypeError(
-                f"input of {self._label()} has dtype {input.dtype}, its weight {self.weight.dtype}",
+                f"{what} of {self._label()} has dtype {wrong}",
+                expected="torch.float32, torch.bfloat16 or torch.float16",
+                remedy="convert it first, for example with .to(torch.bfloat16)",
+            )
+        if autocast_dtype is not None:
+            return autocast_dtype
+        if not same:
+            raise DTypeError(
+                f"input of {self._label()} has dtype {dtype}, its weight {weight.dtype}",
                 expected="one dtype",
                 remedy="convert one of them, or run inside torch.autocast",
             )
-        return input.dtype
+        return dtype
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # ``.half()`` and its like dequantize; a module's weight keeps its codes and changes its nominal dtype.

@@ -14,11 +14,18 @@ import torch
 from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
+from ottava.tensors.blocks import GemmCache
 from ottava.tensors.codes import as_codes
 from ottava.tensors.freshness import DerivedTensor, WriteCount, bump_version
 from ottava.tensors.layout import columnwise_is_transpose
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StaticField, check_values_dtype
+from ottava.tensors.storage import (
+    InnerTensor,
+    QuantizedTensorStorage,
+    StaticField,
+    StorageSpec,
+    check_values_dtype,
+)
 from ottava.tensors.tensor import QuantizedTensor
 
 
@@ -71,6 +78,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     _data: torch.Tensor | None
     _scale_inv: torch.Tensor
     _fp8_dtype: torch.dtype
+    _gemm_cache: GemmCache | None = None
 
     def __init__(
         self,
@@ -85,6 +93,46 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._dtype = dtype
         codes, transposed, scale_inv = _checked_parts(data, data_transpose, fp8_scale_inv, fp8_dtype, dtype)
         self._set_data(codes, scale_inv, fp8_dtype, transposed, quantizer)
+
+    @classmethod
+    def around(
+        cls,
+        data: torch.Tensor | None,
+        data_transpose: torch.Tensor | None,
+        scale_inv: torch.Tensor,
+        fp8_dtype: torch.dtype,
+        dtype: torch.dtype,
+        quantizer: Quantizer | None,
+    ) -> Float8TensorStorage:
+        """A bare storage of parts that fit together because a kernel made them: nothing is checked."""
+        made = object.__new__(Float8TensorStorage)
+        made._dtype = dtype
+        made._set_data(data, scale_inv, fp8_dtype, data_transpose, quantizer)
+        return made
+
+    def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
+        if type(self) is not Float8TensorStorage:
+            return super().flatten_storage()
+        static = (self._dtype, self._fp8_dtype)
+        spec = StorageSpec(Float8TensorStorage, static, self._quantizer, self._whole)
+        return [self._data, self._transpose, self._scale_inv], spec
+
+    def flatten_columnwise(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
+        transposed = self._transpose if type(self) is Float8TensorStorage and self._data is not None else None
+        if transposed is None or not columnwise_is_transpose(transposed.device):
+            return super().flatten_columnwise()
+        # The same without the steps in between.
+        static = (self._dtype, self._fp8_dtype)
+        return [None, transposed, self._scale_inv], StorageSpec(
+            Float8TensorStorage, static, self._quantizer, self._whole
+        )
+
+    @classmethod
+    def rebuilt(cls, spec: StorageSpec, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        if cls is not Float8TensorStorage:
+            return super().rebuilt(spec, tensors)
+        (data, transposed, scale_inv), (dtype, fp8_dtype) = tensors, spec.static
+        return cls.around(data, transposed, scale_inv, fp8_dtype, dtype, spec.quantizer)  # type: ignore[arg-type]
 
     def _set_data(
         self,
@@ -208,27 +256,28 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return {"rowwise": True, "columnwise": shared or transposed}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
-        if self._data is None and self._transpose is None:
-            raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
-        if rowwise and self._data is None:
-            self._data = self._codes().contiguous()
-            self._transpose = kernels.transpose(self._data)
-        if self._data is None:
-            return
-        if not columnwise_is_transpose(self._data.device):
-            # One buffer serves both usages; what can go is a transpose that is not needed.
-            if not columnwise:
-                self._derived = None
-            return
-        if columnwise and self._transpose is None:
-            self._transpose = kernels.transpose(self._data)
+        data, transposed = self._data, self._transpose
+        shared = data is not None and not columnwise_is_transpose(data.device)
+        have = data is not None, shared or transposed is not None
+        rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage, have)
+        if data is None:
+            if transposed is None:
+                raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
+            if not rowwise:
+                return
+            data = self._data = self._codes().contiguous()
+            transposed = self._transpose = kernels.transpose(data)
+            shared = not columnwise_is_transpose(data.device)
         if not columnwise:
             self._derived = None
+        # One buffer may serve both usages; what can go then is a transpose that is not needed.
+        if shared or not columnwise:
+            return
+        if transposed is None:
+            transposed = self._transpose = kernels.transpose(data)
         if not rowwise:
-            kept = self._transpose
             self._data = None
-            self._transpose = kept
+            self._transpose = transposed
 
     # -- values --
 
@@ -265,6 +314,32 @@ class Float8TensorStorage(QuantizedTensorStorage):
         values = self._decode(None, dtype)
         rows = math.prod(values.shape[:-1])
         return values if values.dim() == 2 else values.reshape(rows, values.shape[-1]), self._scale_inv
+
+    def scaled_lines(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        if type(self).gemm_operand is not Float8TensorStorage.gemm_operand:
+            # A subclass whose operands are something else.
+            return None
+        codes = self._data
+        if not columnwise and codes is not None and codes.dim() == 2:
+            return codes.view(self._fp8_dtype), self._scale_inv
+        transposed = self._transpose if columnwise or codes is None else None
+        if transposed is not None:
+            shape = transposed.shape
+            lines = transposed if len(shape) == 2 else transposed.reshape(shape[0], math.prod(shape[1:]))
+            return (lines if columnwise else lines.t()).view(self._fp8_dtype), self._scale_inv
+        if codes is None or not codes.dim():
+            return None
+        if codes.dim() != 2:
+            codes = codes.reshape(math.prod(codes.shape[:-1]), codes.shape[-1])
+        return (codes.t() if columnwise else codes).view(self._fp8_dtype), self._scale_inv
+
+    def gemm_cache(self) -> GemmCache | None:
+        if torch.compiler.is_compiling():
+            return None
+        # It counts the writes with the aliases of today.
+        if self._gemm_cache is None or self._gemm_cache.writes is not self._writes:
+            self._gemm_cache = GemmCache(writes=self._writes)
+        return self._gemm_cache
 
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor):
@@ -393,6 +468,18 @@ class Float8QuantizerBase(Quantizer):
             data_transpose=transpose,
             quantizer=self,
         )
+
+    def wrap_made(
+        self,
+        data: torch.Tensor | None,
+        transpose: torch.Tensor | None,
+        scale_inv: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> QuantizedTensorStorage:
+        """:meth:`wrap` of what one call of a kernel made, which fits together: a bare storage is not checked."""
+        if self.internal:
+            return Float8TensorStorage.around(data, transpose, scale_inv, self.fp8_dtype, dtype, self)
+        return self.wrap(data, transpose, scale_inv, dtype)
 
     def make_empty(
         self,

@@ -1,38 +1,34 @@
 """Which bytes a columnwise GEMM operand is made of.
 
-GPUs whose FP8 GEMM takes only the TN layout (Ada, Hopper) need a transposed copy for the columnwise usage;
-everywhere else one buffer serves both usages.
+GPUs whose FP8 GEMM takes only the TN layout (Ada, Hopper, and Blackwell of compute capability 12) need a transposed
+copy for the columnwise usage; everywhere else one buffer serves both usages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Literal
 
 import torch
 
 from ottava.errors import OptionError
+from ottava.kernels.devices import capability_of_index
 
 Layout = Literal["transpose", "shared"]
 
 _forced: Layout | None = None
-_TN_ONLY_CAPABILITIES = ((8, 9), (9, 0))
-
-
-@cache
-def _cuda_is_tn_only(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) in _TN_ONLY_CAPABILITIES
+_TN_ONLY_CAPABILITIES = ((8, 9), (9, 0), (12, 0), (12, 1))
 
 
 def columnwise_is_transpose(device: torch.device) -> bool:
     """Whether tensors on ``device`` keep a transposed copy for their columnwise usage."""
     if _forced is not None:
         return _forced == "transpose"
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return _cuda_is_tn_only(torch.cuda.current_device() if device.index is None else device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return capability_of_index(index) in _TN_ONLY_CAPABILITIES
 
 
 @contextmanager

@@ -65,6 +65,11 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
             expected=f"{wanted}",
             remedy="pass both lists of one prepare_for_saving",
         )
+    return rebuild_saved(tensors, objects)
+
+
+def rebuild_saved(tensors: Sequence[Any], objects: Sequence[StorageSpec | None]) -> list[Any]:
+    """:func:`restore_from_saved` for who saved them: nothing is checked, and what follows the last one is left."""
     restored: list[Any] = []
     position = 0
     for spec in objects:
@@ -72,7 +77,7 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
             restored.append(tensors[position])
             position += 1
         else:
-            count = len(spec.cls.inner_tensors)
-            restored.append(spec.build(tensors[position : position + count]))
-            position += count
+            end = position + len(spec.cls.inner_tensors)
+            restored.append(spec.rebuild(tensors[position:end]))
+            position = end
     return restored

@@ -73,6 +73,10 @@ class StorageSpec:
             built._whole = self.whole
         return built
 
+    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        """:meth:`build` around the tensors that were taken out, which need no second look."""
+        return self.build(tensors) if self.whole is not None else self.cls.rebuilt(self, tensors)
+
 
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
@@ -150,6 +154,16 @@ class QuantizedTensorStorage:
         """The inner tensors and what builds a storage around them again. Nothing is changed."""
         static = tuple(getattr(self, field.attribute) for field in type(self).all_static_fields())
         return self.inner_list(), StorageSpec(type(self), static, self._quantizer, self._whole)
+
+    def flatten_columnwise(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
+        """:meth:`flatten_storage` after the rowwise usage was dropped: what a backward pass reads of an operand."""
+        self.update_usage(rowwise_usage=False)
+        return self.flatten_storage()
+
+    @classmethod
+    def rebuilt(cls, spec: StorageSpec, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        """What ``spec.build(tensors)`` makes; a subclass may leave out the checks, since it gave both itself."""
+        return spec.build(tensors)
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
@@ -263,13 +277,18 @@ class QuantizedTensorStorage:
         both = not any(i.usage != "both" for i in self.inner_tensors) and "both" in held
         return {"rowwise": both or "rowwise" in held, "columnwise": both or "columnwise" in held}
 
-    def _requested_usages(self, rowwise_usage: bool | None, columnwise_usage: bool | None) -> tuple[bool, bool]:
-        have = self.get_usages()
-        rowwise = have["rowwise"] if rowwise_usage is None else rowwise_usage
-        columnwise = have["columnwise"] if columnwise_usage is None else columnwise_usage
-        for name, value in (("rowwise_usage", rowwise), ("columnwise_usage", columnwise)):
-            if not isinstance(value, bool):
-                raise OptionError(f"{name} is {value!r}", expected="True, False or None")
+    def _requested_usages(
+        self, rowwise_usage: bool | None, columnwise_usage: bool | None, have: tuple[bool, bool] | None = None
+    ) -> tuple[bool, bool]:
+        """Rowwise and columnwise usage after an update, ``have`` those of before, if they are known already."""
+        if have is None:
+            usages = self.get_usages()
+            have = usages["rowwise"], usages["columnwise"]
+        rowwise = have[0] if rowwise_usage is None else rowwise_usage
+        columnwise = have[1] if columnwise_usage is None else columnwise_usage
+        if not (isinstance(rowwise, bool) and isinstance(columnwise, bool)):
+            name, value = ("columnwise", columnwise) if isinstance(rowwise, bool) else ("rowwise", rowwise)
+            raise OptionError(f"{name}_usage is {value!r}", expected="True, False or None")
         if not (rowwise or columnwise):
             raise OptionError(
                 "update_usage would leave neither usage",
@@ -325,8 +344,17 @@ class QuantizedTensorStorage:
         """
         return None
 
+    def scaled_lines(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """This tensor for hardware that multiplies FP8, or None for :meth:`gemm_operand`, as is the default.
+
+        Returns:
+            Elements of an FP8 dtype ``[rows, columns]``, or with ``columnwise`` ``[columns, rows]``, best contiguous;
+            and the float32 scales still to multiply: one element, one for each of these lines, or None.
+        """
+        return None
+
     def gemm_cache(self) -> GemmCache | None:
-        """Where the GEMM keeps what it makes of a :meth:`block_operand`, shared by all aliases that count writes."""
+        """Where the GEMM keeps what it makes of an operand, shared by all aliases that count writes."""
         return None
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> QuantizedTensorStorage:

@@ -152,6 +152,22 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
         self._values_from_columns = values_from_columns
         self._set_data(rows, columns, fp8_dtype, with_2d_quantization, quantizer)
 
+    @classmethod
+    def around(
+        cls,
+        rows: Direction | None,
+        columns: Direction | None,
+        fp8_dtype: torch.dtype,
+        dtype: torch.dtype,
+        with_2d_quantization: bool,
+        quantizer: Quantizer | None,
+    ) -> MXFP8TensorStorage:
+        """A bare storage of parts that fit together because a kernel made them: nothing is checked."""
+        made = object.__new__(MXFP8TensorStorage)
+        made._dtype, made._values_from_columns = dtype, False
+        made._set_data(rows or (None, None), columns or (None, None), fp8_dtype, with_2d_quantization, quantizer)
+        return made
+
     def _set_data(
         self,
         rows: _Parts,

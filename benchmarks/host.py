@@ -1,0 +1,125 @@
+"""What an eager step of a linear layer costs the host, against ``torch.nn.Linear``: ``python -m benchmarks.host``.
+
+Shapes are small, so that the time is that of Python, of allocations and of launches. Calls come in bursts, the
+alternatives in turns. On a GPU the device is waited for between bursts only: what it does itself is not in the figures.
+On a CPU the kernels are in them, for both sides. A layer that is alone begins a step of its own with each forward pass:
+delayed scaling's update is in its figures, once for this layer instead of once for a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+import ottava
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+Run = Callable[[], object]
+
+
+def bursts(runs: Mapping[str, Run], wait: Run, *, rounds: int, calls: int) -> dict[str, float]:
+    """Median seconds of a call of each alternative: of ``rounds`` bursts of ``calls``, after one that is not timed."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(1 + rounds):
+        for name, run in runs.items():
+            wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            elapsed = time.perf_counter() - start
+            if turn:
+                times[name].append(elapsed / calls)
+    wait()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _steps(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Run]:
+    """What is timed of a layer; a weight is kept between microbatches where the layer knows of such."""
+    leaf = x.clone().requires_grad_()
+
+    def without_gradients() -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = layer(x)
+        return result
+
+    def backward() -> None:
+        layer(leaf).backward(dy)
+
+    kept: Run = lambda: layer(leaf)  # noqa: E731
+    if isinstance(layer, ottava.nn.Linear):
+        layer(leaf, is_first_microbatch=True)
+        kept = lambda: layer(leaf, is_first_microbatch=False)  # noqa: E731
+    return {
+        "forward, no_grad": without_gradients,
+        "forward": lambda: layer(leaf),
+        "forward, weight kept": kept,
+        "forward and backward": backward,
+    }
+
+
+def measure(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, rounds: int = 40, calls: int = 25
+) -> list[dict[str, object]]:
+    """One row for each step and each installed recipe: microseconds of a call, and how many times ``nn.Linear``'s.
+
+    Args:
+        shape: rows of the input, features in, features out.
+        rounds, calls: bursts of each alternative, and the calls of one.
+    """
+    rows, features_in, features_out = shape
+    x = torch.randn(rows, features_in, dtype=dtype, device=device)
+    dy = torch.randn(rows, features_out, dtype=dtype, device=device)
+    layers: dict[str, torch.nn.Module] = {
+        "nn.Linear": torch.nn.Linear(features_in, features_out, dtype=dtype, device=device)
+    }
+    for spec in ottava.list_recipes():
+        layers[spec.name] = ottava.nn.Linear(features_in, features_out, dtype=dtype, device=device, recipe=spec.name)
+    steps = {name: _steps(layer, x, dy) for name, layer in layers.items()}
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    table: list[dict[str, object]] = []
+    for step in steps["nn.Linear"]:
+        seconds = bursts({name: own[step] for name, own in steps.items()}, wait, rounds=rounds, calls=calls)
+        base = seconds["nn.Linear"]
+        table += [
+            {"step": step, "recipe": name, "microseconds": 1e6 * value, "times nn.Linear": value / base}
+            for name, value in seconds.items()
+        ]
+    return table
+
+
+def text_of(rows: list[dict[str, object]]) -> str:
+    """The rows as a table."""
+    cells = [list(rows[0])] + [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
+    parser.add_argument("--shape", type=int, nargs=3, metavar=("ROWS", "IN", "OUT"), default=(16, 64, 64))
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--calls", type=int, default=25)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    shape = tuple(options.shape)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread"
+    print(f"Host time, {'x'.join(map(str, shape))}, {options.dtype}, {name}, torch {torch.__version__}\n")
+    print(text_of(measure(shape, _DTYPES[options.dtype], device, rounds=options.rounds, calls=options.calls)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What the CUDA compiler says of each kernel: ``python -m benchmarks.resources [--write]``, without a GPU.
+
+Registers, spills, stack frame and shared memory of every kernel for every target. ``--write`` puts the table on
+``docs/gpu_resources.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.on_gpu.build import find_tool
+
+ROOT = Path(__file__).resolve().parents[1]
+CUDA = ROOT / "packages" / "core" / "csrc" / "cuda"
+PAGE = ROOT / "docs" / "gpu_resources.md"
+#: Compute capabilities as nvcc names them, and the first release of it that knows each.
+TARGETS = {"80": (11, 0), "89": (11, 8), "90a": (12, 0), "100a": (12, 8)}
+FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xptxas", "-v", "-cubin"]
+
+_ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\w+)'")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_SHORT = ((r"\bottava::(cuda::)?", ""), (r"\(anonymous namespace\)::", ""), (r"\bunsigned char\b", "uint8"))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel for one target; sizes in bytes."""
+
+    file: str
+    name: str
+    target: str
+    registers: int
+    spilled: int
+    stack: int
+    shared: int
+
+
+def sources() -> list[Path]:
+    """The files that the build compiles, as its list has them."""
+    listed = re.findall(r"/(\w+\.cu)\b", (CUDA / "kernels.cmake").read_text(encoding="utf-8"))
+    return [CUDA / name for name in listed]
+
+
+def _nvcc() -> str:
+    found = find_tool("nvcc")
+    if found is None:
+        raise FileNotFoundError("nvcc not found; install the CUDA toolkit, or put nvcc on PATH")
+    return found
+
+
+def targets() -> list[str]:
+    """The targets that this nvcc knows."""
+    text = subprocess.run([_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    release = (int(found[1]), int(found[2])) if found else (99, 0)
+    return [name for name, first in TARGETS.items() if release >= first]
+
+
+def demangled(names: Iterable[str]) -> dict[str, str]:
+    """Mangled name -> what the kernel is called in the sources, or the mangled name where there is no c++filt."""
+    given = list(names)
+    program = find_tool("c++filt") or find_tool("cu++filt")
+    if program is None or not given:
+        return {name: name for name in given}
+    done = subprocess.run([program], input="\n".join(given), capture_output=True, text=True, check=True)
+    return {name: _short(text) for name, text in zip(given, done.stdout.splitlines(), strict=True)}
+
+
+def _short(text: str) -> str:
+    """The struct of ``void ottava::cuda::grid<Struct<...> >(Struct<...>)``."""
+    found = re.match(r"void (?:\w+::)*grid<(.*)>\(", text)
+    name = (found[1] if found else text).strip()
+    for pattern, by in _SHORT:
+        name = re.sub(pattern, by, name)
+    return re.sub(r" +>", ">", name).replace("(bool)1", "true").replace("(bool)0", "false")
+
+
+def parse(file: str, output: str) -> list[Kernel]:
+    """The kernels in what ``ptxas -v`` printed for one file and target; names are mangled."""
+    found: list[Kernel] = []
+    entry: tuple[str, str] | None = None
+    frame = (0, 0, 0)
+    for line in output.splitlines():
+        if match := _ENTRY.search(line):
+            entry, frame = (match[1], match[2]), (0, 0, 0)
+        elif match := _FRAME.search(line):
+            frame = (int(match[1]), int(match[2]), int(match[3]))
+        elif (match := _USED.search(line)) and entry is not None:
+            shared = _SHARED.search(line)
+            spilled = frame[1] + frame[2]
+            found.append(Kernel(file, *entry, int(match[1]), spilled, frame[0], int(shared[1]) if shared else 0))
+            entry = None
+    return found
+
+
+def compile_one(source: Path, target: str, folder: Path) -> list[Kernel]:
+    """One file for one target.
+
+    Raises:
+        RuntimeError: it does not compile; the message has what nvcc printed.
+    """
+    cubin = folder / f"{source.stem}.{target}.cubin"
+    machine = f"-gencode=arch=compute_{target},code=sm_{target}"
+    done = subprocess.run([_nvcc(), *FLAGS, machine, "-o", str(cubin), str(source)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{source.name} for sm_{target}:\n{done.stderr[-4000:]}")
+    return parse(source.name, done.stderr + done.stdout)
+
+
+def measure(wanted: list[str] | None = None, workers: int = 2) -> list[Kernel]:
+    """Every kernel of every file, for the targets wanted (by default all that nvcc knows)."""
+    chosen = targets() if wanted is None else wanted
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        jobs = [pool.submit(compile_one, source, target, Path(folder)) for source in sources() for target in chosen]
+        found = [kernel for job in jobs for kernel in job.result()]
+    names = demangled({kernel.name for kernel in found})
+    return [Kernel(k.file, names[k.name], *(getattr(k, f) for f in list(Kernel.__annotations__)[2:])) for k in found]
+
+
+def table(found: list[Kernel]) -> str:
+    """One line for each kernel, one column for each target: registers, and shared memory, stack and spills if any."""
+    columns = [target for target in TARGETS if any(k.target == target for k in found)]
+    lines = ["| file | kernel | " + " | ".join(f"sm_{c}" for c in columns) + " | shared memory |"]
+    lines += ["|---" * (len(columns) + 3) + "|"]
+    by_kernel: dict[tuple[str, str], dict[str, Kernel]] = {}
+    for kernel in found:
+        by_kernel.setdefault((kernel.file, kernel.name), {})[kernel.target] = kernel
+    for (file, name), of in sorted(by_kernel.items()):
+        cells = [_cell(of.get(column)) for column in columns]
+        lines.append(f"| {file} | `{name}` | {' | '.join(cells)} | {max(k.shared for k in of.values())} |")
+    return "\n".join(lines)
+
+
+def _cell(kernel: Kernel | None) -> str:
+    if kernel is None:
+        return "-"
+    extra = f", {kernel.stack} of stack, {kernel.spilled} spilled" if kernel.stack or kernel.spilled else ""
+    return f"{kernel.registers}{extra}"
+
+
+def page(found: list[Kernel]) -> str:
+    """The page of the docs."""
+    release = subprocess.run([_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+    version = re.search(r"release ([\d.]+)", release)
+    spilling = sum(1 for k in found if k.spilled or k.stack)
+    words = "none of them has a stack frame or spills" if not spilling else f"{spilling} have a stack frame or spill"
+    return "\n".join(
+        [
+            "# Registers and shared memory of the CUDA kernels",
+            "",
+            "Written by `python -m benchmarks.resources --write`: what the compiler "
+            f"(nvcc {version[1] if version else 'unknown'}) says of each kernel.",
+            "Numbers are registers of a thread for each target, and bytes of shared memory of a block.",
+            f"Of {len(found)} kernels and targets, {words}.",
+            "",
+            table(found),
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Compile, print, write; 1 if a kernel spills."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+    found = measure(workers=options.workers)
+    text = page(found)
+    print(text)
+    if options.write:
+        PAGE.write_text(text, encoding="utf-8")
+    return 1 if any(k.spilled or k.stack for k in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+// MX blocks: their scales, their quantization, and their values.
+#include "mx.h"
+
+#include <type_traits>
+
+#include "launch.h"
+#include "mx_decode.h"
+#include "operations.h"
+
+namespace ottava::cuda {
+
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes, Stream stream) {
+    with_format(format, [&](auto element) {
+        typedef MxScaleOfAmax<decltype(element)> Kernel;
+        const bool wide = aligned(amax, 16) && aligned(codes, 8);
+        launch(Kernel{amax, n, wide, floor, codes}, ceil_div(n, Kernel::kChunk), stream);
+    });
+}
+
+void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
+                 const MxCodes& by_row, const MxCodes& by_column, Stream stream) {
+    const bool groups = cols % kGroup == 0;
+    const bool wide = groups && aligned(src, 16) && aligned(by_row.codes, 8) && aligned(by_column.codes, 8);
+    const MxResult row{by_row.codes, by_row.scales, aligned(by_row.scales, 16) && ceil_div(cols, kMxBlock) % 16 == 0};
+    const MxResult column{by_column.codes, by_column.scales, aligned(by_column.scales, 8) && groups};
+    with_source(dtype, [&](auto source) {
+        with_format(format, [&](auto element) {
+            const auto run = [&](auto rowwise, auto columnwise) {
+                typedef MxQuantize<decltype(source), decltype(element), rowwise.value, columnwise.value> Kernel;
+                const Grid grid(rows, cols, Kernel::kRows, Kernel::kCols);
+                const uint32_t across = static_cast<uint32_t>(grid.across);
+                launch(Kernel{src, wide, square, floor, rows, cols, across, row, column}, grid.count, stream);
+            };
+            if (by_column.codes == nullptr)
+                run(std::true_type{}, std::false_type{});
+            else if (by_row.codes == nullptr)
+                run(std::false_type{}, std::true_type{});
+            else
+                run(std::true_type{}, std::true_type{});
+        });
+    });
+}
+
+void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
+               void* out, Dtype dtype, int32_t* flag, Stream stream) {
+    const Grid grid(rows, cols, Strip::kRows, Strip::kCols);
+    const bool groups = cols % kGroup == 0;
+    with_source(dtype, [&](auto target) {
+        with_format(format, [&](auto element) {
+            const MxDecode<decltype(element), decltype(target)> kernel{
+                codes, scales, columnwise, rows, cols, static_cast<uint32_t>(grid.across), out,
+                groups && aligned(codes, 8) && aligned(out, 16), groups && aligned(scales, 8), flag};
+            launch(kernel, grid.count, stream);
+        });
+    });
+}
+
+}  // namespace ottava::cuda

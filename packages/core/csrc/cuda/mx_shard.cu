@@ -1,0 +1,70 @@
+// Operations on the shards of matrices in MX blocks.
+#include "mx_shard.h"
+
+#include "launch.h"
+#include "operations.h"
+
+namespace ottava::cuda {
+namespace {
+
+int64_t blocks_of(int64_t size) { return ceil_div(size, kWarp); }
+
+template <class Job>
+ShardPanels panels_of(const Job& job, const PanelRange& range) {
+    const int64_t row = range.block * kShardRows;
+    const int64_t offset = row * job.cols + range.col - job.start;
+    return {job.source.src,   job.source.count, offset, job.cols, job.rows - row, job.cols - range.col,
+            static_cast<int32_t>(range.across), job.source.nominal};
+}
+
+}  // namespace
+
+int64_t mx_amax_count(int64_t rows, int64_t cols, bool square) {
+    return square ? blocks_of(rows) * blocks_of(cols) : rows * blocks_of(cols) + blocks_of(rows) * cols;
+}
+
+void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, Stream stream) {
+    with_each_source([&](auto source, Dtype dtype) {
+        typedef ShardAmax<decltype(source)> Kernel;
+        JobLaunches<Kernel> launches(stream);
+        float* rows = out;
+        for (int64_t i = 0; i < count; ++i) {
+            const MxMultiAmax& job = shards[i];
+            float* const columns = job.square ? nullptr : rows + job.rows * blocks_of(job.cols);
+            if (job.source.dtype == dtype && job.source.count > 0) {
+                const PanelRange range(job.cols, job.start, job.source.count);
+                const int64_t line = job.square ? range.block : range.block * kShardRows;
+                float* const first = rows + line * blocks_of(job.cols) + range.col / kWarp;
+                float* const below = job.square ? nullptr : columns + range.block * job.cols + range.col;
+                launches.add(ShardAmaxJob{panels_of(job, range), first, below}, range.across * range.down);
+            }
+            rows += mx_amax_count(job.rows, job.cols, job.square);
+        }
+        launches.finish();
+    });
+}
+
+void mx_multi_cast(const MxMultiCast* shards, int64_t count, Stream stream) {
+    with_each_source([&](auto source, Dtype dtype) {
+        with_each_format([&](auto target, Fp8 format) {
+            typedef ShardCast<decltype(source), decltype(target)> Kernel;
+            JobLaunches<Kernel> launches(stream);
+            for (int64_t i = 0; i < count; ++i) {
+                const MxMultiCast& job = shards[i];
+                const bool wanted = job.row_codes != nullptr || job.column_codes != nullptr;
+                if (job.source.dtype != dtype || job.format != format || job.source.count == 0 || !wanted) continue;
+                const PanelRange range(job.cols, job.start, job.source.count);
+                const int64_t across = blocks_of(job.cols);
+                ShardCastJob made{panels_of(job, range), nullptr, job.row_codes, nullptr, job.column_codes};
+                if (job.row_codes != nullptr)
+                    made.row_scales = job.row_scales + range.block * kShardRows * across + range.col / kWarp;
+                if (job.column_codes != nullptr)
+                    made.column_scales = job.column_scales + range.block * job.cols + range.col;
+                launches.add(made, range.across * range.down);
+            }
+            launches.finish();
+        });
+    });
+}
+
+}  // namespace ottava::cuda

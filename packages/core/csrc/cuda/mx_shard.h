@@ -1,0 +1,222 @@
+// Kernels over the parts of matrices that are at hand: the amaxes of MX blocks, and the cast with known scales.
+//
+// A block takes a panel of 32 rows by 128 columns, a thread one of its columns: a warp reads a row's block at once, and
+// a thread has a column's block for itself.
+#pragma once
+
+#include <cstdint>
+
+#include "jobs.h"
+#include "reduce.h"
+#include "rounded.h"
+
+namespace ottava::cuda {
+
+constexpr int kShardRows = 32, kShardCols = 128;  // of a panel
+static_assert(kShardRows == kWarp, "a lane for each row");
+
+// A shard, from the first panel on that has something of it.
+struct ShardPanels {
+    const void* src;
+    int64_t count;    // elements at hand
+    int64_t offset;   // of the panel's first element, from the first at hand; negative where that is not in the shard
+    int64_t stride;   // columns of the matrix
+    int64_t rows, cols;  // from the panel on
+    int32_t across;   // panels side by side
+    Dtype nominal;
+};
+
+OTTAVA_DEVICE int64_t row_blocks(const ShardPanels& shard) { return (shard.stride + kWarp - 1) / kWarp; }
+
+// Where in a matrix they begin, and how many there are: the host's part.
+struct PanelRange {
+    int64_t block, col;  // of the first: number of its rows of blocks, and column
+    int64_t across = 0, down = 0;
+
+    PanelRange(int64_t cols, int64_t start, int64_t count) : block(0), col(0) {
+        if (count == 0) return;
+        const int64_t last = start + count - 1, first_row = start / cols, last_row = last / cols;
+        block = first_row / kShardRows;
+        down = last_row / kShardRows + 1 - block;
+        across = ceil_div(cols, kShardCols);
+        if (first_row != last_row) return;
+        col = start % cols / kShardCols * kShardCols;
+        across = last % cols / kShardCols + 1 - col / kShardCols;
+    }
+};
+
+// One panel as a thread sees it.
+struct ShardPlace {
+    int64_t row, col;  // from the shard's first panel on: of this panel, and of this thread
+    int64_t index;     // of the thread's first element in the shard
+    bool inside;       // whether the matrix has this column
+    uint32_t held;     // a bit for each row whose element is at hand
+
+    template <class Thread>
+    OTTAVA_DEVICE ShardPlace(const Thread& thread, const ShardPanels& shard, uint32_t panel) {
+        const uint32_t down = panel / static_cast<uint32_t>(shard.across), right = panel - down * shard.across;
+        row = static_cast<int64_t>(down) * kShardRows;
+        col = static_cast<int64_t>(right) * kShardCols + thread.index();
+        index = shard.offset + row * shard.stride + col;
+        inside = col < shard.cols;
+        const int64_t last = index + (kShardRows - 1) * shard.stride;
+        held = inside && index >= 0 && last < shard.count ? ~0u : 0;
+        if (!inside || held != 0) return;
+        // At an edge of the shard. What is below the matrix is beyond the shard as well.
+        int64_t at = index;
+#pragma unroll 1
+        for (uint32_t bit = 1; bit != 0; bit <<= 1, at += shard.stride)
+            if (at >= 0 && at < shard.count) held |= bit;
+    }
+
+    // Elements of kRows rows from `from` on, zero where there are none.
+    template <class Source, int kRows>
+    OTTAVA_DEVICE void load(const ShardPanels& shard, int from, uint32_t (&elements)[kRows]) const {
+        int64_t at = index + from * shard.stride;
+        const uint32_t rows = held >> from;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            elements[r] = ((rows >> r) & 1) != 0 ? Source::load(shard.src, at) : 0;
+            at += shard.stride;
+        }
+    }
+};
+
+// Of 32 values that each lane has, the largest of all lanes: lane r gets that of number r. At each step half of the
+// values go to the lane across, so that there are 31 exchanges for all.
+template <int kCount, class Thread>
+OTTAVA_DEVICE uint32_t largest_of_each(const Thread& thread, const uint32_t (&values)[kCount]) {
+    if constexpr (kCount == 1) {
+        return values[0];
+    } else {
+        constexpr int kHalf = kCount / 2;
+        const bool upper = (thread.lane() & kHalf) != 0;
+        uint32_t left[kHalf];
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+            const uint32_t kept = upper ? values[i + kHalf] : values[i], given = upper ? values[i] : values[i + kHalf];
+            left[i] = larger(kept, thread.exchange(given, kHalf));
+        }
+        return largest_of_each(thread, left);
+    }
+}
+
+struct ShardAmaxJob {
+    ShardPanels shard;
+    float* rows;     // the amaxes of the panel's first row of blocks, or of squares
+    float* columns;  // null for squares
+};
+
+// Blocks of which nothing is at hand get 0, as those that are in no panel have it.
+template <class Source>
+struct ShardAmax {
+    static constexpr int kThreads = kShardCols, kBlocksPerMultiprocessor = 8;
+    struct Shared {};
+    Jobs<ShardAmaxJob> jobs;
+
+    template <class Thread>
+    OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
+        const int number = jobs.of(thread.block());
+        const ShardAmaxJob& job = jobs.all[number];
+        const ShardPlace place(thread, job.shard, static_cast<uint32_t>(thread.block() - jobs.begins[number]));
+        uint32_t seen[kShardRows];
+        place.load<Source>(job.shard, 0, seen);
+        uint32_t column = 0;
+#pragma unroll
+        for (int r = 0; r < kShardRows; ++r) {
+            seen[r] = Source::observe(0, seen[r]);
+            column = larger(column, seen[r]);
+        }
+        const int64_t blocks = row_blocks(job.shard), line = place.row / kShardRows;
+        const int64_t block = place.col / kWarp;
+        // The warp's first column is within the matrix where any of them is.
+        const bool some = place.col - thread.lane() < job.shard.cols;
+        if (job.columns == nullptr) {
+            const uint32_t square = largest_of_warp(thread, column);
+            if (some && thread.lane() == 0) job.rows[line * blocks + block] = value(square, job.shard.nominal);
+            return;
+        }
+        if (place.inside) job.columns[line * job.shard.stride + place.col] = value(column, job.shard.nominal);
+        const int64_t row = place.row + thread.lane();
+        const uint32_t mine = largest_of_each(thread, seen);
+        if (some && row < job.shard.rows) job.rows[row * blocks + block] = value(mine, job.shard.nominal);
+    }
+
+   private:
+    static OTTAVA_DEVICE float value(uint32_t seen, Dtype nominal) { return rounded(Source::largest(seen), nominal); }
+};
+
+struct ShardCastJob {
+    ShardPanels shard;
+    const uint8_t* row_scales;     // of the panel's first row of blocks
+    uint8_t* row_codes;            // of the shard; null leaves out the direction, as below
+    const uint8_t* column_scales;
+    uint8_t* column_codes;
+};
+
+template <class Source, class Format>
+struct ShardCast {
+    static constexpr int kThreads = kShardCols, kBlocksPerMultiprocessor = 9;
+    static constexpr int kAtOnce = 8;  // rows
+    struct Shared {
+        alignas(16) float rows[kThreads / kWarp][kShardRows];  // multipliers, of the blocks of each warp
+    };
+    Jobs<ShardCastJob> jobs;
+
+    template <class Thread>
+    OTTAVA_DEVICE void operator()(const Thread& thread, Shared& shared) const {
+        // The last first, as in MultiCast.
+        const int64_t panel = thread.blocks() - 1 - thread.block();
+        const int number = jobs.of(panel);
+        const ShardCastJob& job = jobs.all[number];
+        const ShardPlace place(thread, job.shard, static_cast<uint32_t>(panel - jobs.begins[number]));
+        float column = 0.0f;
+        if (job.column_codes != nullptr && place.inside)
+            column = multiplier(job.column_scales[place.row / kShardRows * job.shard.stride + place.col]);
+        // A lane for each row of the warp's block.
+        const int64_t blocks = row_blocks(job.shard), row = place.row + thread.lane();
+        const bool has = row < job.shard.rows && place.col - thread.lane() < job.shard.cols && job.row_codes != nullptr;
+        shared.rows[thread.warp()][thread.lane()] =
+            has ? multiplier(job.row_scales[row * blocks + place.col / kWarp]) : 0.0f;
+        thread.barrier();
+        with_rounding<Source>(job.shard.nominal,
+                              [&](auto rounding) { cast<decltype(rounding)>(thread, job, place, column, shared); });
+    }
+
+   private:
+    static OTTAVA_DEVICE float multiplier(uint8_t scale) { return e8m0_multiplier<float, int32_t>(scale); }
+
+    template <class Rounding, class Thread>
+    static OTTAVA_DEVICE void cast(const Thread& thread, const ShardCastJob& job, const ShardPlace& place, float column,
+                                   const Shared& shared) {
+        // Both directions are worked out, and written where they are wanted: no branches between the loads.
+        uint8_t *const row_codes = job.row_codes, *const column_codes = job.column_codes;
+        const uint32_t by_row = row_codes == nullptr ? 0 : place.held;
+        const uint32_t by_column = column_codes == nullptr ? 0 : place.held;
+        const int64_t stride = job.shard.stride;
+        int64_t at = place.index;
+#pragma unroll 1
+        for (int from = 0; from < kShardRows; from += kAtOnce) {
+            uint32_t elements[kAtOnce];
+            place.load<Source>(job.shard, from, elements);
+#pragma unroll
+            for (int r = 0; r < kAtOnce; r += 2) {
+                float a = Source::widen(elements[r]), b = Source::widen(elements[r + 1]);
+                Rounding::pair(a, b);
+                const float* rows = shared.rows[thread.warp()] + from + r;
+                const uint32_t in_row = encode_pair<Format>(multiply(a, rows[0]), multiply(b, rows[1]));
+                put(in_row, by_row >> (from + r), row_codes, at, stride);
+                const uint32_t in_column = encode_pair<Format>(multiply(a, column), multiply(b, column));
+                put(in_column, by_column >> (from + r), column_codes, at, stride);
+                at += 2 * stride;
+            }
+        }
+    }
+
+    static OTTAVA_DEVICE void put(uint32_t codes, uint32_t wanted, uint8_t* to, int64_t at, int64_t stride) {
+        if ((wanted & 1) != 0) to[at] = static_cast<uint8_t>(codes);
+        if ((wanted & 2) != 0) to[at + stride] = static_cast<uint8_t>(codes >> 8);
+    }
+};
+
+}  // namespace ottava::cuda

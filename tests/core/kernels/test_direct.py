@@ -1,0 +1,289 @@
+"""Kernels without their operators: whoever looks at operators still sees them, and the results are the same bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ottava import kernels
+from ottava.errors import DeviceError, DTypeError, ShapeError
+from ottava.kernels.direct import is_direct
+from ottava.kernels.parts import cast_parts, mx_quantize_parts, quantize_parts
+from tests.core.conftest import FP8_DTYPES
+
+E4M3 = torch.float8_e4m3fn
+
+
+def scalar(value: float = 1.0) -> torch.Tensor:
+    return torch.tensor(value)
+
+
+# Name of the operator -> a call of the public function, and one of the operator.
+CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any]]] = {
+    "amax": (kernels.amax, lambda x: torch.ops.ottava.amax(x)),
+    "scale_from_amax": (
+        lambda x: kernels.scale_from_amax(x.abs(), E4M3),
+        lambda x: torch.ops.ottava.scale_from_amax(x.abs(), E4M3, 0.0, False),
+    ),
+    "cast": (lambda x: kernels.cast(x, scalar(3.0), E4M3), lambda x: torch.ops.ottava.cast(x, scalar(3.0), E4M3)),
+    "cast_transpose": (
+        lambda x: kernels.cast_transpose(x, scalar(3.0), E4M3),
+        lambda x: torch.ops.ottava.cast_transpose(x, scalar(3.0), E4M3),
+    ),
+    "quantize": (
+        lambda x: kernels.quantize(x, E4M3, transposed=True),
+        lambda x: torch.ops.ottava.quantize(x, E4M3, 0.0, False, True, True),
+    ),
+    "cast_amax": (
+        lambda x: kernels.cast_amax(x, scalar(3.0), scalar(0.0), E4M3, transposed=True),
+        lambda x: torch.ops.ottava.cast_amax(x, scalar(3.0), scalar(0.0), None, E4M3, True),
+    ),
+    "transpose": (
+        lambda x: kernels.transpose(x.to(torch.uint8)),
+        lambda x: torch.ops.ottava.transpose(x.to(torch.uint8)),
+    ),
+    "decode": (
+        lambda x: kernels.decode(x.to(torch.uint8), scalar(0.5), E4M3, torch.float32),
+        lambda x: torch.ops.ottava.decode(x.to(torch.uint8), scalar(0.5), E4M3, torch.float32),
+    ),
+}
+PARTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "quantize": lambda x: quantize_parts(x, E4M3, 0.0, False, True, True),
+    "cast_amax": lambda x: cast_parts(x, scalar(3.0), scalar(0.0), None, E4M3, True, True),
+    "cast_transpose": lambda x: cast_parts(x, scalar(3.0), None, None, E4M3, True, True),
+    "mx_quantize": lambda x: mx_quantize_parts(x, E4M3, True, True, False, False),
+}
+EVERY = [*((name, calls[0]) for name, calls in CALLS.items()), *PARTS.items()]
+every_call = pytest.mark.parametrize(("name", "call"), EVERY, ids=[f"{n}-{i}" for i, (n, _) in enumerate(EVERY)])
+
+
+def leaves(result: Any) -> list[torch.Tensor]:
+    found, _ = torch.utils._pytree.tree_flatten(result)
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def same(mine: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+def values() -> torch.Tensor:
+    return torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_the_bytes_are_those_of_the_operator(code_path: str, name: str) -> None:
+    call, operator = CALLS[name]
+    x = values()
+    made, expected = leaves(call(x)), leaves(operator(x))
+    assert len(made) == len(expected) > 0
+    for mine, other in zip(made, expected, strict=True):
+        same(mine, other)
+
+
+def test_nobody_is_asked_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch._ops.OpOverloadPacket, "__call__", lambda self, *a, **k: asked.append(str(self)))
+    for _, call in EVERY:
+        call(values())
+    assert asked == []
+    with Seen():
+        kernels.amax(values())
+    assert asked == ["ottava.amax"]
+
+
+@every_call
+def test_modes_see_the_operators(name: str, call: Callable[[torch.Tensor], Any]) -> None:
+    with Seen() as seen:
+        call(values())
+    assert f"ottava::{name}" in seen.names
+
+    functions: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            functions.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Functions():
+        call(values())
+    assert any(f"ottava.{name}" in entry for entry in functions)
+
+
+@every_call
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_graphs_hold_the_operators(
+    name: str, call: Callable[[torch.Tensor], Any], tracing: Any, pre_dispatch: bool
+) -> None:
+    traced = make_fx(lambda x: leaves(call(x)), tracing_mode=tracing, pre_dispatch=pre_dispatch)(values())
+    assert any(f"ottava.{name}." in str(node.target) for node in traced.graph.nodes)
+    x = values() + 1
+    for mine, other in zip(traced(x), leaves(call(x)), strict=True):
+        same(mine, other)
+
+
+@every_call
+def test_fake_tensors_stay_fake(name: str, call: Callable[[torch.Tensor], Any]) -> None:
+    expected = leaves(call(values()))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        made = leaves(call(mode.from_tensor(values())))
+    assert [(type(m), m.shape, m.dtype) for m in made] == [(FakeTensor, e.shape, e.dtype) for e in expected]
+
+
+@pytest.mark.parametrize("call", [CALLS["amax"][0], CALLS["quantize"][0], PARTS["quantize"], PARTS["mx_quantize"]])
+def test_meta_tensors_stay_on_meta(call: Callable[[torch.Tensor], Any]) -> None:
+    assert all(made.is_meta for made in leaves(call(values().to("meta"))))
+
+
+def test_profiles_show_the_operators() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        kernels.amax(values())
+    assert any(event.key == "ottava::amax" for event in profiled.key_averages())
+
+
+def test_autograd_learns_of_what_has_no_gradient() -> None:
+    x = values().requires_grad_()
+    assert kernels.amax(x).requires_grad
+    with torch.no_grad():
+        assert not kernels.amax(x).requires_grad
+
+
+def test_transforms() -> None:
+    x = torch.stack([values(), 2 * values()])
+    assert torch.equal(torch.func.vmap(kernels.amax)(x), x.abs().amax((1, 2)))
+    assert torch.equal(torch.func.functionalize(kernels.amax)(x), x.abs().amax())
+    kept: list[torch.Tensor] = []
+
+    def leaks(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t.sum()
+
+    torch.func.grad(leaks)(x)
+    # What is left of a transform has no memory of its own.
+    assert not is_direct(kept[0])
+    assert torch.equal(kernels.amax(kept[0]), x.abs().amax())
+
+
+class Named(torch.Tensor):
+    """A subclass that says nothing else."""
+
+
+def test_what_is_direct() -> None:
+    x = values()
+    for plain in (x, torch.nn.Parameter(x, requires_grad=False), x.t(), x.bfloat16(), x[:0]):
+        assert is_direct(plain)
+        assert is_direct(x, None, plain)
+    with torch.inference_mode():
+        assert is_direct(values(), x)
+    assert not is_direct(x.clone().requires_grad_())
+    with torch.no_grad():
+        assert is_direct(torch.nn.Parameter(x))
+    strange = [
+        torch._neg_view(x),
+        torch._efficientzerotensor((3,)),
+        x.to("meta"),
+        x.as_subclass(Named),
+        x.to_sparse(),
+        x.to_mkldnn(),
+    ]
+    for tensor in strange:
+        assert not is_direct(tensor)
+        assert not is_direct(x, tensor)
+
+
+def test_a_negation_that_is_still_to_be_done_is_done() -> None:
+    x = values()
+    assert torch.equal(kernels.cast(torch._neg_view(x), scalar(), E4M3), kernels.cast(-x, scalar(), E4M3))
+    assert torch.equal(PARTS["quantize"](torch._neg_view(x))[0], PARTS["quantize"](-x)[0])
+
+
+SHAPES = [(), (1,), (0,), (0, 5), (3, 0), (5, 7), (64, 96), (2, 3, 5)]
+# With the usages; a scalar has no transpose.
+WANTED = [(s, r, t) for s in SHAPES for r, t in ((True, False), (False, True), (True, True)) if s or not t]
+
+
+@pytest.mark.parametrize(("shape", "rowwise", "transposed"), WANTED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_parts_equal_the_kernels(
+    code_path: str, fmt: str, shape: tuple[int, ...], dtype: torch.dtype, rowwise: bool, transposed: bool
+) -> None:
+    fp8 = FP8_DTYPES[fmt]
+    x = (100 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
+    x.view(-1)[:3] = torch.tensor([math.nan, math.inf, -0.0])[: x.numel()]
+    data, transpose, _, scale_inv, _ = kernels.quantize(x, fp8, 0.0, True, rowwise=True, transposed=transposed)
+    expected = data if rowwise else None, transpose if transposed else None, scale_inv
+    assert_parts(quantize_parts(x, fp8, 0.0, True, rowwise, transposed), expected)
+    # Another order in memory.
+    other = x.t().contiguous().t() if x.dim() == 2 else x
+    assert_parts(quantize_parts(other, fp8, 0.0, True, rowwise, transposed), expected)
+
+    scale, amaxes, counts = scalar(3.0), [scalar(2.0), scalar(2.0)], [torch.tensor(5), torch.tensor(5)]
+    data, transpose, scale_inv = kernels.cast_amax(x, scale, amaxes[0], fp8, saturated=counts[0], transposed=transposed)
+    expected = data if rowwise else None, transpose if transposed else None, scale_inv
+    made = cast_parts(x, scale, amaxes[1], counts[1], fp8, rowwise, transposed)
+    assert_parts(made, expected)
+    same(amaxes[1], amaxes[0])
+    same(counts[1], counts[0])
+    # Without a place for the amax nothing is recorded.
+    assert_parts(cast_parts(x, scale, None, None, fp8, rowwise, transposed), expected)
+    assert scale == 3.0
+
+
+def assert_parts(made: Any, expected: Any) -> None:
+    for mine, other in zip(made, expected, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            assert mine.is_contiguous()
+            same(mine, other)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (0, 5), (3, 0), (33, 65), (2, 3, 40)], ids=str)
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("square", [False, True])
+def test_parts_in_blocks(code_path: str, shape: tuple[int, ...], rowwise: bool, columnwise: bool, square: bool) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = kernels.mx_quantize(x, E4M3, rowwise=rowwise, columnwise=columnwise, two_dimensional=square)
+    made = mx_quantize_parts(x, E4M3, rowwise, columnwise, square, False)
+    for wanted, mine, other in zip((rowwise, columnwise), made, (expected[:2], expected[2:]), strict=True):
+        assert (mine is not None) == wanted
+        if mine is not None:
+            assert_parts(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("scale", "amax", "saturated", "error"),
+    [
+        (torch.ones((), dtype=torch.float64), None, None, DTypeError),
+        (torch.ones(2), None, None, ShapeError),
+        (torch.ones((), device="meta"), None, None, DeviceError),
+        (torch.ones(()), torch.ones((), dtype=torch.float16), None, DTypeError),
+        (torch.ones(()), torch.ones(0), None, ShapeError),
+        (torch.ones(()), torch.ones((), device="meta"), None, DeviceError),
+        (torch.ones(()), torch.ones(()), torch.ones((), dtype=torch.int32), DTypeError),
+        (torch.ones(()), torch.ones(()), torch.ones(3, dtype=torch.int64), ShapeError),
+    ],
+)
+def test_state_that_does_not_fit(scale: Any, amax: Any, saturated: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        cast_parts(values(), scale, amax, saturated, E4M3, True, False)

@@ -1,0 +1,73 @@
+"""Whether the build makes the CUDA module: OTTAVA_CUDA, with nvcc and without it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pybind11
+import pytest
+
+CORE = Path(__file__).parents[2] / "packages" / "core"
+NO_NVCC = {"CUDACXX": "/nowhere/nvcc"}
+
+
+def configure(folder: Path, *options: str, **variables: str) -> tuple[bool, str, bool]:
+    """Whether CMake configures core, what it says, and whether there is a target for the module."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("OTTAVA_CUDA", "CUDACXX")} | variables
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    command = ["cmake", "-G", "Ninja", "-S", str(CORE), "-B", str(folder), *options]
+    command += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    rules = folder / "build.ninja"
+    text = rules.read_text() if rules.exists() else ""
+    return done.returncode == 0, " ".join((done.stdout + done.stderr).split()), "csrc/cuda/cast.cu" in text
+
+
+def test_auto_without_nvcc_leaves_it_out_and_says_so(tmp_path: Path) -> None:
+    done, said, built = configure(tmp_path, **NO_NVCC)
+    assert done, said
+    assert "ottava: without CUDA kernels (no nvcc found)" in said
+    assert not built
+
+
+def test_on_without_nvcc_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    done, said, _ = configure(tmp_path, OTTAVA_CUDA="on", **NO_NVCC)
+    assert not done
+    assert "OTTAVA_CUDA is on, but there is no nvcc that works" in said
+    assert "CUDACXX" in said
+    assert "OTTAVA_CUDA=off" in said
+
+
+@pytest.mark.parametrize("by_option", [True, False])
+def test_off(tmp_path: Path, by_option: bool) -> None:
+    options, variables = (["-DOTTAVA_CUDA=OFF"], {}) if by_option else ([], {"OTTAVA_CUDA": "off"})
+    done, said, built = configure(tmp_path, *options, **variables)
+    assert done, said
+    assert "OTTAVA_CUDA=off" in said
+    assert not built
+
+
+def test_another_value_is_refused(tmp_path: Path) -> None:
+    done, said, _ = configure(tmp_path, OTTAVA_CUDA="maybe")
+    assert not done
+    assert "OTTAVA_CUDA is 'maybe'; expected on, off or auto" in said
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+def test_auto_with_nvcc_builds_it_for_all_generations(tmp_path: Path) -> None:
+    done, said, built = configure(tmp_path)
+    assert done, said
+    assert built
+    rules = (tmp_path / "build.ninja").read_text()
+    for target in ("sm_80", "sm_90a", "compute_90"):
+        assert target in rules
+    assert "-fmad=false" in rules
+    assert "fast_math" not in rules
+    assert "cudart_static" in rules
+    chosen = configure(tmp_path / "chosen", "-DCMAKE_CUDA_ARCHITECTURES=90a-real")
+    assert chosen[0]
+    assert "ottava: CUDA kernels for 90a-real" in chosen[1]

@@ -1,0 +1,73 @@
+"""What the CUDA compiler says of the kernels: they compile for every target, and none spills."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import resources  # noqa: E402
+
+GENERATIONS = ["80", "90a", "100a"]
+OUTPUT = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1aIfEvT_' for 'sm_80'
+ptxas info    : Function properties for _Z1aIfEvT_
+    8 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 8 bytes cumulative stack size, 2080 bytes smem, 400 bytes cmem[0]
+ptxas info    : Compile time = 1.0 ms
+ptxas info    : Compiling entry function 'b' for 'sm_80'
+ptxas info    : Function properties for b
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 16 registers, used 0 barriers, 384 bytes cmem[0]
+"""
+
+
+def test_output_is_read() -> None:
+    assert resources.parse("x.cu", OUTPUT) == [
+        resources.Kernel("x.cu", "_Z1aIfEvT_", "80", 40, 32, 8, 2080),
+        resources.Kernel("x.cu", "b", "80", 16, 0, 0, 0),
+    ]
+    assert "8 of stack, 32 spilled" in resources.table(resources.parse("x.cu", OUTPUT))
+
+
+def test_every_source_is_listed() -> None:
+    assert {path.name for path in resources.sources()} == {path.name for path in resources.CUDA.glob("*.cu")}
+
+
+def listed() -> list[tuple[str, str]]:
+    """File and kernel of each line of the docs' table."""
+    return re.findall(r"^\| (\w+\.cu) \| `([^`]+)` \|", resources.PAGE.read_text(encoding="utf-8"), re.M)
+
+
+def test_the_page_has_every_file() -> None:
+    assert {file for file, _ in listed()} == {path.name for path in resources.sources()}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[resources.Kernel]:
+    """Every kernel for each generation: a minute on two processors."""
+    if resources.find_tool("nvcc") is None:
+        pytest.skip("there is no nvcc: the CUDA kernels are not compiled here")
+    wanted = [target for target in GENERATIONS if target in resources.targets()]
+    if wanted != GENERATIONS:
+        pytest.skip(f"this nvcc compiles for {', '.join(wanted)} only")
+    return resources.measure(wanted)
+
+
+def test_every_kernel_compiles_for_every_target_and_none_spills(compiled: list[resources.Kernel]) -> None:
+    by_target = {t: {(k.file, k.name) for k in compiled if k.target == t} for t in GENERATIONS}
+    assert len({frozenset(names) for names in by_target.values()}) == 1
+    assert {file for file, _ in by_target["90a"]} == {path.name for path in resources.sources()}
+    assert [k for k in compiled if k.spilled or k.stack] == []
+
+
+def test_the_page_lists_the_kernels_that_there_are(compiled: list[resources.Kernel]) -> None:
+    assert sorted(listed()) == sorted({(k.file, k.name) for k in compiled})
+    assert "none of them has a stack frame or spills" in resources.PAGE.read_text(encoding="utf-8")
