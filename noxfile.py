@@ -20,6 +20,8 @@ WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
 # For the packages that the tests write and build, and for the kernels that they build.
 TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]
+# Many tests wait for others that they start.
+TWO_PROCESSES = ["-n", "2", "--dist", "loadfile"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["tests"]
@@ -91,15 +93,13 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def tests_all(session: nox.Session) -> None:
     """All packages installed, all tests but the conformance kit's, which every recipe passes by itself."""
-    # Two processes: many tests wait for others that they start.
-    options = ["-n", "2", "--dist", "loadfile", "--ignore-glob", "tests/recipes_*/test_conformance.py"]
-    _test(session, ["tests"], RECIPES, *options)
+    _test(session, ["tests"], RECIPES, *TWO_PROCESSES, "--ignore-glob", "tests/recipes_*/test_conformance.py")
 
 
 @nox.session
 def tests_core(session: nox.Session) -> None:
-    """Core with no recipe installed."""
-    _test(session, ["tests/core"], [])
+    """Core with no recipe installed, without the CUDA kernels' loops, which take long and know no recipe."""
+    _test(session, ["tests/core"], [], *TWO_PROCESSES, "-k", "not grid")
 
 
 @nox.session

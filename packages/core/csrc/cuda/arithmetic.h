@@ -63,10 +63,15 @@ struct Float32 {
     static OTTAVA_DEVICE uint32_t load(const void* from, int64_t i) { return static_cast<const uint32_t*>(from)[i]; }
     static OTTAVA_DEVICE void put(uint32_t* w, int i, uint32_t element) { w[i] = element; }
     static OTTAVA_DEVICE float widen(uint32_t element) { return bits_as<float>(element); }
-    // NaN is passed over, in a magnitude of the bits as in those below.
+    // NaN is passed over, as in those below.
     static OTTAVA_DEVICE uint32_t observe(uint32_t seen, uint32_t word) {
+#if defined(__CUDA_ARCH__)
+        // Of a number and a NaN the larger is the number.
+        return bits_as<uint32_t>(fmaxf(bits_as<float>(seen), fabsf(bits_as<float>(word))));
+#else
         const uint32_t magnitude = word & kMagnitude;
         return larger(seen, magnitude > static_cast<uint32_t>(kInfinity) ? 0 : magnitude);
+#endif
     }
     static OTTAVA_DEVICE float largest(uint32_t seen) { return bits_as<float>(seen); }
     static OTTAVA_DEVICE uint32_t merge(uint32_t a, uint32_t b) { return larger(a, b); }

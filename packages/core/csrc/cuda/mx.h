@@ -20,15 +20,6 @@ struct MxResult {
     bool wide_scales;
 };
 
-// Source::observe. On a GPU that is one instruction for float32 as well: of a number and a NaN the larger is the number.
-template <class Source>
-OTTAVA_DEVICE uint32_t observed(uint32_t seen, uint32_t word) {
-#if defined(__CUDA_ARCH__)
-    if (Source::bytes == 4) return bits_as<uint32_t>(fmaxf(bits_as<float>(seen), fabsf(bits_as<float>(word))));
-#endif
-    return Source::observe(seen, word);
-}
-
 // The codes of eight elements, each times its own factor.
 template <class Format>
 OTTAVA_DEVICE Words2 encode_each(const float (&elements)[kGroup], const float (&factors)[kGroup]) {
@@ -121,8 +112,8 @@ struct MxQuantize {
         for (int k = 0; k < kGroup; ++k) {
 #pragma unroll
             for (int n = 0; n < Source::words; ++n) {
-                seen[k] = observed<Source>(seen[k], groups[k].w[n]);
-                seen_below.w[n] = observed<Source>(seen_below.w[n], groups[k].w[n]);
+                seen[k] = Source::observe(seen[k], groups[k].w[n]);
+                seen_below.w[n] = Source::observe(seen_below.w[n], groups[k].w[n]);
             }
         }
         Words2 row_scales = {}, column_scales = {};
