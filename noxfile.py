@@ -192,9 +192,21 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def sanitize(session: nox.Session) -> None:
-    """The C++ kernels under ASan and UBSan."""
-    session.install("cmake", "ninja")
+    """The C++ kernels, and the CUDA kernels as loops, under ASan and UBSan."""
+    install(session, tools=TEST_TOOLS)
     build = Path(session.create_tmp()) / "sanitize"
     session.run("cmake", "-S", "tests/core/csrc", "-B", str(build), "-DOTTAVA_SANITIZE=ON")
     session.run("cmake", "--build", str(build), "--parallel", "2")
     session.run(str(build / "test_kernels"), external=True)
+    # Before everything else, so that memory is theirs from the start.
+    libraries = [
+        str(session.run("g++", f"-print-file-name={name}.so", silent=True, external=True)).strip()
+        for name in ("libasan", "libubsan")
+    ]
+    variables = {
+        "LD_PRELOAD": ":".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "OTTAVA_GRID_BUILD": "-DOTTAVA_SANITIZE=ON",
+    }
+    tests = [f"tests/core/kernels/{name}.py" for name in ("test_cast", "test_cuda_mx", "test_cuda_multi")]
+    session.run("python", "-m", "pytest", "-k", "grid or cuda", *session.posargs, *tests, env=variables)

@@ -60,7 +60,8 @@ def build(*options: str) -> Path:
 @cache
 def module() -> ModuleType:
     """The module, imported."""
-    path = build()
+    # Options of the build, for the sanitizers.
+    path = build(*os.environ.get("OTTAVA_GRID_BUILD", "").split())
     spec = importlib.util.spec_from_file_location("_sequential", path)
     assert spec is not None
     assert spec.loader is not None

@@ -235,13 +235,13 @@ def test_only_codes_are_saved(name: str) -> None:
 
 def test_what_needs_no_gradient_is_neither_quantized_nor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[tuple[int, ...], bool, bool]] = []
-    quantize = kernels.mx_quantize
+    quantize = mx_quantize_parts
 
-    def counting(x: torch.Tensor, *args: Any, **options: Any) -> Any:
-        made.append((tuple(x.shape), options["rowwise"], options["columnwise"]))
-        return quantize(x, *args, **options)
+    def counting(x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, *options: Any) -> Any:
+        made.append((tuple(x.shape), rowwise, columnwise))
+        return quantize(x, fp8_dtype, rowwise, columnwise, *options)
 
-    monkeypatch.setattr(kernels, "mx_quantize", counting)
+    monkeypatch.setattr(quantizer, "mx_quantize_parts", counting)
     x = torch.randn(64, 96, dtype=torch.bfloat16)
     for x_needs in (False, True):
         for w_needs in (False, True):
