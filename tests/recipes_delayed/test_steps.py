@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava import kernels
+from ottava.kernels.parts import cast_parts
 from ottava.nn import Linear
-from ottava_delayed import DelayedScaling, DelayedScalingState, scaling_statistics
+from ottava_delayed import DelayedScaling, DelayedScalingState, quantizer, scaling_statistics
 
 LENGTH = 4
 
