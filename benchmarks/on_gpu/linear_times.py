@@ -58,6 +58,8 @@ def measure(place: Gpu, clock: Clock, n: int, *, compiler: str, deadline: float)
     """One row for each: seconds of a step at M = K = N, and how many times faster than bfloat16 that is."""
     rows: list[Row] = []
     runs: dict[str, Run] = {}
+    # Each size and recipe is a compilation of the same function: beyond a number of them torch refuses.
+    torch._dynamo.reset()
     x = torch.randn(n, n, device=place.device).bfloat16().requires_grad_()
     dy = torch.randn(n, n, device=place.device).bfloat16()
     with place.serving():

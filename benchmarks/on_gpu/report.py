@@ -57,7 +57,7 @@ def _checks(results: Results) -> list[Target]:
     found = results.get("sanitizer", {}).get("rows") or {}
     for tool in ("memcheck", "racecheck"):
         one = found.get(tool, {})
-        planted = "" if found.get("planted", {}).get("found") else ", and a planted error was not found"
+        planted = ", and a planted error was not found" * (found.get("planted", {}).get("found") is False)
         words = {True: "clean", False: "errors"}.get(one.get("clean"), one.get("why", "not run"))
         clean = one.get("clean") and not (planted and tool == "memcheck")
         made.append(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from benchmarks.on_gpu.build import ROOT, find_tool
 
 # memcheck's and racecheck's last line.
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
+# In the table of the script that is run.
+_CASES = re.compile(r"(\d+) checks, \d+ failed")
 TOOLS = ("memcheck", "racecheck")
 # One after the other: the tools' options have changed names. The last one checks torch's kernels too, slowly.
 _FILTERS = (["--kernel-regex", "kns=ottava"], ["--kernel-name", "kernel_substring=ottava"], [])
@@ -45,19 +48,22 @@ def _run(tool: str, command: list[str], seconds: float) -> dict[str, Any]:
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for chosen in _FILTERS:
         full = [program, "--tool", tool, *chosen, *command]
+        # A group of its own: what the tool has started would go on using the GPU when it is gone.
+        done = subprocess.Popen(
+            full,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                full,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-                timeout=seconds,
-                cwd=ROOT,
-            )
+            text, _ = done.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
+            os.killpg(done.pid, signal.SIGKILL)
+            done.communicate()
             return {"clean": None, "why": f"not done after {seconds:.0f} s"}
-        text = done.stdout or ""
         if "nrecogni" in text and "option" in text:
             continue
         # The exit code is the program's own where that failed too.
@@ -65,8 +71,12 @@ def _run(tool: str, command: list[str], seconds: float) -> dict[str, Any]:
         errors = sum(int(one or other) for one, other in summary)
         found: dict[str, Any] = {"filter": " ".join(chosen), "exit": done.returncode, "errors": errors}
         found["output"] = text[-2000:]
+        run = sum(int(cases) for cases in _CASES.findall(text))
+        found["cases"] = run
         if errors:
             return found | {"clean": False}
+        if summary and done.returncode == 0 and not run:
+            return found | {"clean": None, "why": "no check was run in the time there was"}
         if summary and done.returncode == 0:
             return found | {"clean": True}
         return found | {"clean": None, "why": f"the program ended with {done.returncode}, and no summary was seen"}
@@ -97,7 +107,8 @@ def run(script: Path, site: Path | None, seconds: float) -> dict[str, Any]:
     checks += ["--out", os.devnull, *(["--site", str(site)] if site else [])]
     results: dict[str, Any] = {}
     planted = _run("memcheck", [sys.executable, "-c", _PLANTED, *([str(site)] if site else [])], 0.2 * seconds)
-    results["planted"] = planted | {"found": planted["clean"] is False}
+    # Not tried is neither.
+    results["planted"] = planted | {"found": None if planted["clean"] is None else planted["clean"] is False}
     for tool in TOOLS:
         results[tool] = _run(tool, checks, 0.4 * seconds)
     return results

@@ -232,9 +232,4 @@ void launch(const Kernel& kernel, int64_t blocks, Stream) {
     }
 }
 
-class OnDevice {
-   public:
-    explicit OnDevice(int) {}
-};
-
 }  // namespace ottava::cuda

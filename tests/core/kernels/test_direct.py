@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +22,7 @@ from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.kernels.direct import is_direct
 from ottava.kernels.parts import cast_parts, mx_quantize_parts, quantize_parts
 from tests.core.conftest import FP8_DTYPES
+from tests.core.sequential_grid import serving_cpu
 
 E4M3 = torch.float8_e4m3fn
 
@@ -287,3 +291,41 @@ def test_parts_in_blocks(code_path: str, shape: tuple[int, ...], rowwise: bool, 
 def test_state_that_does_not_fit(scale: Any, amax: Any, saturated: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         cast_parts(values(), scale, amax, saturated, E4M3, True, False)
+
+
+@pytest.mark.parametrize("backend", ["", "reference"])
+def test_the_first_kernel_of_a_process_may_be_in_compiled_code(backend: str) -> None:
+    code = (
+        "import torch, ottava\n"
+        "from ottava import kernels\n"
+        "x = torch.randn(16, 32)\n"
+        "run = torch.compile(lambda x: kernels.quantize(x, torch.float8_e4m3fn), fullgraph=True, backend='aot_eager')\n"
+        "got = run(x)\n"
+        "from ottava.gemm import gemm\n"
+        "product = torch.compile(lambda x: gemm(x, x), fullgraph=True, backend='aot_eager')(x)\n"
+        "assert torch.equal(got[0], kernels.quantize(x, torch.float8_e4m3fn)[0])\n"
+        "assert torch.equal(product, gemm(x, x))\n"
+    )
+    environment = os.environ | {"OTTAVA_BACKEND": backend}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_compiled_backends_offer_the_same() -> None:
+    from ottava.kernels import cpu
+
+    with serving_cpu() as cuda:
+        offered = [
+            {name for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+            for module in (cpu, cuda)
+        ]
+    # What only a CPU has, and what only a GPU needs.
+    assert offered[0] - offered[1] <= {"isa", "BackendError", "mx_scale_shapes", "mx_decode_exact", "fp8_format"}
+    assert offered[1] - offered[0] <= {
+        "epilogue32",
+        "mx_decode_flagged",
+        "mx_exact_lines",
+        "matrix",
+        "place",
+        "pointer",
+    }

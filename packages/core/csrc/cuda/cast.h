@@ -13,10 +13,17 @@ constexpr int64_t kCachedBytes = 32 << 20;
 
 struct NoShared {};
 
+// So many blocks that those of a whole grid (kMaxPartials) run at once on 128 multiprocessors; Ada's have room for fewer threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
+constexpr int kAmaxBlocks = 3;
+#else
+constexpr int kAmaxBlocks = 4;
+#endif
+
 // One partial amax for each block, of groups that lie a grid apart.
 template <class Source>
 struct PartialAmax {
-    static constexpr int kThreads = 512, kBlocksPerMultiprocessor = 3, kUnroll = 4;
+    static constexpr int kThreads = 512, kBlocksPerMultiprocessor = kAmaxBlocks, kUnroll = 4;
     typedef BlockLargest<kThreads> Shared;
     const void* src;
     int64_t count;

@@ -23,8 +23,11 @@ template <class Kernel>
 void launch(const Kernel& kernel, int64_t blocks, Stream stream) {
     if (blocks <= 0) return;
     if (blocks > INT32_MAX) throw LaunchError("a grid of " + std::to_string(blocks) + " blocks is too large");
-    grid<Kernel><<<static_cast<unsigned>(blocks), Kernel::kThreads, 0, stream>>>(kernel);
-    check(cudaGetLastError(), "a kernel could not be launched");
+    // Not the last error, which may be that of somebody else's call.
+    void* arguments[] = {const_cast<Kernel*>(&kernel)};
+    const auto entry = reinterpret_cast<const void*>(&grid<Kernel>);
+    check(cudaLaunchKernel(entry, dim3(static_cast<unsigned>(blocks)), dim3(Kernel::kThreads), arguments, 0, stream),
+          "a kernel could not be launched");
 }
 
 }  // namespace ottava::cuda

@@ -1,4 +1,4 @@
-// What the host side of the backend knows of CUDA: streams, errors, the current device.
+// What the host side of the backend knows of CUDA: streams and errors.
 #pragma once
 
 #if defined(OTTAVA_SEQUENTIAL)
@@ -21,29 +21,13 @@ struct LaunchError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Leaves no error behind for the next one who asks.
 inline void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
-    throw LaunchError(std::string(what) + ": " + cudaGetErrorString(status));
+    cudaGetLastError();
+    throw LaunchError(std::string(what) + ": " + cudaGetErrorString(status) +
+                      " (`ottava doctor` says what GPUs this build has code for)");
 }
-
-// The device of the tensors is the current one inside, whatever it is outside.
-class OnDevice {
-    int previous_ = 0;
-    bool changed_ = false;
-
-   public:
-    explicit OnDevice(int device) {
-        check(cudaGetDevice(&previous_), "the current device is unknown");
-        if (previous_ == device) return;
-        check(cudaSetDevice(device), "the device cannot be used");
-        changed_ = true;
-    }
-    ~OnDevice() {
-        if (changed_) cudaSetDevice(previous_);
-    }
-    OnDevice(const OnDevice&) = delete;
-    OnDevice& operator=(const OnDevice&) = delete;
-};
 
 }  // namespace ottava::cuda
 

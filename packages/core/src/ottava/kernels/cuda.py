@@ -135,6 +135,20 @@ def cast_amax(
     return out, out_t, scale_inv
 
 
+def cast_amax_out(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    saturated: torch.Tensor | None,
+    fp8_dtype: torch.dtype,
+    data: torch.Tensor | None,
+    transpose: torch.Tensor | None,
+    scale_inv: torch.Tensor,
+) -> None:
+    """:func:`cast_amax` into existing buffers; what is None is left out."""
+    _cast(x.contiguous(), scale, fp8_dtype, data, transpose, amax, saturated, scale_inv)
+
+
 def _quantize(
     x: torch.Tensor,
     fp8_dtype: torch.dtype,

@@ -6,6 +6,9 @@ import torch
 
 _OLDEST = (8, 0)
 
+if torch.version.hip is not None:
+    raise ImportError("the CUDA kernels are for NVIDIA GPUs, and this torch is built for those of AMD")
+
 try:
     from ottava import _cuda
 except ImportError as error:
@@ -18,8 +21,6 @@ except ImportError as error:
 
 def refusal() -> str | None:
     """Why the kernels cannot serve the GPUs of this machine; None if they can, or if there are none."""
-    if torch.version.hip is not None:
-        return "the CUDA kernels are for NVIDIA GPUs, and this torch is built for those of AMD"
     if not torch.cuda.is_available():
         return None
     capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
