@@ -68,6 +68,9 @@ def test_auto_with_nvcc_builds_it_for_all_generations(tmp_path: Path) -> None:
     assert "-fmad=false" in rules
     assert "fast_math" not in rules
     assert "cudart_static" in rules
-    chosen = configure(tmp_path / "chosen", "-DCMAKE_CUDA_ARCHITECTURES=90a-real")
-    assert chosen[0]
-    assert "ottava: CUDA kernels for 90a-real" in chosen[1]
+    by_option = configure(tmp_path / "option", "-DCMAKE_CUDA_ARCHITECTURES=90a-real", CUDAARCHS="80-real")
+    assert by_option[0]
+    assert "ottava: CUDA kernels for 90a-real" in by_option[1]
+    by_variable = configure(tmp_path / "variable", CUDAARCHS="80-real;90-virtual")
+    assert by_variable[0]
+    assert "ottava: CUDA kernels for 80-real 90-virtual" in by_variable[1]

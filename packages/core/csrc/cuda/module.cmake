@@ -20,6 +20,8 @@ endif()
 # Before the language is enabled: CMake would ask for a GPU otherwise.
 if(DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(OTTAVA_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
+elseif(DEFINED ENV{CUDAARCHS} AND NOT "$ENV{CUDAARCHS}" STREQUAL "")
+  set(OTTAVA_CUDA_ARCHITECTURES $ENV{CUDAARCHS})
 endif()
 set(CMAKE_CUDA_ARCHITECTURES 80)
 include(CheckLanguage)

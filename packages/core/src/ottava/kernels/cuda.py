@@ -104,7 +104,7 @@ def cast_out(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype, out: 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     """Codes of ``x * scale``."""
-    out = torch.empty(x.shape, dtype=_CODES, device=x.device)
+    out = torch.empty_like(x, dtype=_CODES, memory_format=torch.contiguous_format)
     cast_out(x, scale, fp8_dtype, out)
     return out
 
@@ -112,7 +112,7 @@ def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.
 def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and their transpose, in one pass over ``x``."""
     x = x.contiguous()
-    out = torch.empty(x.shape, dtype=_CODES, device=x.device)
+    out = torch.empty_like(x, dtype=_CODES, memory_format=torch.contiguous_format)
     out_t = torch.empty(_transposed_shape(x), dtype=_CODES, device=x.device)
     _cast(x, scale, fp8_dtype, out, out_t)
     return out, out_t

@@ -34,7 +34,8 @@ def begin_step(states: Iterable[RecipeState], amax_reduction_group: Any) -> None
         recipe.update_states(together, amax_reduction_group)
     if not torch.compiler.is_compiling():
         for state in (*whole, *parts.values()):
-            state.backward_ran = False
+            if state.backward_ran:  # setting attributes of a module takes long
+                state.backward_ran = False
 
 
 def may_begin() -> bool:
