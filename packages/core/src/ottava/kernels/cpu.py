@@ -13,6 +13,7 @@ import torch
 from ottava import _cpu
 from ottava.errors import BackendError
 from ottava.formats import fp8_format, mx_scale_shapes
+from ottava.kernels.addresses import DTYPE_CODES, matrix, pointer
 from ottava.kernels.cpu_multi import (  # noqa: F401  (the backend's kernels on many tensors)
     multi_amax,
     multi_cast,
@@ -20,8 +21,6 @@ from ottava.kernels.cpu_multi import (  # noqa: F401  (the backend's kernels on 
     mx_multi_cast,
 )
 from ottava.kernels.reference_mx import mx_decode_exact
-
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def _apply_isa_from_environment() -> None:
@@ -46,15 +45,6 @@ def isa() -> str:
     return _cpu.isa()
 
 
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _matrix(x: torch.Tensor) -> tuple[int, int]:
-    columns = x.shape[-1] if x.dim() else 1
-    return (x.numel() // columns if columns else 0), columns
-
-
 def _transposed_shape(x: torch.Tensor) -> tuple[int, ...]:
     return (x.shape[-1], *x.shape[:-1])
 
@@ -66,7 +56,7 @@ def _scalar(scale: torch.Tensor) -> torch.Tensor:
 def amax_out(x: torch.Tensor, out: torch.Tensor) -> None:
     """:func:`amax` into a float32 scalar."""
     x = x.contiguous()
-    _cpu.amax(x.data_ptr(), _DTYPE_CODES[x.dtype], x.numel(), out.data_ptr(), torch.get_num_threads())
+    _cpu.amax(x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), out.data_ptr(), torch.get_num_threads())
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +84,7 @@ def cast_out(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype, out: 
     x, scale = x.contiguous(), _scalar(scale)
     code = fp8_format(fp8_dtype).code
     threads = torch.get_num_threads()
-    _cpu.cast(x.data_ptr(), _DTYPE_CODES[x.dtype], x.numel(), scale.data_ptr(), out.data_ptr(), code, threads)
+    _cpu.cast(x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), scale.data_ptr(), out.data_ptr(), code, threads)
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
@@ -111,8 +101,8 @@ def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype)
     out_t = torch.empty(_transposed_shape(x), dtype=torch.uint8)
     _cpu.cast_transpose(
         x.data_ptr(),
-        _DTYPE_CODES[x.dtype],
-        *_matrix(x),
+        DTYPE_CODES[x.dtype],
+        *matrix(x),
         scale.data_ptr(),
         out.data_ptr(),
         out_t.data_ptr(),
@@ -140,15 +130,15 @@ def quantize_out(
     amax = torch.empty_like(scale_inv) if amax is None else amax
     _cpu.quantize(
         x.data_ptr(),
-        _DTYPE_CODES[x.dtype],
-        *_matrix(x),
+        DTYPE_CODES[x.dtype],
+        *matrix(x),
         epsilon,
         force_pow_2,
         amax.data_ptr(),
         scale.data_ptr(),
         scale_inv.data_ptr(),
-        _pointer(data),
-        _pointer(transpose),
+        pointer(data),
+        pointer(transpose),
         fp8_format(fp8_dtype).code,
         torch.get_num_threads(),
     )
@@ -197,14 +187,14 @@ def cast_amax_out(
     amax = torch.empty_like(scale_inv) if amax is None else amax
     _cpu.cast_amax(
         x.data_ptr(),
-        _DTYPE_CODES[x.dtype],
-        *_matrix(x),
+        DTYPE_CODES[x.dtype],
+        *matrix(x),
         scale.data_ptr(),
         amax.data_ptr(),
-        _pointer(saturated),
+        pointer(saturated),
         scale_inv.data_ptr(),
         data.data_ptr(),
-        _pointer(transpose),
+        pointer(transpose),
         fp8_format(fp8_dtype).code,
         torch.get_num_threads(),
     )
@@ -238,13 +228,13 @@ def update_scales(
         (scale.data_ptr(), history.data_ptr(), scale.numel()) for scale, history in zip(scales, histories, strict=True)
     ]
     if slots:
-        _cpu.update_scales(slots, histories[0].shape[0], maxima, most_recent, _pointer(last))
+        _cpu.update_scales(slots, histories[0].shape[0], maxima, most_recent, pointer(last))
 
 
 def transpose_out(data: torch.Tensor, out: torch.Tensor) -> None:
     """:func:`transpose` into ``out``."""
     data = data.contiguous()
-    _cpu.transpose(data.data_ptr(), *_matrix(data), out.data_ptr(), torch.get_num_threads())
+    _cpu.transpose(data.data_ptr(), *matrix(data), out.data_ptr(), torch.get_num_threads())
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
@@ -262,9 +252,9 @@ def decode_out(data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: to
         data.data_ptr(),
         fp8_format(fp8_dtype).code,
         data.numel(),
-        _pointer(factor),
+        pointer(factor),
         out.data_ptr(),
-        _DTYPE_CODES[out.dtype],
+        DTYPE_CODES[out.dtype],
         torch.get_num_threads(),
     )
 
@@ -301,15 +291,15 @@ def mx_quantize_out(
     column_codes, column_scales = columnwise or (None, None)
     _cpu.mx_quantize(
         x.data_ptr(),
-        _DTYPE_CODES[x.dtype],
-        *_matrix(x),
+        DTYPE_CODES[x.dtype],
+        *matrix(x),
         fp8_format(fp8_dtype).code,
         two_dimensional,
         floor,
-        _pointer(row_codes),
-        _pointer(row_scales),
-        _pointer(column_codes),
-        _pointer(column_scales),
+        pointer(row_codes),
+        pointer(row_scales),
+        pointer(column_codes),
+        pointer(column_scales),
         torch.get_num_threads(),
     )
 
@@ -342,10 +332,10 @@ def mx_decode_out(
         data.data_ptr(),
         scales.data_ptr(),
         fp8_format(fp8_dtype).code,
-        *_matrix(data),
+        *matrix(data),
         columnwise,
         out.data_ptr(),
-        _DTYPE_CODES[out.dtype],
+        DTYPE_CODES[out.dtype],
         torch.get_num_threads(),
     )
 
@@ -369,10 +359,10 @@ def epilogue(
     bias = None if bias is None else bias.detach().contiguous()
     _cpu.epilogue(
         acc.data_ptr(),
-        *_matrix(acc),
-        _pointer(a),
-        _pointer(b),
-        _pointer(bias),
-        0 if bias is None else _DTYPE_CODES[bias.dtype],
+        *matrix(acc),
+        pointer(a),
+        pointer(b),
+        pointer(bias),
+        0 if bias is None else DTYPE_CODES[bias.dtype],
         torch.get_num_threads(),
     )
