@@ -263,7 +263,7 @@ def _local(*arguments: Any) -> Any:
 broken("pickle-in-another-process", r"needs code \(broken_training._local\)")(LocalTensor)
 
 
-@broken("sharded-master-weights", "is quantized otherwise from shards than as a whole: '_data' differs")
+@broken("sharded-master-weights", "is quantized otherwise from shards than as a whole: '_(data|scale_inv)' differs")
 class ShardsAlone(RowQuantizer):
     """Each rank quantizes what it has, and takes no account of the others."""
 
