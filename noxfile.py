@@ -163,7 +163,7 @@ def gpu(session: nox.Session) -> None:
         # Not torch_requirement(): a local wheel is most often one for CPUs.
         session.install("torch>=2.11,<2.14", "pluggy", "typer", "rich", "pyyaml", *TEST_TOOLS)
     said = session.run("python", "benchmarks/gpu.py", "--build-only", silent=True)
-    site = str(said).strip().splitlines()[-1]
+    site = next(line for line in reversed(str(said).splitlines()) if line and Path(line).is_dir())
     session.run("python", "-m", "pytest", "tests/gpu", env={"OTTAVA_GPU_SITE": site})
     session.run("python", "benchmarks/gpu.py", "--site", site, *session.posargs)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 import ottava
+from benchmarks.installed import recipes
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -77,8 +78,8 @@ def measure(
     layers: dict[str, torch.nn.Module] = {
         "nn.Linear": torch.nn.Linear(features_in, features_out, dtype=dtype, device=device)
     }
-    for spec in ottava.list_recipes():
-        layers[spec.name] = ottava.nn.Linear(features_in, features_out, dtype=dtype, device=device, recipe=spec.name)
+    for name in recipes():
+        layers[name] = ottava.nn.Linear(features_in, features_out, dtype=dtype, device=device, recipe=name)
     steps = {name: _steps(layer, x, dy) for name, layer in layers.items()}
 
     def wait() -> None:

@@ -58,12 +58,17 @@ def _nvcc() -> str:
     return found
 
 
+def release() -> str:
+    """Which nvcc this is, as ``13.0``."""
+    text = subprocess.run([_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+\.\d+)", text)
+    return found[1] if found else "99.0"
+
+
 def targets() -> list[str]:
     """The targets that this nvcc knows."""
-    text = subprocess.run([_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+)\.(\d+)", text)
-    release = (int(found[1]), int(found[2])) if found else (99, 0)
-    return [name for name, first in TARGETS.items() if release >= first]
+    own = tuple(int(part) for part in release().split("."))
+    return [name for name, first in TARGETS.items() if own >= first]
 
 
 def demangled(names: Iterable[str]) -> dict[str, str]:
@@ -150,8 +155,6 @@ def _cell(kernel: Kernel | None) -> str:
 
 def page(found: list[Kernel]) -> str:
     """The page of the docs."""
-    release = subprocess.run([_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
-    version = re.search(r"release ([\d.]+)", release)
     spilling = sum(1 for k in found if k.spilled or k.stack)
     words = "none of them has a stack frame or spills" if not spilling else f"{spilling} have a stack frame or spill"
     return "\n".join(
@@ -159,7 +162,7 @@ def page(found: list[Kernel]) -> str:
             "# Registers and shared memory of the CUDA kernels",
             "",
             "Written by `python -m benchmarks.resources --write`: what the compiler "
-            f"(nvcc {version[1] if version else 'unknown'}) says of each kernel.",
+            f"(nvcc {release()}) says of each kernel.",
             "Numbers are registers of a thread for each target, and bytes of shared memory of a block.",
             f"Of {len(found)} kernels and targets, {words}.",
             "",

@@ -155,7 +155,12 @@ def graph(chosen: Sequence[Case], place: Gpu, seed: int, outcome: Outcome, deadl
 
 Mode = Callable[[Sequence[Case], Gpu, int, Outcome, float], None]
 #: Name -> how cases are run, and how many of a kernel's at most (0: all).
-MODES: dict[str, tuple[Mode, int]] = {"bytes": (plain, 0), "stream": (stream, 10), "graph": (graph, 16)}
+MODES: dict[str, tuple[Mode, int]] = {
+    "some bytes": (plain, 24),
+    "stream": (stream, 10),
+    "graph": (graph, 16),
+    "bytes": (plain, 0),
+}
 
 
 def check(kernel: str, mode: str, place: Gpu, *, small: bool = False, seed: int = 0, seconds: float = 1e9) -> Outcome:

@@ -9,31 +9,21 @@ from typing import Any
 import torch
 
 import ottava
+from benchmarks.installed import recipes
 from benchmarks.on_gpu.checks import Outcome
 from benchmarks.on_gpu.inputs import Draw
 from benchmarks.on_gpu.place import Gpu
 from benchmarks.on_gpu.products import distance
-from ottava.errors import OttavaError
 from ottava.kernels import use_backend
 
 # Codes are the same on both; what differs is the products' last bits, before and after they are rounded to bfloat16.
 _BOUND = 1e-2
+# Of a few elements: one may be rounded to the next bfloat16 and to the one after it.
+_FEW, _BOUND_OF_FEW = 64, 2e-2
 # Losses of some steps, GPU against CPU, relatively.
 _LOSS_BOUND = 0.02
 #: Recipes whose passes must not wait for the GPU, and must be fit for graphs.
 OWN = ("current", "delayed", "mxfp8")
-
-
-def recipes() -> list[str]:
-    """The installed recipes that can be built without options."""
-    found = []
-    for spec in ottava.list_recipes():
-        try:
-            ottava.get_recipe(spec.name)
-        except OttavaError:
-            continue
-        found.append(spec.name)
-    return found
 
 
 def layer(recipe: str | None, inner: int, outer: int, device: torch.device, bias: bool = True) -> torch.nn.Module:
@@ -70,14 +60,14 @@ def check_passes(place: Gpu, recipe: str) -> Outcome:
             with place.serving():
                 got = _pass(there, x.to(place.device), dy.to(place.device))
             for name, one, other in zip(("output", "input's", "weight's", "bias's"), got, expected, strict=True):
-                far = distance(one, other)
-                outcome.note(f"{shape} to {outer}, step {step}, {name}", None if far <= _BOUND else f"{far:.2e}")
+                far, bound = distance(one, other), _BOUND if other.numel() >= _FEW else _BOUND_OF_FEW
+                outcome.note(f"{shape} to {outer}, step {step}, {name}", None if far <= bound else f"{far:.2e}")
     return outcome
 
 
 def check_no_waiting(place: Gpu, recipe: str) -> Outcome:
-    """Forward and backward queue their work and return."""
-    outcome = Outcome(f"nothing waits, {recipe}")
+    """Forward and backward call nothing of torch's that waits; a wait in a kernel's call fails in a graph."""
+    outcome = Outcome(f"nothing of torch's waits, {recipe}")
     module = layer(recipe, 128, 256, place.device)
     x, dy = (t.to(place.device) for t in _data((64, 128), 256, 0))
     with place.serving():
@@ -222,6 +212,6 @@ def check(place: Gpu, compiler: str, small: bool = False) -> list[Callable[[], O
             lambda r=recipe: check_no_waiting(place, r),
             lambda r=recipe: check_graph(place, r),
             lambda r=recipe: check_memory(place, r, size),
-            lambda r=recipe: check_compiled(place, r, compiler),
         ]
-    return runs
+    # These take longest, and nothing stops them.
+    return runs + [lambda r=recipe: check_compiled(place, r, compiler) for recipe in OWN]

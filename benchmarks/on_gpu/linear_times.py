@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
+from benchmarks.installed import recipes
 from benchmarks.on_gpu import peers
 from benchmarks.on_gpu.clock import Clock, Run
-from benchmarks.on_gpu.layers import layer, recipes
+from benchmarks.on_gpu.layers import layer
 from benchmarks.on_gpu.place import Gpu
 
 Row = dict[str, Any]
@@ -47,10 +49,14 @@ def _candidates(n: int, device: torch.device, compiler: str) -> dict[str, Callab
     made: dict[str, Callable[[], tuple[torch.nn.Module, Any]]] = {"bf16": lambda: plain(None)}
     made |= {name: lambda name=name: plain(name) for name in dict.fromkeys(names)}
     made["bf16 compiled"] = lambda: compiled(layer(None, n, n, device, bias=False))
-    own = [name for name in names if name in _FIRST]
-    made |= {f"{name} compiled": lambda name=name: compiled(layer(name, n, n, device, bias=False)) for name in own}
-    for kind in ("tensorwise", "rowwise"):
-        made[f"torchao {kind} compiled"] = lambda kind=kind: compiled(peers.torchao_linear(kind, n, n, device, False))
+    # What targets compare comes first among what has to be compiled.
+    for kind, name in zip_longest(("tensorwise", "rowwise"), (name for name in names if name in _FIRST)):
+        if name is not None:
+            made[f"{name} compiled"] = lambda name=name: compiled(layer(name, n, n, device, bias=False))
+        if kind is not None:
+            made[f"torchao {kind} compiled"] = lambda kind=kind: compiled(
+                peers.torchao_linear(kind, n, n, device, False)
+            )
     return made
 
 

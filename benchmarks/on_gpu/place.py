@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -80,10 +81,12 @@ class Gpu:
 
     def memory(self) -> int:
         """Bytes that are allocated now."""
+        gc.collect()
         return torch.cuda.memory_allocated(self.device)
 
     def peak_memory(self, run: Callable[[], Any]) -> int:
         """The most bytes that were allocated at a time in ``run``, beyond those before it."""
+        gc.collect()  # what an earlier run left in cycles is not to be freed in this one
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)

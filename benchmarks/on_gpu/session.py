@@ -24,7 +24,7 @@ from benchmarks.on_gpu import (
     products,
     sanitizer,
 )
-from benchmarks.on_gpu.block_cases import KERNELS
+from benchmarks.on_gpu.block_cases import KERNELS, cases
 from benchmarks.on_gpu.build import ROOT
 from benchmarks.on_gpu.checks import Outcome
 from benchmarks.on_gpu.clock import Clock
@@ -57,7 +57,7 @@ class Session:
         return max(0.0, self.end - time.monotonic()) * self.weights[section] / total
 
     def _outcomes(self, runs: list[tuple[str, Callable[[float], Any]]], seconds: float) -> Results:
-        """Checks one after the other, each with its part of the time; one that raises has failed."""
+        """Checks one after the other, each with an equal part of what is left; one that raises has failed."""
         stop, rows = time.monotonic() + seconds, []
         for number, (name, run) in enumerate(runs):
             left = stop - time.monotonic()
@@ -67,7 +67,7 @@ class Session:
             else:
                 try:
                     # What one does not need is there for the rest.
-                    made = run(max(left / 4, left / (len(runs) - number)))
+                    made = run(left / (len(runs) - number))
                 except Exception as error:
                     traceback.print_exc()
                     made = Outcome(name)
@@ -82,10 +82,12 @@ class Session:
         small = self.options.small or self.tiny
         if self.tiny:
             seconds = min(seconds, 12.0)
-        modes = ["bytes"] if self.options.small else list(checks.MODES)
+        # A few cases of every kernel before all of any, and the longest tables last: time may run out.
+        modes = ["some bytes", "bytes"] if self.options.small else list(checks.MODES)
+        names = sorted(KERNELS, key=lambda kernel: len(cases(kernel, small)))
         runs: list[tuple[str, Callable[[float], Any]]] = []
         for mode in modes:
-            for kernel in KERNELS:
+            for kernel in names:
                 runs.append(
                     (
                         f"{kernel}, {mode}",
@@ -96,9 +98,12 @@ class Session:
                 )
         other = elsewhere(self.place)
         if other is not None and not self.options.small:
-            runs += [
-                (f"{kernel}, {other.name}", lambda s, k=kernel: checks.check(k, "bytes", other, small=True, seconds=s))
-                for kernel in KERNELS
+            runs[-len(names) : -len(names)] = [
+                (
+                    f"{kernel}, {other.name}",
+                    lambda s, k=kernel: checks.check(k, "some bytes", other, small=True, seconds=s),
+                )
+                for kernel in names
             ]
         return self._outcomes(runs, seconds) | {"seed": self.seed}
 

@@ -600,11 +600,16 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append((a.dtype, *out_dtype))
         return (a.double() @ b.double()).to(out_dtype[0] if out_dtype else a.dtype)
 
+    def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        calls.append((a.dtype, "bias"))
+        return (a.double() @ b.double() + bias.double()).to(a.dtype)
+
     backend = SimpleNamespace(**vars(backend_module("cpu")), epilogue32=epilogue32)
     for module in (ops, importlib.import_module("ottava.gemm")):
         monkeypatch.setattr(module, "returns_float32", lambda device: True)
     monkeypatch.setattr(ops, "backend_module", lambda kind: backend)
     monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
     return calls
 
 
@@ -625,3 +630,15 @@ def test_a_product_without_scales_goes_straight_to_its_dtype(wide: list[Any]) ->
     gemm(a, b, "fprop", out_dtype=torch.float32)
     gemm(a.float(), b.float(), "fprop", out_dtype=torch.float32)
     assert wide == [(torch.bfloat16,), (torch.bfloat16, torch.float32), (torch.float32,)]
+
+
+def test_the_library_adds_a_bias_that_it_can(wide: list[Any]) -> None:
+    """One of the result's own dtype, where there is no scale to apply before."""
+    a, b, bias = torch.randn(5, 6).bfloat16(), torch.randn(7, 6).bfloat16(), torch.randn(7)
+    exact = a.double() @ b.double().t()
+    for dtype, given in ((torch.bfloat16, bias.bfloat16()), (torch.bfloat16, bias), (torch.float32, bias)):
+        result = gemm(a, b, "fprop", out_dtype=dtype, bias=given)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), exact + given.double(), rtol=2**-8, atol=1e-6)
+    sums = [(torch.bfloat16, torch.float32), "epilogue32"]
+    assert wide == [(torch.bfloat16, "bias"), *sums, *sums]

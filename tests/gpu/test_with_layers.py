@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ottava
+from benchmarks.installed import recipes
 from benchmarks.on_gpu import layers, products
 from benchmarks.on_gpu.checks import Outcome
 from benchmarks.on_gpu.place import Gpu
@@ -29,7 +30,7 @@ def test_exact_products(place: Gpu, check: Callable[[Gpu], Outcome]) -> None:
     _assert_passed(check(place))
 
 
-@pytest.mark.parametrize("recipe", layers.recipes())
+@pytest.mark.parametrize("recipe", recipes())
 @pytest.mark.parametrize("check", [layers.check_passes, layers.check_training])
 def test_follows_the_cpu(place: Gpu, check: Callable[[Gpu, str], Outcome], recipe: str) -> None:
     _assert_passed(check(place, recipe))
@@ -44,7 +45,7 @@ def test_is_fit_for_training(place: Gpu, check: Callable[[Gpu, str], Outcome], r
 
 
 @pytest.mark.parametrize("recipe", layers.OWN)
-def test_compiled_passes_have_the_bytes_of_eager_ones(place: Gpu, recipe: str) -> None:
+def test_compiled_passes_agree_with_eager_ones(place: Gpu, recipe: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     x = torch.randn(64, 128, device=place.device).bfloat16()

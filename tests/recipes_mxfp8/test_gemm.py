@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -344,7 +345,7 @@ class NoLook(TorchDispatchMode):
 
 
 @pytest.fixture
-def flagged(monkeypatch: pytest.MonkeyPatch) -> Flagged:
+def flagged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flagged]:
     """The backend, whose products are checked against those of the one that it stands on."""
     made = Flagged(backend_module("cpu"))
     original = mx_ops._mx_scaled_mm
@@ -358,11 +359,9 @@ def flagged(monkeypatch: pytest.MonkeyPatch) -> Flagged:
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
         return got
 
-    monkeypatch.setattr(torch.ops.ottava, "mx_scaled_mm", lambda **named: both(*(named[name] for name in ARGUMENTS)))
-    return made
-
-
-ARGUMENTS = [argument.name for argument in torch.ops.ottava.mx_scaled_mm.default._schema.arguments]
+    monkeypatch.setattr(mx_ops, "_mx_scaled_mm", both)
+    yield made
+    assert made.flags
 
 
 @pytest.mark.parametrize("kind", SHAPES)

@@ -5,12 +5,10 @@
 
 #include <stdexcept>
 #include <string>
-#include <tuple>
-#include <utility>
 #include <vector>
 
-#include "addresses.h"
 #include "cpu/kernels.h"
+#include "multi_arguments.h"
 
 namespace py = pybind11;
 
@@ -63,19 +61,11 @@ void cast_amax(Address src, int dtype, int64_t rows, int64_t cols, Address scale
                       at<uint8_t>(out_t), fp8_of(format), threads_of(threads));
 }
 
-// One entry a tensor: the addresses of its scale and its history, and the number of its slots.
-void update_scales(const std::vector<std::tuple<Address, Address, int64_t>>& tensors, int64_t length,
-                   const std::vector<float>& maxima, bool most_recent, Address last) {
-    std::vector<ottava::HistorySlots> slots;
-    slots.reserve(tensors.size());
-    int64_t total = 0;
-    for (const auto& [scale, history, count] : tensors) {
-        slots.push_back({at<float>(scale), at<float>(history), size_of(count)});
-        total += count;
-    }
-    if (total != static_cast<int64_t>(maxima.size()))
-        throw std::invalid_argument(std::to_string(maxima.size()) + " maxima for " + std::to_string(total) + " slots");
-    ottava::update_scales(slots.data(), static_cast<int64_t>(slots.size()), size_of(length), maxima.data(), most_recent,
+void update_scales(const std::vector<ottava::SlotArguments>& tensors, int64_t length, const std::vector<float>& maxima,
+                   bool most_recent, Address last) {
+    const auto slots = ottava::jobs_of(tensors, ottava::slots_of);
+    ottava::check_maxima(slots, maxima);
+    ottava::update_scales(slots.data(), ottava::count_of(slots), size_of(length), maxima.data(), most_recent,
                           at<const float>(last));
 }
 
@@ -106,66 +96,25 @@ bool mx_decode(Address codes, Address scales, int format, int64_t rows, int64_t 
                              size_of(cols), columnwise, at<void>(out), dtype_of(dtype), threads_of(threads));
 }
 
-// A tensor among many: its address, dtype and number of elements, and the dtype that its elements are rounded to.
-using Source = std::tuple<Address, int, int64_t, int>;
-// A shard: rows and columns of its matrix, and the element that it starts with.
-using Place = std::tuple<int64_t, int64_t, int64_t>;
-
-ottava::MultiSource source_of(const Source& source) {
-    const auto& [address, dtype, count, nominal] = source;
-    return {at<const void>(address), dtype_of(dtype), dtype_of(nominal), size_of(count)};
+void multi_amax(const std::vector<ottava::Source>& tensors, Address out, int threads) {
+    const auto jobs = ottava::jobs_of(tensors, ottava::source_of);
+    ottava::multi_amax(jobs.data(), ottava::count_of(jobs), at<float>(out), threads_of(threads));
 }
 
-void check_place(const Place& place, int64_t count) {
-    const auto& [rows, cols, start] = place;
-    if (size_of(start) > size_of(rows) * size_of(cols) - count)
-        throw std::invalid_argument("a shard is not within its matrix");
+void multi_cast(const std::vector<ottava::CastArguments>& tensors, Address scales, int threads) {
+    const auto jobs = ottava::jobs_of(tensors, ottava::cast_of);
+    ottava::multi_cast(jobs.data(), ottava::count_of(jobs), at<const float>(scales), threads_of(threads));
 }
 
-void multi_amax(const std::vector<Source>& tensors, Address out, int threads) {
-    std::vector<ottava::MultiSource> jobs;
-    jobs.reserve(tensors.size());
-    for (const Source& source : tensors) jobs.push_back(source_of(source));
-    ottava::multi_amax(jobs.data(), static_cast<int64_t>(jobs.size()), at<float>(out), threads_of(threads));
+void mx_multi_amax(const std::vector<ottava::MxAmaxArguments>& shards, Address out, int64_t total, int threads) {
+    const auto jobs = ottava::jobs_of(shards, ottava::mx_amax_of);
+    ottava::check_amaxes(jobs, total);
+    ottava::mx_multi_amax(jobs.data(), ottava::count_of(jobs), at<float>(out), threads_of(threads));
 }
 
-// One entry a tensor: the source, the format, and the address of its codes.
-void multi_cast(const std::vector<std::tuple<Source, int, Address>>& tensors, Address scales, int threads) {
-    std::vector<ottava::MultiCast> jobs;
-    jobs.reserve(tensors.size());
-    for (const auto& [source, format, out] : tensors)
-        jobs.push_back({source_of(source), fp8_of(format), at<uint8_t>(out)});
-    ottava::multi_cast(jobs.data(), static_cast<int64_t>(jobs.size()), at<const float>(scales), threads_of(threads));
-}
-
-void mx_multi_amax(const std::vector<std::tuple<Source, Place, bool>>& shards, Address out, int64_t total, int threads) {
-    std::vector<ottava::MxMultiAmax> jobs;
-    jobs.reserve(shards.size());
-    int64_t needed = 0;
-    for (const auto& [source, place, square] : shards) {
-        const auto& [rows, cols, start] = place;
-        jobs.push_back({source_of(source), rows, cols, start, square});
-        check_place(place, jobs.back().source.count);
-        needed += ottava::mx_amax_count(rows, cols, square);
-    }
-    if (needed != total)
-        throw std::invalid_argument("place for " + std::to_string(total) + " of " + std::to_string(needed) + " amaxes");
-    ottava::mx_multi_amax(jobs.data(), static_cast<int64_t>(jobs.size()), at<float>(out), threads_of(threads));
-}
-
-// One entry a shard: the format, and for rows and columns the addresses of scales and codes.
-void mx_multi_cast(
-    const std::vector<std::tuple<Source, Place, int, std::pair<Address, Address>, std::pair<Address, Address>>>& shards,
-    int threads) {
-    std::vector<ottava::MxMultiCast> jobs;
-    jobs.reserve(shards.size());
-    for (const auto& [source, place, format, by_row, by_column] : shards) {
-        const auto& [rows, cols, start] = place;
-        jobs.push_back({source_of(source), rows, cols, start, fp8_of(format), at<const uint8_t>(by_row.first),
-                        at<uint8_t>(by_row.second), at<const uint8_t>(by_column.first), at<uint8_t>(by_column.second)});
-        check_place(place, jobs.back().source.count);
-    }
-    ottava::mx_multi_cast(jobs.data(), static_cast<int64_t>(jobs.size()), threads_of(threads));
+void mx_multi_cast(const std::vector<ottava::MxCastArguments>& shards, int threads) {
+    const auto jobs = ottava::jobs_of(shards, ottava::mx_cast_of);
+    ottava::mx_multi_cast(jobs.data(), ottava::count_of(jobs), threads_of(threads));
 }
 
 void epilogue(Address acc, int64_t rows, int64_t cols, Address scale_a, Address scale_b, Address bias, int bias_dtype,

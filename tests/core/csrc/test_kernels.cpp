@@ -740,7 +740,7 @@ void test_multi(const MultiTest& test, Fp8 format) {
     const std::string cast_label = test.label("multi_cast", format), amax_label = test.label("multi_amax", format);
     for (const int threads : {1, 3}) {
         std::vector<MultiSource> sources;
-        std::vector<MultiCast> casts;
+        std::vector<MultiCastJob> casts;
         std::vector<Buffer<uint8_t>> outs = test.results(1);
         Buffer<float> amaxes(count), scales(count);
         for (size_t i = 0; i < outs.size(); ++i) {

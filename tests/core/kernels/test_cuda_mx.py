@@ -396,4 +396,8 @@ def test_exact_lines_beyond_float32_in_between(grid: ModuleType) -> None:
 def test_exact_lines_of_nothing(grid: ModuleType, shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     case = operand(m, k, "rows", 6), operand(k, n, "columns", 7), False, False
-    grid.mx_exact_lines(torch.empty(m, n), *case, None, None, None, torch.tensor([1, 1], dtype=torch.int32))
+    flags, around = torch.tensor([3, 3], dtype=torch.int32), torch.full((16,), 7.0)
+    result = around[8 : 8 + m * n].view(m, n)
+    grid.mx_exact_lines(result, *case, None, None, None, flags)
+    assert flags.tolist() == [3, 3]
+    assert around.tolist() == [7.0] * 16

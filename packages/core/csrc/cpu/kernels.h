@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../dtypes.h"
+#include "../multi_jobs.h"
 
 namespace ottava {
 
@@ -141,12 +142,6 @@ void cast_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, const f
                float* scale_inv, uint8_t* out,
                uint8_t* out_t,  // optional; out is, with it
                Fp8 format, int threads);
-// One tensor's slots of scaling state: `scale` [slots], `history` [length, slots] whose first row collects.
-struct HistorySlots {
-    float* scale;
-    float* history;
-    int64_t slots;
-};
 // The scales of the next step, for every slot in which the first row of its history is not zero (see numerics.h).
 // `maxima` holds what an amax is scaled to, one for each slot of all tensors.
 void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,
@@ -171,37 +166,10 @@ void epilogue(uint16_t* acc, int64_t rows, int64_t cols,
               const void* bias,      // optional
               Dtype bias_dtype, int threads);
 
-// Operations on many tensors in one call (multi.cpp). An element counts as its value rounded to `nominal`, to nearest
-// even, and read as float32. Threads share the work of all the tensors.
-struct MultiSource {
-    const void* src;
-    Dtype dtype, nominal;
-    int64_t count;
-};
-struct MultiCast {
-    MultiSource source;
-    Fp8 format;
-    uint8_t* out;
-};
-// A shard of a matrix [rows, cols]: its elements from `start` on, in row-major order.
-struct MxMultiAmax {
-    MultiSource source;
-    int64_t rows, cols, start;
-    bool square;
-};
-struct MxMultiCast {
-    MultiSource source;
-    int64_t rows, cols, start;
-    Fp8 format;
-    const uint8_t* row_scales;     // of the whole matrix; optional, with row_codes
-    uint8_t* row_codes;            // of the shard
-    const uint8_t* column_scales;  // optional, with column_codes
-    uint8_t* column_codes;
-};
+// Operations on many tensors in one call (multi.cpp). Threads share the work of all the tensors.
+
 void multi_amax(const MultiSource* sources, int64_t count, float* out, int threads);
-void multi_cast(const MultiCast* casts, int64_t count, const float* scales, int threads);
-// How many amaxes a matrix has in all: along rows and along columns, or square ones.
-int64_t mx_amax_count(int64_t rows, int64_t cols, bool square);
+void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, int threads);
 // `out` holds the amaxes of all matrices one after the other, and zeros when called.
 void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, int threads);
 void mx_multi_cast(const MxMultiCast* shards, int64_t count, int threads);

@@ -41,7 +41,7 @@ float rounded(float x, Dtype nominal) {
 }
 
 // One piece of a tensor, cast. What is neither in float32 nor in its nominal dtype is widened first.
-void cast_piece(const Kernels& kernels, const MultiCast& job, int64_t begin, int64_t end, float scale, bool stream) {
+void cast_piece(const Kernels& kernels, const MultiCastJob& job, int64_t begin, int64_t end, float scale, bool stream) {
     const MultiSource& from = job.source;
     const uint8_t* src = advance(from.src, begin, from.dtype);
     uint8_t* out = job.out + begin;
@@ -139,7 +139,7 @@ void multi_amax(const MultiSource* sources, int64_t count, float* out, int threa
     for (int64_t i = 0; i < count; ++i) out[i] = rounded(out[i], sources[i].nominal);
 }
 
-void multi_cast(const MultiCast* casts, int64_t count, const float* scales, int threads) {
+void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, int threads) {
     const Kernels& kernels = active_kernels();
     std::vector<Piece> pieces;
     int64_t elements = 0;
@@ -151,11 +151,6 @@ void multi_cast(const MultiCast* casts, int64_t count, const float* scales, int 
     over_pieces(pieces, elements, threads, [&](const Piece& piece, size_t) {
         cast_piece(kernels, casts[piece.job], piece.begin, piece.end, scales[piece.job], stream);
     });
-}
-
-int64_t mx_amax_count(int64_t rows, int64_t cols, bool square) {
-    const int64_t across = ceil_div(cols, kMxBlock), down = ceil_div(rows, kMxBlock);
-    return square ? down * across : rows * across + down * cols;
 }
 
 void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, int threads) {

@@ -112,25 +112,40 @@ struct Cast {
 
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared& shared) const {
+        int64_t at = (thread.blocks() - 1 - thread.block()) * kChunk;
+        const int64_t end = at + kChunk < count ? at + kChunk : count;
+        // The first loads are under way while the scale is waited for.
+        Group<Source> read[kUnroll];
+        bool whole = load(read, at, thread);
         const float scale = scaling.template get<Format, kThreads>(thread, shared);
-        const int64_t begin = (thread.blocks() - 1 - thread.block()) * kChunk;
         uint32_t seen = 0;
         int clamped = 0;
 #pragma unroll 1
-        for (int64_t at = begin; at < begin + kChunk && at < count; at += kRound) {
-            if (wide && at + kRound <= count)
-                groups(at + thread.index() * kGroup, scale, seen, clamped);
+        while (true) {
+            if (whole)
+                groups(read, at + thread.index() * kGroup, scale, seen, clamped);
             else
                 elements(at + thread.index(), at + kRound < count ? at + kRound : count, scale, seen, clamped);
+            at += kRound;
+            if (at >= end) break;
+            whole = load(read, at, thread);
         }
         scaling.template leave<kThreads>(thread, shared, Source::largest(seen), clamped);
     }
 
    private:
-    OTTAVA_DEVICE void groups(int64_t first, float scale, uint32_t& seen, int& clamped) const {
-        Group<Source> read[kUnroll];
+    // Whether a round is whole: then it is loaded.
+    template <class Thread>
+    OTTAVA_DEVICE bool load(Group<Source> (&read)[kUnroll], int64_t at, const Thread& thread) const {
+        if (!wide || at + kRound > count) return false;
+        const int64_t first = at + thread.index() * kGroup;
 #pragma unroll
         for (int k = 0; k < kUnroll; ++k) read[k] = load_whole<Source>(src, first + k * kThreads * kGroup);
+        return true;
+    }
+
+    OTTAVA_DEVICE void groups(const Group<Source> (&read)[kUnroll], int64_t first, float scale, uint32_t& seen,
+                              int& clamped) const {
         uint32_t here = 0;
 #pragma unroll
         for (int k = 0; k < kUnroll; ++k) {

@@ -19,10 +19,6 @@ ShardPanels panels_of(const Job& job, const PanelRange& range) {
 
 }  // namespace
 
-int64_t mx_amax_count(int64_t rows, int64_t cols, bool square) {
-    return square ? blocks_of(rows) * blocks_of(cols) : rows * blocks_of(cols) + blocks_of(rows) * cols;
-}
-
 void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, Stream stream) {
     with_each_source([&](auto source, Dtype dtype) {
         typedef ShardAmax<decltype(source)> Kernel;

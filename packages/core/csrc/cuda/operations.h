@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../dtypes.h"
+#include "../multi_jobs.h"
 #include "stream.h"
 
 namespace ottava::cuda {
@@ -72,45 +73,15 @@ void mx_exact_lines(void* out, Dtype dtype, int64_t rows, int64_t cols, int64_t 
                     const MxOperand& b, const Finish& finish, const int32_t* flags, Stream stream);
 
 // Operations on many tensors (multi.cu, mx_shard.cu), in one launch for all that have one dtype and one format, as long
-// as they fit its table. An element counts as its value rounded to `nominal`, to nearest even, and read as float32.
-struct MultiSource {
-    const void* src;
-    Dtype dtype, nominal;
-    int64_t count;
-};
-struct MultiCastJob {
-    MultiSource source;
-    Fp8 format;
-    uint8_t* out;
-};
+// as they fit its table.
+
 // `out` holds zeros when called.
 void multi_amax(const MultiSource* sources, int64_t count, float* out, Stream stream);
 void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, Stream stream);
-// A shard of a matrix [rows, cols]: its elements from `start` on, in row-major order.
-struct MxMultiAmax {
-    MultiSource source;
-    int64_t rows, cols, start;
-    bool square;
-};
-struct MxMultiCast {
-    MultiSource source;
-    int64_t rows, cols, start;
-    Fp8 format;
-    const uint8_t* row_scales;     // of the whole matrix; optional, with row_codes
-    uint8_t* row_codes;            // of the shard
-    const uint8_t* column_scales;  // optional, with column_codes
-    uint8_t* column_codes;
-};
-int64_t mx_amax_count(int64_t rows, int64_t cols, bool square);
 // `out` holds the amaxes of all matrices one after the other, and zeros when called.
 void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, Stream stream);
 void mx_multi_cast(const MxMultiCast* shards, int64_t count, Stream stream);
-// One tensor's slots of scaling state: `scale` [slots], `history` [length, slots]. `maxima` are the host's.
-struct HistorySlots {
-    float* scale;
-    float* history;
-    int64_t slots;
-};
+// `maxima` are the host's.
 void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,
                    const float* last,  // optional: the first rows to use instead, one after the other
                    Stream stream);

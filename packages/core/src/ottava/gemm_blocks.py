@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ottava.formats import MX_BLOCK
 from ottava.kernels import transpose
 from ottava.kernels.devices import capability
+from ottava.kernels.mx_ops import Operand, mx_scaled_mm
 from ottava.tensors.blocks import BlockOperand
 
 Dense = tuple[torch.Tensor, torch.Tensor | None]
@@ -50,24 +51,17 @@ def block_product(
         fits = fits and not a.elements.dtype == b.elements.dtype == torch.float8_e5m2
         if fits and all(sizes) and multiplies_blocks(a.elements):
             return _native_product(a, b, bias, out_dtype, fast_accumulation)
-    arguments: dict[str, Any] = {}
-    for name, operand in (("a", a), ("b", b)):
-        if isinstance(operand, BlockOperand):
-            codes, scales = operand.elements.view(torch.uint8), operand.scales
-            described: tuple[Any, ...] = (codes, scales, operand.elements.dtype, operand.columnwise, None)
-        else:
-            described = (operand[0], None, None, False, operand[1])
-        fields = (name, f"blocks_{name}", f"fp8_{name}", f"columnwise_{name}", f"scale_{name}")
-        arguments |= dict(zip(fields, described, strict=True))
-    result: torch.Tensor = torch.ops.ottava.mx_scaled_mm(
-        **arguments,
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        bias=bias,
-        compute_dtype=compute_dtype,
-        out_dtype=out_dtype,
+    scales = tuple(None if isinstance(operand, BlockOperand) else operand[1] for operand in (a, b))
+    return mx_scaled_mm(
+        (_stored(a), _stored(b)), (transpose_a, transpose_b), (scales[0], scales[1], bias), compute_dtype, out_dtype
     )
-    return result
+
+
+def _stored(operand: BlockOperand | Dense) -> Operand:
+    """An operand as the kernels take it."""
+    if isinstance(operand, BlockOperand):
+        return operand.elements.view(torch.uint8), operand.scales, operand.elements.dtype, operand.columnwise
+    return operand[0], None, None, False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
-from ottava.kernels import mx_ops as _mx_ops  # noqa: F401  (and its operators on MX blocks)
 from ottava.kernels import ops as _ops
 from ottava.kernels.backends import available_backends, backend_for, backend_module, use_backend
 from ottava.kernels.checks import (

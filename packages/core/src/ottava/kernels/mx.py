@@ -11,6 +11,7 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format, mx_scale_shapes
+from ottava.kernels import mx_ops as _mx_ops
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import HIGH_PRECISION, check_codes, check_device, check_high_precision, check_out
 
@@ -34,7 +35,7 @@ def mx_scale_from_amax(amax: torch.Tensor, fp8_dtype: torch.dtype, scale_roundin
     check_scale_rounding(scale_rounding)
     if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
         raise DTypeError("amax is not a float32 tensor", expected="a float32 tensor")
-    result: torch.Tensor = torch.ops.ottava.mx_scale_from_amax(amax, fp8_dtype, scale_rounding == "floor")
+    result: torch.Tensor = _mx_ops.mx_scale_from_amax(amax, fp8_dtype, scale_rounding == "floor")
     return result
 
 
@@ -68,7 +69,7 @@ def mx_quantize(
         not asked for. Columnwise codes are not transposed.
     """
     _check_request(x, fp8_dtype, scale_rounding, rowwise, columnwise)
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.ottava.mx_quantize(
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = _mx_ops.mx_quantize(
         x, fp8_dtype, rowwise, columnwise, two_dimensional, scale_rounding == "floor"
     )
     return result
@@ -128,7 +129,7 @@ def mx_decode(
     _check_blocks(data, scales, fp8_dtype, columnwise)
     if dtype not in (*HIGH_PRECISION, torch.float64):
         raise DTypeError(f"cannot decode to {dtype}", expected="torch.float64, float32, bfloat16 or float16")
-    result: torch.Tensor = torch.ops.ottava.mx_decode(data, scales, fp8_dtype, dtype, columnwise)
+    result: torch.Tensor = _mx_ops.mx_decode(data, scales, fp8_dtype, dtype, columnwise)
     return result
 
 

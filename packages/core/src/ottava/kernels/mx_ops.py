@@ -43,6 +43,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ottava.formats import mx_scale_shapes
 from ottava.kernels.backends import backend_module
+from ottava.kernels.direct import is_direct
 from ottava.kernels.ops import LIBRARY, kernel, product
 from ottava.kernels.reference_mx import beyond_range, mx_decode_exact
 
@@ -60,16 +61,16 @@ def _fake_mx_quantize(
     return made[0], made[1], made[2], made[3]
 
 
-kernel(
+mx_scale_from_amax = kernel(
     "mx_scale_from_amax(Tensor amax, ScalarType fp8_dtype, bool floor) -> Tensor",
     lambda amax, *_: amax.new_empty(amax.shape, dtype=torch.uint8),
 )
-kernel(
+mx_quantize = kernel(
     "mx_quantize(Tensor x, ScalarType fp8_dtype, bool rowwise, bool columnwise, bool two_dimensional, bool floor)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_mx_quantize,
 )
-kernel(
+mx_decode = kernel(
     "mx_decode(Tensor data, Tensor scales, ScalarType fp8_dtype, ScalarType dtype, bool columnwise) -> Tensor",
     lambda data, scales, fp8_dtype, dtype, columnwise: data.new_empty(data.shape, dtype=dtype),
 )
@@ -215,6 +216,25 @@ def _fake_mx_scaled_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 
 
 torch.library.register_fake("ottava::mx_scaled_mm", _fake_mx_scaled_mm, lib=LIBRARY)
+
+
+def mx_scaled_mm(
+    operands: tuple[Operand, Operand],
+    transposes: tuple[bool, bool],
+    rest: tuple[Tensor | None, Tensor | None, Tensor | None],
+    compute_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product of two operands, called as what :func:`kernel` returns.
+
+    ``rest`` are the scales that dense operands are still to be multiplied with, and the bias.
+    """
+    # The fields of both, in the order of the schema.
+    values, blocks, formats, columnwise = zip(*operands, strict=True)
+    direct = is_direct(*values, *blocks, *rest)
+    call = _mx_scaled_mm if direct else torch.ops.ottava.mx_scaled_mm
+    result: Tensor = call(*values, *blocks, *formats, *columnwise, *transposes, *rest, compute_dtype, out_dtype)
+    return result
 
 
 @register_flop_formula(torch.ops.ottava.mx_scaled_mm)

@@ -124,13 +124,13 @@ def update_scales(
     (_update_scales if direct else torch.ops.ottava.update_scales)(scales, histories, maxima, most_recent, last)
 
 
-def _mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype) -> Tensor:
+def _mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """The product, in the dtype of its operands if none is given, whatever torch.autocast says."""
     kind = a.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
-            return torch.mm(a, b, *out_dtype)
-    return torch.mm(a, b, *out_dtype)
+            return torch.mm(a, b, *out_dtype) if bias is None else torch.addmm(bias, a, b)
+    return torch.mm(a, b, *out_dtype) if bias is None else torch.addmm(bias, a, b)
 
 
 def returns_float32(device: torch.device) -> bool:
@@ -170,6 +170,9 @@ def product(
     if bare and a.dtype == out_dtype:
         return _mm(a, b)
     if a.dtype != torch.float32 and returns_float32(a.device):
+        if scale_a is None and scale_b is None and bias is not None and bias.dtype == a.dtype == out_dtype:
+            # The library adds it to its float32 sums, which it rounds once.
+            return _mm(a, b, bias=bias)
         return finish(_mm(a, b, torch.float32), scale_a, scale_b, bias, out_dtype)
     sums = _mm(a, b)
     if sums.dtype == out_dtype == torch.bfloat16:
