@@ -88,9 +88,7 @@ struct FinishAmax {
 
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared& shared) const {
-        uint32_t seen = 0;
-        for (int i = thread.index(); i < count; i += kThreads) seen = larger(seen, bits_as<uint32_t>(partial[i]));
-        const uint32_t largest = shared(thread, seen);
+        const uint32_t largest = shared(thread, largest_part<kThreads>(thread, partial, count));
         if (thread.index() == 0) *amax = bits_as<float>(largest);
     }
 };

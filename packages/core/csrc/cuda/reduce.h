@@ -37,4 +37,17 @@ struct BlockLargest {
 // has to be cleared before, and nothing depends on the order in which blocks end.
 constexpr int kMaxPartials = 512;
 
+// The largest of those that a thread of a block of a later launch looks at, all of them at once.
+template <int kThreads, class Thread>
+OTTAVA_DEVICE uint32_t largest_part(const Thread& thread, const float* partial, int count) {
+    static_assert(kMaxPartials % kThreads == 0, "every thread looks at as many");
+    uint32_t seen = 0;
+#pragma unroll
+    for (int k = 0; k < kMaxPartials / kThreads; ++k) {
+        const int i = thread.index() + k * kThreads;
+        if (i < count) seen = larger(seen, bits_as<uint32_t>(partial[i]));
+    }
+    return seen;
+}
+
 }  // namespace ottava::cuda

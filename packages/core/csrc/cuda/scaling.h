@@ -56,9 +56,7 @@ struct CurrentScale {
 
     template <class Format, int kThreads, class Thread>
     OTTAVA_DEVICE float get(const Thread& thread, Shared<kThreads>& shared) const {
-        uint32_t seen = 0;
-        for (int i = thread.index(); i < count; i += kThreads) seen = larger(seen, bits_as<uint32_t>(partial[i]));
-        const float largest = bits_as<float>(shared.largest(thread, seen));
+        const float largest = bits_as<float>(shared.largest(thread, largest_part<kThreads>(thread, partial, count)));
         const Scale made = scale_from_amax(largest, format_max<Format>(), epsilon, force_pow_2);
         if (thread.block() == 0 && thread.index() == 0) {
             if (amax != nullptr) *amax = largest;
