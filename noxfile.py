@@ -106,7 +106,7 @@ def tests_core(session: nox.Session) -> None:
 @nox.parametrize("recipe", [nox.param(r, id=f"recipe='{r}'", tags=[r]) for r in RECIPES])
 def tests_recipe(session: nox.Session, recipe: str) -> None:
     """One recipe with core, the conformance kit and nothing else."""
-    _test(session, [f"tests/recipes_{recipe}"], [recipe])
+    _test(session, [f"tests/recipes_{recipe}"], [recipe], *TWO_PROCESSES)
 
 
 @nox.session
