@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,13 @@ import pytest
 
 CORE = Path(__file__).parents[2] / "packages" / "core"
 NO_NVCC = {"CUDACXX": "/nowhere/nvcc"}
+
+
+def reason(folder: Path) -> str:
+    """What the module that is always built will say of the one that may be missing."""
+    found = re.search(r'-DOTTAVA_WITHOUT_CUDA="?\\"(.*?)\\"', (folder / "build.ninja").read_text())
+    assert found is not None
+    return found[1]
 
 
 def configure(folder: Path, *options: str, **variables: str) -> tuple[bool, str, bool]:
@@ -32,6 +40,7 @@ def test_auto_without_nvcc_leaves_it_out_and_says_so(tmp_path: Path) -> None:
     assert done, said
     assert "ottava: without CUDA kernels (no nvcc found)" in said
     assert not built
+    assert reason(tmp_path) == "no nvcc was found"
 
 
 def test_on_without_nvcc_is_an_error_with_a_remedy(tmp_path: Path) -> None:
@@ -49,6 +58,7 @@ def test_off(tmp_path: Path, by_option: bool) -> None:
     assert done, said
     assert "OTTAVA_CUDA=off" in said
     assert not built
+    assert reason(tmp_path) == "OTTAVA_CUDA was off"
 
 
 def test_another_value_is_refused(tmp_path: Path) -> None:
@@ -62,6 +72,7 @@ def test_auto_with_nvcc_builds_it_for_all_generations(tmp_path: Path) -> None:
     done, said, built = configure(tmp_path)
     assert done, said
     assert built
+    assert reason(tmp_path) == ""
     rules = (tmp_path / "build.ninja").read_text()
     for target in ("sm_80", "sm_90a", "compute_90"):
         assert target in rules

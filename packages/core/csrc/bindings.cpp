@@ -160,6 +160,8 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("mx_multi_amax", &mx_multi_amax, Unlocked());
     m.def("mx_multi_cast", &mx_multi_cast, Unlocked());
     m.def("epilogue", &epilogue, Unlocked());
+    // Why the build has no CUDA kernels; empty if it has.
+    m.attr("without_cuda") = std::string(OTTAVA_WITHOUT_CUDA);
     m.def("isa", [] { return std::string(ottava::active_kernels().name); });
     m.def("available_isas", &available_isas);
     m.def("set_isa", &set_isa);

@@ -67,6 +67,20 @@ def test_a_call_without_a_driver_is_a_typed_error() -> None:
     assert "the current device is unknown" in done.stdout or "cannot be used" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("OTTAVA_CUDA was off", "OTTAVA_CUDA was off when it was built"), ("", "ottava._cuda is missing")],
+)
+def test_a_build_without_the_module_says_why(said: str, expected: str) -> None:
+    code = (
+        f"import sys; from ottava import _cpu; _cpu.without_cuda = {said!r}; sys.modules['ottava._cuda'] = None\n"
+        "from ottava.kernels import available_backends; print(available_backends()['cuda'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"this build of ottava has no CUDA kernels: {expected}" in done.stdout
+
+
 def test_doctor_says_what_the_build_has(monkeypatch: pytest.MonkeyPatch) -> None:
     check = line(CUDA_LINE)
     assert check.ok
@@ -76,7 +90,7 @@ def test_doctor_says_what_the_build_has(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_doctor_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "this build of ottava has no CUDA kernels: nvcc was not found when it was built, or OTTAVA_CUDA was off"
+    reason = "this build of ottava has no CUDA kernels: no nvcc was found when it was built"
     monkeypatch.setattr(backends, "_loaded", {k: v for k, v in backends._loaded.items() if k != "cuda"})
     monkeypatch.setattr(backends, "_failures", {"cuda": reason})
     monkeypatch.setattr(backends, "_warned", {"cuda"})

@@ -1,5 +1,5 @@
 # The extension module `_cuda`. OTTAVA_CUDA, a CMake option or a variable of the environment, says whether it is built: `auto`
-# (where nvcc is found), `on` (an error without nvcc) or `off`.
+# (where nvcc is found), `on` (an error without nvcc) or `off`. Where it is not, OTTAVA_WITHOUT_CUDA says why.
 include(${CMAKE_CURRENT_LIST_DIR}/kernels.cmake)
 if(NOT DEFINED OTTAVA_CUDA)
   if(DEFINED ENV{OTTAVA_CUDA} AND NOT "$ENV{OTTAVA_CUDA}" STREQUAL "")
@@ -14,6 +14,7 @@ if(NOT OTTAVA_CUDA MATCHES "^(on|off|auto)$")
 endif()
 if(OTTAVA_CUDA STREQUAL "off")
   message(STATUS "ottava: without CUDA kernels (OTTAVA_CUDA=off)")
+  set(OTTAVA_WITHOUT_CUDA "OTTAVA_CUDA was off")
   return()
 endif()
 
@@ -32,6 +33,7 @@ if(NOT CMAKE_CUDA_COMPILER)
                         "or set OTTAVA_CUDA=off for CPU kernels alone")
   endif()
   message(STATUS "ottava: without CUDA kernels (no nvcc found)")
+  set(OTTAVA_WITHOUT_CUDA "no nvcc was found")
   return()
 endif()
 enable_language(CUDA)

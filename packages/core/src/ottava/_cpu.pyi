@@ -1,5 +1,8 @@
 """The compiled CPU kernels. Pointers are addresses as integers, 0 where something is absent."""
 
+# Why the build has no CUDA kernels; empty if it has.
+without_cuda: str
+
 def amax(src: int, dtype: int, n: int, out: int, threads: int) -> None: ...
 def scale_from_amax(
     amax: int, n: int, fp8_max: float, epsilon: float, force_pow_2: bool, scale: int, scale_inv: int

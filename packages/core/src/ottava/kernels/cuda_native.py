@@ -9,14 +9,22 @@ _OLDEST = (8, 0)
 if torch.version.hip is not None:
     raise ImportError("the CUDA kernels are for NVIDIA GPUs, and this torch is built for those of AMD")
 
+
+def _why_not() -> str:
+    """What the build says of itself, if any of it was compiled."""
+    try:
+        from ottava import _cpu
+    except ImportError:
+        return "nothing of it is compiled"
+    return f"{_cpu.without_cuda} when it was built" if _cpu.without_cuda else "ottava._cuda is missing"
+
+
 try:
     from ottava import _cuda
 except ImportError as error:
     if not isinstance(error, ModuleNotFoundError) and "cannot import name" not in str(error):
         raise
-    raise ImportError(
-        "this build of ottava has no CUDA kernels: nvcc was not found when it was built, or OTTAVA_CUDA was off"
-    ) from None
+    raise ImportError(f"this build of ottava has no CUDA kernels: {_why_not()}") from None
 
 
 def refusal() -> str | None:

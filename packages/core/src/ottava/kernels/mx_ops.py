@@ -225,15 +225,17 @@ def mx_scaled_mm(
     compute_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The product of two operands, called as what :func:`kernel` returns.
+    """The product of two operands, by the operator or by what stands behind it where nobody would see the operator.
 
     ``rest`` are the scales that dense operands are still to be multiplied with, and the bias.
     """
-    # The fields of both, in the order of the schema.
-    values, blocks, formats, columnwise = zip(*operands, strict=True)
-    direct = is_direct(*values, *blocks, *rest)
-    call = _mx_scaled_mm if direct else torch.ops.ottava.mx_scaled_mm
-    result: Tensor = call(*values, *blocks, *formats, *columnwise, *transposes, *rest, compute_dtype, out_dtype)
+    (a, blocks_a, fp8_a, columnwise_a), (b, blocks_b, fp8_b, columnwise_b) = operands
+    scale_a, scale_b, bias = rest
+    call: Any = torch.ops.ottava.mx_scaled_mm
+    if is_direct(a, b, blocks_a, blocks_b, scale_a, scale_b, bias):
+        call = _mx_scaled_mm
+    fields = a, b, blocks_a, blocks_b, fp8_a, fp8_b, columnwise_a, columnwise_b
+    result: Tensor = call(*fields, *transposes, *rest, compute_dtype, out_dtype)
     return result
 
 

@@ -33,9 +33,15 @@ def _buffers(x: torch.Tensor, rowwise: bool, transposed: bool) -> Parts:
     data = _codes_like(x) if rowwise else None
     transpose = torch.empty(x.shape[-1], *x.shape[:-1], dtype=_CODES, device=device) if transposed else None
     scalar = _scalars.get(device)
-    if scalar is None:
-        scalar = _scalars[device] = torch.empty((), dtype=torch.float32, device=device)
-    return data, transpose, torch.empty_like(scalar)
+    return data, transpose, _first_scalar(device) if scalar is None else torch.empty_like(scalar)
+
+
+def _first_scalar(device: torch.device) -> torch.Tensor:
+    made = torch.empty((), dtype=torch.float32, device=device)
+    # What is made while a CUDA graph is captured belongs to the graph's memory, which it would keep.
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _scalars[device] = torch.empty_like(made)
+    return made
 
 
 def quantize_parts(
