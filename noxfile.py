@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -46,7 +47,9 @@ def torch_requirement() -> str:
 
 
 def _fingerprint(package: Path) -> str:
-    digest = hashlib.sha256()
+    # What decides which CUDA kernels a build has counts as its sources do.
+    settings = [os.environ.get(name, "") for name in ("OTTAVA_CUDA", "CUDAARCHS", "CUDACXX", "CMAKE_ARGS")]
+    digest = hashlib.sha256("\n".join([*settings, shutil.which("nvcc") or ""]).encode())
     for path in sorted(p for p in package.rglob("*") if p.is_file()):
         relative = path.relative_to(package)
         if {"build", "__pycache__", "dist", ".mypy_cache"} & set(relative.parts):
@@ -93,14 +96,15 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_all(session: nox.Session) -> None:
-    """All packages installed, all tests but the conformance kit's, which every recipe passes by itself."""
-    _test(session, ["tests"], RECIPES, *TWO_PROCESSES, "--ignore-glob", "tests/recipes_*/test_conformance.py")
+    """All packages installed, all tests but those for a GPU, and the conformance kit's, which recipes pass alone."""
+    left_out = ["--ignore", "tests/gpu", "--ignore-glob", "tests/recipes_*/test_conformance.py"]
+    _test(session, ["tests"], RECIPES, *TWO_PROCESSES, *left_out)
 
 
 @nox.session
 def tests_core(session: nox.Session) -> None:
     """Core with no recipe installed, without the CUDA kernels' loops, which take long and know no recipe."""
-    _test(session, ["tests/core"], [], *TWO_PROCESSES, "-k", "not grid")
+    _test(session, ["tests/core"], [], *TWO_PROCESSES, "-m", "not slow and not grid")
 
 
 @nox.session
@@ -155,18 +159,26 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """The tests that need a GPU, then ``benchmarks/gpu.py``, to which what follows ``--`` goes.
+    """``benchmarks/gpu.py``, to which what follows ``--`` goes, then the tests that need a GPU.
 
     Builds the kernels in the checkout and installs no ottava. ``nox --no-venv -s gpu`` uses this interpreter, with its
     torch, as it is, and no network.
     """
-    if not isinstance(session.virtualenv, nox.virtualenv.PassthroughEnv):
+    python = "python"
+    if isinstance(session.virtualenv, nox.virtualenv.PassthroughEnv):
+        # Not whatever is first on PATH.
+        python = sys.executable
+    else:
         # Not torch_requirement(): a local wheel is most often one for CPUs.
         session.install("torch>=2.11,<2.14", "pluggy", "typer", "rich", "pyyaml", *TEST_TOOLS)
-    said = session.run("python", "benchmarks/gpu.py", "--build-only", silent=True)
+    found = session.run(python, "-c", "import torch; print(torch.cuda.is_available())", silent=True, external=True)
+    if str(found).split()[-1:] != ["True"]:
+        session.error("torch sees no GPU: nothing is built, tested or measured")
+    said = session.run(python, "benchmarks/gpu.py", "--build-only", silent=True, external=True)
     site = next(line for line in reversed(str(said).splitlines()) if line and Path(line).is_dir())
-    session.run("python", "-m", "pytest", "tests/gpu", env={"OTTAVA_GPU_SITE": site})
-    session.run("python", "benchmarks/gpu.py", "--site", site, *session.posargs)
+    # The figures first: a test that fails ends the session.
+    session.run(python, "benchmarks/gpu.py", "--site", site, *session.posargs, external=True)
+    session.run(python, "-m", "pytest", "tests/gpu", env={"OTTAVA_GPU_SITE": site}, external=True)
 
 
 @nox.session

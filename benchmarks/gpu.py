@@ -59,7 +59,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=None, help="of the checks' inputs; a fresh one by default")
     parser.add_argument("--small", action="store_true", help="fewer and smaller checks")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "gpu_results.json")
+    parser.add_argument(
+        "--out", type=Path, help="the file of results; benchmarks/gpu_results.json, or none for a rehearsal"
+    )
     parser.add_argument(
         "--rehearse", action="store_true", help="run everything at tiny sizes on the CPU; no figure means anything"
     )
@@ -68,6 +70,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     unknown = sorted(set(chosen) - set(SECTIONS))
     if unknown:
         parser.error(f"--only {','.join(unknown)}: expected some of {', '.join(SECTIONS)}")
+    if options.out is None:
+        options.out = Path(os.devnull) if options.rehearse else ROOT / "benchmarks" / "gpu_results.json"
     options.sections = [name for name in SECTIONS if name in chosen]
     return options
 
@@ -145,7 +149,11 @@ def _import(options: argparse.Namespace) -> None:
 
     architectures = None
     if not options.all_targets and torch.cuda.is_available():
-        architectures = build.architecture(torch.cuda.get_device_capability(0))
+        capability = torch.cuda.get_device_capability(0)
+        if capability < (8, 0):
+            found = ".".join(map(str, capability))
+            raise build.BuildError(f"the CUDA kernels are for compute capability 8.0 and later; this GPU has {found}")
+        architectures = build.architecture(capability)
     folder = options.build_dir / f"{sys.implementation.cache_tag}-{architectures or 'all'}"
     start = time.monotonic()
     modules = build.compile_modules(folder, cuda="on", architectures=architectures)
@@ -195,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (build.BuildError, ImportError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    session.results["rehearsal"] = options.rehearse
     session.results["environment"] = environment(session.place.device)
     print(json.dumps(session.results["environment"], default=str), flush=True)
     broken = []
@@ -213,7 +222,6 @@ def main(arguments: list[str] | None = None) -> int:
         session.save()
     made = report.targets(session.results)
     session.results["targets"] = [dataclasses.asdict(target) for target in made]
-    session.results["rehearsal"] = options.rehearse
     session.save()
     failed = [
         row["name"] for name in _CHECKS for row in session.results.get(name, {}).get("rows", ()) if not row["passed"]

@@ -156,7 +156,8 @@ def _cell(kernel: Kernel | None) -> str:
 def page(found: list[Kernel]) -> str:
     """The page of the docs."""
     spilling = sum(1 for k in found if k.spilled or k.stack)
-    words = "none of them has a stack frame or spills" if not spilling else f"{spilling} have a stack frame or spill"
+    words = f"{spilling or 'none'} of the results {'has' if spilling < 2 else 'have'} a stack frame or spills"
+    kernels, wanted = len({(k.file, k.name) for k in found}), len({k.target for k in found})
     return "\n".join(
         [
             "# Registers and shared memory of the CUDA kernels",
@@ -164,7 +165,7 @@ def page(found: list[Kernel]) -> str:
             "Written by `python -m benchmarks.resources --write`: what the compiler "
             f"(nvcc {release()}) says of each kernel.",
             "Numbers are registers of a thread for each target, and bytes of shared memory of a block.",
-            f"Of {len(found)} kernels and targets, {words}.",
+            f"{kernels} kernels for {wanted} targets: {words}.",
             "",
             table(found),
             "",

@@ -134,7 +134,13 @@ def assemble(site: Path, modules: list[Path]) -> None:
 
 
 def use(site: Path) -> None:
-    """Import from ``site``, whatever else is installed."""
+    """Import from ``site``, whatever else is installed.
+
+    Raises:
+        BuildError: it is not a folder that :func:`assemble` has made.
+    """
+    if not (site / "ottava").is_dir():
+        raise BuildError(f"{site} has no folder ottava; give one that --build-only printed")
     sys.path.insert(0, str(site))
     # An editable installation brings a finder that is asked before sys.path is.
     for finder in list(sys.meta_path):

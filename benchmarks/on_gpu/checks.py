@@ -156,9 +156,9 @@ def graph(chosen: Sequence[Case], place: Gpu, seed: int, outcome: Outcome, deadl
 Mode = Callable[[Sequence[Case], Gpu, int, Outcome, float], None]
 #: Name -> how cases are run, and how many of a kernel's at most (0: all).
 MODES: dict[str, tuple[Mode, int]] = {
-    "some bytes": (plain, 24),
-    "stream": (stream, 10),
-    "graph": (graph, 16),
+    "some bytes": (plain, 23),
+    "stream": (stream, 11),
+    "graph": (graph, 17),
     "bytes": (plain, 0),
 }
 
@@ -168,7 +168,7 @@ def check(kernel: str, mode: str, place: Gpu, *, small: bool = False, seed: int 
     run, most = MODES[mode]
     chosen = cases(kernel, small)
     if most and len(chosen) > most:
-        # Spread over the table, and not in step with how it cycles.
+        # Spread over the table, and (a prime number) not in step with how it cycles.
         chosen = [chosen[(i * len(chosen)) // most] for i in range(most)]
     outcome = Outcome(f"{kernel}, {mode}")
     run(chosen, place, seed, outcome, time.monotonic() + seconds)

@@ -16,7 +16,7 @@ from benchmarks.on_gpu.layers import layer
 from benchmarks.on_gpu.place import Gpu
 
 Row = dict[str, Any]
-# torch and its compiler first, then what targets name, then the rest: time may run out.
+# torch first, then what targets name, then the rest: time may run out.
 _FIRST = ("current", "delayed", "mxfp8")
 
 
@@ -48,7 +48,6 @@ def _candidates(n: int, device: torch.device, compiler: str) -> dict[str, Callab
     names = [name for name in (*_FIRST, *(recipes() if n <= 4096 else ())) if name in recipes()]
     made: dict[str, Callable[[], tuple[torch.nn.Module, Any]]] = {"bf16": lambda: plain(None)}
     made |= {name: lambda name=name: plain(name) for name in dict.fromkeys(names)}
-    made["bf16 compiled"] = lambda: compiled(layer(None, n, n, device, bias=False))
     # What targets compare comes first among what has to be compiled.
     for kind, name in zip_longest(("tensorwise", "rowwise"), (name for name in names if name in _FIRST)):
         if name is not None:
@@ -57,6 +56,7 @@ def _candidates(n: int, device: torch.device, compiler: str) -> dict[str, Callab
             made[f"torchao {kind} compiled"] = lambda kind=kind: compiled(
                 peers.torchao_linear(kind, n, n, device, False)
             )
+    made["bf16 compiled"] = lambda: compiled(layer(None, n, n, device, bias=False))
     return made
 
 

@@ -121,7 +121,8 @@ class Rehearsal(Gpu):
             for kept, made in zip(
                 torch.utils._pytree.tree_leaves(results), torch.utils._pytree.tree_leaves(run()), strict=True
             ):
-                kept.copy_(made)
+                if isinstance(kept, torch.Tensor):
+                    kept.copy_(made)
 
         return results, replay
 

@@ -27,6 +27,14 @@ FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 PATHS = ["reference", *(_cpu.available_isas() if _cpu is not None else ["cpu"]), "grid"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs the CUDA kernels as loops."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if parameters.get("code_path") == "grid" or "grid" in getattr(item, "fixturenames", ()):
+            item.add_marker("grid")
+
+
 @pytest.fixture(params=PATHS)
 def code_path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test on the reference, on every instruction set of this machine, and on the CUDA kernels as a loop."""

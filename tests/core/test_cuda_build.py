@@ -12,7 +12,13 @@ from pathlib import Path
 import pybind11
 import pytest
 
-CORE = Path(__file__).parents[2] / "packages" / "core"
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import resources  # noqa: E402
+
+CORE = ROOT / "packages" / "core"
 NO_NVCC = {"CUDACXX": "/nowhere/nvcc"}
 
 
@@ -25,7 +31,8 @@ def reason(folder: Path) -> str:
 
 def configure(folder: Path, *options: str, **variables: str) -> tuple[bool, str, bool]:
     """Whether CMake configures core, what it says, and whether there is a target for the module."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("OTTAVA_CUDA", "CUDACXX")} | variables
+    own = ("OTTAVA_CUDA", "CUDACXX", "CUDAARCHS")
+    environment = {k: v for k, v in os.environ.items() if k not in own} | variables
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     command = ["cmake", "-G", "Ninja", "-S", str(CORE), "-B", str(folder), *options]
     command += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
@@ -38,9 +45,35 @@ def configure(folder: Path, *options: str, **variables: str) -> tuple[bool, str,
 def test_auto_without_nvcc_leaves_it_out_and_says_so(tmp_path: Path) -> None:
     done, said, built = configure(tmp_path, **NO_NVCC)
     assert done, said
-    assert "ottava: without CUDA kernels (no nvcc found)" in said
+    assert "ottava: without CUDA kernels (no nvcc that works found)" in said
     assert not built
-    assert reason(tmp_path) == "no nvcc was found"
+    assert reason(tmp_path) == "no nvcc that works was found"
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+def test_an_nvcc_that_comes_later_is_found(tmp_path: Path) -> None:
+    """In the folder of an earlier build, which CMake remembers much of."""
+    assert not configure(tmp_path, **NO_NVCC)[2]
+    done, said, built = configure(tmp_path)
+    assert done, said
+    assert built
+
+
+def test_an_old_nvcc_is_left_alone(tmp_path: Path) -> None:
+    """One that says that it is of CUDA 11."""
+    given = [
+        "-DCMAKE_CUDA_COMPILER_FORCED=TRUE",
+        "-DCMAKE_CUDA_COMPILER_VERSION=11.8",
+        "-DCMAKE_CUDA_COMPILER=/bin/true",
+    ]
+    done, said, built = configure(tmp_path / "auto", *given)
+    assert done, said
+    assert "nvcc is of CUDA 11.8, they take 12.0" in said
+    assert not built
+    assert reason(tmp_path / "auto") == "nvcc was older than CUDA 12.0"
+    done, said, _ = configure(tmp_path / "on", *given, OTTAVA_CUDA="on")
+    assert not done
+    assert "nvcc is of CUDA 11.8; the kernels take 12.0 or later" in said
 
 
 def test_on_without_nvcc_is_an_error_with_a_remedy(tmp_path: Path) -> None:
@@ -74,7 +107,7 @@ def test_auto_with_nvcc_builds_it_for_all_generations(tmp_path: Path) -> None:
     assert built
     assert reason(tmp_path) == ""
     rules = (tmp_path / "build.ninja").read_text()
-    for target in ("sm_80", "sm_90a", "compute_90"):
+    for target in (*(f"sm_{name}" for name in resources.targets()), "compute_90"):
         assert target in rules
     assert "-fmad=false" in rules
     assert "fast_math" not in rules

@@ -386,6 +386,7 @@ def test_one_scale_for_each_row(strict: Strict, sizes: tuple[int, int, int], row
             assert len(by_line) == (2 if native else 0)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11's function for the CPU takes one scale for a tensor")
 def test_one_scale_for_each_row_in_torchs_own_function(library: Recorded) -> None:
     a, b = coded((48, 64), E4M3, 1.0, 0), coded((40, 64), E4M3, 1.0, 1)
     rows = [LineScaled(data=x._data.view(E4M3), scales=torch.rand(x._data.shape[0])) for x in (a, b)]  # type: ignore[union-attr]
@@ -477,16 +478,16 @@ def test_compiled_products_equal_eager_ones(kind: Any, sizes: tuple[int, int, in
 
 
 def test_a_devices_capability_is_a_constant_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_capabilities", {0: (9, 0)})
+    monkeypatch.setattr(devices, "_capabilities", {0: 90})
 
     def choose(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if devices.capability_of_index(0) >= (8, 9) else x - 1
+        return x + 1 if devices.capability_of_index(0) >= 89 else x - 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled = torch.compile(choose, fullgraph=True, backend="eager")
         assert compiled(torch.zeros(1)) == 1
-    assert devices.capability(torch.zeros(1)) == (0, 0)
+    assert devices.capability(torch.zeros(1)) == 0
     assert not gemm_scaled.multiplies_fp8(torch.zeros(1))
 
 

@@ -14,7 +14,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks import resources  # noqa: E402
 
-GENERATIONS = ["80", "90a", "100a"]
+GENERATIONS = ["80", "89", "90a", "100a"]
 OUTPUT = """
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z1aIfEvT_' for 'sm_80'

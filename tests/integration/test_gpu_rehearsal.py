@@ -160,5 +160,9 @@ def test_the_whole_script(tmp_path: Path) -> None:
     assert "no figure above means anything" in done.stdout
     for section in ("kernels", "linear", "host", "demo"):
         assert results[section]["rows"], section
+    for section in ("bytes", "products", "large", "layers"):
+        rows = results[section]["rows"]
+        assert sum(row["cases"] for row in rows) > 40, section
+        assert all(row["cases"] or row["left_out"] for row in rows), section
     assert all("error" not in key for row in results["kernels"]["rows"] for key in row)
     assert {row["linear"] for row in results["linear"]["rows"]} >= {"bf16", "current", "delayed compiled", "mxfp8"}

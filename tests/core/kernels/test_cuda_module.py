@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ottava.cli.doctor import Check, examine
-from ottava.kernels import available_backends, backends, use_backend
+ROOT = Path(__file__).parents[3]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import resources  # noqa: E402
+from ottava.cli.doctor import Check, examine  # noqa: E402
+from ottava.kernels import available_backends, backends, use_backend  # noqa: E402
 
 try:
     from ottava import _cuda
@@ -47,8 +52,12 @@ def test_it_needs_no_driver_and_no_installed_cuda() -> None:
 
 @needs_module
 def test_it_has_code_for_each_generation_and_ptx() -> None:
-    for target in ("80-real", "90a-real", "100a-real", "virtual"):
-        assert target in _cuda.targets
+    if os.environ.get("CUDAARCHS"):
+        pytest.skip("CUDAARCHS has named the targets of the build")
+    # CUDA 12.8 is the first to know 10.0a; whoever built the module may have had an earlier one.
+    known = resources.targets() if resources.find_tool("nvcc") else ["80", "89", "90a"]
+    for target in (*(f"{name}-real" for name in known), "90-virtual"):
+        assert target in _cuda.targets.split()
     binary = Path(_cuda.__file__).read_bytes()
     assert len(binary) < 20 << 20
 
@@ -79,18 +88,22 @@ def test_a_build_without_the_module_says_why(said: str, expected: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"this build of ottava has no CUDA kernels: {expected}" in done.stdout
+    assert "put its nvcc on PATH" in done.stdout
+    assert "OTTAVA_CUDA=on" in done.stdout
 
 
 def test_doctor_says_what_the_build_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ottava.cli.doctor._gpus", lambda: [])
     check = line(CUDA_LINE)
     assert check.ok
-    assert check.detail == available_backends()["cuda"] or "torch sees" in check.detail
+    assert check.detail.startswith(available_backends()["cuda"])
+    assert "torch sees no GPU" in check.detail
     if _cuda is not None:
         assert _cuda.targets in check.detail
 
 
 def test_doctor_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "this build of ottava has no CUDA kernels: no nvcc was found when it was built"
+    reason = "this build of ottava has no CUDA kernels: why, and what to do"
     monkeypatch.setattr(backends, "_loaded", {k: v for k, v in backends._loaded.items() if k != "cuda"})
     monkeypatch.setattr(backends, "_failures", {"cuda": reason})
     monkeypatch.setattr(backends, "_warned", {"cuda"})
@@ -103,8 +116,7 @@ def test_doctor_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ottava.cli.doctor._gpus", lambda: ["A GPU (9.0)"])
     check = line(CUDA_LINE)
     assert not check.ok
-    assert "OTTAVA_CUDA=on" in check.detail
-    assert "A GPU (9.0)" in check.detail
+    assert check.detail == f"A GPU (9.0) would run the slow reference: {reason}"
 
 
 def test_a_gpu_without_kernels_warns_once_and_is_served_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,5 +134,5 @@ def test_a_gpu_without_kernels_warns_once_and_is_served_by_the_reference(monkeyp
 def test_asking_for_what_is_not_there_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_loaded", {k: v for k, v in backends._loaded.items() if k != "cuda"})
     monkeypatch.setattr(backends, "_failures", {"cuda": "a reason"})
-    with pytest.raises(Exception, match=r"a reason.*OTTAVA_CUDA=on"), use_backend("cuda"):
+    with pytest.raises(Exception, match=r"a reason.*leave out use_backend"), use_backend("cuda"):
         pass

@@ -21,12 +21,25 @@ struct LaunchError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// What to do about an error, where that is known.
+inline const char* remedy(cudaError_t status) {
+    switch (status) {
+        case cudaErrorInsufficientDriver:
+            return " (update the driver, or build ottava with an older CUDA toolkit)";
+        case cudaErrorNoKernelImageForDevice:
+        case cudaErrorInvalidDeviceFunction:
+        case cudaErrorUnsupportedPtxVersion:
+            return " (`ottava doctor` says what GPUs this build has code for)";
+        default:
+            return "";
+    }
+}
+
 // Leaves no error behind for the next one who asks.
 inline void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
     cudaGetLastError();
-    throw LaunchError(std::string(what) + ": " + cudaGetErrorString(status) +
-                      " (`ottava doctor` says what GPUs this build has code for)");
+    throw LaunchError(std::string(what) + ": " + cudaGetErrorString(status) + remedy(status));
 }
 
 }  // namespace ottava::cuda

@@ -133,8 +133,8 @@ def _scaled(
         check_bias(bias, right[0].shape[0], right[0].device)
         if bias.requires_grad and torch.is_grad_enabled():
             bias = bias.detach()
-    # Only a weight is met again as it was.
-    cache = None if gemm_type == "wgrad" else b.gemm_cache()
+    # Only a weight is met again as it was, and compiled code keeps nothing.
+    cache = None if gemm_type == "wgrad" or torch.compiler.is_compiling() else b.gemm_cache()
     return scaled_product(left, right, bias, dtype, fast_accumulation, cache, b_columnwise)
 
 

@@ -29,7 +29,7 @@ _OUTER = 16
 
 def multiplies_blocks(operand: torch.Tensor) -> bool:
     """Whether the hardware that ``operand`` is on multiplies blocks with their scales."""
-    return capability(operand) >= (10, 0)
+    return capability(operand) >= 100
 
 
 def block_product(

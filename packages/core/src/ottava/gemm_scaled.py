@@ -44,7 +44,7 @@ _forced: bool | None = None
 
 def multiplies_fp8(operand: Tensor) -> bool:
     """Whether FP8 operands where ``operand`` is are multiplied as such."""
-    return capability(operand) >= (8, 9) if _forced is None else _forced
+    return capability(operand) >= 89 if _forced is None else _forced
 
 
 def may_multiply_fp8() -> bool:
@@ -175,12 +175,12 @@ def _fp8_mm(
 
 def _scales_lines(operand: Tensor) -> bool:
     """Whether the library applies one scale for each line."""
-    return not operand.is_cuda or capability(operand) >= (9, 0)
+    return not operand.is_cuda or capability(operand) >= 90
 
 
 def _takes_views(operand: Tensor) -> bool:
     """Whether the library takes transposed views of lines."""
-    return (10, 0) <= capability(operand) < (12, 0)
+    return 100 <= capability(operand) < 120
 
 
 def _padded(codes: Tensor, rows: bool) -> Tensor:

@@ -61,8 +61,7 @@ def _cuda_backend(status: str) -> Check:
         return Check("backend cuda", True, f"available, built for {_cuda.targets}; {seen}")
     if not gpus:
         return Check("backend cuda", True, f"{status}; torch sees no GPU that would need them")
-    remedy = "install the CUDA toolkit and reinstall ottava from source with OTTAVA_CUDA=on"
-    return Check("backend cuda", False, f"{status}; {', '.join(gpus)} would run the slow reference: {remedy}")
+    return Check("backend cuda", False, f"{', '.join(gpus)} would run the slow reference: {status}")
 
 
 # What the report says of a backend beyond its name.

@@ -17,8 +17,10 @@ from ottava.errors import BackendError
 # Backend name -> the device types it serves; None serves every device. Earlier entries are preferred.
 _SERVES: dict[str, tuple[str, ...] | None] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": None}
 
-# What each is built with.
-_COMPILERS = {"cuda": "nvcc (OTTAVA_CUDA=on)", "cpu": "a C++ compiler"}
+# What helps where one cannot be loaded; the others say so themselves.
+_REMEDIES = {"cpu": ", or reinstall ottava with a C++ compiler at hand"}
+# How what forces one is undone.
+_UNDO = {"OTTAVA_BACKEND": "unset OTTAVA_BACKEND", "use_backend": "leave out use_backend"}
 
 _forced: str | None = None
 
@@ -67,13 +69,13 @@ def _check(name: str, origin: str) -> str:
         raise BackendError(
             f"unknown kernel backend {name!r} ({origin})",
             expected=f"one of {', '.join(sorted(_SERVES))}",
-            remedy=f"correct or unset {origin}",
+            remedy=f"correct the name, or {_UNDO[origin]}",
         )
     if _try_load(name) is None:
         raise BackendError(
             f"kernel backend {name!r} ({origin}) cannot be loaded: {_failures[name]}",
             expected="a backend that `ottava doctor` lists as available",
-            remedy=f"unset {origin}, or reinstall ottava with {_COMPILERS.get(name, 'its compiler')} at hand",
+            remedy=_UNDO[origin] + _REMEDIES.get(name, ""),
         )
     return name
 
@@ -120,7 +122,7 @@ def _choose(device_type: str) -> str:
 
 def backend_module(device_type: str) -> ModuleType:
     """The module that implements the kernels for ``device_type``."""
-    return _loaded.get(name := backend_for(device_type)) or _loaded[_check(name, "backend")]
+    return _loaded.get(name := backend_for(device_type)) or _loaded[_check(name, "use_backend")]
 
 
 @contextmanager

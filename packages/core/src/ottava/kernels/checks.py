@@ -35,7 +35,12 @@ def check_high_precision(x: torch.Tensor, what: str = "input") -> None:
 def check_scalar(scale: torch.Tensor, x: torch.Tensor, what: str) -> None:
     """Refuse what is not a float32 tensor with one element on the device of ``x``."""
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        raise DTypeError(f"{what} is not a float32 tensor", expected="a float32 tensor with one element")
+        found = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
+        raise DTypeError(
+            f"{what} is of {found}",
+            expected="a float32 tensor with one element",
+            remedy="torch.tensor(value, dtype=torch.float32, device=x.device) makes one",
+        )
     check_high_precision(scale, what)
     if scale.numel() != 1:
         raise ShapeError(f"{what} has shape {tuple(scale.shape)}", expected="one element")

@@ -24,7 +24,10 @@ try:
 except ImportError as error:
     if not isinstance(error, ModuleNotFoundError) and "cannot import name" not in str(error):
         raise
-    raise ImportError(f"this build of ottava has no CUDA kernels: {_why_not()}") from None
+    raise ImportError(
+        f"this build of ottava has no CUDA kernels: {_why_not()}; install the CUDA toolkit, put its nvcc on PATH, and "
+        "reinstall ottava from source with OTTAVA_CUDA=on"
+    ) from None
 
 
 def refusal() -> str | None:
@@ -35,7 +38,8 @@ def refusal() -> str | None:
     if min(capabilities) >= _OLDEST:
         return None
     found = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
-    return f"the CUDA kernels are for compute capability 8.0 and later; here it is {found}"
+    others = "; hide the older GPUs with CUDA_VISIBLE_DEVICES" if max(capabilities) >= _OLDEST else ""
+    return f"the CUDA kernels are for compute capability 8.0 and later; here it is {found}{others}"
 
 
 if (_reason := refusal()) is not None:

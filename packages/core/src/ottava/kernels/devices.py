@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import torch
 
-_capabilities: dict[int, tuple[int, int]] = {}
+_capabilities: dict[int, int] = {}
 
 
-def capability_of_index(index: int) -> tuple[int, int]:
-    """The compute capability of the GPU with this index, a constant to compiled code."""
+def capability_of_index(index: int) -> int:
+    """The compute capability of the GPU with this index, a constant to compiled code: 89 for 8.9.
+
+    A number, because the compiler of torch 2.11 cannot order such constants that are tuples.
+    """
     found = _capabilities.get(index)
     if found is None:
-        found = _capabilities[index] = torch.cuda.get_device_capability(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        found = _capabilities[index] = 10 * major + minor
     return found
 
 
@@ -20,8 +24,8 @@ def capability_of_index(index: int) -> tuple[int, int]:
 capability_of_index._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """The compute capability of the NVIDIA GPU that ``tensor`` is on; ``(0, 0)`` for every other device."""
+def capability(tensor: torch.Tensor) -> int:
+    """The compute capability of the NVIDIA GPU that ``tensor`` is on, 89 for 8.9; 0 for every other device."""
     if not tensor.is_cuda or torch.version.hip is not None:
-        return 0, 0
+        return 0
     return capability_of_index(tensor.get_device())

@@ -147,9 +147,9 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         elif qx is not None:
             dw = _as(gemm(qdy, qx, "wgrad", out_dtype=plan.dtype), w_dtype)
     if b_dtype is not None and ctx.needs_input_grad[2]:
-        # On a GPU a sum is one of float32 whatever its dtype, and rounded once.
-        sums = dy2.sum(0) if dy2.is_cuda and dy2.dtype == b_dtype else dy2.sum(0, dtype=torch.float32)
-        db = _as(sums, b_dtype)
+        # On a GPU a sum is one of float32 whatever its dtype, and rounded once, while 32 bits count its bytes.
+        narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
+        db = _as(dy2.sum(0) if narrow else dy2.sum(0, dtype=torch.float32), b_dtype)
     return dx, dw, db, None, None
 
 

@@ -24,6 +24,11 @@ from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 
+# Asked once, for the types of devices that layers run on: the compiler of torch 2.11 cannot trace the question.
+_WITH_AUTOCAST = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind)
+)
+
 
 def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     """What torch.autocast computes in where ``tensor`` is; None outside of it."""
@@ -31,7 +36,7 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return None
     device_type = tensor.device.type
-    enabled = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    enabled = device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 

@@ -18,7 +18,7 @@ from ottava.kernels.devices import capability_of_index
 Layout = Literal["transpose", "shared"]
 
 _forced: Layout | None = None
-_TN_ONLY_CAPABILITIES = ((8, 9), (9, 0), (12, 0), (12, 1))
+_TN_ONLY_CAPABILITIES = (89, 90, 120, 121)
 
 
 def columnwise_is_transpose(device: torch.device) -> bool:
