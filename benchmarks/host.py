@@ -114,6 +114,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=25)
     options = parser.parse_args()
     device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: torch {torch.__version__} sees no GPU; expected cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
     shape = tuple(options.shape)
