@@ -245,6 +245,7 @@ def test_compiled_equals_eager_bitwise(recipe: Any, dtype: torch.dtype, layout: 
             assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11's compiler cannot trace how a layer gets its first state")
 def test_a_region_inside_a_compiled_function(recipe: Any) -> None:
     torch._dynamo.reset()
     layer = make(None)

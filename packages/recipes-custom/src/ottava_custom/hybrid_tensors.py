@@ -60,7 +60,9 @@ class HybridTensorStorage(QuantizedTensorStorage):
         Raises:
             UsageError: it holds no data for that side.
         """
-        side, kind = SIDES[columnwise], self.kinds[columnwise]
+        # The compiler of torch 2.11 takes no bool for an index.
+        place = int(columnwise)
+        side, kind = SIDES[place], self.kinds[place]
         tensors = [getattr(self, _attribute(side, inner.attribute)) for inner in kind.inner_tensors]
         if not self.get_usages()[side]:
             raise UsageError(
