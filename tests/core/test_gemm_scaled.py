@@ -48,7 +48,7 @@ ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 class Strict:
     """torch._scaled_mm with what a GPU's asks for: sizes, addresses, layouts, and the dtype of a bias."""
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: int) -> None:
         self.capability = capability
         self.calls: list[dict[str, Any]] = []
 
@@ -61,7 +61,7 @@ class Strict:
         assert not {a.dtype, b.dtype} - {E4M3, E5M2}
         assert not a.dtype == b.dtype == E5M2
         rows = [self.is_row_major(matrix) for matrix in (a, b.t())]
-        any_layout = (10, 0) <= self.capability < (12, 0)
+        any_layout = 100 <= self.capability < 120
         for matrix, row_major in zip((a, b.t()), rows, strict=True):
             assert matrix.data_ptr() % 16 == 0
             assert row_major or (any_layout and self.is_row_major(matrix.t()))
@@ -70,7 +70,7 @@ class Strict:
         if scale_a.numel() == scale_b.numel() == 1:
             scales = scale_a.reshape(()), scale_b.reshape(())
         else:
-            assert self.capability >= (9, 0)
+            assert self.capability >= 90
             assert all(rows)
             assert scale_a.shape == (a.shape[0], 1)
             assert scale_b.shape == (1, b.shape[1])
@@ -97,14 +97,14 @@ class Strict:
         return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
 
 
-@pytest.fixture(params=[(8, 9), (9, 0), (10, 0), (12, 0)], ids=lambda found: f"sm{found[0]}{found[1]}")
+@pytest.fixture(params=[89, 90, 100, 120], ids=lambda found: f"sm{found}")
 def strict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strict]:
     """Each kind of hardware, with the layout that its tensors have."""
     made = Strict(request.param)
     monkeypatch.setattr(gemm_scaled, "capability", lambda operand: made.capability)
-    monkeypatch.setattr(gemm_scaled, "_scales_lines", lambda operand: made.capability >= (9, 0))
+    monkeypatch.setattr(gemm_scaled, "_scales_lines", lambda operand: made.capability >= 90)
     monkeypatch.setattr(torch, "_scaled_mm", made)
-    layout: Any = "transpose" if made.capability < (10, 0) else "shared"
+    layout: Any = "transpose" if made.capability < 100 else "shared"
     with scaled_products(), columnwise_layout(layout):
         yield made
 
@@ -208,7 +208,7 @@ def test_nothing_is_copied_that_fits(strict: Strict, kind: Any) -> None:
     own = [{t.data_ptr() for t in x.inner_list() if t is not None} for x in (a, b)]
     copied = [matrix.data_ptr() not in held for matrix, held in zip((call["a"], call["b"]), own, strict=True)]
     # One buffer for both usages, and a library that takes one layout only: transposed here.
-    by_columns = [strict.capability >= (12, 0) and kind == "wgrad", strict.capability >= (12, 0) and kind != "fprop"]
+    by_columns = [strict.capability >= 120 and kind == "wgrad", strict.capability >= 120 and kind != "fprop"]
     assert copied == by_columns
     assert call["scales"][0].data_ptr() == a._scale_inv.data_ptr()
     assert call["bias"].data_ptr() == bias.data_ptr()
@@ -382,7 +382,7 @@ def test_one_scale_for_each_row(strict: Strict, sizes: tuple[int, int, int], row
         if all(sizes):
             assert len(strict.calls) == 9
             by_line = [call for call in strict.calls if call["scales"][0].numel() * call["scales"][1].numel() > 1]
-            native = strict.capability >= (9, 0) and formats[1] == E4M3 and (m > 1 or (rows_of_both and n > 1))
+            native = strict.capability >= 90 and formats[1] == E4M3 and (m > 1 or (rows_of_both and n > 1))
             assert len(by_line) == (2 if native else 0)
 
 
