@@ -40,7 +40,7 @@ def _checks(results: Results) -> list[Target]:
     for section, name in (
         ("bytes", "bytes equal the CPU's"),
         ("large", "more than 2^31 elements"),
-        ("products", "products"),
+        ("products", "kernels and products against float64"),
         ("layers", "Linear"),
     ):
         outcomes = results.get(section, {}).get("rows")

@@ -17,6 +17,7 @@ from benchmarks import host
 from benchmarks.on_gpu import (
     checks,
     demo_runs,
+    exact,
     kernel_times,
     large,
     layers,
@@ -113,6 +114,7 @@ class Session:
             (f"products, {name}", lambda s, name=name: products.check(self.place, name, shapes=shapes, seconds=s))
             for name in products.QUANTIZERS
         ]
+        runs.insert(0, ("kernels against float64", lambda s: exact.check(self.place)))
         runs.append(("products of small integers", lambda s: products.check_integers(self.place)))
         runs.append(("products of MX blocks beyond float32's range", lambda s: products.check_far_blocks(self.place)))
         return self._outcomes(runs, seconds)

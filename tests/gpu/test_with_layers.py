@@ -9,7 +9,7 @@ import torch
 
 import ottava
 from benchmarks.installed import recipes
-from benchmarks.on_gpu import layers, products
+from benchmarks.on_gpu import exact, layers, products
 from benchmarks.on_gpu.checks import Outcome
 from benchmarks.on_gpu.place import Gpu
 
@@ -18,6 +18,10 @@ pytestmark = pytest.mark.gpu
 
 def _assert_passed(outcome: Outcome) -> None:
     assert outcome.passed, "\n".join([f"{outcome.name}: {outcome.failed} of {outcome.cases}", *outcome.failures])
+
+
+def test_kernels_against_float64(place: Gpu) -> None:
+    _assert_passed(exact.check(place))
 
 
 @pytest.mark.parametrize("recipe", products.QUANTIZERS)

@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import ottava  # noqa: E402
-from benchmarks.on_gpu import build, checks, products, report  # noqa: E402
+from benchmarks.on_gpu import build, checks, exact, products, report  # noqa: E402
 from benchmarks.on_gpu.block_cases import KERNELS, cases  # noqa: E402
 from benchmarks.on_gpu.cases import Case  # noqa: E402
 from benchmarks.on_gpu.place import Rehearsal  # noqa: E402
@@ -145,6 +145,25 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
     assert done.stderr.startswith("No GPU")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "r.json").exists()
+
+
+@pytest.mark.parametrize("fault", ["cast", "decode", "mx_quantize", "scale"])
+def test_float64_finds_what_is_off_by_one(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """In one element of one result, or in the last bit of a scale."""
+    assert exact.check(place()).failed == 0
+    name = "quantize" if fault == "scale" else fault
+    real = getattr(kernels, name)
+
+    def faulty(*args: Any, **options: Any) -> Any:
+        made = real(*args, **options)
+        changed = made[2 if fault == "scale" else 0] if isinstance(made, tuple) else made
+        changed.view(-1).view(torch.uint8)[0] ^= 1
+        return made
+
+    monkeypatch.setattr(kernels, name, faulty)
+    found = exact.check(place())
+    assert found.failed >= 12
+    assert all(name in failure for failure in found.failures)
 
 
 def test_the_whole_script(tmp_path: Path) -> None:
