@@ -125,11 +125,11 @@ def update_scales(
 
 
 def _mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """The product, in the dtype of its operands if none is given, whatever torch.autocast says."""
+    """The product, in the dtype of its operands if none is given (with a bias always), whatever torch.autocast says."""
     kind = a.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
-            return torch.mm(a, b, *out_dtype) if bias is None else torch.addmm(bias, a, b)
+            return _mm(a, b, *out_dtype, bias=bias)
     return torch.mm(a, b, *out_dtype) if bias is None else torch.addmm(bias, a, b)
 
 
