@@ -23,7 +23,7 @@ from ottava import gemm_scaled
 from ottava.errors import DTypeError, ShapeError
 from ottava.gemm import gemm
 from ottava.gemm_scaled import scaled_product, scaled_products
-from ottava.kernels import devices, ops
+from ottava.kernels import devices, products
 from ottava.kernels.backends import backend_module
 from ottava.tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage, columnwise_layout
 
@@ -606,9 +606,10 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return (a.double() @ b.double() + bias.double()).to(a.dtype)
 
     backend = SimpleNamespace(**vars(backend_module("cpu")), epilogue32=epilogue32)
-    for module in (ops, importlib.import_module("ottava.gemm")):
+    for module in (products, importlib.import_module("ottava.gemm")):
         monkeypatch.setattr(module, "returns_float32", lambda device: True)
-    monkeypatch.setattr(ops, "backend_module", lambda kind: backend)
+    monkeypatch.setattr(products, "_bfloat16_is_fast", True)
+    monkeypatch.setattr(products, "backend_module", lambda kind: backend)
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
     return calls

@@ -16,7 +16,7 @@ from ottava.gemm_blocks import Dense, block_product
 from ottava.gemm_scaled import may_multiply_fp8, scaled_product
 from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision, scaled_mm
 from ottava.kernels.checks import check_bias
-from ottava.kernels.ops import returns_float32
+from ottava.kernels.products import product_dtype, returns_float32
 from ottava.tensors.blocks import BlockOperand
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -47,10 +47,10 @@ def gemm(
 
     ``fprop``: ``a = input [*, K]``, ``b = weight [N, K]`` gives ``[M, N]``. ``dgrad``: ``a = grad_output [*, N]``,
     ``b = weight`` gives ``[M, K]``. ``wgrad``: ``a = grad_output``, ``b = input`` gives ``[N, K]``. Accumulation is in
-    float32; the product of the scales is applied in float32 before the rounding to ``out_dtype``. On CPU a bfloat16
-    result is rounded once before and once after the scales (see the numerics page). The scales of MX blocks are part
-    of the operands' values, which are multiplied exactly. Hardware that multiplies FP8 is given the codes; elsewhere
-    they are decoded.
+    float32; the product of the scales is applied in float32 before the rounding to ``out_dtype``. On CPUs with a fast
+    product of bfloat16 a bfloat16 result is rounded once before and once after the scales (see the numerics page). The
+    scales of MX blocks are part of the operands' values, which are multiplied exactly. Hardware that multiplies FP8 is
+    given the codes; elsewhere they are decoded.
 
     Args:
         bias: ``[N]``, added in float32.
@@ -139,9 +139,10 @@ def _scaled(
 
 
 def _compute_dtype(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.dtype:
-    """bfloat16 where it holds the operands and their product loses nothing to it, or is wanted in it; else float32."""
+    """bfloat16 where it holds the operands, is fast, and the result loses nothing to it or is wanted in it."""
     wide = returns_float32(a.device)
-    fast = wide or (out_dtype == torch.bfloat16 and backend_for(a.device.type) != "reference")
+    wanted = out_dtype == torch.bfloat16 and backend_for(a.device.type) != "reference"
+    fast = wide or (wanted and product_dtype(torch.bfloat16, a.device) == torch.bfloat16)
     exact = all(isinstance(x, QuantizedTensorStorage) or x.dtype == torch.bfloat16 for x in (a, b))
     return torch.bfloat16 if fast and exact else torch.float32
 

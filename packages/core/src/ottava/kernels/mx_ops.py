@@ -44,7 +44,8 @@ from torch.utils.flop_counter import register_flop_formula
 from ottava.formats import mx_scale_shapes
 from ottava.kernels.backends import backend_module
 from ottava.kernels.direct import is_direct
-from ottava.kernels.ops import LIBRARY, kernel, product
+from ottava.kernels.ops import LIBRARY, kernel
+from ottava.kernels.products import product
 from ottava.kernels.reference_mx import beyond_range, mx_decode_exact
 
 Tensor = torch.Tensor

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from ottava.kernels.backends import backend_module
 from ottava.kernels.direct import is_direct
@@ -122,80 +121,3 @@ def update_scales(
     """As what :func:`kernel` returns."""
     direct = is_direct(*scales, *histories, last)
     (_update_scales if direct else torch.ops.ottava.update_scales)(scales, histories, maxima, most_recent, last)
-
-
-def _mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """The product, in the dtype of its operands if none is given (with a bias always), whatever torch.autocast says."""
-    kind = a.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return _mm(a, b, *out_dtype, bias=bias)
-    return torch.mm(a, b, *out_dtype) if bias is None else torch.addmm(bias, a, b)
-
-
-def returns_float32(device: torch.device) -> bool:
-    """Whether torch's product of bfloat16 operands on ``device`` can give the float32 sums themselves."""
-    return device.type == "cuda" and torch.version.hip is None
-
-
-def finish(
-    sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """``round(sums * (scale_a * scale_b) + bias)`` of contiguous float32 ``sums``, rounded once."""
-    if scale_a is None and scale_b is None and bias is None:
-        return sums.to(out_dtype)
-    epilogue = getattr(backend_module(sums.device.type), "epilogue32", None)
-    if epilogue is not None:
-        out = torch.empty_like(sums, dtype=out_dtype)
-        epilogue(sums, scale_a, scale_b, bias, out)
-        return out
-    scales = [scale for scale in (scale_a, scale_b) if scale is not None]
-    if scales:
-        sums = sums * (scales[0] if len(scales) == 1 else scales[0] * scales[1])
-    if bias is not None:
-        sums = sums + bias.to(torch.float32)
-    return sums.to(out_dtype)
-
-
-def product(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """The product of dense operands, times both scales, plus the bias."""
-    bare = scale_a is None and scale_b is None and bias is None
-    if bare and a.dtype == out_dtype:
-        return _mm(a, b)
-    if a.dtype != torch.float32 and returns_float32(a.device):
-        if scale_a is None and scale_b is None and bias is not None and bias.dtype == a.dtype == out_dtype:
-            # The library adds it to its float32 sums, which it rounds once.
-            return _mm(a, b, bias=bias)
-        return finish(_mm(a, b, torch.float32), scale_a, scale_b, bias, out_dtype)
-    sums = _mm(a, b)
-    if sums.dtype == out_dtype == torch.bfloat16:
-        backend_module(a.device.type).epilogue(sums, scale_a, scale_b, bias)
-        return sums
-    return finish(sums.to(torch.float32), scale_a, scale_b, bias, out_dtype)
-
-
-# Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both factors and the
-# bias in float32, then one rounding to out_dtype. On CPU bfloat16 operands with a bfloat16 result round twice, because
-# torch has no bfloat16 product that returns float32 there.
-LIBRARY.define(
-    "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor"
-)
-LIBRARY.impl("scaled_mm", product, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "ottava::scaled_mm",
-    lambda a, b, scale_a, scale_b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
-    lib=LIBRARY,
-)
-
-
-@register_flop_formula(torch.ops.ottava.scaled_mm)
-def _scaled_mm_flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    """Two operations for each multiply-add, as torch counts its own products."""
-    return int(2 * a_shape[0] * a_shape[1] * b_shape[1])

@@ -7,11 +7,11 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ottava.errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.function import LinearPlan, quantized_linear
+from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.main_grad import into_main_grad, main_grad_of
 from ottava.nn.model_init import quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
@@ -348,7 +348,7 @@ class Linear(torch.nn.Linear):
     def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
         weight = self._plain_weight() if main_grad is None else into_main_grad(self.weight, main_grad)
-        return F.linear(input, weight, self.bias)
+        return high_precision_linear(input, weight, self.bias, _autocast_dtype(weight))
 
     def _kept_weight(
         self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool, recording: bool

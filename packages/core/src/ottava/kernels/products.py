@@ -1,0 +1,155 @@
+"""Products of dense matrices, in the dtype that the machine multiplies fast.
+
+A CPU without instructions for it has no fast product of bfloat16 in torch: operands go to float32 there, which holds
+them exactly, and the result is rounded once. ``OTTAVA_CPU_PRODUCT`` (``bfloat16``, ``float32``) says what to do instead
+of asking torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from ottava.errors import BackendError
+from ottava.kernels.backends import backend_module
+from ottava.kernels.ops import LIBRARY
+
+Tensor = torch.Tensor
+
+_VARIABLE = "OTTAVA_CPU_PRODUCT"
+_NAMES = {"bfloat16": True, "float32": False}
+
+# What torch (or the variable) answered, asked at the first product; None before.
+_bfloat16_is_fast: bool | None = None
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 matrices fast on this CPU.
+
+    Asked once, of ``torch.ops.mkldnn._is_mkldnn_bf16_supported``: whether oneDNN has a product of bfloat16 for this
+    processor. Where it has none, torch's own loops multiply, 5 to 100 times slower than a product of float32.
+
+    Raises:
+        BackendError: ``OTTAVA_CPU_PRODUCT`` is neither ``bfloat16`` nor ``float32``.
+    """
+    global _bfloat16_is_fast
+    if _bfloat16_is_fast is None:
+        wanted = os.environ.get(_VARIABLE)
+        if not wanted:
+            _bfloat16_is_fast = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        elif wanted in _NAMES:
+            _bfloat16_is_fast = _NAMES[wanted]
+        else:
+            raise BackendError(
+                f"{_VARIABLE}={wanted!r} is no dtype of products",
+                expected=f"one of {', '.join(_NAMES)}",
+                remedy=f"correct or unset {_VARIABLE}",
+            )
+    return _bfloat16_is_fast
+
+
+# What torch.compiler.assume_constant_result sets; calling that one would import the compiler, which cannot trace the
+# question.
+multiplies_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def cpu_products(dtype: torch.dtype) -> Iterator[None]:
+    """Inside a ``with`` block CPUs multiply bfloat16 operands as such or in float32, whatever the machine has."""
+    global _bfloat16_is_fast
+    before, _bfloat16_is_fast = _bfloat16_is_fast, dtype == torch.bfloat16
+    try:
+        yield
+    finally:
+        _bfloat16_is_fast = before
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What operands of ``dtype`` are multiplied in on ``device``: float32 where that is faster, else ``dtype``."""
+    slow = dtype is torch.bfloat16 and device.type == "cpu" and not multiplies_bfloat16()
+    return torch.float32 if slow else dtype
+
+
+def mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """The product, in the dtype of its operands if none is given (with a bias always), whatever torch.autocast says."""
+    kind = a.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return mm(a, b, *out_dtype, bias=bias)
+    return torch.mm(a, b, *out_dtype) if bias is None else torch.addmm(bias, a, b)
+
+
+def returns_float32(device: torch.device) -> bool:
+    """Whether torch's product of bfloat16 operands on ``device`` can give the float32 sums themselves."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def finish(
+    sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``round(sums * (scale_a * scale_b) + bias)`` of contiguous float32 ``sums``, which are used up; rounded once."""
+    if scale_a is None and scale_b is None and bias is None:
+        return sums.to(out_dtype)
+    epilogue = getattr(backend_module(sums.device.type), "epilogue32", None)
+    if epilogue is not None:
+        out = torch.empty_like(sums, dtype=out_dtype)
+        epilogue(sums, scale_a, scale_b, bias, out)
+        return out
+    scales = [scale for scale in (scale_a, scale_b) if scale is not None]
+    if scales:
+        sums.mul_(scales[0] if len(scales) == 1 else scales[0] * scales[1])
+    if bias is not None:
+        sums.add_(bias.to(torch.float32))
+    return sums.to(out_dtype)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product of dense operands, times both scales, plus the bias."""
+    compute_dtype = product_dtype(a.dtype, a.device)
+    if compute_dtype is not a.dtype:
+        a, b = a.to(compute_dtype), b.to(compute_dtype)
+    bare = scale_a is None and scale_b is None and bias is None
+    if bare and a.dtype == out_dtype:
+        return mm(a, b)
+    if a.dtype != torch.float32 and returns_float32(a.device):
+        if scale_a is None and scale_b is None and bias is not None and bias.dtype == a.dtype == out_dtype:
+            # The library adds it to its float32 sums, which it rounds once.
+            return mm(a, b, bias=bias)
+        return finish(mm(a, b, torch.float32), scale_a, scale_b, bias, out_dtype)
+    sums = mm(a, b)
+    if sums.dtype == out_dtype == torch.bfloat16:
+        backend_module(a.device.type).epilogue(sums, scale_a, scale_b, bias)
+        return sums
+    return finish(sums.to(torch.float32), scale_a, scale_b, bias, out_dtype)
+
+
+# Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both factors and the
+# bias in float32, then one rounding to out_dtype. Where a CPU multiplies bfloat16 operands as such, a bfloat16 result
+# is rounded twice, because torch has no bfloat16 product that returns float32 there.
+LIBRARY.define(
+    "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor"
+)
+LIBRARY.impl("scaled_mm", product, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "ottava::scaled_mm",
+    lambda a, b, scale_a, scale_b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
+    lib=LIBRARY,
+)
+
+
+@register_flop_formula(torch.ops.ottava.scaled_mm)
+def _scaled_mm_flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
+    """Two operations for each multiply-add, as torch counts its own products."""
+    return int(2 * a_shape[0] * a_shape[1] * b_shape[1])

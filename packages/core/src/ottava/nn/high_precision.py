@@ -1,0 +1,84 @@
+"""The product of a linear layer in high precision, at the speed of float32 where a CPU has no fast bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from ottava.gemm import as_matrix
+from ottava.kernels.products import mm, product_dtype
+from ottava.tensors.storage import QuantizedTensorStorage
+
+_functorch = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def high_precision_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, autocast_dtype: torch.dtype | None
+) -> torch.Tensor:
+    """``torch.nn.functional.linear``, which multiplies in float32 where that is faster and rounds the result once.
+
+    Args:
+        autocast_dtype: what ``torch.autocast`` computes in here; None outside of it.
+    """
+    dtype = weight.dtype if autocast_dtype is None else autocast_dtype
+    wide = product_dtype(dtype, weight.device)
+    if wide is dtype or x.device != weight.device:
+        return F.linear(x, weight, bias)
+    if isinstance(x, QuantizedTensorStorage):
+        x = x.dequantize()
+    if autocast_dtype is None:
+        if not all(given is None or given.dtype is dtype for given in (x, bias)):
+            # torch says what is wrong.
+            return F.linear(x, weight, bias)
+        return _linear(x, weight, bias, wide)
+    x, weight = x.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(weight.device.type, enabled=False):
+        return _linear(x, weight, bias, wide)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
+    # A compiler decides itself what it keeps for the backward pass; transforms, tracing and subclasses take the
+    # product apart.
+    apart = torch.compiler.is_compiling() or _functorch() is not None or _tracing() is not None
+    apart = apart or forward_ad._current_level >= 0 or type(x) is not torch.Tensor or type(weight) not in _PLAIN_TYPES
+    if apart or not torch.is_grad_enabled():
+        return _product(x, weight, bias, wide)
+    result: torch.Tensor = _Linear.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """``y = x · wᵀ + b`` in ``wide``; operands are saved in their own dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype
+    ) -> torch.Tensor:
+        x_needs, w_needs = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if w_needs else None, weight if x_needs else None)
+        ctx.wide = wide
+        return _product(x, weight, bias, wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # Of differentiable operations, so that second derivatives exist.
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        wide_dy = as_matrix(dy.to(ctx.wide))
+        dx = dw = None
+        if weight is not None:
+            dx = mm(wide_dy, weight.to(ctx.wide)).to(dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+        if x is not None:
+            dw = mm(wide_dy.t(), as_matrix(x).to(ctx.wide)).to(dy.dtype)
+        db = wide_dy.sum(0).to(dy.dtype) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None

@@ -1,0 +1,286 @@
+"""Products on CPUs without a fast one of bfloat16: float32 sums, one rounding, bfloat16 saved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from conftest import SampleQuantizer, SampleRecipe
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ottava
+from ottava.errors import BackendError
+from ottava.gemm import gemm
+from ottava.kernels import products, scaled_mm, use_backend
+from ottava.kernels.products import cpu_products
+
+GEMMS = {"fprop": ((5, 24), (7, 24)), "dgrad": ((5, 7), (7, 24)), "wgrad": ((5, 7), (5, 24))}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of the operands of each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.matmul):
+            self.dtypes += [x.dtype for x in args if isinstance(x, torch.Tensor) and x.dim() == 2]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def wide() -> Any:
+    """A machine without a fast product of bfloat16."""
+    with cpu_products(torch.float32):
+        yield
+
+
+# -- which one is chosen --
+
+
+def test_torch_is_asked_and_a_variable_overrules_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(value: str | None) -> bool:
+        monkeypatch.setattr(products, "_bfloat16_is_fast", None)
+        if value is None:
+            monkeypatch.delenv("OTTAVA_CPU_PRODUCT", raising=False)
+        else:
+            monkeypatch.setenv("OTTAVA_CPU_PRODUCT", value)
+        return products.multiplies_bfloat16()
+
+    assert asked(None) is bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    assert asked("") is asked(None)
+    assert asked("bfloat16") is True
+    assert asked("float32") is False
+    with pytest.raises(BackendError, match=r"OTTAVA_CPU_PRODUCT='fp16'.*bfloat16, float32.*unset"):
+        asked("fp16")
+    # A wrong value is wrong each time.
+    with pytest.raises(BackendError):
+        products.multiplies_bfloat16()
+
+
+def test_a_processor_without_avx512_is_seen() -> None:
+    """torch and oneDNN held to AVX2, in a process of its own: there torch has no fast product."""
+    code = "from ottava.kernels.products import multiplies_bfloat16; print(multiplies_bfloat16())"
+    held = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": ""}
+    held |= {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", code], env=held, capture_output=True, text=True, check=True)
+    if torch.backends.cpu.get_cpu_capability().startswith(("AVX", "DEFAULT")):
+        assert done.stdout.strip() == "False"
+
+
+def test_other_devices_and_dtypes_are_left_as_they_are(wide: None) -> None:
+    assert products.product_dtype(torch.bfloat16, torch.device("cpu")) is torch.float32
+    assert products.product_dtype(torch.bfloat16, torch.device("cuda")) is torch.bfloat16
+    assert products.product_dtype(torch.bfloat16, torch.device("meta")) is torch.bfloat16
+    assert products.product_dtype(torch.float32, torch.device("cpu")) is torch.float32
+    with cpu_products(torch.bfloat16):
+        assert products.product_dtype(torch.bfloat16, torch.device("cpu")) is torch.bfloat16
+    assert products.product_dtype(torch.bfloat16, torch.device("cpu")) is torch.float32
+
+
+# -- quantized operands --
+
+
+@pytest.mark.parametrize("kind", GEMMS)
+def test_a_product_in_float32_is_the_references(
+    wide: None, quantizer: SampleQuantizer, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes: list[torch.dtype] = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *operands: dtypes.extend(x.dtype for x in operands) or mm(*operands))
+    a, b = (quantizer.quantize(torch.randn(shape).bfloat16()) for shape in GEMMS[kind])
+    columns = gemm(a, b, kind).shape[1]
+    for bias in (None, torch.randn(columns), torch.randn(columns).bfloat16()):
+        for dtype in DTYPES:
+            made = gemm(a, b, kind, out_dtype=dtype, bias=bias)
+            with use_backend("reference"):
+                expected = gemm(a, b, kind, out_dtype=dtype, bias=bias)
+            assert made.dtype == dtype
+            assert torch.equal(made, expected)
+    assert set(dtypes) == {torch.float32}
+
+
+def test_the_result_is_rounded_once(wide: None) -> None:
+    """257 lies between bfloat16's 256 and 258: rounded before the scale of 3, the result is 768; once, 772."""
+    a = torch.tensor([[256.0, 1.0]]).bfloat16()
+    b, three, one = torch.ones(1, 2).bfloat16(), torch.tensor(3.0), torch.tensor(1.0)
+    assert scaled_mm(a, b.t(), three, one, None, torch.bfloat16).item() == 772.0
+    with cpu_products(torch.bfloat16):
+        assert scaled_mm(a, b.t(), three, one, None, torch.bfloat16).item() == 768.0
+
+
+def test_operands_are_not_written(wide: None) -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    before = a.clone(), b.clone()
+    scaled_mm(a, b, torch.tensor(2.0), None, torch.ones(5), torch.float32)
+    assert torch.equal(a, before[0])
+    assert torch.equal(b, before[1])
+
+
+def test_bytes_of_quantized_operands_do_not_depend_on_the_product(recipe: SampleRecipe) -> None:
+    """What differs between machines is sums: what a layer saves is the same."""
+    torch.manual_seed(0)
+    layer = ottava.nn.Linear(24, 7, recipe=recipe).bfloat16()
+    x = torch.randn(5, 24).bfloat16()
+
+    def saved(dtype: torch.dtype) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        with (
+            cpu_products(dtype),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        ):
+            layer(x)
+        return kept
+
+    for one, other in zip(saved(torch.float32), saved(torch.bfloat16), strict=True):
+        assert torch.equal(one, other)
+
+
+# -- layers in high precision --
+
+
+def layers(bias: bool = True, features: tuple[int, int] = (24, 7)) -> tuple[ottava.nn.Linear, torch.nn.Linear]:
+    """One of ours in bfloat16, and torch's of the same values in float32."""
+    torch.manual_seed(0)
+    ours = ottava.nn.Linear(*features, bias=bias).bfloat16()
+    theirs = torch.nn.Linear(*features, bias=bias)
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 24), (24,), (2, 3, 24), (0, 24), (2, 0, 24)])
+def test_a_layer_is_float32s_rounded_once(wide: None, shape: tuple[int, ...], bias: bool) -> None:
+    ours, theirs = layers(bias)
+    x = torch.randn(shape).bfloat16().requires_grad_()
+    x32 = x.detach().float().requires_grad_()
+    with Products() as seen:
+        y = ours(x)
+        dy = torch.randn_like(y)
+        y.backward(dy)
+    y32 = theirs(x32)
+    y32.backward(dy.float())
+    assert set(seen.dtypes) <= {torch.float32}
+    assert torch.equal(y, y32.bfloat16())
+    pairs = [(x, x32), *zip(ours.parameters(), theirs.parameters(), strict=True)]
+    for mine, other in pairs:
+        assert mine.grad.dtype == torch.bfloat16
+        # The order of a sum may be another one where torch folds dimensions otherwise.
+        torch.testing.assert_close(mine.grad, other.grad.bfloat16(), rtol=2**-8, atol=1e-6)
+
+
+def test_bfloat16_is_what_is_saved(wide: None) -> None:
+    ours, _ = layers()
+    kept: list[torch.dtype] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        ours(torch.randn(5, 24).bfloat16().requires_grad_())
+    assert kept == [torch.bfloat16, torch.bfloat16]
+
+
+def test_only_gradients_that_are_asked_for_are_computed(wide: None) -> None:
+    ours, _ = layers()
+    for x_needs, w_needs in ((True, False), (False, True)):
+        ours.weight.requires_grad_(w_needs)
+        ours.weight.grad = None
+        x = torch.randn(5, 24).bfloat16().requires_grad_(x_needs)
+        y = ours(x)
+        with Products() as seen:
+            y.sum().backward()
+        assert len(seen.dtypes) == 2  # one product
+        assert (x.grad is None) is not x_needs
+        assert (ours.weight.grad is None) is not w_needs
+
+
+def test_second_derivatives(wide: None) -> None:
+    ours, theirs = layers()
+
+    def penalty(layer: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        y = torch.tanh(layer(x))
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return list(torch.autograd.grad(slope.square().sum(), [x, *layer.parameters()]))
+
+    x = torch.randn(5, 24).bfloat16()
+    for mine, other in zip(penalty(ours, x), penalty(theirs, x.float()), strict=True):
+        torch.testing.assert_close(mine.float(), other, rtol=0.05, atol=0.02)
+
+
+def test_transforms_see_a_layer_as_torchs(wide: None) -> None:
+    ours, theirs = layers()
+    x = torch.randn(5, 24).bfloat16()
+    one = torch.func.grad(lambda v: ours(v).float().sum())(x)
+    many = torch.func.vmap(lambda v: ours(v))(x)
+    _, tangent = torch.func.jvp(ours, (x,), (torch.ones_like(x),))
+    with torch.no_grad():
+        torch.testing.assert_close(many, theirs(x.float()).bfloat16(), rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(one, theirs.weight.sum(0).expand(5, 24).bfloat16(), rtol=2**-7, atol=1e-3)
+        expected = (theirs(x.float() + 1) - theirs(x.float())).bfloat16()
+        torch.testing.assert_close(tangent, expected, rtol=0.02, atol=0.01)
+
+
+def test_regions_without_a_recipe_get_the_same_product(wide: None, recipe: SampleRecipe) -> None:
+    ours, theirs = layers()
+    x = torch.randn(5, 24).bfloat16()
+    expected = theirs(x.float()).bfloat16()
+    ours.bind(recipe)
+    for region in (ottava.autocast(enabled=False), ottava.autocast(enabled=False, calibrating=True)):
+        with region, Products() as seen:
+            y = ours(x)
+        assert set(seen.dtypes) == {torch.float32}
+        assert torch.equal(y, expected)
+
+
+def test_autocast_rounds_operands_as_torch_does(wide: None) -> None:
+    torch.manual_seed(0)
+    ours = ottava.nn.Linear(24, 7)
+    x = torch.randn(5, 24, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Products() as seen:
+        y = ours(x)
+        # Within the region, where a product of torch's would be rounded again.
+        y.float().square().sum().backward()
+    assert set(seen.dtypes) == {torch.float32}
+    rounded = [t.detach().bfloat16().float() for t in (x, ours.weight, ours.bias)]
+    assert torch.equal(y, torch.nn.functional.linear(*rounded).bfloat16())
+    dy = (2 * y.detach().float()).bfloat16()
+    assert x.grad.dtype == ours.weight.grad.dtype == torch.float32
+    assert torch.equal(x.grad, (dy.float() @ rounded[1]).bfloat16().float())
+    assert torch.equal(ours.weight.grad, (dy.float().t() @ rounded[0]).bfloat16().float())
+
+
+def test_main_grad_gets_the_gradient(wide: None) -> None:
+    ours, theirs = layers()
+    ours.fuse_wgrad_accumulation = True
+    ours.weight.main_grad = torch.zeros(7, 24)
+    x = torch.randn(5, 24).bfloat16()
+    ours(x).sum().backward()
+    theirs(x.float()).sum().backward()
+    assert ours.weight.grad is None
+    assert torch.equal(ours.weight.main_grad, theirs.weight.grad.bfloat16().float())
+
+
+def test_compiled_layers_give_the_bytes_of_eager(wide: None) -> None:
+    ours, _ = layers()
+    x = torch.randn(5, 24).bfloat16()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    outcomes = []
+    for call in (ours, compiled):
+        ours.zero_grad()
+        y = call(x)
+        y.sum().backward()
+        outcomes.append((y, ours.weight.grad, ours.bias.grad))
+    for eager, traced in zip(*outcomes, strict=True):
+        assert torch.equal(eager, traced)
+
+
+def test_what_torch_refuses_is_refused(wide: None) -> None:
+    ours, _ = layers()
+    with pytest.raises(RuntimeError, match="dtype"):
+        ours(torch.randn(5, 24))
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        ours(torch.randn(5, 23).bfloat16())
