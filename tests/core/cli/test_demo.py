@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ottava.cli.demo import command, training
 from ottava.cli.demo.command import run_demo
@@ -15,6 +18,7 @@ from ottava.cli.demo.model import GPT, SIZES
 from ottava.cli.demo.report import deviation, headings, rows
 from ottava.cli.demo.training import Run, train
 from ottava.errors import DeviceError, OptionError, RecipeNotFoundError, UsageError
+from ottava.kernels.products import cpu_products
 
 OPTIONS = {"recipes": None, "steps": 3, "size": "tiny", "device": "cpu", "seed": 0}
 
@@ -61,6 +65,50 @@ def test_the_deviation_is_relative_to_bf16() -> None:
     base, other = Run("bf16", [2.0], 2.0, 1.0, 1), Run("x", [2.0], 2.1, 1.0, 1)
     assert deviation(other, base) == pytest.approx(5.0)
     assert rows([base, other])[1][3] == "+5.00 %"
+
+
+def test_the_base_says_how_its_products_were_computed() -> None:
+    corpus = load_corpus(300_000)
+    for dtype in (torch.bfloat16, torch.float32):
+        with cpu_products(dtype):
+            run = train(None, corpus, size="tiny", steps=1, device="cpu", seed=0)
+        name = str(dtype).removeprefix("torch.")
+        assert run.products == name
+        assert [row[0] for row in rows([run, Run("x", [2.0], 2.0, 1.0, 1)])] == [f"bf16, products in {name}", "x"]
+
+
+def test_a_slow_product_is_nowhere_in_the_model() -> None:
+    """Attention's products, too, and those of the head, which no recipe has."""
+    dtypes: set[torch.dtype] = set()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(word in str(func) for word in ("mm", "attention")):
+                dtypes.update(x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_floating_point())
+            return func(*args, **(kwargs or {}))
+
+    trainee = training._Trainee(None, size="tiny", device="cpu", seed=0)
+    tokens = torch.randint(0, 256, (2, 9))
+    with cpu_products(torch.float32), Seen():
+        trainee.step((tokens[:, 1:], tokens[:, :-1]))
+    assert dtypes == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.3, []), (0.5, ["4 runs will take about 17 min"]), (7.0, ["4 runs will take about 3 h 53 min"])],
+)
+def test_a_long_run_is_announced(monkeypatch: pytest.MonkeyPatch, seconds: float, said: list[str]) -> None:
+    clock = itertools.count(step=seconds)
+    monkeypatch.setattr(command.time, "perf_counter", lambda: next(clock))
+    heard: list[str] = []
+    forecast = command._Forecast(500, 4, heard.append)
+    # The clock is read twice, with one step between.
+    monkeypatch.setattr(command, "_FIRST_STEPS", 1)
+    for _ in range(20):
+        forecast.step()
+    assert len(heard) == len(said)
+    assert all(text in line and "--steps" in line for text, line in zip(said, heard))
 
 
 def test_peak_memory_is_a_column_where_it_is_known() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from ottava.recipes.ownership import RECIPE
 from ottava.recipes.registry import plugin_statuses
 
 _SEEDS = range(-(2**63), 2**63)
+# Runs that take longer than this are announced, after so many steps that were timed.
+_LONG_MINUTES, _FIRST_STEPS = 10, 3
+_SHORTER = " --steps, --recipe and --size tiny make it shorter; Ctrl-C ends it."
 
 
 def _device(name: str) -> str:
@@ -81,8 +86,36 @@ def _make_folder(out: Path) -> None:
         ) from error
 
 
-def _advance(progress: Progress, task: TaskID, loss: float) -> None:
+class _Forecast:
+    """Says how long all runs will take, from the first steps of the first, if that is long."""
+
+    def __init__(self, steps: int, runs: int, say: Callable[[str], None]) -> None:
+        self._remaining = steps * runs
+        self._runs = runs
+        self._say = say
+        self._seen = 0
+        self._start = 0.0
+
+    def step(self) -> None:
+        """Note the end of a step."""
+        if self._seen == 0:
+            self._start = time.perf_counter()
+        elif self._seen == _FIRST_STEPS:
+            minutes = (time.perf_counter() - self._start) / _FIRST_STEPS * self._remaining / 60
+            if minutes > _LONG_MINUTES:
+                runs = f"{self._runs} runs" if self._runs > 1 else "the run"
+                self._say(f"At the pace of the first steps {runs} will take about {_duration(minutes)}.{_SHORTER}")
+        self._seen += 1
+
+
+def _duration(minutes: float) -> str:
+    hours, rest = divmod(round(minutes), 60)
+    return f"{hours} h {rest} min" if hours else f"{rest} min"
+
+
+def _advance(progress: Progress, task: TaskID, forecast: _Forecast, loss: float) -> None:
     progress.update(task, advance=1, loss=loss)
+    forecast.step()
 
 
 def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, out: Path, seed: int) -> int:
@@ -119,9 +152,10 @@ def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, o
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
+        forecast = _Forecast(steps, 1 + len(names), partial(progress.console.print, soft_wrap=True))
         for recipe in [None, *names]:
             task = progress.add_task(recipe or "bf16", total=steps, loss=math.nan)
-            advance = partial(_advance, progress, task)
+            advance = partial(_advance, progress, task, forecast)
             try:
                 runs.append(train(recipe, corpus, size=size, steps=steps, device=place, seed=seed, progress=advance))
             except Exception as error:

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ottava.kernels.products import product_dtype
+from ottava.nn import Linear
+
 VOCABULARY = 256
 
 
@@ -24,7 +27,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=1, width=64, heads=2, length=32, batch=4),
-    "small": Size(layers=4, width=256, heads=4, length=128, batch=16),
+    "small": Size(layers=4, width=128, heads=4, length=128, batch=16),
     "medium": Size(layers=6, width=512, heads=8, length=256, batch=16),
 }
 
@@ -36,16 +39,19 @@ class Block(nn.Module):
         super().__init__()
         self.heads = size.heads
         self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        self.qkv = nn.Linear(size.width, 3 * size.width)
-        self.proj = nn.Linear(size.width, size.width)
-        self.up = nn.Linear(size.width, 4 * size.width)
-        self.down = nn.Linear(4 * size.width, size.width)
+        self.qkv = Linear(size.width, 3 * size.width)
+        self.proj = Linear(size.width, size.width)
+        self.up = Linear(size.width, 4 * size.width)
+        self.down = Linear(4 * size.width, size.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, length, width]`` to the same."""
         b, t, c = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # Its products, too, are slow in bfloat16 where those of the layers are.
+        q, k, v = (t.to(product_dtype(t.dtype, t.device)) for t in (q, k, v))
+        with torch.autocast(x.device.type, enabled=False):
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(b, t, c))
         hidden: torch.Tensor = self.down(F.gelu(self.up(self.norm2(x))))
         return x + hidden
@@ -60,7 +66,7 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(size.length, size.width)
         self.blocks = nn.ModuleList([Block(size) for _ in range(size.layers)])
         self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        self.head = Linear(size.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

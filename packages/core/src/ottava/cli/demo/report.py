@@ -53,6 +53,11 @@ def deviation(run: Run, base: Run) -> float:
     return 100.0 * (run.validation - base.validation) / base.validation
 
 
+def _label(run: Run, base: Run) -> str:
+    """A run's name; the base says how its products were computed."""
+    return f"{run.name}, products in {run.products}" if run is base else run.name
+
+
 def _peaks(runs: list[Run]) -> list[float]:
     """In MiB; on a CPU there are none."""
     return [run.peak_bytes / 2**20 for run in runs if run.peak_bytes is not None]
@@ -67,7 +72,7 @@ def rows(runs: list[Run]) -> list[list[str]]:
     """One row of text for each run; the first run is the base."""
     return [
         [
-            run.name,
+            _label(run, runs[0]),
             f"{sum(run.losses[-10:]) / len(run.losses[-10:]):.4f}",
             f"{run.validation:.4f}",
             f"{deviation(run, runs[0]):+.2f} %",
@@ -114,7 +119,9 @@ def draw(runs: list[Run], path: Path) -> None:
         colour, smooth = _COLOURS[index % len(_COLOURS)], _smooth(run.losses)
         steps = range(1, len(smooth) + 1)
         top.plot(steps, run.losses, color=colour, alpha=0.2, linewidth=0.8)
-        top.plot(steps, smooth, color=colour, linewidth=2, linestyle="-" if index == 0 else "--", label=run.name)
+        top.plot(
+            steps, smooth, color=colour, linewidth=2, linestyle="-" if index == 0 else "--", label=_label(run, runs[0])
+        )
         if index:
             bottom.plot(
                 steps, [100 * (a - b) / b for a, b in zip(smooth, base, strict=True)], color=colour, linewidth=1.6

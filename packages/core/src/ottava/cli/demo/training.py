@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import ottava
 from ottava.cli.demo.data import Corpus, batch
 from ottava.cli.demo.model import GPT, SIZES, VOCABULARY
+from ottava.kernels.products import product_dtype
 
 _VALIDATION_BATCHES = 8
 _LEARNING_RATE = 1e-3
@@ -27,6 +28,7 @@ class Run:
         validation: loss on fixed batches after the last step.
         tokens_per_second: over all steps, optimizer included, after a step that does not count.
         saved_bytes: bytes of activations that one forward keeps for its backward, parameters not counted.
+        products: the dtype in which the products of bfloat16 operands were computed.
         peak_bytes: the most that was allocated on the GPU during the steps; None elsewhere.
     """
 
@@ -35,6 +37,7 @@ class Run:
     validation: float
     tokens_per_second: float
     saved_bytes: int
+    products: str = "bfloat16"
     peak_bytes: int | None = None
 
 
@@ -125,4 +128,5 @@ def train(
     with torch.no_grad():
         validation = sum(_loss(model, check, device).item() for check in checks) / len(checks)
     rate = steps * shape.batch * shape.length / elapsed
-    return Run(recipe or "bf16", losses, validation, rate, saved, peak)
+    products = str(product_dtype(torch.bfloat16, torch.device(device))).removeprefix("torch.")
+    return Run(recipe or "bf16", losses, validation, rate, saved, products, peak)
