@@ -1,4 +1,4 @@
-"""Whether the build makes the CUDA module: OTTAVA_CUDA, with nvcc and without it."""
+"""Whether the build makes the CUDA module, and for what: OTTAVA_CUDA, with and without an nvcc and a GPU."""
 
 from __future__ import annotations
 
@@ -19,102 +19,201 @@ if str(ROOT) not in sys.path:
 from benchmarks import resources  # noqa: E402
 
 CORE = ROOT / "packages" / "core"
+DECIDE = CORE / "csrc" / "cuda" / "decide.cmake"
 NO_NVCC = {"CUDACXX": "/nowhere/nvcc"}
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+OLD_NVCC = [
+    "-DCMAKE_CUDA_COMPILER_FORCED=TRUE",
+    "-DCMAKE_CUDA_COMPILER_VERSION=11.8",
+    "-DCMAKE_CUDA_COMPILER=/bin/true",
+]
+ALL = [*(f"{name}-real" for name in resources.targets()), "90-virtual"] if shutil.which("nvcc") else []
+
+
+def program(folder: Path, name: str, *lines: str, code: int = 0) -> Path:
+    """A program that prints these lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text("\n".join(["#!/bin/sh", *(f"echo '{line}'" for line in lines), f"exit {code}"]))
+    path.chmod(0o755)
+    return path
 
 
 def reason(folder: Path) -> str:
     """What the module that is always built will say of the one that may be missing."""
     found = re.search(r'-DOTTAVA_WITHOUT_CUDA="?\\"(.*?)\\"', (folder / "build.ninja").read_text())
     assert found is not None
-    return found[1]
+    return found[1].replace("\\", "")
 
 
-def configure(folder: Path, *options: str, **variables: str) -> tuple[bool, str, bool]:
-    """Whether CMake configures core, what it says, and whether there is a target for the module."""
-    own = ("OTTAVA_CUDA", "CUDACXX", "CUDAARCHS")
+def configure(folder: Path, *options: str, gpus: tuple[str, ...] = (), **variables: str) -> tuple[bool, str, str]:
+    """Whether CMake configures core where there are these GPUs, what it says, and the targets of the CUDA module."""
+    own = ("OTTAVA_CUDA", "CUDACXX", "CUDAARCHS", "CMAKE_ARGS")
     environment = {k: v for k, v in os.environ.items() if k not in own} | variables
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    tools = folder.with_name(f"{folder.name}-tools")
+    program(tools, "nvidia-smi", *(gpus or ("No devices were found",)), code=0 if gpus else 6)
+    environment["PATH"] = os.pathsep.join([str(tools), str(Path(sys.executable).parent), environment["PATH"]])
     command = ["cmake", "-G", "Ninja", "-S", str(CORE), "-B", str(folder), *options]
     command += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    said = " ".join((done.stdout + done.stderr).split())
+    targets = re.search(r"ottava: CUDA kernels for ([\w -]+?) --", said)
     rules = folder / "build.ninja"
     text = rules.read_text() if rules.exists() else ""
-    return done.returncode == 0, " ".join((done.stdout + done.stderr).split()), "csrc/cuda/cast.cu" in text
+    if done.returncode == 0:
+        # Otherwise the rules of an earlier run lie there still.
+        assert ("csrc/cuda/cast.cu" in text) == (targets is not None)
+    return done.returncode == 0, said, targets[1] if targets else ""
 
 
-def test_auto_without_nvcc_leaves_it_out_and_says_so(tmp_path: Path) -> None:
-    done, said, built = configure(tmp_path, **NO_NVCC)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tests share the folder of a build, because CMake looks for a C++ compiler in each new one."""
+    return tmp_path_factory.mktemp("builds")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "variables", "said", "remedy"),
+    [
+        ((), [], NO_NVCC, "there was no nvcc, and nvidia-smi saw no GPU", "put the nvcc of CUDA 12.0 or later on PATH"),
+        ((), OLD_NVCC, {}, "nvidia-smi saw no GPU", "reinstall ottava from source with OTTAVA_CUDA=on"),
+        (("9.0",), [], NO_NVCC, "there was a GPU but no nvcc that works", "put the nvcc of CUDA 12.0"),
+        (("9.0",), OLD_NVCC, {}, "there was a GPU but nvcc was of CUDA 11.8", "put the nvcc of CUDA 12.0"),
+        (("7.5", "6.1"), OLD_NVCC, {}, "the GPU is of compute capability 6.1 and 7.5 and the kernels take 8.0", "on"),
+        (("9.0",), [], {"OTTAVA_CUDA": "off"}, "OTTAVA_CUDA was off", "without it"),
+        (("9.0",), ["-DOTTAVA_CUDA=OFF"], {}, "OTTAVA_CUDA was off", "without it"),
+    ],
+    ids=["neither", "no GPU", "no nvcc", "old nvcc", "old GPUs", "off", "off by option"],
+)
+def test_it_is_left_out_and_the_build_says_why(
+    folders: Path,
+    gpus: tuple[str, ...],
+    options: list[str],
+    variables: dict[str, str],
+    said: str,
+    remedy: str,
+) -> None:
+    folder = folders / "-".join(["build", *options]).replace("/", "")
+    done, output, targets = configure(folder, *options, gpus=gpus, **variables)
+    assert done, output
+    assert f"ottava: without CUDA kernels ({said}" in output
+    assert targets == ""
+    compiled_in = reason(folder)
+    assert compiled_in.startswith(f"when it was built, {said}")
+    assert remedy in compiled_in.partition(": ")[2]
+
+
+@needs_nvcc
+def test_a_gpu_gets_its_own_code_and_both_are_found_when_they_come_later(tmp_path: Path) -> None:
+    """All in one folder, of which CMake remembers much: first neither, then each alone, then both, then other GPUs."""
+    folder = tmp_path / "build"
+    for gpus, variables in (((), NO_NVCC), (("9.0",), NO_NVCC), ((), {})):
+        done, said, targets = configure(folder, gpus=gpus, **variables)
+        assert done, said
+        assert targets == ""
+        assert reason(folder)
+    done, said, targets = configure(folder, gpus=("9.0",))
     assert done, said
-    assert "ottava: without CUDA kernels (no nvcc that works found)" in said
-    assert not built
-    assert reason(tmp_path) == "no nvcc that works was found"
+    assert targets == "90a-real"
+    assert reason(folder) == ""
+    rules = (folder / "build.ninja").read_text()
+    assert set(re.findall(r"sm_\w+|code=\[?compute_\w+", rules)) == {"sm_90a"}
+    assert "-fmad=false" in rules
+    assert "fast_math" not in rules
+    assert "cudart_static" in rules
+    assert configure(folder, gpus=("8.9", "8.0", "8.9", "7.5"))[2] == "80-real 89-real"
+    assert configure(folder, gpus=("9.0",), CUDAARCHS="80-real;90-virtual")[2] == "80-real 90-virtual"
+    assert configure(folder, gpus=())[2] == ""
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
-def test_an_nvcc_that_comes_later_is_found(tmp_path: Path) -> None:
-    """In the folder of an earlier build, which CMake remembers much of."""
-    assert not configure(tmp_path, **NO_NVCC)[2]
-    done, said, built = configure(tmp_path)
+@needs_nvcc
+def test_on_builds_it_for_all_generations_or_those_named(tmp_path: Path) -> None:
+    done, said, targets = configure(tmp_path / "all", OTTAVA_CUDA="on")
     assert done, said
-    assert built
+    assert targets.split() == ALL
+    rules = (tmp_path / "all" / "build.ninja").read_text()
+    for target in (*(f"sm_{name}" for name in resources.targets()), "compute_90"):
+        assert target in rules
+    # Whatever GPU is here.
+    assert configure(tmp_path / "all", gpus=("8.9",), OTTAVA_CUDA="on")[2].split() == ALL
+    by_variable = configure(tmp_path / "all", OTTAVA_CUDA="on", CUDAARCHS="80-real;90-virtual")
+    assert by_variable[2] == "80-real 90-virtual", by_variable[1]
+    by_option = configure(tmp_path / "all", "-DCMAKE_CUDA_ARCHITECTURES=90a-real", OTTAVA_CUDA="on", CUDAARCHS="80")
+    assert by_option[2] == "90a-real", by_option[1]
 
 
-def test_an_old_nvcc_is_left_alone(tmp_path: Path) -> None:
-    """One that says that it is of CUDA 11."""
-    given = [
-        "-DCMAKE_CUDA_COMPILER_FORCED=TRUE",
-        "-DCMAKE_CUDA_COMPILER_VERSION=11.8",
-        "-DCMAKE_CUDA_COMPILER=/bin/true",
-    ]
-    done, said, built = configure(tmp_path / "auto", *given)
-    assert done, said
-    assert "nvcc is of CUDA 11.8, they take 12.0" in said
-    assert not built
-    assert reason(tmp_path / "auto") == "nvcc was older than CUDA 12.0"
-    done, said, _ = configure(tmp_path / "on", *given, OTTAVA_CUDA="on")
+@pytest.mark.parametrize(
+    ("options", "variables", "said"),
+    [
+        ([], NO_NVCC, "OTTAVA_CUDA is on, but there is no nvcc that works; put it on PATH or name it in CUDACXX"),
+        (OLD_NVCC, {}, "nvcc is of CUDA 11.8; the kernels take 12.0 or later; name a newer one in CUDACXX"),
+    ],
+)
+def test_on_without_a_compiler_is_an_error_with_a_remedy(
+    folders: Path, options: list[str], variables: dict[str, str], said: str
+) -> None:
+    folder = folders / "-".join(["build", *options]).replace("/", "")
+    done, output, _ = configure(folder, *options, gpus=("9.0",), OTTAVA_CUDA="on", **variables)
     assert not done
-    assert "nvcc is of CUDA 11.8; the kernels take 12.0 or later" in said
+    assert said in output
+    assert "OTTAVA_CUDA=off" in output
 
 
-def test_on_without_nvcc_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    done, said, _ = configure(tmp_path, OTTAVA_CUDA="on", **NO_NVCC)
-    assert not done
-    assert "OTTAVA_CUDA is on, but there is no nvcc that works" in said
-    assert "CUDACXX" in said
-    assert "OTTAVA_CUDA=off" in said
-
-
-@pytest.mark.parametrize("by_option", [True, False])
-def test_off(tmp_path: Path, by_option: bool) -> None:
-    options, variables = (["-DOTTAVA_CUDA=OFF"], {}) if by_option else ([], {"OTTAVA_CUDA": "off"})
-    done, said, built = configure(tmp_path, *options, **variables)
-    assert done, said
-    assert "OTTAVA_CUDA=off" in said
-    assert not built
-    assert reason(tmp_path) == "OTTAVA_CUDA was off"
-
-
-def test_another_value_is_refused(tmp_path: Path) -> None:
-    done, said, _ = configure(tmp_path, OTTAVA_CUDA="maybe")
+def test_another_value_is_refused(folders: Path) -> None:
+    done, said, _ = configure(folders / "build", OTTAVA_CUDA="maybe")
     assert not done
     assert "OTTAVA_CUDA is 'maybe'; expected on, off or auto" in said
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
-def test_auto_with_nvcc_builds_it_for_all_generations(tmp_path: Path) -> None:
-    done, said, built = configure(tmp_path)
-    assert done, said
-    assert built
-    assert reason(tmp_path) == ""
-    rules = (tmp_path / "build.ninja").read_text()
-    for target in (*(f"sm_{name}" for name in resources.targets()), "compute_90"):
-        assert target in rules
-    assert "-fmad=false" in rules
-    assert "fast_math" not in rules
-    assert "cudart_static" in rules
-    by_option = configure(tmp_path / "option", "-DCMAKE_CUDA_ARCHITECTURES=90a-real", CUDAARCHS="80-real")
-    assert by_option[0]
-    assert "ottava: CUDA kernels for 90a-real" in by_option[1]
-    by_variable = configure(tmp_path / "variable", CUDAARCHS="80-real;90-virtual")
-    assert by_variable[0]
-    assert "ottava: CUDA kernels for 80-real 90-virtual" in by_variable[1]
+def ask(folder: Path, call: str, **variables: str) -> str:
+    """What a function of decide.cmake answers."""
+    script = folder / "ask.cmake"
+    script.write_text(f'include({DECIDE})\n{call}\nmessage("<${{A}}|${{B}}>")')
+    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
+    assert cmake is not None
+    done = subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True, env=os.environ | variables)
+    assert done.returncode == 0, done.stderr
+    found = re.search("<(.*)>", done.stderr)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "found"),
+    [
+        (["9.0"], 0, "9.0"),
+        (["10.0", "9.0", "8.6", "9.0"], 0, "8.6;9.0;10.0"),
+        (["7.5", "8.0"], 0, "8.0"),
+        (["7.5"], 0, ""),
+        ([], 0, ""),
+        (["NVIDIA-SMI has failed because it could not communicate with driver 12.0"], 9, ""),
+        (["[N/A]"], 0, ""),
+    ],
+)
+def test_gpus_are_those_that_nvidia_smi_names(tmp_path: Path, lines: list[str], code: int, found: str) -> None:
+    program(tmp_path / "bin", "nvidia-smi", *lines, code=code)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    capabilities, _, why_not = ask(tmp_path, "ottava_gpus(A B)", PATH=path).partition("|")
+    assert capabilities == found
+    assert why_not
+
+
+def test_without_nvidia_smi_there_is_no_gpu(tmp_path: Path) -> None:
+    assert ask(tmp_path, "ottava_gpus(A B)", PATH=str(tmp_path)) == "|nvidia-smi saw no GPU"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "targets"),
+    [
+        ("9.0", "90a-real"),
+        ("8.0;8.6;8.9", "80-real;86-real;89-real"),
+        ("10.0", "100a-real"),
+        ("12.0;12.1", "90-virtual"),
+        ("9.0;13.0", "90a-real;90-virtual"),
+    ],
+)
+def test_targets_are_those_that_nvcc_knows(tmp_path: Path, capabilities: str, targets: str) -> None:
+    """The driver compiles PTX for a GPU that is younger than the toolkit."""
+    known = [f"compute_{number}" for number in (75, 80, 86, 89, 90, 100, 103)]
+    nvcc = program(tmp_path, "nvcc", *known)
+    assert ask(tmp_path, f'ottava_targets(A {nvcc} "{capabilities}")') == f"{targets}|"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,15 +17,18 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import resources  # noqa: E402
+from benchmarks.on_gpu.build import compile_modules  # noqa: E402
+from ottava.cli import doctor  # noqa: E402
 from ottava.cli.doctor import Check, examine  # noqa: E402
-from ottava.kernels import available_backends, backends, use_backend  # noqa: E402
+from ottava.kernels import backends, use_backend  # noqa: E402
 
 try:
     from ottava import _cuda
 except ImportError:
     _cuda = None  # type: ignore[assignment]
 
-needs_module = pytest.mark.skipif(_cuda is None, reason="built without CUDA kernels")
+# Compiling it for one target takes over a minute.
+needs_module = pytest.mark.slow if _cuda is None else lambda test: test
 CUDA_LINE = "backend cuda"
 
 
@@ -32,53 +36,116 @@ def line(name: str) -> Check:
     return next(check for check in examine() if check.name == name)
 
 
-def test_it_is_built_where_nvcc_is() -> None:
-    if os.environ.get("OTTAVA_CUDA", "auto").lower() == "off" or shutil.which("nvcc") is None:
-        pytest.skip("no nvcc here, or OTTAVA_CUDA=off")
-    assert _cuda is not None, "nvcc is there, but ottava was built without CUDA kernels"
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The installed module, or one that is built here."""
+    if _cuda is not None:
+        return Path(_cuda.__file__)
+    if resources.find_tool("nvcc") is None:
+        pytest.skip("no nvcc here")
+    built = compile_modules(tmp_path_factory.mktemp("build"), cuda="on", architectures="90-virtual")
+    return next(path for path in built if path.name.startswith("_cuda"))
+
+
+def call(module: Path, code: str) -> str:
+    """What a process prints that has this module, and no torch."""
+    first = f"import ottava; ottava.__path__.append({str(module.parent)!r}); from ottava import _cuda\n"
+    done = subprocess.run([sys.executable, "-c", first + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_it_is_built_where_it_was_asked_for() -> None:
+    asked = os.environ.get("OTTAVA_CUDA", "auto").lower()
+    if asked == "off" or (asked == "auto" and not torch.cuda.is_available()) or resources.find_tool("nvcc") is None:
+        pytest.skip("no nvcc here, or nothing that asks for CUDA kernels")
+    assert _cuda is not None, "nvcc and a GPU are there, but ottava was built without CUDA kernels"
 
 
 @needs_module
-def test_it_needs_no_driver_and_no_installed_cuda() -> None:
-    linked = subprocess.run(["ldd", _cuda.__file__], capture_output=True, text=True, check=True).stdout
+def test_it_needs_no_driver_and_no_installed_cuda(module: Path) -> None:
+    linked = subprocess.run(["ldd", str(module)], capture_output=True, text=True, check=True).stdout
     assert "libstdc++" in linked
     for name in ("libcuda", "libcudart", "libtorch", "libc10", "libnv", "not found"):
         assert name not in linked, linked
     # Without the compiler's own library path either.
-    code = "import sys, ottava; from ottava import _cuda; print(_cuda.targets, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{_cuda.targets} False"
+    assert call(module, "import sys; print('torch' in sys.modules)") == "False"
 
 
 @needs_module
-def test_it_has_code_for_each_generation_and_ptx() -> None:
-    if os.environ.get("CUDAARCHS"):
-        pytest.skip("CUDAARCHS has named the targets of the build")
-    # CUDA 12.8 is the first to know 10.0a; whoever built the module may have had an earlier one.
-    known = resources.targets() if resources.find_tool("nvcc") else ["80", "89", "90a"]
-    for target in (*(f"{name}-real" for name in known), "90-virtual"):
-        assert target in _cuda.targets.split()
-    binary = Path(_cuda.__file__).read_bytes()
-    assert len(binary) < 20 << 20
+def test_it_says_what_it_has_code_for(module: Path) -> None:
+    targets = call(module, "print(_cuda.targets)").split()
+    asked = os.environ.get("OTTAVA_CUDA", "").lower()
+    if _cuda is None:
+        assert targets == ["90-virtual"]
+    elif asked == "on" and not os.environ.get("CUDAARCHS"):
+        # CUDA 12.8 is the first to know 10.0a; whoever built the module may have had an earlier one.
+        known = resources.targets() if resources.find_tool("nvcc") else ["80", "89", "90a"]
+        assert {*(f"{name}-real" for name in known), "90-virtual"} <= set(targets)
+    assert targets
+    assert len(module.read_bytes()) < 20 << 20
 
 
 @needs_module
-def test_a_call_without_a_driver_is_a_typed_error() -> None:
+def test_a_call_without_a_driver_is_a_typed_error(module: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    code = (
-        "from ottava import _cuda; from ottava.errors import BackendError\n"
+    said = call(
+        module,
+        "from ottava.errors import BackendError\n"
         "try: _cuda.transpose(0, 1, 1, 0, 0, 0)\n"
-        "except BackendError as error: print(error)"
+        "except BackendError as error: print(error)",
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "the current device is unknown" in said or "cannot be used" in said
+
+
+# Targets of a module, the GPUs that torch sees, and what comes of it.
+SERVED = [
+    ("90a-real", [], "served"),
+    ("90a-real", [(9, 0)], "served"),
+    ("80-real", [(8, 0), (8, 9)], "served"),
+    ("80-real 90-virtual", [(12, 0)], "served"),
+    ("89-real", [(8, 0)], "were built for 89-real; here it is 8.0: reinstall ottava from source"),
+    ("90a-real", [(10, 0)], "were built for 90a-real; here it is 10.0"),
+    ("100a-real", [(10, 3)], "here it is 10.3"),
+    ("100f", [(10, 3)], "served"),
+    ("90a-virtual", [(10, 0)], "here it is 10.0"),
+    ("90-virtual", [(8, 9)], "here it is 8.9"),
+    ("89-real", [(8, 9), (9, 0)], "here it is 8.9, 9.0"),
+    ("native", [(9, 0)], "served"),
+    ("75 80-real", [(7, 5), (8, 0)], "are for compute capability 8.0 and later; here it is 7.5, 8.0; hide"),
+]
+STAND_IN = f"""
+import json, sys, types, torch, ottava
+answers = []
+for targets, gpus, _ in {SERVED!r}:
+    ottava._cuda = sys.modules["ottava._cuda"] = types.SimpleNamespace(targets=targets)
+    torch.cuda.is_available = lambda: gpus != []
+    torch.cuda.device_count = lambda: len(gpus)
+    torch.cuda.get_device_capability = lambda index: gpus[index]
+    sys.modules.pop("ottava.kernels.cuda_native", None)
+    try:
+        import ottava.kernels.cuda_native
+        answers.append("served")
+    except ImportError as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+
+
+def test_a_gpu_that_it_has_no_code_for_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", STAND_IN], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "the current device is unknown" in done.stdout or "cannot be used" in done.stdout
+    for (targets, gpus, said), answer in zip(SERVED, json.loads(done.stdout), strict=True):
+        assert said in answer, (targets, gpus, answer)
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
-    [("OTTAVA_CUDA was off", "OTTAVA_CUDA was off when it was built"), ("", "ottava._cuda is missing")],
+    [
+        ("when it was built, OTTAVA_CUDA was off: build it", "when it was built, OTTAVA_CUDA was off: build it"),
+        ("", "ottava._cuda is missing: reinstall ottava from source"),
+    ],
 )
 def test_a_build_without_the_module_says_why(said: str, expected: str) -> None:
     code = (
@@ -87,19 +154,19 @@ def test_a_build_without_the_module_says_why(said: str, expected: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"this build of ottava has no CUDA kernels: {expected}" in done.stdout
-    assert "put its nvcc on PATH" in done.stdout
-    assert "OTTAVA_CUDA=on" in done.stdout
+    assert done.stdout.strip() == f"this build of ottava has no CUDA kernels: {expected}"
 
 
-def test_doctor_says_what_the_build_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ottava.cli.doctor._gpus", lambda: [])
-    check = line(CUDA_LINE)
+@pytest.mark.parametrize("gpus", [[], ["A GPU (9.0)"]])
+def test_doctor_says_what_was_built_and_that_it_has_not_run(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
+    monkeypatch.setattr("ottava.cli.doctor._gpus", lambda: gpus)
+    monkeypatch.setattr("ottava._cuda", SimpleNamespace(targets="90a-real"), raising=False)
+    check = doctor._cuda_backend("available")
     assert check.ok
-    assert check.detail.startswith(available_backends()["cuda"])
-    assert "torch sees no GPU" in check.detail
-    if _cuda is not None:
-        assert _cuda.targets in check.detail
+    assert (
+        check.detail == f"built for 90a-real; {backends.UNPROVEN['cuda']}; {gpus[0] if gpus else 'torch sees no GPU'}"
+    )
+    assert "not yet run on a GPU by this project" in check.detail
 
 
 def test_doctor_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:

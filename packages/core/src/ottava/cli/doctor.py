@@ -53,15 +53,17 @@ def _cpu_backend(status: str) -> Check:
 
 def _cuda_backend(status: str) -> Check:
     """Without its kernels a GPU is served by the reference, which is slow; without a GPU nothing is amiss."""
-    gpus = _gpus()
+    from ottava.kernels.backends import UNPROVEN
+
+    gpus = ", ".join(_gpus())
+    seen = gpus or "torch sees no GPU"
     if status == "available":
         from ottava import _cuda
 
-        seen = ", ".join(gpus) or "torch sees no GPU"
-        return Check("backend cuda", True, f"available, built for {_cuda.targets}; {seen}")
+        return Check("backend cuda", True, f"built for {_cuda.targets}; {UNPROVEN['cuda']}; {seen}")
     if not gpus:
-        return Check("backend cuda", True, f"{status}; torch sees no GPU that would need them")
-    return Check("backend cuda", False, f"{', '.join(gpus)} would run the slow reference: {status}")
+        return Check("backend cuda", True, f"{status}; {seen} that would need them")
+    return Check("backend cuda", False, f"{gpus} would run the slow reference: {status}")
 
 
 # What the report says of a backend beyond its name.

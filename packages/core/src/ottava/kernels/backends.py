@@ -19,6 +19,10 @@ _SERVES: dict[str, tuple[str, ...] | None] = {"cuda": ("cuda",), "cpu": ("cpu",)
 
 # What helps where one cannot be loaded; the others say so themselves.
 _REMEDIES = {"cpu": ", or reinstall ottava with a C++ compiler at hand"}
+# Backends from whose own hardware this project has neither a test run nor a figure, and what is said of them. An entry
+# goes when docs/benchmarks.md has figures from such hardware.
+UNPROVEN = {"cuda": "not yet run on a GPU by this project, which tests its kernels as loops on a CPU"}
+
 # How what forces one is undone.
 _UNDO = {"OTTAVA_BACKEND": "unset OTTAVA_BACKEND", "use_backend": "leave out use_backend"}
 

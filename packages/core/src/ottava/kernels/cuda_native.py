@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 _OLDEST = (8, 0)
@@ -11,12 +13,12 @@ if torch.version.hip is not None:
 
 
 def _why_not() -> str:
-    """What the build says of itself, if any of it was compiled."""
+    """What the build says of itself and what helps, if any of it was compiled."""
     try:
         from ottava import _cpu
     except ImportError:
-        return "nothing of it is compiled"
-    return f"{_cpu.without_cuda} when it was built" if _cpu.without_cuda else "ottava._cuda is missing"
+        return "nothing of it is compiled: reinstall ottava with a C++ compiler at hand"
+    return _cpu.without_cuda or "ottava._cuda is missing: reinstall ottava from source"
 
 
 try:
@@ -24,10 +26,21 @@ try:
 except ImportError as error:
     if not isinstance(error, ModuleNotFoundError) and "cannot import name" not in str(error):
         raise
-    raise ImportError(
-        f"this build of ottava has no CUDA kernels: {_why_not()}; install the CUDA toolkit, put its nvcc on PATH, and "
-        "reinstall ottava from source with OTTAVA_CUDA=on"
-    ) from None
+    raise ImportError(f"this build of ottava has no CUDA kernels: {_why_not()}") from None
+
+
+def has_code(target: str, capability: tuple[int, int]) -> bool:
+    """Whether what was compiled for ``target``, in CMake's spelling, runs on a GPU of this compute capability."""
+    found = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", target)
+    if found is None:
+        return True
+    built, special, kind = (int(found[1]), int(found[2])), found[3], found[4]
+    if kind != "real" and not special and capability >= built:
+        return True
+    if kind == "virtual" and not special:
+        return False
+    # Code with a letter a uses what later GPUs need not have; other code runs on those of its own generation.
+    return capability == built if special == "a" else capability[0] == built[0] and capability >= built
 
 
 def refusal() -> str | None:
@@ -35,11 +48,15 @@ def refusal() -> str | None:
     if not torch.cuda.is_available():
         return None
     capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    if min(capabilities) >= _OLDEST:
-        return None
+    served = [c for c in capabilities if any(has_code(target, c) for target in _cuda.targets.split())]
     found = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
-    others = "; hide the older GPUs with CUDA_VISIBLE_DEVICES" if max(capabilities) >= _OLDEST else ""
-    return f"the CUDA kernels are for compute capability 8.0 and later; here it is {found}{others}"
+    if min(capabilities) < _OLDEST:
+        others = "; hide the older GPUs with CUDA_VISIBLE_DEVICES" if max(capabilities) >= _OLDEST else ""
+        return f"the CUDA kernels are for compute capability 8.0 and later; here it is {found}{others}"
+    if len(served) < len(capabilities):
+        remedy = "reinstall ottava from source on this machine, or with OTTAVA_CUDA=on for all generations"
+        return f"the CUDA kernels were built for {_cuda.targets}; here it is {found}: {remedy}"
+    return None
 
 
 if (_reason := refusal()) is not None:
