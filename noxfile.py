@@ -22,8 +22,8 @@ WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
 # For the packages that the tests write and build, and for the kernels that they build.
 TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]
-# Many tests wait for others that they start.
-TWO_PROCESSES = ["-n", "2", "--dist", "loadfile"]
+# A test goes to whichever process is free; tests that share a costly fixture stay together (tests/conftest.py).
+TWO_PROCESSES = ["-n", "2", "--dist", "loadgroup"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["tests"]
@@ -107,41 +107,44 @@ def install(session: nox.Session, *packages: str, tools: list[str], torch: str =
     session.install(torch or torch_requirement(), *tools, *paths, "matplotlib", "jinja2", *again)
 
 
-def _test(session: nox.Session, folders: list[str], recipes: list[str], *options: str) -> None:
+def _test(session: nox.Session, recipes: list[str], *arguments: str) -> None:
     # Every recipe passes the conformance kit.
     kit = ["testing"] if recipes else []
     install(session, *(f"recipes-{r}" for r in recipes), *kit, tools=TEST_TOOLS)
-    session.run("python", "-m", "pytest", *options, *(session.posargs or []), *folders)
+    session.run("python", "-m", "pytest", *TWO_PROCESSES, *arguments, *(session.posargs or []))
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything together, then core alone and each recipe alone with core."""
-    session.notify("tests_all", session.posargs)
-    # The kernels are the same with and without recipes.
-    session.notify("tests_core", [*session.posargs, "--ignore", "tests/core/kernels"])
-    for recipe in RECIPES:
-        session.notify(f"tests_recipe(recipe='{recipe}')", session.posargs)
-
-
-@nox.session
-def tests_all(session: nox.Session) -> None:
-    """All packages installed, all tests but those for a GPU, and the conformance kit's, which recipes pass alone."""
-    left_out = ["--ignore", "tests/gpu", "--ignore-glob", "tests/recipes_*/test_conformance.py"]
-    _test(session, ["tests"], RECIPES, *TWO_PROCESSES, *left_out)
+    """Core alone, each recipe alone with core, then what needs several packages."""
+    names = ["tests_core", *(f"tests_recipe(recipe='{recipe}')" for recipe in RECIPES), "tests_integration"]
+    for name in names:
+        session.notify(name, session.posargs)
 
 
 @nox.session
 def tests_core(session: nox.Session) -> None:
-    """Core with no recipe installed, without the CUDA kernels' loops, which take long and know no recipe."""
-    _test(session, ["tests/core"], [], *TWO_PROCESSES, "-m", "not slow and not grid")
+    """Core with no recipe installed."""
+    _test(session, [], "tests/core")
 
 
 @nox.session
 @nox.parametrize("recipe", [nox.param(r, id=f"recipe='{r}'", tags=[r]) for r in RECIPES])
 def tests_recipe(session: nox.Session, recipe: str) -> None:
     """One recipe with core, the conformance kit and nothing else."""
-    _test(session, [f"tests/recipes_{recipe}"], [recipe], *TWO_PROCESSES)
+    _test(session, [recipe], f"tests/recipes_{recipe}")
+
+
+@nox.session
+def tests_integration(session: nox.Session) -> None:
+    """What needs several packages, and the conformance kit's own tests, with everything installed."""
+    _test(session, RECIPES, "tests/integration", "tests/testing")
+
+
+@nox.session
+def tests_long(session: nox.Session) -> None:
+    """What is exhaustive or long, with everything installed: before a release."""
+    _test(session, RECIPES, "-m", "slow", "--durations", "0", "--ignore", "tests/gpu", "tests")
 
 
 @nox.session
