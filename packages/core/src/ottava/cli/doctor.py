@@ -85,6 +85,17 @@ def _backends() -> list[Check]:
     return checks
 
 
+def _products() -> Check:
+    from ottava.kernels.products import multiplies_bfloat16
+
+    name = "bfloat16 products on cpu"
+    try:
+        fast = multiplies_bfloat16()
+    except OttavaError as error:
+        return Check(name, False, str(error))
+    return Check(name, True, "in bfloat16" if fast else "in float32, since torch has no fast one of bfloat16 here")
+
+
 def _self_test(device: str) -> Check:
     """Every bfloat16 value through the chosen backend and the reference: bytes must be equal."""
     import torch
@@ -160,6 +171,7 @@ def examine() -> list[Check]:
         Check("torch", True, str(torch.__version__)),
         Check("ottava", True, ottava.__version__),
         *_backends(),
+        _products(),
         *_plugins(),
         *(_self_test(device) for device in ("cpu", *(["cuda"] if _gpus() else []))),
     ]
