@@ -31,6 +31,7 @@ from ottava.kernels.direct import unobserved
 from ottava.kernels.ops import LIBRARY
 from ottava.kernels.products import finish
 from ottava.tensors.blocks import GemmCache
+from ottava.torch_private import scaled_mm
 
 Tensor = torch.Tensor
 #: FP8 elements ``[outer, reduced]``, and float32 scales still to multiply: one, one for each line, or None.
@@ -124,7 +125,7 @@ def _direct(
         and scale_a.numel() == scale_b.numel() == 1
         and (bias is None or _fuses(bias, out_dtype))
     ):
-        return torch._scaled_mm(left, right.t(), scale_a, scale_b, bias, None, out_dtype, fast)
+        return scaled_mm(left, right.t(), scale_a, scale_b, bias, None, out_dtype, fast)
     return None
 
 
@@ -170,7 +171,7 @@ def _fp8_mm(
         a_scale, b_scale = a_scale.contiguous(), F.pad(b_scale, padding).unsqueeze(0)
     if bias is not None:
         bias = F.pad(bias, padding) if padding[1] else bias if _fuses(bias, out_dtype) else bias.clone()
-    product = torch._scaled_mm(left, right.t(), a_scale, b_scale, bias, None, out_dtype, fast)
+    product = scaled_mm(left, right.t(), a_scale, b_scale, bias, None, out_dtype, fast)
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 

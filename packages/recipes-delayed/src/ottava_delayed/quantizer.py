@@ -14,6 +14,7 @@ from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels.parts import cast_parts
 from ottava.tensors import PerTensorShards, QuantizedTensorStorage, ShardJob
+from ottava.torch_private import foreach_maximum_
 
 
 class Float8Quantizer(PerTensorShards):
@@ -96,9 +97,7 @@ class Float8Quantizer(PerTensorShards):
         recording = [place for place, quantizer in enumerate(quantizers) if quantizer.amax is not None]
         if recording:
             recorded = [quantizers[place].amax for place in recording]
-            torch._foreach_maximum_(
-                recorded, [amaxes[place].reshape(quantizers[place].amax.shape) for place in recording]
-            )
+            foreach_maximum_(recorded, [amaxes[place].reshape(quantizers[place].amax.shape) for place in recording])
         maxima = torch.tensor([fp8_format(quantizer.fp8_dtype).max for quantizer in quantizers], device=scale.device)
         for place in torch.nonzero(amaxes * scale > maxima).flatten().tolist():
             quantizer, job = quantizers[place], jobs[place]

@@ -10,6 +10,7 @@ import torch
 from ottava import kernels
 from ottava.formats import MX_BLOCK, mx_scale_shapes
 from ottava.tensors import ShardBatch, ShardJob
+from ottava.torch_private import foreach_copy_
 from ottava_mxfp8.tensors import MXFP8TensorStorage
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class MXFP8Batch(ShardBatch):
         parts = codes.split([length for part in self._parts for length in part])
         pairs = [(held, part) for held, part in zip(into, parts, strict=True) if held is not None and held.numel()]
         if pairs:
-            torch._foreach_copy_([held.view(-1) for held, _ in pairs], [part for _, part in pairs])
+            foreach_copy_([held.view(-1) for held, _ in pairs], [part for _, part in pairs])
         directions = [
             [None if h is None else (h, own[usage]) for h, own in zip(into[place::2], self._codes, strict=True)]
             for place, usage in enumerate(("rowwise", "columnwise"))

@@ -18,6 +18,7 @@ from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava.tensors.collectives import find_group
 from ottava.tensors.shards import ShardJob, shard_output
 from ottava.tensors.storage import native_dtype, same_kind
+from ottava.torch_private import is_distributed, local_tensor
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def _weight(
 ) -> ShardedWeight:
     what = f"weight {place}"
     storage, rows, group = weight, None, None
-    if hasattr(weight, "_local_tensor"):
-        storage = weight._local_tensor
+    if is_distributed(weight):
+        storage = local_tensor(weight)
         rows, group = _rows_of(weight, what)
     if not isinstance(storage, QuantizedTensorStorage):
         raise DTypeError(
@@ -120,7 +121,7 @@ def _weight(
 def _shard(master: Any, device: torch.device, what: str) -> torch.Tensor:
     if master is None:
         return torch.empty(0, dtype=torch.float32, device=device)
-    local = getattr(master, "_local_tensor", master)
+    local = local_tensor(master)
     if not isinstance(local, torch.Tensor) or isinstance(local, QuantizedTensorStorage):
         raise DTypeError(f"the master of {what} is a {type(master).__name__}", expected="a tensor or None")
     if local.layout != torch.strided:

@@ -21,6 +21,7 @@ from ottava.tensors import QuantizedTensor, Quantizer, ShardJob, shard_output
 from ottava.tensors.fsdp import gathered_together
 from ottava.tensors.sharding import GatherPlan, check_shard, post_all_gather, pre_all_gather
 from ottava.tensors.shards import ShardBatch, cast_batches, make_batches, reduced_amaxes
+from ottava.torch_private import graph_task_id
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,11 @@ def gather_inputs(
         return (values.contiguous(),), HighPrecisionPlan(size)
     shards = [_Shard(values, size, module, dtype)]
     for other in gathered_together(module):
-        local, owner = other.sharded_param._local_tensor, other._module_info.module
+        local: Any = other.shard
+        owner = other.module
         if owner is not module and hasattr(local, "high_precision"):
             own = mp_policy.param_dtype or local.dtype
-            shards.append(_Shard(local.high_precision(), other._orig_size, owner, own))
+            shards.append(_Shard(local.high_precision(), other.size, owner, own))
     _quantize_together(shards, group, world)
     return pre_all_gather(_quantized.pop(module)[2], mesh, size, module)
 
@@ -173,7 +175,7 @@ def _shared_amaxes(shards: Sequence[_Shard], batches: Sequence[ShardBatch], grou
         return []
     versions = [shard.values._version for shard in shards]
     known = _amaxes.get(shards[0].module)
-    if torch._C._current_graph_task_id() != -1 and known is not None and known[0] == versions:
+    if graph_task_id() != -1 and known is not None and known[0] == versions:
         return known[1]
     reduced = reduced_amaxes(batches, group)
     _amaxes[shards[0].module] = (versions, reduced)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ottava.distributed.gathering import gather_inputs, gathered_weight
 from ottava.errors import DTypeError, ShapeError
 from ottava.tensors import QuantizedTensorStorage
+from ottava.torch_private import aten_overloads, disabled_torch_function, make_wrapper_subclass, tree_map
 
 _aten = torch.ops.aten
 
@@ -29,8 +29,7 @@ _KEEPS_CLASS = {
     _aten.split.Tensor,
     _aten.split_with_sizes.default,
     _aten.view.default,
-    _aten._pin_memory.default,
-    _aten._to_copy.default,
+    *aten_overloads("_pin_memory", "_to_copy"),
 }
 
 
@@ -46,7 +45,7 @@ class HighPrecisionWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, requires_grad: bool = False) -> HighPrecisionWeight:
-        made: HighPrecisionWeight = torch.Tensor._make_wrapper_subclass(
+        made: HighPrecisionWeight = make_wrapper_subclass(
             cls,
             values.shape,
             strides=values.stride(),
@@ -88,7 +87,7 @@ class HighPrecisionWeight(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> HighPrecisionWeight:
         return HighPrecisionWeight(inner["_plain"])
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

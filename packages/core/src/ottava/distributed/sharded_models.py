@@ -9,6 +9,7 @@ import torch
 from ottava.distributed.high_precision import HighPrecisionWeight
 from ottava.errors import DTypeError, UsageError
 from ottava.tensors import QuantizedTensorStorage
+from ottava.torch_private import is_distributed
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
@@ -48,7 +49,7 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
             expected="layers of ottava.convert(model, recipe)",
             remedy="convert the model first",
         )
-    if any(hasattr(parameters[key], "_local_tensor") for key in chosen):
+    if any(is_distributed(parameters[key]) for key in chosen):
         raise UsageError(
             "the model is sharded already", expected="a model before fully_shard", remedy="call gather_quantized first"
         )

@@ -16,6 +16,7 @@ from ottava.distributed.batch import check_batch, default_group, make_jobs
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava.tensors.shards import make_batches, quantize_batches
+from ottava.torch_private import local_tensor
 
 
 def quantize_master_weights(
@@ -127,7 +128,7 @@ class MasterWeights:
         self._watched = [
             (h, inner.attribute) for h in self._holders for inner in h.inner_tensors if not h.is_derived(inner)
         ]
-        self._masters = [getattr(m, "_local_tensor", m) for m in self._given[1] if m is not None]
+        self._masters = [local_tensor(m) for m in self._given[1] if m is not None]
         # Of another a shard is a copy.
         self._keeps = all(master.is_contiguous() for master in self._masters)
         self._seen = self._addresses()
@@ -172,7 +173,7 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
             raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a tensor")
     with torch.no_grad():
         for weight in model_weights:
-            local = getattr(weight, "_local_tensor", weight)
+            local = local_tensor(weight)
             if isinstance(local, QuantizedTensorStorage):
                 local.rebuild_derived(force=True)
                 local.rebuilds_derived = True

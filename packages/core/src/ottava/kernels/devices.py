@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from ottava.torch_private import constant_to_compiler
+
 _capabilities: dict[int, int] = {}
 
 
+@constant_to_compiler
 def capability_of_index(index: int) -> int:
     """The compute capability of the GPU with this index, a constant to compiled code: 89 for 8.9.
 
-    A number, because the compiler of torch 2.11 cannot order such constants that are tuples.
+    The compiler cannot trace a question to the driver. A number, because that of torch 2.11 cannot order such
+    constants that are tuples.
     """
     found = _capabilities.get(index)
     if found is None:
         major, minor = torch.cuda.get_device_capability(index)
         found = _capabilities[index] = 10 * major + minor
     return found
-
-
-# What torch.compiler.assume_constant_result sets; calling that one would import the compiler. The compiler cannot
-# trace a question to the driver.
-capability_of_index._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def capability(tensor: torch.Tensor) -> int:

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import torch
 
+from ottava.torch_private import (
+    dispatch_keys,
+    dispatch_modes,
+    function_modes,
+    profiling,
+    strange_keys,
+    tracing,
+    transforms,
+)
+
 _is_compiling = torch.compiler.is_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
-_profiling = torch._C._autograd._profiler_enabled
-_keys_of = torch._C._dispatch_keys
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
 
 
-def _all_but(names: tuple[str, ...]) -> int:
-    known = 0
-    for name in names:
-        known |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
-    return ~known
-
-
 # What torch's dispatcher knows of a tensor, unless it is memory of a CPU or a GPU that is read as it lies: that it has
 # no memory (meta, fake), that its values are still to be negated, that it stands for others (transforms), and so on.
-_STRANGE = _all_but(_PLAIN_KEYS)
+_STRANGE = strange_keys(_PLAIN_KEYS)
 
 
 def unobserved() -> bool:
@@ -38,11 +35,11 @@ def unobserved() -> bool:
     # Compiled code first, which cannot look at what follows.
     return not (
         _is_compiling()
-        or _dispatch_modes()
-        or _function_modes()
-        or _transforms() is not None
-        or _tracing() is not None
-        or _profiling()
+        or dispatch_modes()
+        or function_modes()
+        or transforms() is not None
+        or tracing() is not None
+        or profiling()
     )
 
 
@@ -54,7 +51,7 @@ def is_direct(*tensors: torch.Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN_TYPES or _keys_of(tensor).raw_repr() & _STRANGE:
+        if type(tensor) not in _PLAIN_TYPES or dispatch_keys(tensor).raw_repr() & _STRANGE:
             return False
         if gradients and tensor.requires_grad:
             return False

@@ -13,6 +13,7 @@ import torch
 
 from ottava.kernels.backends import backend_module
 from ottava.kernels.direct import is_direct
+from ottava.torch_private import graph_task_id, schema_of
 
 LIBRARY = torch.library.Library("ottava", "DEF")
 Tensor = torch.Tensor
@@ -34,7 +35,8 @@ def kernel(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     torch.library.register_fake(f"ottava::{name}", fake, lib=LIBRARY)
     operator: Any = getattr(torch.ops.ottava, name)
     # The first argument is a tensor always; these are the others.
-    tensors = [place for place, given in enumerate(operator.default._schema.arguments) if "Tensor" in str(given.type)]
+    arguments = schema_of(operator.default).arguments
+    tensors = [place for place, given in enumerate(arguments) if "Tensor" in str(given.type)]
     others = tensors[1:]
 
     def call(x: Tensor, *args: Any) -> Any:
@@ -107,7 +109,7 @@ LIBRARY.define(
 
 def _update_scales(scales: list[Tensor], *rest: Any) -> None:
     # No step begins in a backward pass. Compiled code cannot tell, and is run again there by activation checkpointing.
-    if scales and torch._C._current_graph_task_id() == -1:
+    if scales and graph_task_id() == -1:
         backend_module(scales[0].device.type).update_scales(scales, *rest)
 
 

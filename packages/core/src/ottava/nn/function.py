@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ottava.gemm import as_matrix, gemm
@@ -15,6 +14,7 @@ from ottava.nn.main_grad import note_added
 from ottava.recipes.state import RecipeState
 from ottava.tensors.saving import rebuild_saved
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.torch_private import forward_ad, unsafe_view
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ def _product(
     y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
     if x.dim() != 2 or torch.compiler.is_compiling() or y._is_view():
         # Not a view: the output may be modified in place (by an activation, say).
-        y = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+        y = unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
     return y, qx, qw
 
 

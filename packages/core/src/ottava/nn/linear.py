@@ -23,6 +23,7 @@ from ottava.recipes.stepping import begin_step, may_begin
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
+from ottava.torch_private import any_autocast_enabled, graph_task_id, local_tensor, set_local_tensor
 
 # Asked once, for the types of devices that layers run on: the compiler of torch 2.11 cannot trace the question.
 _WITH_AUTOCAST = frozenset(
@@ -33,7 +34,7 @@ _WITH_AUTOCAST = frozenset(
 def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     """What torch.autocast computes in where ``tensor`` is; None outside of it."""
     # One cheap question first; compiled code asks the others only.
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+    if not torch.compiler.is_compiling() and not any_autocast_enabled():
         return None
     device_type = tensor.device.type
     enabled = device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
@@ -42,7 +43,7 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 def _backward_task() -> int:
     """The backward pass that this runs in, by autograd's number; -1 outside any, and in compiled code."""
-    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    return -1 if torch.compiler.is_compiling() else graph_task_id()
 
 
 _TENSOR_TYPES = ("input", "weight", "grad_output")
@@ -203,7 +204,7 @@ class Linear(torch.nn.Linear):
 
     def _remember(self, recipe: Recipe | None, group: Any) -> None:
         """Note what a recomputation is to repeat; an evaluation between forward and backward is not."""
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or graph_task_id() != -1:
             return
         if self._has_run and self._last_recipe is recipe and self._last_group is group:
             # Setting attributes of a module takes long.
@@ -287,7 +288,7 @@ class Linear(torch.nn.Linear):
     def _share_shards(self) -> None:
         """See that the first values of a quantized weight that was on meta are quantized as those of the whole."""
         weight: Any = self.weight
-        local = getattr(weight, "_local_tensor", weight)
+        local = local_tensor(weight)
         if not isinstance(local, QuantizedTensor):
             return
         self.own_shard(local)
@@ -326,7 +327,7 @@ class Linear(torch.nn.Linear):
         """Whether this is the forward pass of a step: reentrant checkpointing runs it without gradients."""
         if torch.compiler.is_compiling():
             return torch.is_grad_enabled()
-        return (torch.is_grad_enabled() or self.training) and torch._C._current_graph_task_id() == -1
+        return (torch.is_grad_enabled() or self.training) and graph_task_id() == -1
 
     def _is_recording(self, grad_enabled: bool) -> bool:
         """Whether the state is to see the operands: not those of an evaluation, and those of a step once.
@@ -335,7 +336,7 @@ class Linear(torch.nn.Linear):
         """
         if torch.compiler.is_compiling():
             return grad_enabled
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task_id() != -1:
             return not self._recorded
         if self._recorded is not grad_enabled:
             self._recorded = grad_enabled
@@ -435,7 +436,7 @@ class Linear(torch.nn.Linear):
         unexpected: Any,
         errors: Any,
     ) -> None:
-        before = getattr(self.weight, "_local_tensor", self.weight)
+        before = local_tensor(self.weight)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         self._gather_as(before)
         enters_first(self)
@@ -453,7 +454,7 @@ class Linear(torch.nn.Linear):
     def _gather_as(self, before: Any) -> None:
         """Have a weight that was put in the place of another one (``assign=True``) be gathered as that was."""
         weight: Any = self.weight
-        local = getattr(weight, "_local_tensor", weight)
+        local = local_tensor(weight)
         plain = not isinstance(local, QuantizedTensorStorage) and not hasattr(local, "high_precision")
         if not hasattr(before, "high_precision") or not plain:
             return
@@ -461,7 +462,7 @@ class Linear(torch.nn.Linear):
         if local is weight:
             self._parameters["weight"] = torch.nn.Parameter(made, requires_grad=weight.requires_grad)
         else:
-            weight._local_tensor = made
+            set_local_tensor(weight, made)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -17,6 +17,7 @@ from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, check_group
 from ottava.recipes.stepping import Cohort, begin_step, cohort_for, may_begin, states_of
 from ottava.tensors.fsdp import sharded_modules
+from ottava.torch_private import constant_to_compiler, graph_task_id
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class autocast(ContextDecorator):
         if outer is not None:
             recipe = outer.recipe if recipe is None else recipe
             group = outer.amax_reduction_group if group is None else group
-        task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+        task = -1 if torch.compiler.is_compiling() else graph_task_id()
         cohort = cohort_for(recipe, group)
         began = self._has_begun(cohort)
         if self._enabled and not self._calibrating and not began and may_begin():
@@ -166,7 +167,7 @@ def begin_ahead(layer: torch.nn.Module) -> None:
     module = _module_of(layer)
     if module is None or _regions.stack or not module.training or module in _ahead:
         return
-    if torch._C._current_graph_task_id() == -1:
+    if graph_task_id() == -1:
         begin_step(states_of(module), None)
         _ahead.add(module)
 
@@ -192,7 +193,7 @@ def enter_module(module: torch.nn.Module, args: Any = ()) -> None:
         return
     # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
     checkpointed = module.training and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    task = -1 if torch.compiler.is_compiling() else graph_task_id()
     began = may_begin() or (checkpointed and task == -1)
     if began and not (module in _ahead if not torch.compiler.is_compiling() else False):
         begin_step(states_of(module), None)
@@ -218,7 +219,5 @@ def _by_name(name: str) -> Recipe:
     return registry.defaults[name]
 
 
-# A compiled function may name its recipe: the registry is asked once, while the function is traced. This is what
-# torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo, which takes seconds.
-_found = registry.remember_default
-_found._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# A compiled function may name its recipe: the registry is asked once, while the function is traced.
+_found = constant_to_compiler(registry.remember_default)

@@ -10,6 +10,7 @@ import torch
 
 from ottava.recipes.base import Recipe
 from ottava.recipes.state import RecipeState
+from ottava.torch_private import graph_task_id
 
 
 def states_of(module: torch.nn.Module) -> list[RecipeState]:
@@ -42,7 +43,7 @@ def may_begin() -> bool:
     """Whether a region that is entered now begins a step: not in evaluation, not in a recomputation."""
     if not torch.is_grad_enabled():
         return False
-    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+    return torch.compiler.is_compiling() or graph_task_id() == -1
 
 
 class Cohort:

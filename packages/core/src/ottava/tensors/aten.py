@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ottava.errors import UsageError
 from ottava.tensors.shards import requantize
 from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.torch_private import schema_of, tree_map
 
 OpImplementation = Callable[..., Any]
 _TABLES: dict[type, dict[Any, OpImplementation]] = {}
@@ -64,7 +64,7 @@ def dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """
     if op.namespace == "c10d":
         raise UsageError(
-            f"the collective {op._schema.name} was called with a quantized tensor",
+            f"the collective {schema_of(op).name} was called with a quantized tensor",
             expected="plain tensors: its codes and scales, or its values",
             remedy="load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
             "ottava.checkpoint.load_sharded",
@@ -91,7 +91,7 @@ def dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     found: list[Any] = []
-    for position, argument in enumerate(op._schema.arguments):
+    for position, argument in enumerate(schema_of(op).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)

@@ -27,6 +27,7 @@ from ottava.tensors.storage import (
     check_values_dtype,
 )
 from ottava.tensors.tensor import QuantizedTensor
+from ottava.torch_private import make_wrapper_subclass
 
 
 def _checked_parts(
@@ -389,7 +390,7 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
         own = held.shape
         if shape is not None and tuple(shape) != tuple(own):
             raise ShapeError(f"the data has shape {tuple(own)}", expected=str(tuple(shape)))
-        made: Float8Tensor = torch.Tensor._make_wrapper_subclass(
+        made: Float8Tensor = make_wrapper_subclass(
             cls,
             own,
             strides=held.stride(),

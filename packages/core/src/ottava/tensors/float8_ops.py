@@ -9,6 +9,7 @@ import torch
 from ottava.kernels import HIGH_PRECISION
 from ottava.tensors.aten import implements
 from ottava.tensors.float8 import Float8Tensor
+from ottava.torch_private import aten_overloads
 
 _aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ def _alias(
     return view
 
 
-@implements(Float8Tensor, _aten.view.default, _aten._unsafe_view.default)
+@implements(Float8Tensor, _aten.view.default, *aten_overloads("_unsafe_view"))
 def _view(op: Any, tensor: Float8Tensor, shape: Any) -> Any:
     codes = tensor._codes()
     if tensor._data is None and tensor.is_contiguous() and not codes.is_contiguous():

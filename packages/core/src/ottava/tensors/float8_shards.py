@@ -11,6 +11,7 @@ import torch
 from ottava import kernels
 from ottava.tensors.float8 import Float8QuantizerBase
 from ottava.tensors.shards import ShardBatch, ShardJob, ShardOutput
+from ottava.torch_private import foreach_copy_
 
 
 class PerTensorBatch(ShardBatch):
@@ -36,7 +37,7 @@ class PerTensorBatch(ShardBatch):
         scale, scale_inv = type(self._quantizers[0]).shard_scales(self.jobs, amaxes)
         kernels.multi_cast(self._shards, self._dtypes, scale, self._formats, self._codes, checked=self._cast)
         self._cast = True
-        torch._foreach_copy_(self._scale_invs, list(scale_inv.unbind()))
+        foreach_copy_(self._scale_invs, list(scale_inv.unbind()))
         self.written()
 
 

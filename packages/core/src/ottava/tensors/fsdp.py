@@ -1,7 +1,8 @@
 """What FSDP2 keeps to itself: what it does with a module's parameters after the forward pass.
 
-Nothing here is needed for a right result. Where FSDP's objects are not as they are known (torch 2.11 to 2.13),
-quantized weights are gathered for both passes in each, and a flat copy of each shard stays in memory.
+All that is private in FSDP2 is asked for here, of objects that differ between versions. Nothing of it is needed for a
+right result. Where the objects are not as they are known (torch 2.11 to 2.14), quantized weights are gathered for both
+passes in each, each weight's scales are reduced by themselves, and a flat copy of each shard stays in memory.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.torch_private import local_tensor
 
 # Module that owns a parameter -> the group of parameters that FSDP gathers it with, and the state that has the group.
 _groups: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
@@ -67,11 +70,23 @@ def _will_be_kept(state: Any) -> bool:
     return not any(inner is module for outer in others for inner in outer.modules() for module in own)
 
 
-def gathered_together(module: Any) -> list[Any]:
-    """FSDP's parameters that are gathered in one collective with those of ``module``, if that can be known."""
+@dataclass(frozen=True)
+class GatheredParameter:
+    """A parameter that FSDP gathers: this rank's shard, the size of the whole, and the module that owns it."""
+
+    shard: torch.Tensor
+    size: torch.Size
+    module: Any
+
+
+def gathered_together(module: Any) -> list[GatheredParameter]:
+    """The parameters that are gathered in one collective with those of ``module``, if that can be known."""
     try:
         group = _group_of(module)
-        return [] if group is None else list(group.fsdp_params)
+        return [
+            GatheredParameter(local_tensor(known.sharded_param), known._orig_size, known._module_info.module)
+            for known in (() if group is None else group.fsdp_params)
+        ]
     except (AttributeError, ImportError, TypeError):
         return []
 

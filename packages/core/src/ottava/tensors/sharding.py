@@ -25,6 +25,7 @@ from ottava.tensors.collectives import all_reduce_max
 from ottava.tensors.fsdp import drop_flat_copies, gathered_together, resharded_after_forward, resharded_to_fewer
 from ottava.tensors.parts import shared_inner
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec
+from ottava.torch_private import graph_task_id
 
 if TYPE_CHECKING:
     from ottava.tensors.tensor import QuantizedTensor
@@ -174,7 +175,7 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> tuple[InnerTensor, ...]:
         return candidates
     if getattr(module, "recomputes", False) or not resharded_after_forward(module):
         return candidates
-    return rowwise if torch._C._current_graph_task_id() == -1 else columnwise
+    return rowwise if graph_task_id() == -1 else columnwise
 
 
 def _sent_length(tensor: QuantizedTensor, inner: InnerTensor, gathered: Sequence[InnerTensor]) -> int:
@@ -242,8 +243,8 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
         # One rank may have a new tensor where others have not: FSDP pads the last shard again after it was loaded.
         _share(tensor, group)
         return
-    parameters = {id(p.sharded_param._local_tensor): p for p in gathered_together(module)}
-    together = [p.sharded_param._local_tensor for p in parameters.values()]
+    parameters = {id(p.shard): p for p in gathered_together(module)}
+    together: list[Any] = [p.shard for p in parameters.values()]
     shards = [s for s in together if hasattr(s, "_shard_group") and s._shard_group != group.group_name]
     if not any(shard is tensor for shard in shards):
         shards, parameters = [tensor], {}
@@ -266,7 +267,7 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
     for shard in shards:
         _share(shard, group)
         parameter = parameters.get(id(shard))
-        owner = module if parameter is None else parameter._module_info.module
+        owner = module if parameter is None else parameter.module
         if isinstance(owner, torch.nn.Module):
             _agreed[owner] = group.group_name
 

@@ -20,6 +20,7 @@ from ottava.tensors.storage import (
     rebuild_storage,
     same_kind,
 )
+from ottava.torch_private import aten_overloads, disabled_torch_function, make_wrapper_subclass, to_copy
 
 if TYPE_CHECKING:
     from ottava.tensors.quantizer import Quantizer
@@ -76,9 +77,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
                 expected=", ".join(inner.argument for inner in cls.inner_tensors),
             )
         size = held[0].shape if shape is None else tuple(shape)
-        return torch.Tensor._make_wrapper_subclass(
-            cls, size, dtype=dtype, device=of_device.device, requires_grad=requires_grad
-        )
+        return make_wrapper_subclass(cls, size, dtype=dtype, device=of_device.device, requires_grad=requires_grad)
 
     def __init__(
         self,
@@ -127,7 +126,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         owner = next((t for t in types if issubclass(t, QuantizedTensor)), cls)
         return aten.dispatch(owner, func, args, kwargs or {})
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     # -- torch.compile --
 
@@ -430,7 +429,7 @@ def _clone(op: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> An
     return tensor.clone_storage()
 
 
-@aten.implements(QuantizedTensor, _aten._pin_memory.default)
+@aten.implements(QuantizedTensor, *aten_overloads("_pin_memory"))
 def _pin_memory(op: Any, tensor: QuantizedTensor, device: Any = None) -> Any:
     return tensor.apply_to_inner(lambda t: t.pin_memory())
 
@@ -440,13 +439,13 @@ def _is_pinned(op: Any, tensor: QuantizedTensor, device: Any = None) -> bool:
     return all(t.is_pinned() for t in tensor.inner_list() if t is not None)
 
 
-@aten.implements(QuantizedTensor, _aten._to_copy.default)
+@aten.implements(QuantizedTensor, *aten_overloads("_to_copy"))
 def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     dtype = kwargs.pop("dtype", None) or tensor.dtype
     if dtype not in HIGH_PRECISION or kwargs.get("layout") not in (None, torch.strided):
         return NotImplemented
     kwargs.pop("memory_format", None)
-    moved: Any = tensor.apply_to_inner(lambda t: _aten._to_copy.default(t, **kwargs))
+    moved: Any = tensor.apply_to_inner(lambda t: to_copy(t, **kwargs))
     return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
 
 

@@ -23,6 +23,7 @@ from ottava.tensors import (
     as_codes,
     check_values_dtype,
 )
+from ottava.torch_private import make_wrapper_subclass
 from ottava_custom.reference.arithmetic import decode
 
 
@@ -248,7 +249,7 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
         held = codes if codes is not None or codes_t is None else codes_t.movedim(0, -1)
         if held is None:
             raise UsageError("a CurrentScalingTensorRef needs data", expected="data or data_t")
-        made: CurrentScalingTensorRef = torch.Tensor._make_wrapper_subclass(
+        made: CurrentScalingTensorRef = make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), dtype=dtype, device=held.device, requires_grad=requires_grad
         )
         return made

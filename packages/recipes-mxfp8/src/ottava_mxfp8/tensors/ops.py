@@ -15,6 +15,7 @@ import torch
 from ottava.formats import MX_BLOCK, mx_scale_shapes
 from ottava.kernels import HIGH_PRECISION
 from ottava.tensors import implements
+from ottava.torch_private import aten_overloads
 from ottava_mxfp8.tensors.storage import Direction
 from ottava_mxfp8.tensors.tensor import MXFP8Tensor
 
@@ -77,7 +78,7 @@ def _reshaped(tensor: MXFP8Tensor, function: Callable[[torch.Tensor], torch.Tens
     return _changed(tensor, change)
 
 
-@implements(MXFP8Tensor, _aten.view.default, _aten._unsafe_view.default)
+@implements(MXFP8Tensor, _aten.view.default, *aten_overloads("_unsafe_view"))
 def _view(op: Any, tensor: MXFP8Tensor, shape: Any) -> Any:
     return _reshaped(tensor, lambda codes: op(codes, shape))
 

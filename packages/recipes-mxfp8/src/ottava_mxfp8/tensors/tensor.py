@@ -9,6 +9,7 @@ import torch
 
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors import QuantizedTensor, Quantizer, StaticField
+from ottava.torch_private import make_wrapper_subclass
 from ottava_mxfp8.tensors.storage import MXFP8TensorStorage, checked_parts
 
 
@@ -72,7 +73,7 @@ class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
             raise UsageError("an MXFP8Tensor needs data", expected="rowwise_data or columnwise_data, with its scales")
         if shape is not None and tuple(shape) != tuple(held.shape):
             raise ShapeError(f"the data has shape {tuple(held.shape)}", expected=str(tuple(shape)))
-        made: MXFP8Tensor = torch.Tensor._make_wrapper_subclass(
+        made: MXFP8Tensor = make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),

@@ -13,7 +13,7 @@ from ottava_testing.table import COMPILES, QUANTIZED_WEIGHTS, check
 def _compiled(subject: Subject, *, primary: bool) -> None:
     expected = train(subject.model(primary=primary))
     model = subject.model(primary=primary)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         found = train(model, run=torch.compile(model, fullgraph=True, backend="aot_eager"))
     except CheckFailed:
@@ -25,7 +25,7 @@ def _compiled(subject: Subject, *, primary: bool) -> None:
             f"{' '.join(lines[:3])}"
         ) from error
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     equal(subject, f"a compiled model{_words(primary)} trains otherwise than in eager mode", found, expected)
 
 

@@ -66,6 +66,11 @@ _WRITES: dict[str, Write] = {
 }
 
 
+# Optimizers call these; torch documents none of them, and may drop one.
+for _name in [name for name in _WRITES if name.startswith("_foreach_") and not hasattr(torch, name)]:
+    del _WRITES[_name]
+
+
 def _bound(subject: Subject) -> float:
     return min(0.5, 4 * subject.bound)
 
@@ -198,7 +203,7 @@ def _replacing(subject: Subject) -> dict[str, Write]:
         torch.optim.SGD([w], lr=2.0).step()
 
     names = ("mul_", "copy_", "add_", "lerp_", "fill_", "w[1] = x", "_foreach_copy_")
-    return {name: _WRITES[name] for name in names} | {
+    return {name: _WRITES[name] for name in names if name in _WRITES} | {
         ".data = a plain tensor": lambda w, other: setattr(w, "data", other),
         ".data = another": lambda w, other: setattr(w, "data", subject.weight(other)),
         "quantize_": lambda w, other: w.quantize_(other),

@@ -1,0 +1,292 @@
+"""What is private in torch, taken away name by name: the same values, or an error that says so."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ottava
+from ottava import torch_private
+from ottava.distributed import high_precision
+from ottava.errors import BackendError
+from ottava.kernels import direct
+from ottava.tensors import Float8Tensor, QuantizedTensor
+
+PACKAGES = Path(__file__).parents[2] / "packages"
+# Looked up once; the others are functions that look each time.
+BOUND = {name: path for name, (path, _) in torch_private.PRIVATE.items() if "_ask" not in name and " " not in path}
+for _each_time in ("schema_of", "local_tensor", "set_local_tensor"):
+    del BOUND[_each_time]
+TP: Any = torch_private
+
+
+@contextmanager
+def taken(path: str) -> Iterator[None]:
+    """torch without this name; None stands for it, because namespaces of operators make what they lack."""
+    *places, name = path.split(".")
+    parent: Any = torch
+    for place in places:
+        parent = getattr(parent, place, None)
+    with pytest.MonkeyPatch.context() as patch:
+        if parent is not None:
+            patch.setattr(parent, name, None, raising=False)
+        yield
+
+
+def without(path: str) -> Any:
+    """The module as it is where torch lacks this name."""
+    spec = importlib.util.spec_from_file_location("torch_private_without", torch_private.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with taken(path):
+        spec.loader.exec_module(module)
+    return module
+
+
+def use(patch: pytest.MonkeyPatch, module: Any) -> int:
+    """Put what ``module`` has in the place of what torch has, wherever it was imported to; how often that was."""
+    changed = 0
+    for name in BOUND:
+        before, now = getattr(torch_private, name), getattr(module, name)
+        if name == "strange_keys":
+            patch.setattr(direct, "_STRANGE", now(direct._PLAIN_KEYS))
+        for known, place in list(sys.modules.items()):
+            if known.startswith("ottava") and place is not torch_private and vars(place).get(name) is before:
+                patch.setattr(place, name, now)
+                changed += now is not before
+    for cls in (QuantizedTensor, high_precision.HighPrecisionWeight):
+        patch.setattr(cls, "__torch_function__", vars(module)["disabled_torch_function"])
+    return changed
+
+
+def trained(recipe: Any) -> list[torch.Tensor]:
+    """What comes of a step of three layers: bfloat16 in autocast, one that is recomputed, and one without a bias."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=place < 2) for place in range(3)))
+    net = ottava.convert(net, recipe)
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = net[0](x)
+    h = checkpoint(net[1], h.float(), use_reentrant=False)
+    y = net[2](h)
+    y.square().mean().backward()
+    with torch.no_grad():
+        alone = net(x)
+    return [y.detach(), alone, x.grad, *(p.grad for p in net.parameters())]  # type: ignore[list-item]
+
+
+def primary(recipe: Any) -> list[torch.Tensor]:
+    """What comes of a quantized weight: layers, views, copies, an optimizer's step."""
+    torch.manual_seed(1)
+    with ottava.quantized_model_init(recipe):
+        layer = ottava.nn.Linear(32, 16, recipe=recipe)
+    weight: Any = layer.weight
+    layer(torch.randn(4, 32)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.5, momentum=0.5).step()
+    moved = weight.detach().to(torch.bfloat16)
+    return [weight.dequantize(), moved.dequantize(), weight.view(32, 16).clone(), weight * 2, torch.add(1, weight)]
+
+
+def same(got: list[Any], want: list[Any]) -> bool:
+    plain = [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (*got, *want)]
+    pairs = zip(plain[: len(got)], plain[len(got) :], strict=True)
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", sorted(BOUND))
+def test_a_layer_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch, name: str, recipe: Any) -> None:
+    want, want_primary = trained(recipe), primary(recipe)
+    fresh = without(BOUND[name])
+    if name in vars(torch_private) and name not in ("strange_keys", "raw_stream"):
+        assert getattr(fresh, name) is not getattr(torch_private, name)
+        with_all = without("no_such_name")
+        if name not in ("dispatch_keys", "forward_ad", "strange_keys"):
+            assert getattr(with_all, name) is getattr(torch_private, name)
+    changed = use(monkeypatch, fresh)
+    if name not in ("strange_keys", "raw_stream", "mkldnn_bf16_supported", "foreach_maximum_"):
+        assert changed, "nothing in ottava asks for it"
+    assert same(trained(recipe), want)
+    if name == "make_wrapper_subclass":
+        with pytest.raises(BackendError, match=rf"torch {torch.__version__.split('+')[0]}.*_make_wrapper_subclass"):
+            primary(recipe)
+    else:
+        assert same(primary(recipe), want_primary)
+
+
+def _values_in_a_backward(ask: Callable[[], int]) -> list[int]:
+    """What is answered outside, and in a function's backward, a recomputation of either kind, and hooks of a tensor."""
+    said: list[int] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            said.append(ask())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            said.extend((ask(), ask()))
+            return grad
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return Asks.apply(x).sin()  # type: ignore[no-any-return,no-untyped-call]
+
+    x = torch.ones(2, requires_grad=True)
+    function(x).sum().backward()
+    torch.autograd.grad(checkpoint(function, x, use_reentrant=False).sum(), x)
+    checkpoint(function, x, use_reentrant=True).sum().backward()
+    y = x * 2
+    y.register_hook(lambda grad: said.append(ask()))
+    y.sum().backward()
+    said.append(ask())
+    return said
+
+
+def test_backward_passes_are_known_by_their_frames() -> None:
+    real = _values_in_a_backward(torch_private.graph_task_id)
+    by_frames = _values_in_a_backward(torch_private._graph_task_by_frames)
+    assert [value == -1 for value in by_frames] == [value == -1 for value in real]
+    assert {value == -1 for value in real} == {True, False}
+    # Both answers in one backward are one.
+    assert by_frames[1] == by_frames[2] != -1
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_products_by_the_public_function(by_row: bool, out_dtype: torch.dtype) -> None:
+    if by_row and out_dtype is torch.float32:
+        pytest.skip("torch takes a scale for each row with bfloat16 alone")
+    torch.manual_seed(0)
+    a, b = torch.randn(32, 64).to(torch.float8_e4m3fn), torch.randn(48, 64).to(torch.float8_e4m3fn).t()
+    scale_a, scale_b = (torch.rand(32, 1), torch.rand(1, 48)) if by_row else (torch.tensor(0.5), torch.tensor(3.0))
+    bias = torch.randn(48, dtype=torch.bfloat16) if out_dtype is torch.bfloat16 else None
+    try:
+        want = torch._scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, False)
+    except (RuntimeError, ValueError) as error:
+        pytest.skip(f"this torch multiplies no such operands on a CPU: {error}")
+    assert torch.equal(torch_private._scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, False), want)
+
+
+def test_the_other_fallbacks_answer_as_torch_does() -> None:
+    x = torch.arange(12.0).view(3, 4).t()
+    made = torch_private._reshaped(x, [2, 6])
+    assert torch.equal(made, torch.ops.aten._unsafe_view(x.contiguous(), [2, 6]))
+    assert not made._is_view()
+    assert made.data_ptr() != x.data_ptr()
+    for given in ({}, {"dtype": torch.bfloat16}, {"dtype": torch.float64, "memory_format": torch.contiguous_format}):
+        moved, want = torch_private._moved(x, layout=None, device=None, **given), torch.ops.aten._to_copy(x, **given)
+        assert moved.dtype == want.dtype
+        assert moved.stride() == want.stride()
+        assert torch.equal(moved, want)
+        assert moved.data_ptr() != x.data_ptr()
+    pair = collections.namedtuple("pair", "a b")
+    tree = {"one": [1, (2, pair(3, [4]))], "none": None}
+    assert torch_private._map_values(str, tree) == {"one": ["1", ("2", pair("3", ["4"]))], "none": "None"}
+    targets, others = [torch.tensor([1.0, 5.0]), torch.tensor(2.0)], [torch.tensor([3.0, 4.0]), torch.tensor(1.0)]
+    torch_private._maximum_each(targets, others)
+    assert [t.tolist() for t in targets] == [[3.0, 5.0], 2.0]
+    torch_private._copy_each(targets, others)
+    assert [t.tolist() for t in targets] == [[3.0, 4.0], 1.0]
+    for enabled in (False, True):
+        with torch.autocast("cpu", enabled=enabled):
+            assert torch_private._any_autocast() is enabled
+    if hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported"):
+        assert torch_private._mkldnn_by_instruction_set() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def test_without_a_question_somebody_looks_on() -> None:
+    assert direct.is_direct(torch.ones(2))
+    for name in ("dispatch_modes", "function_modes", "transforms", "tracing", "profiling", "dispatch_keys"):
+        fresh = without(BOUND[name])
+        with pytest.MonkeyPatch.context() as patch:
+            use(patch, fresh)
+            assert not direct.is_direct(torch.ones(2)), name
+    assert without(BOUND["forward_ad"]).forward_ad._current_level >= 0
+
+
+def test_shards_without_their_attribute() -> None:
+    plain = torch.ones(2)
+    sharded = types.SimpleNamespace(to_local=lambda: plain)
+    assert torch_private.local_tensor(sharded) is plain
+    assert torch_private.local_tensor(plain) is plain
+    assert torch_private.is_distributed(sharded)
+    assert not torch_private.is_distributed(plain)
+    with pytest.raises(BackendError, match=r"_local_tensor.*documents nothing else"):
+        torch_private.set_local_tensor(sharded, plain)
+    held = types.SimpleNamespace(to_local=None, _local_tensor=None)
+    torch_private.set_local_tensor(held, plain)
+    assert torch_private.local_tensor(held) is plain
+
+
+def test_an_operator_without_a_schema_is_refused() -> None:
+    with pytest.raises(BackendError, match="_schema"):
+        torch_private.schema_of(types.SimpleNamespace())
+    assert torch_private.schema_of(torch.ops.aten.add_.Tensor).arguments[0].alias_info.is_write
+
+
+def test_operators_that_are_gone_are_in_no_table() -> None:
+    assert torch_private.aten_overloads("_to_copy", "_no_such_operator") == [torch.ops.aten._to_copy.default]
+    assert issubclass(Float8Tensor, QuantizedTensor)
+
+
+def _private_uses(path: Path) -> list[str]:
+    """Private names of torch in a file: attributes of what is torch's, imports, and names that are given as texts."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    roots, found = {"torch"}, []
+
+    def root(node: ast.expr) -> str:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return node.id if isinstance(node, ast.Name) else ""
+
+    def is_private(name: str) -> bool:
+        return name.startswith("_") and not name.startswith("__")
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [f"{path.name}:{node.lineno} {name}" for name in names if is_private(name)]
+            roots |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            of_torch = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+            found += [f"{path.name}:{node.lineno} {a.name}" for a in of_torch if "._" in a.name]
+            roots |= {alias.asname for alias in of_torch if alias.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and root(node.value) in roots:
+            roots |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    texts = {path.rpartition(".")[2] for path, _ in torch_private.PRIVATE.values()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if root(node) in roots or node.attr in texts:
+                found.append(f"{path.name}:{node.lineno} {node.attr}")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            given = [a for a in node.args[1:2] if isinstance(a, ast.Constant) and a.value in texts]
+            found += [f"{path.name}:{node.lineno} {a.value!r}" for a in given]
+    return found
+
+
+def test_nothing_else_asks_for_what_is_private() -> None:
+    """But for FSDP2's room, the level of forward_ad, which changes, and optimizers' operators that the kit tries."""
+    found = []
+    for path in sorted(PACKAGES.glob("*/src/**/*.py")):
+        if path.name in ("torch_private.py", "fsdp.py"):
+            continue
+        found += [
+            use
+            for use in _private_uses(path)
+            if not use.endswith(" _current_level") and not (path.name == "updates.py" and "_foreach_" in use)
+        ]
+    assert found == []
+    assert _private_uses(PACKAGES / "core" / "src" / "ottava" / "tensors" / "fsdp.py")
