@@ -278,7 +278,20 @@ def _map_values(function: Callable[[Any], Any], tree: Any) -> Any:
 #: A function over the leaves of lists, tuples and dictionaries.
 tree_map: Callable[..., Any] = _ask("tree_map", "utils._pytree.tree_map", _map_values, "a function of its own")
 
-# -- DTensor --
+# -- process groups, DTensor --
+
+
+def _no_group(name: str) -> NoReturn:
+    _refuse("distributed.distributed_c10d._resolve_process_group")
+
+
+#: The process group of a name, which keeps no group alive.
+resolve_process_group: Callable[[str], Any] = _ask(
+    "resolve_process_group",
+    "distributed.distributed_c10d._resolve_process_group",
+    _no_group,
+    "nothing: quantized weights that share scales over ranks are refused with an error",
+)
 
 
 PRIVATE["local_tensor"] = ("distributed.tensor.DTensor._local_tensor", "DTensor.to_local")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ottava.errors import UsageError
+from ottava.torch_private import resolve_process_group
 
 # Hold the last reduced tensors as their ``grad``. gloo's thread lets go of a tensor a moment after the collective has
 # returned; if Python's is the only reference left then, the thread needs the interpreter, and a process that ends in
@@ -37,7 +38,7 @@ def find_group(group: Any) -> Any:
     if not isinstance(group, str):
         return group
     try:
-        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+        return resolve_process_group(group)
     except (RuntimeError, LookupError) as error:
         raise UsageError(f"no process group has the name {group!r}", expected="a group's group_name") from error
 
