@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ottava.errors import BackendError
 from ottava.kernels.backends import backend_module
 from ottava.kernels.ops import LIBRARY
+from ottava.torch_private import constant_to_compiler, mkldnn_bf16_supported
 
 Tensor = torch.Tensor
 
@@ -28,10 +29,11 @@ _NAMES = {"bfloat16": True, "float32": False}
 _bfloat16_is_fast: bool | None = None
 
 
+@constant_to_compiler
 def multiplies_bfloat16() -> bool:
     """Whether torch multiplies bfloat16 matrices fast on this CPU.
 
-    Asked once, of ``torch.ops.mkldnn._is_mkldnn_bf16_supported``: whether oneDNN has a product of bfloat16 for this
+    Asked once, of :data:`~ottava.torch_private.mkldnn_bf16_supported`: whether oneDNN has a product of bfloat16 for this
     processor. Where it has none, torch's own loops multiply, 5 to 100 times slower than a product of float32.
 
     Raises:
@@ -41,7 +43,7 @@ def multiplies_bfloat16() -> bool:
     if _bfloat16_is_fast is None:
         wanted = os.environ.get(_VARIABLE)
         if not wanted:
-            _bfloat16_is_fast = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+            _bfloat16_is_fast = mkldnn_bf16_supported()
         elif wanted in _NAMES:
             _bfloat16_is_fast = _NAMES[wanted]
         else:
@@ -51,11 +53,6 @@ def multiplies_bfloat16() -> bool:
                 remedy=f"correct or unset {_VARIABLE}",
             )
     return _bfloat16_is_fast
-
-
-# What torch.compiler.assume_constant_result sets; calling that one would import the compiler, which cannot trace the
-# question.
-multiplies_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager

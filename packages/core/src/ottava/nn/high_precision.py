@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from ottava.gemm import as_matrix
 from ottava.kernels.products import mm, product_dtype
 from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.torch_private import forward_ad, tracing, transforms
 
-_functorch = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -45,7 +43,7 @@ def high_precision_linear(
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
     # A compiler decides itself what it keeps for the backward pass; transforms, tracing and subclasses take the
     # product apart.
-    apart = torch.compiler.is_compiling() or _functorch() is not None or _tracing() is not None
+    apart = torch.compiler.is_compiling() or transforms() is not None or tracing() is not None
     apart = apart or forward_ad._current_level >= 0 or type(x) is not torch.Tensor or type(weight) not in _PLAIN_TYPES
     if apart or not torch.is_grad_enabled():
         return _product(x, weight, bias, wide)
