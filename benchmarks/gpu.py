@@ -7,235 +7,193 @@ of speed may be missed all the same), 1: one failed, or a section did, 2: there 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import hashlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
 # As a script: the modules beside this one are benchmarks.kernels and the like, not kernels.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"]
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "benchmarks"))]
 
-from benchmarks.on_gpu import build, sanitizer  # noqa: E402
+from benchmarks import checkout  # noqa: E402
 
-Results = dict[str, Any]
+Row = dict[str, Any]
 #: Section -> its part of the time. In this order; what one leaves over goes to the next.
-SECTIONS = {
-    "bytes": 0.22,
-    "products": 0.05,
-    "kernels": 0.14,
-    "linear": 0.28,
-    "host": 0.03,
-    "demo": 0.12,
-    "large": 0.05,
-    "layers": 0.11,
-    "sanitizer": 0.2,
-}
+SECTIONS = {"bytes": 0.22, "products": 0.05, "kernels": 0.14, "linear": 0.28, "host": 0.03, "demo": 0.12}
+SECTIONS |= {"large": 0.05, "layers": 0.11, "sanitizer": 0.2}
 _CHECKS = ("bytes", "products", "large", "layers")
 
 
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks/gpu.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--no-build", action="store_true", help="use the ottava that is installed")
-    parser.add_argument("--site", type=Path, help="use the ottava that an earlier call made in this folder")
-    parser.add_argument("--build-dir", type=Path, default=ROOT / "build" / "gpu", help="kept between calls")
-    parser.add_argument(
-        "--build-only", action="store_true", help="build, without a GPU too, and print the folder to import from"
-    )
-    parser.add_argument("--all-targets", action="store_true", help="machine code for every GPU, not for this one alone")
-    parser.add_argument("--only", default="", help=f"comma separated, out of {','.join(SECTIONS)}")
-    parser.add_argument(
-        "--budget-s", type=float, default=540.0, help="seconds for everything; what does not fit is left out"
-    )
-    parser.add_argument("--seed", type=int, default=None, help="of the checks' inputs; a fresh one by default")
-    parser.add_argument("--small", action="store_true", help="fewer and smaller checks")
-    parser.add_argument(
-        "--out", type=Path, help="the file of results; benchmarks/gpu_results.json, or none for a rehearsal"
-    )
-    parser.add_argument(
-        "--rehearse", action="store_true", help="run everything at tiny sizes on the CPU; no figure means anything"
-    )
-    options = parser.parse_args(arguments)
-    chosen = [name for name in options.only.split(",") if name] or list(SECTIONS)
-    unknown = sorted(set(chosen) - set(SECTIONS))
-    if unknown:
-        parser.error(f"--only {','.join(unknown)}: expected some of {', '.join(SECTIONS)}")
-    if options.out is None:
-        options.out = Path(os.devnull) if options.rehearse else ROOT / "benchmarks" / "gpu_results.json"
-    options.sections = [name for name in SECTIONS if name in chosen]
-    return options
+def _build() -> Path:
+    """The kernels for this GPU, or, without one, for every GPU; the folder to import from."""
+    import torch
+
+    there = torch.cuda.is_available()
+    architectures = checkout.architecture(torch.cuda.get_device_capability(0)) if there else None
+    folder = ROOT / "build" / "gpu" / f"{sys.implementation.cache_tag}-{architectures or 'all'}"
+    checkout.assemble(folder / "site", checkout.compile_modules(folder, architectures))
+    return folder / "site"
 
 
-def _sources() -> str:
-    """What the sources are, where no version control says it."""
-    digest = hashlib.sha256()
-    for folder in sorted((ROOT / "packages").glob("*/csrc")) + sorted((ROOT / "packages").glob("*/src")):
-        for path in sorted(p for p in folder.rglob("*") if p.suffix in {".py", ".h", ".cpp", ".cu", ".cmake"}):
-            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _answer(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-def environment(device: Any) -> Results:
+def _environment(rehearsal: bool) -> Row:
     """What the figures belong to."""
     import torch
+    from torch.utils.collect_env import get_env_info
 
     import ottava
-    from benchmarks.on_gpu.peers import torchao_version
+    from ottava.kernels import available_backends
 
-    found: Results = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda of torch": torch.version.cuda,
-        "torchao": torchao_version(),
-        "ottava": ottava.__version__,
-        "sources": _sources(),
-        "processors": os.cpu_count(),
-        "nvcc": (_answer([build.find_tool("nvcc") or "nvcc", "--version"]) or "").splitlines()[-1:],
+    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    found: Row = {"torch": torch.__version__, "ottava": ottava.__version__, "sources": git.stdout.strip() or None}
+    if rehearsal:
+        return found | {"backends": available_backends()}
+    from ottava import _cuda
+
+    found |= {"kernels built for": _cuda.targets, "GPU": str(torch.cuda.get_device_properties(0))}
+    return get_env_info()._asdict() | found
+
+
+def _checks(section: str, seconds: float, place: Any, small: bool, seed: int) -> Iterator[Row]:
+    """What came of each name; failures are printed as they come."""
+    from benchmarks.on_gpu import kernel_cases, model_cases, runner
+
+    tiny, modes, table = place.rehearsal, ("",), {}
+    if section == "bytes":
+        modes = ("some bytes", "bytes") if small else tuple(runner.MODES)
+        table = kernel_cases.byte_cases(small or tiny)
+    elif section == "products":
+        table = kernel_cases.exact_cases() | model_cases.product_cases(model_cases.SIZES[: 4 if tiny else None])
+    elif section == "layers":
+        table = model_cases.layer_cases(place, tiny)
+    for shape in ([(70, 41)] if tiny else kernel_cases.LARGE) if section == "large" else ():
+        table |= kernel_cases.large_cases(place, shape, 32 if tiny else 2048)
+    for outcome in runner.run(table, place, modes, seed=seed, seconds=seconds):
+        for failure in outcome.failures:
+            print(f"FAILED {outcome.name}: {failure}", flush=True)
+        yield dataclasses.asdict(outcome) | {"passed": outcome.passed}
+
+
+def _rows(section: str, seconds: float, place: Any, small: bool, seed: int, site: Path | None) -> Iterator[Row]:
+    from benchmarks.on_gpu import sanitizer, speed
+
+    if section in _CHECKS:
+        return _checks(section, seconds, place, small, seed)
+    if section == "sanitizer":
+        found = {} if place.rehearsal else sanitizer.run(site, seconds)
+        return ({"name": tool} | row for tool, row in found.items())
+    timed = {
+        "kernels": speed.kernel_rows,
+        "linear": speed.linear_rows,
+        "host": speed.host_rows,
+        "demo": speed.demo_rows,
     }
-    if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device)
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            from ottava import _cuda
-
-            targets = _cuda.targets
-        except ImportError as error:
-            targets = str(error)
-        found |= {
-            "GPU": facts.name,
-            "capability": [facts.major, facts.minor],
-            "multiprocessors": facts.multi_processor_count,
-            "memory": facts.total_memory,
-            "driver": _answer(query),
-            "GPUs": torch.cuda.device_count(),
-            "kernels built for": targets,
-        }
-    return found
+    return timed[section](place, seconds)
 
 
-def _place(options: argparse.Namespace) -> Any:
-    from benchmarks.on_gpu.place import Gpu
-    from benchmarks.on_gpu.rehearsal import stand_in
-
-    return stand_in() if options.rehearse else Gpu(0)
-
-
-def _import(options: argparse.Namespace) -> None:
-    """Build, unless that is not wanted, and see that ottava can be imported."""
-    if options.site is not None:
-        build.use(options.site)
-        return
-    if options.no_build or (options.rehearse and not options.build_only):
-        return
-    import torch
-
-    architectures = None
-    if not options.all_targets and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(0)
-        if capability < (8, 0):
-            found = ".".join(map(str, capability))
-            raise build.BuildError(f"the CUDA kernels are for compute capability 8.0 and later; this GPU has {found}")
-        architectures = build.architecture(capability)
-    folder = options.build_dir / f"{sys.implementation.cache_tag}-{architectures or 'all'}"
-    start = time.monotonic()
-    modules = build.compile_modules(folder, cuda="on", architectures=architectures)
-    build.assemble(folder / "site", modules)
-    options.site = folder / "site"
-    build.use(options.site)
-    print(f"built {', '.join(m.name for m in modules)} in {time.monotonic() - start:.0f} s", flush=True)
+def _print(title: str, rows: list[Row]) -> None:
+    hidden = ("seconds", "errors", "output", "moved", "flops")
+    flat = [{k: v for k, v in (row | row.get("seconds", {})).items() if k not in hidden} for row in rows]
+    table = Table(*dict.fromkeys(key for row in flat for key in row), title=title)
+    for row in flat:
+        cells = (row.get(str(column.header)) for column in table.columns)
+        table.add_row(*("-" if c is None else f"{c:.4g}" if isinstance(c, float) else str(c)[:70] for c in cells))
+    Console(width=240).print(table)
 
 
-_COLUMNS = {
-    "kernels": [
-        "kernel",
-        "size",
-        "dtype",
-        "seconds",
-        "gigabytes a second",
-        "of copy",
-        "times eager",
-        "times compile",
-        "times torchao",
-        "ottava, error",
-    ],
-    "linear": ["linear", "size", "seconds", "teraflops", "times bf16", "spread", "error"],
-    "host": ["step", "recipe", "shape", "microseconds", "times nn.Linear"],
-    "demo": ["demo", "validation", "from bf16", "peak, of bf16", "tokens a second", "error"],
-}
+def _summary(rows: dict[str, list[Row]]) -> list[Row]:
+    """Every check and target, and whether it holds: None where it was not looked at, or not at all of it."""
+    from benchmarks.on_gpu import speed
+
+    made: list[Row] = []
+    for name in _CHECKS:
+        total = {key: sum(row[key] for row in rows[name]) for key in ("cases", "failed", "left_out")}
+        words = "{cases} checks, {failed} failed, {left_out} left out".format(**total)
+        holds = False if not all(row["passed"] for row in rows[name]) else None if total["left_out"] else True
+        made.append({"target": name, "bound": "all", "measured": words, "holds": holds if rows[name] else None})
+    for row in rows["sanitizer"]:
+        holds = row["clean"] if row["name"] != "planted" or row["clean"] is None else not row["clean"]
+        bound = "found" if row["name"] == "planted" else "clean"
+        made.append({"target": row["name"], "bound": bound, "measured": row["why"], "holds": holds})
+    return made + speed.targets(rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Everything; the exit code."""
-    options = _options(arguments)
+def main(
+    no_build: Annotated[bool, typer.Option("--no-build", help="use the ottava that is installed")] = False,
+    site: Annotated[Path | None, typer.Option(help="use the ottava that an earlier call made in this folder")] = None,
+    build_only: Annotated[bool, typer.Option("--build-only", help="build, print the folder to import from")] = False,
+    only: Annotated[str, typer.Option(help=f"comma separated, out of {','.join(SECTIONS)}")] = "",
+    budget_s: Annotated[float, typer.Option(help="seconds for everything; what does not fit is left out")] = 540.0,
+    seed: Annotated[int, typer.Option(help="of the checks' inputs; a fresh one by default")] = -1,
+    small: Annotated[bool, typer.Option("--small", help="fewer and smaller checks")] = False,
+    out: Annotated[Path | None, typer.Option(help="the results; gpu_results.json here, or none of a rehearsal")] = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="everything, tiny, on the CPU: no figure is one")
+    ] = False,
+) -> None:
+    """Build, check and time the CUDA backend; write JSON, print a table of the targets."""
     begin = time.monotonic()
+    left = [name for name in SECTIONS if name in (only or name).split(",")]
+    if unknown := sorted(set(filter(None, only.split(","))) - set(SECTIONS)):
+        raise typer.BadParameter(f"{','.join(unknown)}: expected some of {', '.join(SECTIONS)}", param_hint="--only")
     import torch
 
-    if not (options.rehearse or options.build_only) and not torch.cuda.is_available():
+    if not (rehearse or build_only or torch.cuda.is_available()):
         print(f"No GPU: torch {torch.__version__} sees none; nothing was built, checked or measured.", file=sys.stderr)
-        return 2
+        raise typer.Exit(2)
     try:
-        _import(options)
-        if options.build_only:
-            print(options.site)
-            return 0
-        from benchmarks.on_gpu import report
-        from benchmarks.on_gpu.session import Session
+        if build_only or not (no_build or rehearse or site):
+            site = _build()
+            print(f"built in {time.monotonic() - begin:.0f} s\n{site}", flush=True)
+        if build_only:
+            return
+        if site:
+            checkout.use(site)
+        from benchmarks.on_gpu.place import Gpu, Rehearsal
 
-        session = Session(options, _place(options), SECTIONS, begin + options.budget_s)
-    except (build.BuildError, ImportError) as error:
+        environment = _environment(rehearse)
+    except (checkout.BuildError, ImportError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    session.results["rehearsal"] = options.rehearse
-    session.results["environment"] = environment(session.place.device)
-    print(json.dumps(session.results["environment"], default=str), flush=True)
-    broken = []
-    for section in options.sections:
-        seconds, start = session.share(section), time.monotonic()
+        raise typer.Exit(1) from error
+    out = out or (Path(os.devnull) if rehearse else ROOT / "benchmarks" / "gpu_results.json")
+    seed = int(time.time()) % 100_000 if seed < 0 else seed
+    results: Row = {"rehearsal": rehearse, "environment": environment, "seed": seed}
+    place, broken, rows = Rehearsal() if rehearse else Gpu(), list[str](), {name: list[Row]() for name in SECTIONS}
+    while left:
+        share = max(0.0, begin + budget_s - time.monotonic()) * SECTIONS[left[0]] / sum(SECTIONS[n] for n in left)
+        section, start = left.pop(0), time.monotonic()
+        results[section] = {"rows": rows[section], "share": share}
         try:
-            found = getattr(session, f"run_{section}")(seconds)
+            for row in _rows(section, share, place, small, seed, site):
+                rows[section].append(row)
         except Exception as error:
             traceback.print_exc()
-            found = {"error": f"{type(error).__name__}: {error}"}
+            results[section]["error"] = f"{type(error).__name__}: {error}"
             broken.append(section)
-        session.results[section] = found | {"seconds": round(time.monotonic() - start, 1), "share": round(seconds, 1)}
-        print(f"\n{section}: {session.results[section]['seconds']} s of {seconds:.0f}", flush=True)
-        if section in _COLUMNS and found.get("rows"):
-            print(report.row_table(found["rows"], _COLUMNS[section]), flush=True)
-        session.save()
-    made = report.targets(session.results)
-    session.results["targets"] = [dataclasses.asdict(target) for target in made]
-    session.save()
+        results[section]["seconds"] = time.monotonic() - start
+        _print(f"{section}: {time.monotonic() - start:.1f} s of {share:.0f}", rows[section])
+        results["targets"] = _summary(rows)
+        out.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
+    _print("targets", results["targets"])
     failed = [
-        row["name"] for name in _CHECKS for row in session.results.get(name, {}).get("rows", ()) if not row["passed"]
+        row["target"]
+        for row in results["targets"]
+        if row["bound"] in ("all", "clean", "found") and row["holds"] is False
     ]
-    errors = [t.name for t in made if t.holds is False and t.name in sanitizer.TOOLS]
-    print("\n" + report.target_table(made))
-    print(
-        f"{len(failed)} checks failed; {time.monotonic() - begin:.0f} s"
-        + (f"; sections that broke: {broken}" if broken else "")
-    )
-    if options.rehearse:
-        print("A rehearsal on the CPU: no figure above means anything.")
-    return 1 if failed or broken or errors else 0
+    print(f"failed: {', '.join(failed + broken) or 'nothing'}; {time.monotonic() - begin:.0f} s")
+    print("A rehearsal on the CPU: no figure above means anything." if rehearse else "")
+    raise typer.Exit(1 if failed or broken else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

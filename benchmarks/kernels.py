@@ -1,33 +1,66 @@
-"""Kernel speed on a bf16 matrix: ours, torch eager, ``torch.compile`` and memcpy, into buffers that are reused."""
+"""The table of timed kernels: ours, the same arithmetic in plain torch, and a copy of as many bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from benchmarks.timing import interleaved
+from benchmarks.timing import Row, Run, Timing
 from ottava import kernels
 from ottava.formats import mx_scale_shapes
 
 E4M3 = torch.float8_e4m3fn
-Buffers = tuple[torch.Tensor, torch.Tensor]
+Tensor = torch.Tensor
+Buffers = tuple[Tensor, Tensor]
 
 
-def _torch_cast(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_((x.float() * scale).clamp(-448.0, 448.0).to(E4M3).view(torch.uint8))
+@dataclass
+class Set:
+    """The memory of one call: an input, and room for what comes of it."""
+
+    x: Tensor
+    out: Tensor = field(init=False)
+    turned: Tensor = field(init=False)
+    rows: Buffers = field(init=False)
+    columns: Buffers = field(init=False)
+
+    def __post_init__(self) -> None:
+        device, shape = self.x.device, self.x.shape
+        self.out, self.turned, row_codes, column_codes = (self.x.new_empty(shape, dtype=torch.uint8) for _ in range(4))
+        # Scales near that of 1, as those of such values are.
+        scales = [torch.randint(110, 130, s, dtype=torch.uint8, device=device) for s in mx_scale_shapes(shape)]
+        self.rows, self.columns = (row_codes, scales[0]), (column_codes, scales[1])
+        self.decoded = torch.empty_like(self.x)
+        # Nothing is clamped at this scale: counting would be a second pass.
+        self.scale, self.amax = torch.tensor(50.0, device=device), torch.zeros((), device=device)
+        self.own_scale, self.inverse, self.own_amax = (torch.empty((), device=device) for _ in range(3))
+        self.saturated = torch.zeros((), dtype=torch.int64, device=device)
+        self.codes = kernels.cast(self.x, self.scale, E4M3)
 
 
-def _torch_quantize(x: torch.Tensor, out: torch.Tensor, out_t: torch.Tensor) -> None:
-    amax = x.abs().amax().float()
-    codes = (x.float() * (448.0 / amax)).clamp(-448.0, 448.0).to(E4M3).view(torch.uint8)
-    out.copy_(codes)
-    out_t.copy_(codes.t())
+def _torch_cast(s: Set) -> None:
+    s.out.copy_((s.x.float() * s.scale).clamp(-448.0, 448.0).to(E4M3).view(torch.uint8))
 
 
-def _torch_mx_direction(
-    blocks: torch.Tensor, dim: int, codes: torch.Tensor, scales: torch.Tensor, finite: bool
-) -> None:
+def _torch_cast_transpose(s: Set) -> None:
+    _torch_cast(s)
+    s.turned.copy_(s.out.t())
+
+
+def _torch_quantize(s: Set) -> None:
+    amax = s.x.abs().amax().float()
+    s.out.copy_((s.x.float() * (448.0 / amax)).clamp(-448.0, 448.0).to(E4M3).view(torch.uint8))
+
+
+def _torch_quantize_transpose(s: Set) -> None:
+    _torch_quantize(s)
+    s.turned.copy_(s.out.t())
+
+
+def _torch_blocks(blocks: Tensor, dim: int, codes: Tensor, scales: Tensor, finite: bool) -> None:
     magnitude = blocks.abs()
     if not finite:
         magnitude = torch.where(magnitude.isnan(), 0, magnitude)
@@ -41,128 +74,152 @@ def _torch_mx_direction(
     codes.copy_((encoded if finite else torch.where(values.isnan(), 0x7F, encoded)).view(codes.shape))
 
 
-def torch_mx(x: torch.Tensor, rowwise: Buffers, columnwise: Buffers, finite: bool = False) -> None:
+def torch_mx(x: Tensor, rowwise: Buffers, columnwise: Buffers, finite: bool = False) -> None:
     """The same bytes for every input; with ``finite``, for every input without NaN."""
     rows, columns = x.shape
-    _torch_mx_direction(x.view(rows, columns // 32, 32), 2, *rowwise, finite)
-    _torch_mx_direction(x.view(rows // 32, 32, columns), 1, *columnwise, finite)
+    _torch_blocks(x.view(rows, columns // 32, 32), 2, *rowwise, finite)
+    _torch_blocks(x.view(rows // 32, 32, columns), 1, *columnwise, finite)
 
 
-def _torch_mx_decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    blocks = codes.view(E4M3).to(torch.bfloat16).view(*scales.shape, 32)
-    torch.mul(blocks, scales.view(torch.float8_e8m0fnu).to(torch.bfloat16).unsqueeze(2), out=out.view(blocks.shape))
+def _torch_mx(s: Set) -> None:
+    torch_mx(s.x, s.rows, s.columns)
 
 
-def _copy(total_bytes: int) -> Callable[[], object]:
-    """A copy that moves ``total_bytes``, half of them read and half written."""
-    source, target = (torch.zeros(total_bytes // 2, dtype=torch.uint8) for _ in range(2))
-    return lambda: target.copy_(source)
+def _torch_mx_finite(s: Set) -> None:
+    torch_mx(s.x, s.rows, s.columns, True)
 
 
-def _check_mx(x: torch.Tensor, rowwise: Buffers, columnwise: Buffers, others: list[Callable[..., None]]) -> None:
-    """What is compared in speed makes the same bytes, of NaN and infinities as well."""
-    hard = x.clone()
-    hard.view(-1)[:: x.numel() // 97] = float("nan")
-    hard.view(-1)[1 :: x.numel() // 89] = float("-inf")
-    theirs = [torch.empty_like(tensor) for tensor in (*rowwise, *columnwise)]
-    for values, finite in ((x, True), (hard, False)):
-        kernels.mx_quantize_out(values, E4M3, rowwise, columnwise)
-        for other in others:
-            other(values, tuple(theirs[:2]), tuple(theirs[2:]), finite)
-            assert all(torch.equal(a, b) for a, b in zip((*rowwise, *columnwise), theirs, strict=True))
+def _torch_mx_decode(s: Set) -> None:
+    blocks = s.codes.view(E4M3).to(s.x.dtype).view(*s.rows[1].shape, 32)
+    scales = s.rows[1].view(torch.float8_e8m0fnu).to(s.x.dtype)
+    torch.mul(blocks, scales.unsqueeze(2), out=s.decoded.view(blocks.shape))
 
 
-def measure(n: int, rounds: int) -> list[dict[str, object]]:
-    """One row for each kernel: seconds, ratios, and the part of memcpy's bandwidth that it reaches."""
-    x = torch.randn(n, n).bfloat16()
-    scale, scale_inv, amax = torch.tensor(3.0), torch.empty(()), torch.empty(())
-    out, out_t = torch.empty(n, n, dtype=torch.uint8), torch.empty(n, n, dtype=torch.uint8)
-    decoded = torch.empty(n, n, dtype=torch.bfloat16)
-    compiled_cast, compiled_quantize = torch.compile(_torch_cast), torch.compile(_torch_quantize)
-    compiled_mx = torch.compile(torch_mx)
-    rowwise, columnwise = (
-        (torch.empty_like(out), torch.empty(shape, dtype=torch.uint8)) for shape in mx_scale_shapes(x.shape)
-    )
-    _check_mx(x, rowwise, columnwise, [torch_mx, compiled_mx])
-    values = x.numel()
-    cases: list[tuple[str, int, dict[str, Callable[[], object]]]] = [
-        (
-            "cast",
-            3 * values,
-            {
-                "ottava": lambda: kernels.cast_out(x, scale, E4M3, out),
-                "eager": lambda: _torch_cast(x, scale, out),
-                "compile": lambda: compiled_cast(x, scale, out),
-            },
-        ),
-        (
-            "amax, cast, transpose",
-            6 * values,
-            {
-                "ottava": lambda: kernels.quantize_out(x, E4M3, 0.0, False, out, out_t, scale, scale_inv, amax),
-                "eager": lambda: _torch_quantize(x, out, out_t),
-                "compile": lambda: compiled_quantize(x, out, out_t),
-            },
-        ),
-        (
-            "MX, rows and columns",
-            4 * values,
-            {
-                "ottava": lambda: kernels.mx_quantize_out(x, E4M3, rowwise, columnwise),
-                "eager": lambda: torch_mx(x, rowwise, columnwise),
-                "compile": lambda: compiled_mx(x, rowwise, columnwise),
-            },
-        ),
-        (
-            "MX, rows and columns, torch without NaN",
-            4 * values,
-            {
-                "ottava": lambda: kernels.mx_quantize_out(x, E4M3, rowwise, columnwise),
-                "eager": lambda: torch_mx(x, rowwise, columnwise, True),
-                "compile": lambda: compiled_mx(x, rowwise, columnwise, True),
-            },
-        ),
-        (
-            "MX, decode",
-            3 * values,
-            {
-                "ottava": lambda: kernels.mx_decode_out(rowwise[0], rowwise[1], E4M3, decoded),
-                "eager": lambda: _torch_mx_decode(rowwise[0], rowwise[1], decoded),
-            },
-        ),
-        (
-            "amax",
-            2 * values,
-            {
-                "ottava": lambda: kernels.amax_out(x, amax),
-                "eager": lambda: x.abs().amax(),
-            },
-        ),
-        (
-            "decode",
-            3 * values,
-            {
-                "ottava": lambda: kernels.decode_out(out, None, E4M3, decoded),
-                "eager": lambda: decoded.copy_(out.view(E4M3)),
-            },
-        ),
-        (
-            "transpose",
-            2 * values,
-            {"ottava": lambda: kernels.transpose_out(out, out_t), "eager": lambda: out_t.copy_(out.t())},
-        ),
-    ]
-    rows: list[dict[str, object]] = []
-    for name, moved, runs in cases:
-        seconds = interleaved({**runs, "memcpy": _copy(moved)}, rounds=rounds)
+def _quantize(s: Set, data: bool, turned: bool) -> None:
+    out, out_t = s.out if data else None, s.turned if turned else None
+    kernels.quantize_out(s.x, E4M3, 0.0, False, out, out_t, s.own_scale, s.inverse, s.own_amax)
+
+
+def _record(s: Set, transposed: bool) -> Any:
+    return kernels.cast_amax(s.x, s.scale, s.amax, E4M3, saturated=s.saturated, transposed=transposed)
+
+
+def _mx_decode(s: Set, columnwise: bool) -> None:
+    kernels.mx_decode_out(s.codes, (s.columns if columnwise else s.rows)[1], E4M3, s.decoded, columnwise=columnwise)
+
+
+_BLOCKS = 1 / 32
+#: Name -> bytes moved for an element whose own size is b (read plus written, each once), ours, and plain torch's.
+KERNELS: dict[str, tuple[Callable[[int], float], Callable[[Set], Any], Callable[[Set], Any] | None]] = {
+    "cast": (lambda b: b + 1, lambda s: kernels.cast_out(s.x, s.scale, E4M3, s.out), _torch_cast),
+    "cast, transpose": (lambda b: b + 2, lambda s: kernels.cast_transpose(s.x, s.scale, E4M3), _torch_cast_transpose),
+    "cast recording amax": (lambda b: b + 1, lambda s: _record(s, False), None),
+    "cast recording amax, transpose": (lambda b: b + 2, lambda s: _record(s, True), None),
+    "amax": (lambda b: b, lambda s: kernels.amax_out(s.x, s.own_amax), lambda s: s.x.abs().amax()),
+    "current scaling": (lambda b: 2 * b + 1, lambda s: _quantize(s, True, False), _torch_quantize),
+    "current scaling, transpose": (lambda b: 2 * b + 2, lambda s: _quantize(s, True, True), _torch_quantize_transpose),
+    "current scaling, transpose alone": (lambda b: 2 * b + 1, lambda s: _quantize(s, False, True), None),
+    "MX, rows and columns": (
+        lambda b: b + 2 + 2 * _BLOCKS,
+        lambda s: kernels.mx_quantize_out(s.x, E4M3, s.rows, s.columns),
+        _torch_mx,
+    ),
+    "MX, rows and columns, torch without NaN": (
+        lambda b: b + 2 + 2 * _BLOCKS,
+        lambda s: kernels.mx_quantize_out(s.x, E4M3, s.rows, s.columns),
+        _torch_mx_finite,
+    ),
+    "MX, rows": (lambda b: b + 1 + _BLOCKS, lambda s: kernels.mx_quantize_out(s.x, E4M3, s.rows, None), None),
+    "MX, columns": (lambda b: b + 1 + _BLOCKS, lambda s: kernels.mx_quantize_out(s.x, E4M3, None, s.columns), None),
+    "MX, squares": (
+        lambda b: b + 2 + 2 * _BLOCKS,
+        lambda s: kernels.mx_quantize_out(s.x, E4M3, s.rows, s.columns, two_dimensional=True),
+        None,
+    ),
+    "MX, decode": (lambda b: b + 1 + _BLOCKS, lambda s: _mx_decode(s, False), _torch_mx_decode),
+    "MX, decode columns": (lambda b: b + 1 + _BLOCKS, lambda s: _mx_decode(s, True), None),
+    "decode": (
+        lambda b: b + 1,
+        lambda s: kernels.decode_out(s.codes, None, E4M3, s.decoded),
+        lambda s: s.decoded.copy_(s.codes.view(E4M3)),
+    ),
+    "transpose": (
+        lambda b: 2,
+        lambda s: kernels.transpose_out(s.codes, s.turned),
+        lambda s: s.turned.copy_(s.codes.t()),
+    ),
+}
+
+
+def copies(moved: float, count: int, device: torch.device) -> Run:
+    """Copies that move so many bytes each, half of them read and half written."""
+    size = max(1, int(moved / 2))
+    pairs = [[torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)] for _ in range(count)]
+    return lambda: [target.copy_(source) for source, target in pairs]
+
+
+def check_same_bytes(s: Set) -> None:
+    """What is compared in speed makes the same bytes; MX blocks of NaN and infinities as well.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    hard = s.x.clone()
+    hard.view(-1)[:: s.x.numel() // 97] = float("nan")
+    hard.view(-1)[1 :: s.x.numel() // 89] = float("-inf")
+    for values, finite in ((s.x, True), (hard, False)):
+        own = [tensor.clone() for pair in (s.rows, s.columns) for tensor in pair]
+        kernels.mx_quantize_out(values, E4M3, s.rows, s.columns)
+        torch_mx(values, (own[0], own[1]), (own[2], own[3]), finite)
+        assert all(torch.equal(a, b) for a, b in zip((*s.rows, *s.columns), own, strict=True))
+    _torch_cast(s)
+    assert torch.equal(s.out, s.codes)
+
+
+def timings(
+    n: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | None = None,
+    *,
+    sets: int = 1,
+    compiler: str = "inductor",
+    peers: bool = True,
+    only: tuple[str, ...] = (),
+) -> list[Timing]:
+    """One for each kernel on ``[n, n]``; every run makes a call on each of ``sets`` sets of memory."""
+    made = [Set(torch.randn(n, n, device=device).to(dtype)) for _ in range(sets)]
+
+    def on_all(call: Callable[[Set], Any]) -> Run:
+        return lambda: [call(s) for s in made]
+
+    found = []
+    for name, (moved, ours, plain) in KERNELS.items():
+        if only and name not in only:
+            continue
+        total = moved(dtype.itemsize) * n * n
+        runs: dict[str, Callable[[], Run]] = {"ottava": lambda ours=ours: on_all(ours)}
+        if peers and plain:
+            runs["eager"] = lambda plain=plain: on_all(plain)
+            runs["compile"] = lambda plain=plain: on_all(torch.compile(plain, backend=compiler, dynamic=False))
+        runs["copy"] = lambda total=total: copies(total, sets, made[0].x.device)
+        found.append(Timing(name, runs, total, calls=sets))
+    return found
+
+
+def table(rows: list[Row]) -> list[Row]:
+    """Milliseconds, ratios, and the part of a copy's bandwidth that a kernel reaches."""
+    made = []
+    for row in rows:
+        seconds = row["seconds"]
         ours = seconds["ottava"]
-        rows.append(
+        of = {who: seconds[who] / ours if who in seconds else None for who in ("eager", "compile", "copy")}
+        made.append(
             {
-                "kernel": name,
+                "kernel": row["name"],
                 "milliseconds": 1e3 * ours,
-                "times eager": seconds["eager"] / ours,
-                "times compile": seconds["compile"] / ours if "compile" in seconds else None,
-                "of memcpy's bandwidth": seconds["memcpy"] / ours,
+                "times eager": of["eager"],
+                "times compile": of["compile"],
+                "of a copy's bandwidth": of["copy"],
             }
         )
-    return rows
+    return made

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.kernels import Buffers, torch_mx
-from benchmarks.timing import interleaved
+from benchmarks.kernels import Buffers, copies, torch_mx
+from benchmarks.timing import Row, Run, Timing
 from ottava import kernels
 from ottava.formats import mx_scale_shapes
 
@@ -72,27 +72,17 @@ def _mx_multi(xs: Tensors, row_codes: Tensors, column_codes: Tensors) -> tuple[T
     return row_scales, column_scales
 
 
-def _row(name: str, runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, object]:
-    seconds = interleaved(runs, rounds=rounds)
-    return {
-        "shards": name,
-        "milliseconds": 1e3 * seconds["multi"],
-        "times eager, a loop": seconds["eager"] / seconds["multi"],
-        "times single kernels, a loop": seconds["single"] / seconds["multi"],
-    }
-
-
-def measure(rounds: int) -> list[dict[str, object]]:
-    """One row for one scale a weight, and one for MX blocks along rows and columns."""
-    xs = [torch.randn(SIZE) for _ in range(COUNT)]
-    outs, theirs, eager = (list(torch.empty(COUNT, SIZE, dtype=torch.uint8).unbind()) for _ in range(3))
+def timings(count: int = COUNT) -> list[Timing]:
+    """One scale a weight, and MX blocks along rows and columns: one call, and loops that make the same bytes."""
+    xs = [torch.randn(SIZE) for _ in range(count)]
+    outs, theirs, eager = (list(torch.empty(count, SIZE, dtype=torch.uint8).unbind()) for _ in range(3))
     _multi(xs, outs)
     _single(xs, theirs)
     _eager(xs, eager)
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(outs, theirs, eager, strict=True))
 
-    parts = [torch.randn(MX_SHARD) for _ in range(COUNT)]
-    row_codes, column_codes, *more = (list(torch.empty(COUNT, *MX_SHARD, dtype=torch.uint8).unbind()) for _ in range(4))
+    parts = [torch.randn(MX_SHARD) for _ in range(count)]
+    row_codes, column_codes, *more = (list(torch.empty(count, *MX_SHARD, dtype=torch.uint8).unbind()) for _ in range(4))
     pairs = [
         [(codes, torch.empty(shape, dtype=torch.uint8)) for codes in buffers]
         for buffers, shape in zip(more, mx_scale_shapes(MX_SHARD), strict=True)
@@ -105,23 +95,51 @@ def measure(rounds: int) -> list[dict[str, object]]:
             assert torch.equal(by_column[0], column_codes[i])
             assert torch.equal(by_row[1], row_scales[i][MX_SHARD[0] : 2 * MX_SHARD[0]])
             assert torch.equal(by_column[1], column_scales[i][1:2])
+    plain: dict[str, Callable[[], Run]] = {
+        "ottava": lambda: lambda: _multi(xs, outs),
+        "eager": lambda: lambda: _eager(xs, outs),
+        "single": lambda: lambda: _single(xs, outs),
+    }
+    blocks: dict[str, Callable[[], Run]] = {
+        "ottava": lambda: lambda: _mx_multi(parts, row_codes, column_codes),
+        "eager": lambda: lambda: _mx_eager(parts, *pairs),
+        "single": lambda: lambda: _mx_single(parts, *pairs),
+    }
     return [
-        _row(
-            f"{COUNT} of {SIZE}, one scale each",
-            {
-                "multi": lambda: _multi(xs, outs),
-                "eager": lambda: _eager(xs, outs),
-                "single": lambda: _single(xs, outs),
-            },
-            rounds,
-        ),
-        _row(
-            f"{COUNT} of {MX_SHARD[0] * MX_SHARD[1]}, MX rows and columns",
-            {
-                "multi": lambda: _mx_multi(parts, row_codes, column_codes),
-                "eager": lambda: _mx_eager(parts, *pairs),
-                "single": lambda: _mx_single(parts, *pairs),
-            },
-            rounds,
-        ),
+        Timing(f"{count} of {SIZE}, one scale each", plain),
+        Timing(f"{count} of {MX_SHARD[0] * MX_SHARD[1]}, MX rows and columns", blocks),
+    ]
+
+
+def table(rows: list[Row]) -> list[Row]:
+    """Milliseconds of one call, and of loops in times of it."""
+    return [
+        {
+            "shards": row["name"],
+            "milliseconds": 1e3 * row["seconds"]["ottava"],
+            "times eager, a loop": row["seconds"]["eager"] / row["seconds"]["ottava"],
+            "times single kernels, a loop": row["seconds"]["single"] / row["seconds"]["ottava"],
+        }
+        for row in rows
+    ]
+
+
+def calls(device: torch.device, count: int = 200, size: int = 1 << 18, steps: int = 1024) -> list[Timing]:
+    """One call each, against a copy: shards of float32 weights, and the update of many slots."""
+    if device.type == "cpu":
+        count, size, steps = 20, SIZE, 16
+    xs, outs = torch.randn(count, size, device=device), torch.empty(count, size, dtype=torch.uint8, device=device)
+    slots, histories = torch.ones(count, 3, device=device), torch.rand(count, steps, 3, device=device)
+    x, out, slot, history = (list(tensor.unbind()) for tensor in (xs, outs, slots, histories))
+    dtypes, formats, scales = [BF16] * count, [E4M3] * count, torch.full((count,), 50.0, device=device)
+    # As after a reduction over ranks: a history whose first row was taken is all zeros, and nothing moves.
+    last, maxima = torch.rand(3 * count, device=device) + 0.5, [448.0] * (3 * count)
+    runs: dict[str, tuple[int, Run]] = {
+        "multi_amax": (4 * xs.numel(), lambda: kernels.multi_amax(x, dtypes, checked=True)),
+        "multi_cast": (5 * xs.numel(), lambda: kernels.multi_cast(x, dtypes, scales, formats, out, checked=True)),
+        "update_scales": (8 * histories.numel(), lambda: kernels.update_scales(slot, history, maxima, last=last)),
+    }
+    return [
+        Timing(f"{name}, {count}", {"ottava": lambda run=run: run, "copy": lambda m=moved: copies(m, 1, device)}, moved)
+        for name, (moved, run) in runs.items()
     ]

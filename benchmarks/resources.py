@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.on_gpu.build import find_tool
+from benchmarks.checkout import find_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = ROOT / "packages" / "core" / "csrc" / "cuda"

@@ -1,20 +1,76 @@
-"""Timing of alternatives side by side, so that whatever else the machine does falls on all of them."""
+"""Alternatives that are timed side by side, so that whatever else the machine does falls on all of them."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Run = Callable[[], object]
+#: What was measured of one row of a table: a name, seconds of each alternative, why others have none.
+Row = dict[str, Any]
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3) -> dict[str, float]:
-    """Median seconds of each alternative, run in turns: ``rounds`` times after ``warmup`` untimed turns."""
+@dataclass(frozen=True)
+class Timing:
+    """One row of a table of timings.
+
+    Attributes:
+        name: what is timed.
+        runs: alternative -> what makes the call that is timed; it may raise, where an alternative is not there.
+        moved: bytes that a call reads and writes, each once.
+        flops: what it multiplies and adds.
+        calls: how many calls of what is named one run makes.
+    """
+
+    name: str
+    runs: Mapping[str, Callable[[], Run]]
+    moved: float = 0.0
+    flops: float = 0.0
+    calls: int = 1
+
+
+def interleaved(
+    runs: Mapping[str, Run], *, rounds: int, warmup: int = 3, at_most: float = 120.0, least: int = 3
+) -> dict[str, float]:
+    """Median seconds of each alternative, run in turns: ``rounds`` times after ``warmup`` untimed turns.
+
+    When ``at_most`` seconds are over, ``least`` turns are enough.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(warmup + rounds):
+    begin = time.perf_counter()
+    for turn in range(-warmup, rounds):
+        late = time.perf_counter() - begin > at_most
+        if late and turn >= least:
+            break
+        if late and turn < 0:
+            continue
         for name, run in runs.items():
             start = time.perf_counter()
             run()
             elapsed = time.perf_counter() - start
-            if turn >= warmup:
+            if turn >= 0:
                 times[name].append(elapsed)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(
+    timing: Timing,
+    seconds: Callable[[Mapping[str, Run]], Mapping[str, float]],
+    prepare: Callable[[Run], Run] | None = None,
+) -> Row:
+    """Seconds of one call of each alternative, by ``seconds`` of what ``prepare`` makes of each."""
+    runs: dict[str, Run] = {}
+    errors: dict[str, str] = {}
+    for name, make in timing.runs.items():
+        try:
+            run = make()
+            runs[name] = prepare(run) if prepare else run
+            runs[name]()
+        except Exception as error:  # what is missing, or does not fit this machine, is left out of its row
+            runs.pop(name, None)
+            errors[name] = f"{type(error).__name__}: {str(error)[:300]}"
+    found = {name: value / timing.calls for name, value in seconds(runs).items()}
+    return {"name": timing.name, "seconds": found, "errors": errors, "moved": timing.moved, "flops": timing.flops}

@@ -1,1 +1,1 @@
-"""What ``python benchmarks/gpu.py`` runs: building, checking and timing the CUDA backend on a machine with a GPU."""
+"""The GPU checks: what `benchmarks/gpu.py` runs. Cases are data (`kernel_cases`, `model_cases`), `runner` runs them."""

@@ -1,22 +1,24 @@
-"""Where the checks run: a GPU with the CUDA backend, or, to rehearse, the CPU in its place."""
+"""Where cases run: a GPU with the CUDA backend, or, to rehearse, the CPU in its place."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.benchmark import Timer
 
-from benchmarks.on_gpu.inputs import placed
+from benchmarks.on_gpu.inputs import Args, Tensor, placed
 from ottava.kernels import use_backend
 
-Outputs = Sequence[torch.Tensor]
+Run = Callable[[], Any]
 
 
-@contextlib.contextmanager
+@contextmanager
 def poisoned() -> Iterator[None]:
     """Inside, memory that torch allocates is filled: with NaN, with 255. What a kernel leaves unwritten is seen."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -28,35 +30,36 @@ def poisoned() -> Iterator[None]:
 
 
 class Gpu:
-    """A GPU and the backend ``cuda``."""
+    """A GPU and the backend ``cuda``: an error, not the reference, if that is not there."""
 
-    rehearsal = False
+    rehearsal, backend, compiler, rounds = False, "cuda", "inductor", 9
 
     def __init__(self, index: int = 0) -> None:
-        self.device, self.name = torch.device("cuda", index), f"GPU {index}"
+        self.device = torch.device("cuda", index)
 
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy there, with the same strides and offset."""
-        return placed(tensor, self.device)
+    def serving(self) -> AbstractContextManager[None]:
+        """The backend that is checked serves."""
+        return use_backend(self.backend)
 
-    def serving(self) -> AbstractContextManager[Any]:
-        """The backend that is checked; an error, not the reference, if it is not there."""
-        return use_backend("cuda")
+    def put(self, arguments: Args) -> Args:
+        """Copies there, with the same strides and offsets."""
+        made: Args = tree_map_only(Tensor, lambda x: placed(x, self.device), arguments)
+        return made
 
     def synchronize(self) -> None:
         """Waits; an error of a kernel comes up here at the latest."""
         torch.cuda.synchronize(self.device)
 
-    @contextlib.contextmanager
+    @contextmanager
     def side_stream(self) -> Iterator[None]:
         """A stream of its own that begins busy, so that whatever is queued elsewhere runs before."""
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             torch.cuda._sleep(20_000_000)
             yield
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
 
-    def capture(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def capture(self, run: Run) -> tuple[Any, Run]:
         """A graph of what ``run`` queues: its result, which every replay writes anew, and the replay."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -68,71 +71,57 @@ class Gpu:
             results = run()
         return results, graph.replay
 
-    @contextlib.contextmanager
-    def no_waiting(self) -> Iterator[None]:
-        """An operation of torch's that waits for the GPU is an error inside."""
-        torch.cuda.synchronize(self.device)
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-    def memory(self) -> int:
-        """Bytes that are allocated now."""
-        gc.collect()
-        return torch.cuda.memory_allocated(self.device)
-
-    def peak_memory(self, run: Callable[[], Any]) -> int:
-        """The most bytes that were allocated at a time in ``run``, beyond those before it."""
+    def memory(self, run: Run) -> tuple[int, int]:
+        """Bytes more than before ``run``: the most at a time; and those left beside its result while that lives."""
         gc.collect()  # what an earlier run left in cycles is not to be freed in this one
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        run()
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
+        before, result = torch.cuda.memory_allocated(self.device), run()
+        self.synchronize()
+        own = result.nbytes if isinstance(result, Tensor) else 0
+        after = torch.cuda.memory_allocated(self.device) - own
+        return torch.cuda.max_memory_allocated(self.device) - before, after - before
+
+    def medians(self, runs: Mapping[str, Run], least: float = 10e-3) -> dict[str, float]:
+        """Median seconds of a call of each, in turns, each of which repeats a run for about ``least`` seconds."""
+        # It waits for the GPU before and after so many calls, and once warms up.
+        timers = {name: Timer("run()", globals={"run": run}) for name, run in runs.items()}
+        once = {name: 1.0 if self.rehearsal else timer.timeit(3).mean for name, timer in timers.items()}
+        repeats = {name: min(200, max(1, round(least / seconds))) for name, seconds in once.items()}
+        turns = [{name: t.timeit(repeats[name]).mean for name, t in timers.items()} for _ in range(self.rounds)]
+        return {name: statistics.median(turn[name] for turn in turns) for name in runs}
 
 
 class Rehearsal(Gpu):
-    """The CPU in a GPU's place, so that the checks themselves are run where there is none."""
+    """The CPU in a GPU's place, so that the checks themselves are run where there is none; no figure means anything."""
 
-    rehearsal = True
+    rehearsal, compiler, rounds = True, "aot_eager", 1
+    side_stream = nullcontext  # type: ignore[assignment]
 
-    def __init__(self, serving: Callable[[], AbstractContextManager[Any]], name: str) -> None:
-        self.device, self._serving, self.name = torch.device("cpu"), serving, name
-
-    def serving(self) -> AbstractContextManager[Any]:
-        return self._serving()
+    def __init__(self, backend: str = "reference") -> None:
+        self.device, self.backend = torch.device("cpu"), backend
 
     def synchronize(self) -> None:
-        pass
+        """Nothing to wait for."""
 
-    @contextlib.contextmanager
-    def side_stream(self) -> Iterator[None]:
-        yield
-
-    def capture(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        run()
+    def capture(self, run: Run) -> tuple[Any, Run]:
         results = run()
 
         def replay() -> None:
-            for kept, made in zip(
-                torch.utils._pytree.tree_leaves(results), torch.utils._pytree.tree_leaves(run()), strict=True
-            ):
-                if isinstance(kept, torch.Tensor):
+            for kept, made in zip(tree_leaves(results), tree_leaves(run()), strict=True):
+                if isinstance(kept, Tensor):
                     kept.copy_(made)
 
         return results, replay
 
-    @contextlib.contextmanager
-    def no_waiting(self) -> Iterator[None]:
-        yield
+    def memory(self, run: Run) -> tuple[int, int]:
+        """What autograd is given: a CPU's allocator does not say what is allocated."""
+        held: dict[int, int] = {}
 
-    def memory(self) -> int:
-        return 0
+        def pack(tensor: Tensor) -> Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
 
-    def peak_memory(self, run: Callable[[], Any]) -> int:
-        run()
-        return 0
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run()
+        return 0, sum(held.values())

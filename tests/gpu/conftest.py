@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.on_gpu import build  # noqa: E402
+from benchmarks import checkout  # noqa: E402
 
 # What benchmarks/gpu.py --build-only has made of this checkout.
 if os.environ.get("OTTAVA_GPU_SITE"):
-    build.use(Path(os.environ["OTTAVA_GPU_SITE"]))
+    checkout.use(Path(os.environ["OTTAVA_GPU_SITE"]))
 
 from benchmarks.on_gpu.place import Gpu  # noqa: E402
 

@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 import ottava
-from benchmarks.installed import recipes
-from benchmarks.on_gpu import exact, layers, products
-from benchmarks.on_gpu.checks import Outcome
-from benchmarks.on_gpu.place import Gpu
+from benchmarks.on_gpu import kernel_cases, model_cases, runner
+from benchmarks.on_gpu.place import Gpu, Rehearsal
 
 pytestmark = pytest.mark.gpu
+PRODUCTS = kernel_cases.exact_cases() | model_cases.product_cases()
+# The names: what they run is made for the GPU.
+LAYERS = sorted(model_cases.layer_cases(Rehearsal()))
 
 
-def _assert_passed(outcome: Outcome) -> None:
+def _assert_passed(outcome: runner.Outcome) -> None:
     assert outcome.passed, "\n".join([f"{outcome.name}: {outcome.failed} of {outcome.cases}", *outcome.failures])
 
 
-def test_kernels_against_float64(place: Gpu) -> None:
-    _assert_passed(exact.check(place))
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_kernels_and_products_against_float64(place: Gpu, name: str) -> None:
+    _assert_passed(runner.check(name, PRODUCTS[name], place))
 
 
-@pytest.mark.parametrize("recipe", products.QUANTIZERS)
-def test_products_against_float64(place: Gpu, recipe: str) -> None:
-    _assert_passed(products.check(place, recipe))
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(place: Gpu, name: str) -> None:
+    _assert_passed(runner.check(name, model_cases.layer_cases(place)[name], place))
 
 
-@pytest.mark.parametrize("check", [products.check_integers, products.check_far_blocks])
-def test_exact_products(place: Gpu, check: Callable[[Gpu], Outcome]) -> None:
-    _assert_passed(check(place))
-
-
-@pytest.mark.parametrize("recipe", recipes())
-@pytest.mark.parametrize("check", [layers.check_passes, layers.check_training])
-def test_follows_the_cpu(place: Gpu, check: Callable[[Gpu, str], Outcome], recipe: str) -> None:
-    _assert_passed(check(place, recipe))
-
-
-@pytest.mark.parametrize("recipe", layers.OWN)
-@pytest.mark.parametrize(
-    "check", [layers.check_no_waiting, layers.check_graph, layers.check_memory, layers.check_compiled]
-)
-def test_is_fit_for_training(place: Gpu, check: Callable[[Gpu, str], Outcome], recipe: str) -> None:
-    _assert_passed(check(place, recipe))
-
-
-@pytest.mark.parametrize("recipe", layers.OWN)
+@pytest.mark.parametrize("recipe", model_cases.OWN)
 def test_compiled_passes_agree_with_eager_ones(place: Gpu, recipe: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -64,4 +45,4 @@ def test_compiled_passes_agree_with_eager_ones(place: Gpu, recipe: str) -> None:
         y.backward(dy)
         results.append([y.detach(), own.grad, *(p.grad for p in module.parameters())])
     for eager, made in zip(*results, strict=True):
-        assert products.distance(made, eager) < 1e-3
+        assert runner.distance(made, eager) < 1e-3

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,50 +12,56 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import ottava  # noqa: E402
-from benchmarks.on_gpu import build, checks, exact, products, report  # noqa: E402
-from benchmarks.on_gpu.block_cases import KERNELS, cases  # noqa: E402
-from benchmarks.on_gpu.cases import Case  # noqa: E402
+from benchmarks import checkout, gpu  # noqa: E402
+from benchmarks.on_gpu import exact, kernel_cases, model_cases, runner, speed  # noqa: E402
 from benchmarks.on_gpu.place import Rehearsal  # noqa: E402
 from ottava import kernels  # noqa: E402
-from ottava.kernels import use_backend  # noqa: E402
 
-SCRIPT = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "gpu.py")]
-
-
-def place() -> Rehearsal:
-    return Rehearsal(lambda: use_backend("cpu"), "cpu")
+PLACE = Rehearsal("cpu")
 
 
-def test_every_kernel_has_cases() -> None:
-    assert [kernel for kernel in KERNELS if not cases(kernel, small=True)] == []
+def test_every_kernel_has_cases_and_one_without_fails() -> None:
+    assert [name for name, cases in kernel_cases.byte_cases(small=True).items() if not cases] == []
+    assert {"cast", "amax_out", "quantize_parts", "mx_multi_cast", "update_scales"} <= set(kernel_cases.KERNELS)
+    assert not runner.check("nothing", [], PLACE).passed
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any]) -> None:
-    """Have ``fault(results)`` change what the kernel gives, on the checked side alone."""
-    real, state = getattr(kernels, kernel), {"calls": 0}
+    """Have ``fault`` change what the kernel gives, on the checked side alone: the oracle is asked first."""
+    real, calls = getattr(kernels, kernel), [0]
 
-    def faulty(*args: Any, **options: Any) -> Any:
-        results = real(*args, **options)
-        state["calls"] += 1
-        # The oracle is asked first.
-        return fault(results, *args) if state["calls"] % 2 == 0 else results
+    def faulty(**arguments: Any) -> Any:
+        calls[0] += 1
+        results = real(**arguments)
+        return fault(results, **arguments) if calls[0] % 2 == 0 else results
 
+    faulty.__signature__ = inspect.signature(real)  # type: ignore[attr-defined]
     monkeypatch.setattr(kernels, kernel, faulty)
 
 
-def flipped(results: torch.Tensor, *_: Any) -> torch.Tensor:
-    if results.numel():
-        results.view(-1).view(torch.uint8)[-1] ^= 1
+def flipped(results: Any, **_: Any) -> Any:
+    """One bit, of the last of the results' last byte."""
+    last = runner._tensors(results)[-1] if not isinstance(results, torch.Tensor) else results
+    if last.numel():
+        last.view(-1).view(torch.uint8)[-1] ^= 1
     return results
 
 
-def unwritten(results: torch.Tensor, *_: Any) -> torch.Tensor:
+def written(results: None, **arguments: Any) -> None:
+    """The same in what the kernel has written."""
+    out = arguments.get("out", arguments.get("outs", [None])[-1])
+    if out.numel():
+        out.view(-1).view(torch.uint8)[-1] ^= 1
+
+
+def unwritten(results: torch.Tensor, **_: Any) -> torch.Tensor:
     return torch.empty_like(results)
 
 
@@ -63,7 +69,7 @@ def beyond(results: None, data: torch.Tensor, out: torch.Tensor) -> None:
     out.as_strided((1,), (1,), out.storage_offset() + out.numel()).zero_()
 
 
-def into_the_input(results: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
+def into_the_input(results: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if x.numel():
         x.view(-1)[0] = 0.5
     return results
@@ -71,65 +77,156 @@ def into_the_input(results: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Ten
 
 @pytest.mark.parametrize(
     ("kernel", "fault"),
-    [("cast", flipped), ("transpose", unwritten), ("transpose_out", beyond), ("amax", into_the_input)],
+    [
+        *[
+            (kernel, flipped)
+            for kernel in ("cast", "cast_transpose", "quantize", "mx_quantize", "mx_decode", "multi_amax")
+        ],
+        *[("multi_cast", written), ("decode_out", written)],
+        *[("transpose", unwritten), ("transpose_out", beyond), ("amax", into_the_input)],
+    ],
 )
-def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any]) -> None:
-    assert checks.check(kernel, "bytes", place(), small=True).passed
+@pytest.mark.parametrize("mode", ["some bytes", "stream"])
+def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any], mode: str) -> None:
+    shapes = [(3, 5), (33, 65), (129, 127)]
+    assert runner.check(kernel, kernel_cases.kernel_cases(kernel, shapes), PLACE, mode).passed
     planted(monkeypatch, kernel, fault)
-    assert checks.check(kernel, "bytes", place(), small=True).failed
+    assert runner.check(kernel, kernel_cases.kernel_cases(kernel, shapes), PLACE, mode).failed
+
+
+def test_a_fault_in_a_replay_alone_is_found() -> None:
+    calls: list[int] = []
+
+    def run(arguments: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        return arguments["x"] + (len(calls) == 3)  # of the oracle, the capture and the replay the last
+
+    case = runner.Case("planted", lambda d: {"x": d.values((4,), torch.float32)}, run)
+    assert "4 of 4 differ" in runner.check("x", [case], PLACE, "graph").failures[0]
+    assert runner.check("x", [case], PLACE, "graph").passed
 
 
 def test_an_exception_is_a_failure() -> None:
     calls: list[int] = []
 
-    def call(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run(arguments: dict[str, torch.Tensor]) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 2:  # the oracle is asked first
             raise RuntimeError("a launch failed")
-        return [tensors[0] * 1]
+        return arguments["x"] * 1
 
-    outcome = checks.Outcome("planted")
-    checks.plain([Case("amax", "x", lambda draw: [torch.ones(3)], call)], place(), 0, outcome, 1e18)
+    outcome = runner.check("planted", [runner.Case("x", lambda d: {"x": torch.ones(3)}, run)], PLACE)
     assert outcome.failures == ["x: RuntimeError: a launch failed"]
     assert not outcome.passed
+
+
+def test_what_there_is_no_time_for_is_left_out() -> None:
+    case = runner.Case("x", lambda d: {"x": torch.ones(3)}, lambda a: a["x"] * 1)
+    (outcome,) = runner.run({"x": [case] * 3}, PLACE, seconds=0)
+    assert (outcome.cases, outcome.left_out, outcome.passed) == (0, 3, True)
 
 
 def test_differences() -> None:
     nan = torch.tensor([float("nan"), 1.0])
     other = torch.tensor([0x7FC00001, 0x3F800000], dtype=torch.int32).view(torch.float32)
-    assert checks.difference(nan, other) is None
-    assert checks.difference(torch.tensor([-0.0]), torch.tensor([0.0])) is not None
-    assert checks.difference(torch.zeros(2), torch.zeros(3)) is not None
-    assert checks.difference(torch.zeros(2), torch.zeros(2, dtype=torch.float64)) is not None
-    assert products.distance(torch.tensor([float("nan")]), torch.ones(1)) == float("inf")
-    assert products.distance(torch.full((4,), 1.1), torch.ones(4)) == pytest.approx(0.1, abs=1e-6)
+    assert runner.difference(nan, other) is None
+    assert runner.difference(torch.tensor([-0.0]), torch.tensor([0.0])) is not None
+    assert runner.difference(torch.zeros(2), torch.zeros(3)) is not None
+    assert runner.difference(torch.zeros(2), torch.zeros(2, dtype=torch.float64)) is not None
+    assert runner.distance(torch.tensor([float("nan")]), torch.ones(1)) == float("inf")
+    assert runner.distance(torch.full((4,), 1.1), torch.ones(4)) == pytest.approx(0.1, abs=1e-6)
+    assert runner.within(0.2)([torch.full((64,), 1.1)], [torch.ones(64)]) is None
+    assert runner.within(0.05)([torch.full((64,), 1.1)], [torch.ones(64)]) is not None
+    assert runner.within(0.2)([], [torch.ones(64)]) is not None
+
+
+@pytest.mark.parametrize("kernel", ["cast", "decode", "mx_quantize", "quantize", "cast_amax", "update_scales"])
+def test_float64_finds_one_bit(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """In one element of one result, or in the last bit of a scale."""
+    real = getattr(kernels, kernel)
+    oracle = lambda arguments: exact.EXACT[kernel](**arguments)  # noqa: E731
+
+    def faulty(**arguments: Any) -> Any:
+        made = real(**arguments)
+        changed = (
+            made if isinstance(made, torch.Tensor) else (made or arguments["scales"])[2 if kernel == "quantize" else 0]
+        )
+        if changed.numel():
+            changed.view(-1).view(torch.uint8)[0] ^= 1
+        return made
+
+    faulty.__signature__ = inspect.signature(real)  # type: ignore[attr-defined]
+    cases = lambda: kernel_cases.kernel_cases(kernel, [(33, 40)], 99, oracle)[::5]  # noqa: E731
+    assert runner.check(kernel, cases(), PLACE).passed
+    monkeypatch.setattr(kernels, kernel, faulty)
+    outcome = runner.check(kernel, cases(), PLACE)
+    assert outcome.failed > outcome.cases / 2
+
+
+@pytest.mark.parametrize("name", ["products, current", "products of small integers", "products beyond float32's range"])
+def test_a_product_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    cases = model_cases.product_cases([(17, 33, 65)])[name][::4]
+    assert runner.check(name, cases, PLACE).passed
+    real = model_cases.gemm
+    monkeypatch.setattr(model_cases, "gemm", lambda *a, **k: real(*a, **k).mul_(1.02 if "integers" in name else 1.2))
+    assert runner.check(name, cases, PLACE).failed == len(cases)
+
+
+@pytest.mark.parametrize("name", ["Linear, current", "in a graph, mxfp8", "training, delayed"])
+def test_a_layer_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    cases = model_cases.layer_cases(PLACE, small=True)[name][-2:]
+    assert runner.check(name, cases, PLACE).passed
+    forward, calls = ottava.nn.Linear.forward, [0]
+
+    def faulty(self: Any, *args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return forward(self, *args, **options) * (1 + 0.03 * calls[0])  # otherwise at each call
+
+    monkeypatch.setattr(ottava.nn.Linear, "forward", faulty)
+    assert runner.check(name, cases, PLACE).failed
+
+
+def test_a_large_matrix_whose_end_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kernels.transpose
+
+    def faulty(data: torch.Tensor) -> torch.Tensor:
+        made = real(data)
+        if len(data) > 64:  # the whole
+            made[-1, -1] ^= 1
+        return made
+
+    monkeypatch.setattr(kernels, "transpose", faulty)
+    outcomes = list(runner.run(kernel_cases.large_cases(PLACE, (70, 41), 32), PLACE))
+    assert [outcome.name for outcome in outcomes if not outcome.passed] == ["transpose, 70 x 41"]
 
 
 def test_targets_are_judged_by_what_was_measured() -> None:
-    def row(name: str, seconds: float, part: float) -> dict[str, Any]:
-        return {"kernel": name, "size": 16384, "dtype": "bfloat16", "seconds": seconds, "of copy": part}
+    def row(name: str, seconds: float, copy: float, **other: Any) -> dict[str, Any]:
+        what = {"size": 16384, "dtype": "bfloat16", "peers": False}
+        return {"name": name, **what, "seconds": {"ottava": seconds, "copy": copy}} | other
 
-    kernel_rows = [row("cast", 1.0, 0.95), row("cast, transpose", 1.2, 0.7), row("current scaling", 1.7, 0.5)]
-    linear = [{"linear": "current", "size": 4096, "seconds": 1.0, "times bf16": 1.3}]
-    linear += [{"linear": "torchao tensorwise compiled", "size": 4096, "seconds": 0.9}]
-    made = {t.name: t.holds for t in report.targets({"kernels": {"rows": kernel_rows}, "linear": {"rows": linear}})}
+    timed = [row("cast", 1.0, 0.95), row("cast, transpose", 1.2, 0.84), row("current scaling", 1.7, 0.5)]
+    timed.append(row("cast", 1.0, 0.1, peers=True))
+    linear = {"bf16": 1.3, "current": 1.0, "torchao tensorwise compiled": 0.9}
+    rows = {"kernels": timed, "linear": [{"size": 4096, "seconds": linear}], "host": [], "demo": []}
+    made = {target["target"]: target["holds"] for target in speed.targets(rows)}
     assert made["cast, of a copy's bandwidth"] is True
     assert made["cast, transpose, of a copy's bandwidth"] is False
-    assert made["mx rows and columns, of a copy's bandwidth"] is None
+    assert made["MX, rows and columns, of a copy's bandwidth"] is None
     assert made["current scaling, of cast's time"] is False
-    assert made["Linear current 4096, times bf16"] is True
+    assert made["Linear current 4096, times faster than bf16"] is True
     assert made["Linear current 4096, of torchao's time"] is False
-    assert made["bytes equal the CPU's"] is None
+    assert made["Linear current 8192, times faster than bf16"] is None
 
 
 def test_a_checkout_can_be_imported_without_an_installation(tmp_path: Path) -> None:
     from ottava import _cpu
 
-    build.assemble(tmp_path / "site", [Path(_cpu.__file__)])
+    checkout.assemble(tmp_path / "site", [Path(_cpu.__file__)])
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from benchmarks.on_gpu import build; "
-        "build.use(Path(sys.argv[2])); import ottava; from ottava import _cpu; "
-        "print(ottava.__file__, _cpu.__file__, [r.name for r in ottava.list_recipes()])"
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from benchmarks import checkout; "
+        "checkout.use(Path(sys.argv[2])); import ottava; from ottava import _cpu; "
+        "print(ottava.__file__, _cpu.__file__, [r.name for r in ottava.list_recipes()], 'torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(ROOT), str(tmp_path / "site")], capture_output=True, text=True, check=True
@@ -138,50 +235,70 @@ def test_a_checkout_can_be_imported_without_an_installation(tmp_path: Path) -> N
     assert str([spec.name for spec in ottava.list_recipes()]) in done.stdout
 
 
+def call(*arguments: str) -> Any:
+    """The script, in this process."""
+    import typer
+
+    app = typer.Typer()
+    app.command()(gpu.main)
+    return CliRunner().invoke(app, list(arguments))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
-    done = subprocess.run([*SCRIPT, "--out", str(tmp_path / "r.json")], capture_output=True, text=True)
-    assert done.returncode == 2
+    done = call("--out", str(tmp_path / "r.json"))
+    assert done.exit_code == 2
     assert done.stderr.startswith("No GPU")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "r.json").exists()
 
 
-@pytest.mark.parametrize("fault", ["cast", "decode", "mx_quantize", "scale"])
-def test_float64_finds_what_is_off_by_one(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """In one element of one result, or in the last bit of a scale."""
-    assert exact.check(place()).failed == 0
-    name = "quantize" if fault == "scale" else fault
-    real = getattr(kernels, name)
-
-    def faulty(*args: Any, **options: Any) -> Any:
-        made = real(*args, **options)
-        changed = made[2 if fault == "scale" else 0] if isinstance(made, tuple) else made
-        changed.view(-1).view(torch.uint8)[0] ^= 1
-        return made
-
-    monkeypatch.setattr(kernels, name, faulty)
-    found = exact.check(place())
-    assert found.failed >= 12
-    assert all(name in failure for failure in found.failures)
+def test_a_section_that_there_is_not_is_refused() -> None:
+    done = call("--rehearse", "--only", "bytes,speed")
+    assert done.exit_code == 2
+    assert "speed" in done.stderr
 
 
-def test_the_whole_script(tmp_path: Path) -> None:
-    out = tmp_path / "r.json"
-    command = [*SCRIPT, "--rehearse", "--budget-s", "400", "--out", str(out)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"}
+def test_a_failure_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        kernel_cases,
+        "large_cases",
+        lambda *_: {"broken": [runner.Case("x", lambda d: {}, print, print, lambda *_: "no")]},
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = call("--rehearse", "--only", "large", "--out", str(tmp_path / "r.json"))
+    assert done.exit_code == 1
+    assert "failed: large" in done.output
+    monkeypatch.setattr(speed, "host_rows", lambda *_: 1 / 0)
+    done = call("--rehearse", "--only", "host", "--out", str(tmp_path / "r.json"))
+    assert done.exit_code == 1
+    assert "ZeroDivisionError" in json.loads((tmp_path / "r.json").read_text())["host"]["error"]
+
+
+def test_the_whole_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Some of each table: all of them are checked where the kernels are.
+    whole = kernel_cases.kernel_cases
+    monkeypatch.setattr(kernel_cases, "kernel_cases", lambda *a, **k: whole(*a, **k)[::60])
+    for module in (model_cases, speed):  # compilations take longest
+        monkeypatch.setattr(module, "OWN", ("current",))
+    out = tmp_path / "r.json"
+    done = call("--rehearse", "--budget-s", "4000", "--seed", "3", "--out", str(out))
+    assert done.exit_code == 0, done.output[-3000:]
     results = json.loads(out.read_text())
     assert [name for name, found in results.items() if isinstance(found, dict) and "error" in found] == []
-    assert results["rehearsal"] is True
-    assert "no figure above means anything" in done.stdout
-    for section in ("kernels", "linear", "host", "demo"):
-        assert results[section]["rows"], section
+    assert (results["rehearsal"], results["seed"]) == (True, 3)
+    assert "no figure above means anything" in done.output
     for section in ("bytes", "products", "large", "layers"):
         rows = results[section]["rows"]
-        assert sum(row["cases"] for row in rows) > 40, section
-        assert all(row["cases"] or row["left_out"] for row in rows), section
-    assert all("error" not in key for row in results["kernels"]["rows"] for key in row)
-    assert {row["linear"] for row in results["linear"]["rows"]} >= {"bf16", "current", "delayed compiled", "mxfp8"}
+        assert all(row["cases"] and not row["left_out"] for row in rows), section
+    assert {row["name"].split(", ")[-1] for row in results["bytes"]["rows"]} == set(runner.MODES)
+    errors = {name for row in results["kernels"]["rows"] for name in row["errors"]}
+    assert not errors
+    assert {name for row in results["kernels"]["rows"] for name in row["seconds"]} == {
+        "ottava",
+        "copy",
+        "eager",
+        "compile",
+    }
+    assert set(results["linear"]["rows"][0]["seconds"]) >= {"bf16", "current", "current compiled", "mxfp8"}
+    assert {row["demo"] for row in results["demo"]["rows"]} >= {"bf16", "current", "delayed", "mxfp8"}
+    assert {row["recipe"] for row in results["host"]["rows"]} >= {"nn.Linear", "current", "delayed", "mxfp8"}

@@ -1,0 +1,227 @@
+"""The tables of products, against float64, and of layers and their training, against the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+import ottava
+from benchmarks.installed import recipes
+from benchmarks.on_gpu.inputs import FLOATS, FP8, Args, Draw, Tensor, Tensors
+from benchmarks.on_gpu.place import Gpu
+from benchmarks.on_gpu.runner import Case, within
+from ottava.gemm import gemm
+
+Kind = Literal["fprop", "dgrad", "wgrad"]
+KINDS: tuple[Kind, ...] = ("fprop", "dgrad", "wgrad")
+#: Recipes whose passes must not wait for the GPU, and must be fit for graphs.
+OWN = ("current", "delayed", "mxfp8")
+#: Rows, columns and the dimension that is summed over, of the forward product.
+SIZES = [
+    *((1, 1, 1), (3, 5, 7), (16, 16, 16), (17, 33, 65), (64, 48, 100), (128, 256, 512), (127, 129, 257)),
+    *((1, 4097, 64), (512, 512, 1024), (0, 4, 3), (4, 0, 3), (4, 3, 0), (33, 32, 31)),
+]
+# ||result - exact|| / ||exact||. Tensor cores add FP8 products in fewer bits than float32 has; with fast accumulation
+# the whole sum stays in them, 32 products a step, each of which may cut off what is below 2^-13 of it. A bfloat16
+# result is rounded besides. MX blocks are multiplied as FP8 on some devices only.
+_BOUND, _STEP, _ROUNDING = 2e-3, 2.0**-13, dict(zip(FLOATS, (0.0, 3e-3, 4e-4), strict=True))
+
+
+def _quantizer(recipe: str, fp8: torch.dtype, device: torch.device) -> Any:
+    import ottava_current
+    import ottava_delayed
+    import ottava_mxfp8
+
+    state = torch.full((1,), 16.0, device=device), torch.zeros(1, device=device)  # a scale that clamps nothing
+    if recipe == "delayed":
+        return ottava_delayed.Float8Quantizer(*state, fp8)
+    return {"current": ottava_current.Float8CurrentScalingQuantizer, "mxfp8": ottava_mxfp8.MXFP8Quantizer}[recipe](fp8)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of quantized operands: plain, fast, with a bias in two dtypes, and added to what is there."""
+
+    recipe: str
+    kind: Kind
+    size: tuple[int, int, int]
+    dtype: torch.dtype
+    draw: Callable[[Draw, tuple[int, int], int], Tensor] = lambda d, shape, which: d.normal(shape)
+
+    def make(self, d: Draw) -> Args:
+        m, n, k = self.size
+        shapes = {"fprop": [(m, k), (n, k)], "dgrad": [(m, n), (n, k)], "wgrad": [(m, n), (m, k)]}[self.kind]
+        rows, columns = {"fprop": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[self.kind]
+        operands = [self.draw(d, shape, which) for which, shape in enumerate(shapes)]
+        return {"operands": operands, "bias": d.normal((columns,), torch.float32), "out": d.normal((rows, columns))}
+
+    def operands(self, a: Args) -> list[Any]:
+        formats = (FP8[self.kind != "fprop"], FP8[0])
+        return [_quantizer(self.recipe, fp8, x.device)(x) for fp8, x in zip(formats, a["operands"], strict=True)]
+
+    def run(self, a: Args) -> Tensors:
+        multiply = partial(gemm, *self.operands(a), self.kind)
+        made = [multiply(out_dtype=self.dtype, use_split_accumulator=split) for split in (True, False)]
+        made += [multiply(out_dtype=self.dtype, bias=a["bias"].to(given)) for given in (self.dtype, torch.float32)]
+        return [*made, multiply(out=a["out"].to(self.dtype, copy=True), accumulate=True)]
+
+    def exact(self, a: Args) -> Tensors:
+        """The product of the operands' own values in float64."""
+        x, y = (operand.dequantize(torch.float64) for operand in self.operands(a))
+        made = (x.t() if self.kind == "wgrad" else x) @ (y.t() if self.kind == "fprop" else y)
+        biased = [made + a["bias"].to(given).double() for given in (self.dtype, torch.float32)]
+        return [made, made, *biased, made + a["out"].to(self.dtype).double()]
+
+    def case(self, *first: float) -> Case:
+        """With other bounds than usual for the first results."""
+        m, n, k = self.size
+        bound, terms = _BOUND + _ROUNDING[self.dtype], {"fprop": k, "dgrad": n, "wgrad": m}[self.kind]
+        bounds = [bound, bound + -(-terms // 32) * _STEP, bound, bound, bound]
+        compare = within(*first, *bounds[len(first) :])
+        return Case(f"{self.kind} {self.size} {self.dtype}", self.make, self.run, self.exact, compare)
+
+
+def _scaled(exponents: tuple[int, int], draw: Draw, shape: tuple[int, int], which: int) -> Tensor:
+    """Every other row times a power of two, in two steps: the power itself may be below float32's smallest."""
+    x = draw.normal(shape, torch.float32)
+    x[which::2] *= 2.0 ** max(exponents[which], -100)
+    x[which::2] *= 2.0 ** min(exponents[which] + 100, 0)
+    return x
+
+
+def _by_row(got: Tensors, expected: Tensors) -> str | None:
+    """Of the first result: ordinary rows beside tiny ones would hide what is wrong with these."""
+    return within(*[1e-2] * len(got[0]))(list(got[0]), list(expected[0].float()))
+
+
+def product_cases(sizes: Sequence[tuple[int, int, int]] = SIZES) -> dict[str, list[Case]]:
+    """Any values; integers, whose sums are exact in any order and in few bits; MX blocks beyond float32's range."""
+    found = {
+        f"products, {recipe}": [Product(recipe, *p).case() for p in product(KINDS, sizes, FLOATS)] for recipe in OWN
+    }
+    integers: Any = lambda d, shape, which: d.integers(-1, 2, shape).bfloat16()  # noqa: E731
+    small = product(("delayed", "mxfp8"), KINDS, ((16, 16, 16), (17, 33, 65), (128, 48, 96), (5, 200, 130)), FLOATS)
+    found["products of small integers"] = [Product(*p, integers).case(0.0, 0.0) for p in small]
+    found["products beyond float32's range"] = far = []
+    for kind, exponents in product(KINDS, ((-140, 120), (120, -140), (-30, 20), (-126, 0), (118, -126))):
+        one = Product("mxfp8", kind, (40, 33, 70), torch.float32, partial(_scaled, exponents))
+        far.append(Case(f"{kind} 2^{exponents}", one.make, one.run, one.exact, _by_row))
+    return found
+
+
+# Codes are the same on both; what differs is the products' last bits, before and after they are rounded to bfloat16.
+# One of a few elements may be rounded to the next bfloat16 and to the one after it.
+_NEAR, _FEW, _LOSS = 1e-2, 2e-2, 0.02
+
+
+def layer(recipe: str | None, inner: int, outer: int, device: torch.device, bias: bool = True) -> torch.nn.Module:
+    """A bfloat16 layer; without a recipe torch's own."""
+    torch.manual_seed(inner)
+    kind: Any = torch.nn.Linear if recipe is None else partial(ottava.nn.Linear, recipe=recipe)
+    made: torch.nn.Module = kind(inner, outer, bias=bias, dtype=torch.bfloat16).to(device)
+    return made
+
+
+def _data(shape: tuple[int, ...], outer: int, d: Draw) -> Args:
+    """Inputs and gradients of three steps."""
+    return {str(n): (d.normal(shape), d.normal((*shape[:-1], outer))) for n in range(3)}
+
+
+def _pass(module: torch.nn.Module, x: Tensor, dy: Tensor) -> Tensors:
+    """Output and gradients."""
+    x = x.detach().requires_grad_()
+    y = module(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], dy)]
+
+
+def _passes(recipe: str, outer: int, a: Args) -> list[Tensors]:
+    # A few elements have no bias, which could leave little more than what was rounded away.
+    module = layer(recipe, a["0"][0].shape[-1], outer, a["0"][0].device, bias=outer > 1)
+    return [_pass(module, x, dy) for x, dy in a.values()]
+
+
+def _in_a_graph(place: Gpu, recipe: str, a: Args) -> Tensors:
+    """Of each replay, on other inputs and another weight, the results; then what they are to be.
+
+    Whatever waits for the GPU makes the capture fail.
+    """
+    eager = layer(recipe, 128, 256, place.device)
+    captured, (x, dy) = copy.deepcopy(eager), (tensor.clone() for tensor in a["0"])
+    results, replay = place.capture(lambda: _pass(captured, x, dy))
+    got, expected = [], []
+    for step, (new_x, new_dy) in enumerate(a.values()):
+        x.copy_(new_x * (step + 1))
+        dy.copy_(new_dy)
+        with torch.no_grad():
+            for weight in captured.parameters():
+                weight.mul_(1.25)
+        eager.load_state_dict(captured.state_dict())
+        replay()
+        got += [result.clone() for result in results]
+        expected += _pass(eager, x, dy)
+    return [*got, *expected]
+
+
+def _kept(place: Gpu, recipe: str | None, size: int, a: Args) -> Tensor:
+    """Bytes that a forward pass leaves for the backward pass when its caller has let go of the input."""
+    model = torch.nn.Sequential(*(layer(recipe, size, size, place.device, bias=False) for _ in range(2)))
+    dy = torch.ones(4 * size, size, device=place.device, dtype=torch.bfloat16)
+    with place.serving():
+        model(torch.randn_like(dy)).backward(dy)  # what is made once
+        model.zero_grad(set_to_none=True)
+        return torch.tensor(place.memory(lambda: model(torch.randn_like(dy)))[1])
+
+
+def _losses(place: Gpu | None, recipe: str, steps: int, compiler: str | None, a: Args) -> Tensors:
+    """Of a small model's training, on a place or where the arguments are."""
+    device = place.device if place else a[""].device
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 96), torch.nn.GELU(), torch.nn.Linear(96, 16)).bfloat16()
+    model = ottava.convert(model, recipe).to(device)
+    torch._dynamo.reset()
+    run: Any = torch.compile(model, fullgraph=True, backend=compiler) if compiler else model
+    optimizer, draw, losses = torch.optim.SGD(model.parameters(), lr=0.05), Draw(7), []
+    target = draw.normal((32, 16), torch.float32)
+    for _ in range(steps):
+        x = draw.normal((64, 32), torch.float32)
+        loss = (run(x.bfloat16().to(device)) - (x @ target).bfloat16().to(device)).float().square().mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def _falls(got: Tensors, expected: Tensors) -> str | None:
+    """Losses follow those expected; of a long training they fall."""
+    words = None if len(got) < 30 or got[29] < 0.9 * got[0] else f"from {got[0]} to {got[29]}"
+    return within(*[_LOSS] * (len(got) - 1))(got, expected) or words
+
+
+def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
+    """Passes and losses follow the CPU's; graphs and compiled code agree with eager mode; less memory is kept."""
+    steps, size, found = 4 if small else 30, 32 if small else 2048, dict[str, list[Case]]()
+    nothing: Any = lambda d: {"": torch.empty(0)}  # noqa: E731
+    passes, replays = within(*[_NEAR] * 12, few=_FEW), lambda got, _: within(*[_NEAR] * 12)(got[:12], got[12:24])
+    fewer: Any = lambda got, bf16: None if got[0] < bf16[0] else f"{got[0]} bytes, bfloat16 {bf16[0]}"  # noqa: E731
+    for recipe in recipes():
+        found[f"Linear, {recipe}"] = [
+            Case(f"{shape} to {outer}", partial(_data, shape, outer), partial(_passes, recipe, outer), "cpu", passes)
+            for shape, outer in (((64, 48), 32), ((3, 7, 33), 65), ((0, 16), 16), ((128, 256), 512), ((1, 17), 1))
+        ]
+        train = partial(_losses, None, recipe, steps, None)
+        found[f"training, {recipe}"] = [Case("losses", nothing, train, "cpu", _falls)]
+    for recipe in OWN:
+        data, graph = partial(_data, (64, 128), 256), partial(_in_a_graph, place, recipe)
+        found[f"in a graph, {recipe}"] = [Case("three replays", data, graph, lambda a: None, replays)]
+        kept, plain = (partial(_kept, place, which, size) for which in (recipe, None))
+        found[f"memory kept for backward, {recipe}"] = [Case("bytes", nothing, kept, plain, fewer)]
+        eager, compiled = (partial(_losses, place, recipe, 4, compiler) for compiler in (None, place.compiler))
+        found[f"compiled whole, {recipe}"] = [Case("losses", nothing, compiled, eager, _falls)]
+    return found
