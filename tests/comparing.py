@@ -38,8 +38,8 @@ def assert_same(got: Any, expected: Any, inputs: Any = None, note: object = "") 
 
 
 def _tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, np.ndarray | np.generic):
+        return torch.from_numpy(np.array(value, ndmin=1)).reshape(value.shape)
     return value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
 
 

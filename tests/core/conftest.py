@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +25,83 @@ except ImportError:  # a checkout without the compiled module: its paths are rep
     _cpu = None
 
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-PATHS = ["reference", *(_cpu.available_isas() if _cpu is not None else ["cpu"]), "grid"]
+ISAS: list[str] = list(_cpu.available_isas()) if _cpu is not None else ["cpu"]
+# What a build for x86 has; one for another processor has less.
+X86_ISAS = ["avx512", "avx2"]
+PATHS = ["reference", *ISAS, "grid"]
+
+
+def pytest_report_header() -> str:
+    """What this machine cannot run, so that a report says what it leaves out."""
+    missing = [isa for isa in X86_ISAS if isa not in ISAS]
+    left_out = f"; not {', '.join(missing)}, which this machine does not have" if missing else ""
+    return f"kernels run on: {', '.join(PATHS)}{left_out}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what runs the CUDA kernels as loops."""
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if parameters.get("code_path") == "grid" or "grid" in getattr(item, "fixturenames", ()):
+        if parameters.get("code_path") == "grid" or {"grid", "on_every_path"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("grid")
+
+
+@contextmanager
+def running(path: str) -> Iterator[None]:
+    """Inside, kernels run on one of ``PATHS``: the reference, an instruction set, or the CUDA kernels as a loop."""
+    if path == "reference":
+        with use_backend("reference"):
+            yield
+        return
+    if path == "grid":
+        with serving_cpu():
+            yield
+        return
+    assert _cpu is not None, "the compiled module is missing"
+    before = _cpu.isa()
+    _cpu.set_isa(path)
+    try:
+        with use_backend("cpu"):
+            yield
+    finally:
+        _cpu.set_isa(before)
 
 
 @pytest.fixture(params=PATHS)
 def code_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test on the reference, on every instruction set of this machine, and on the CUDA kernels as a loop."""
-    if request.param == "reference":
-        with use_backend("reference"):
-            yield request.param
-        return
-    if request.param == "grid":
-        with serving_cpu():
-            yield request.param
-        return
-    assert _cpu is not None, "the compiled module is missing"
-    before = _cpu.isa()
-    _cpu.set_isa(request.param)
-    with use_backend("cpu"):
+    """Runs a test on each of the paths."""
+    with running(request.param):
         yield request.param
-    _cpu.set_isa(before)
+
+
+Runs = Callable[[Callable[[], object]], None]
+
+
+def on_each(paths: list[str]) -> Runs:
+    """Runs a function on each of these paths."""
+
+    def run_all(run: Callable[[], object]) -> None:
+        for path in paths:
+            with running(path):
+                try:
+                    run()
+                except Exception as error:
+                    error.add_note(f"on the path {path}")
+                    raise
+
+    return run_all
+
+
+@pytest.fixture
+def on_every_path() -> Runs:
+    """All paths in one test, for what is costly to expect."""
+    return on_each(PATHS)
+
+
+@pytest.fixture
+def on_every_isa() -> Runs:
+    """The instruction sets of the CPU, for what only they do: streaming stores, threads."""
+    return on_each(ISAS)
 
 
 @pytest.fixture(params=list(FP8_DTYPES))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from comparing import assert_same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -68,10 +70,10 @@ class Places:
 # One scale for a tensor
 
 
-@any_dtype
 @searching
 @given(data=st.data())
-def test_shards_have_the_bytes_of_the_whole(code_path: str, fmt: str, dtype: torch.dtype, data: Any) -> None:
+def test_shards_have_the_bytes_of_the_whole(code_path: str, data: Any) -> None:
+    fmt, dtype = data.draw(st.sampled_from(list(FP8_DTYPES))), data.draw(st.sampled_from(DTYPES))
     fp8 = FP8_DTYPES[fmt]
     count = data.draw(st.sampled_from([0, 1, 15, 64, 65, 4095, 4097, 9000]), "count")
     weight = sample(count, data.draw(st.integers(0, 9), "seed"), data.draw(st.sampled_from([0.0, 0.3]), "special"))
@@ -118,15 +120,28 @@ def mixed(seed: int) -> tuple[list[Tensor], list[torch.dtype], list[torch.dtype]
     return xs, dtypes, formats
 
 
-@pytest.fixture(params=[1, 2, 5])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@contextmanager
+def running_on(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def test_a_mixed_list(code_path: str, threads: int) -> None:
+def on_threads(code_path: str, run: Callable[[], None]) -> None:
+    """With several numbers of threads where kernels have threads, which the reference's and the loops' do not."""
+    for count in (1, 2, 5) if code_path not in ("reference", "grid") else (2,):
+        with running_on(count):
+            run()
+
+
+def test_a_mixed_list(code_path: str) -> None:
+    on_threads(code_path, check_mixed_list)
+
+
+def check_mixed_list() -> None:
     xs, dtypes, formats = mixed(3)
     amaxes = kernels.multi_amax(xs, dtypes)
     assert not amaxes.requires_grad
@@ -140,16 +155,20 @@ def test_a_mixed_list(code_path: str, threads: int) -> None:
     assert places.untouched()
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_results_larger_than_the_caches(code_path: str, first: int) -> None:
+def test_results_larger_than_the_caches(on_every_isa: Callable[..., None]) -> None:
     """Streaming stores, at the beginning of a line and not."""
-    xs = [sample(count, count) for count in (3_000_064, 1_200_000, 5)]
+    xs, formats = [sample(count, count) for count in (3_000_064, 1_200_000, 5)], [E4M3, E5M2, E4M3]
     scales = torch.tensor([3.0, 0.5, 1.0])
-    places = Places([x.numel() for x in xs], first, 0)
-    kernels.multi_cast(xs, DTYPES, scales, [E4M3, E5M2, E4M3], places.outs)
-    for x, dtype, scale, fp8, out in zip(xs, DTYPES, scales, [E4M3, E5M2, E4M3], places.outs, strict=True):
-        assert torch.equal(out, kernels.cast(x.to(dtype), scale, fp8))
-    assert places.untouched()
+
+    def run() -> None:
+        for first in (0, 1):
+            places = Places([x.numel() for x in xs], first, 0)
+            kernels.multi_cast(xs, DTYPES, scales, formats, places.outs)
+            for x, dtype, scale, fp8, out in zip(xs, DTYPES, scales, formats, places.outs, strict=True):
+                assert_same(out, kernels.cast(x.to(dtype), scale, fp8), x, first)
+            assert places.untouched()
+
+    on_every_isa(run)
 
 
 # MX blocks
@@ -198,10 +217,10 @@ def check_shards(
 SIZES = st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65, 70, 97])
 
 
-@any_dtype
 @searching
 @given(data=st.data())
-def test_shards_have_the_blocks_of_the_whole(code_path: str, fmt: str, dtype: torch.dtype, data: Any) -> None:
+def test_shards_have_the_blocks_of_the_whole(code_path: str, data: Any) -> None:
+    fmt, dtype = data.draw(st.sampled_from(list(FP8_DTYPES))), data.draw(st.sampled_from(DTYPES))
     rows, cols = data.draw(SIZES, "rows"), data.draw(SIZES | st.sampled_from([130, 1023, 1024, 1025, 2100]), "cols")
     weight = sample(rows * cols, data.draw(st.integers(0, 9), "seed"), data.draw(st.sampled_from([0.0, 0.2])))
     cuts = data.draw(st.lists(st.integers(0, rows * cols), max_size=5), "cuts")
@@ -212,9 +231,12 @@ def test_shards_have_the_blocks_of_the_whole(code_path: str, fmt: str, dtype: to
 
 
 @any_dtype
-@pytest.mark.parametrize(("rows", "cols", "start", "stop"), [(40, 70, 75, 2700), (3, 5, 4, 11), (65, 33, 0, 2145)])
+@pytest.mark.parametrize(
+    ("rows", "cols", "start", "stop", "fmt"),
+    [(40, 70, 75, 2700, "e4m3"), (3, 5, 4, 11, "e4m3"), (3, 5, 4, 11, "e5m2"), (65, 33, 0, 2145, "e5m2")],
+)
 def test_amaxes_and_codes_by_scalars(
-    code_path: str, fmt: str, dtype: torch.dtype, rows: int, cols: int, start: int, stop: int
+    on_every_path: Callable[..., None], dtype: torch.dtype, rows: int, cols: int, start: int, stop: int, fmt: str
 ) -> None:
     """Against the scalar oracle: what is not in the shard counts as zero, and is not cast."""
     weight = sample(rows * cols, 5)
@@ -226,18 +248,25 @@ def test_amaxes_and_codes_by_scalars(
     by_column = [mx_oracle.block_amax([x[i][j] for i in high]) for high in down for j in range(cols)]
     squares = [mx_oracle.block_amax([x[i][j] for i in high for j in wide]) for high in down for wide in across]
     shard, place = weight[start:stop], ((rows, cols), start)
-    found = kernels.mx_multi_amax([shard] * 2, [dtype] * 2, [place[0]] * 2, [start] * 2, [False, True])
-    assert found.tolist() == by_row + by_column + squares
-    outs = [torch.empty(stop - start, dtype=torch.uint8) for _ in range(2)]
     random = torch.Generator().manual_seed(1)
     row_scales = torch.randint(0, 256, (rows, len(across)), dtype=torch.uint8, generator=random)
     column_scales = torch.randint(0, 256, (len(down), cols), dtype=torch.uint8, generator=random)
-    pairs = [[(row_scales, outs[0])], [(column_scales, outs[1])]]
-    kernels.mx_multi_cast([shard], [dtype], [(rows, cols)], [start], [FP8_DTYPES[fmt]], *pairs)
-    for k, (got_row, got_column) in enumerate(zip(*(out.tolist() for out in outs), strict=True), start):
-        i, j, value = k // cols, k % cols, float(held[k])
-        for got, scale in ((got_row, row_scales[i, j // 32].item()), (got_column, column_scales[i // 32, j].item())):
-            assert got == (0x7F if scale == 255 else mx_oracle.element(value, int(scale), fmt)), k
+    expected: list[list[int]] = [[], []]
+    for k in range(start, stop):
+        i, j = k // cols, k % cols
+        for codes, scale in zip(expected, (row_scales[i, j // 32], column_scales[i // 32, j]), strict=True):
+            codes.append(0x7F if scale == 255 else mx_oracle.element(float(held[k]), int(scale), fmt))
+
+    def run() -> None:
+        found = kernels.mx_multi_amax([shard] * 2, [dtype] * 2, [place[0]] * 2, [start] * 2, [False, True])
+        assert found.tolist() == by_row + by_column + squares
+        outs = [torch.empty(stop - start, dtype=torch.uint8) for _ in range(2)]
+        pairs = [[(row_scales, outs[0])], [(column_scales, outs[1])]]
+        kernels.mx_multi_cast([shard], [dtype], [(rows, cols)], [start], [FP8_DTYPES[fmt]], *pairs)
+        for out, codes in zip(outs, expected, strict=True):
+            assert_same(out, codes, shard)
+
+    on_every_path(run)
 
 
 @any_dtype
@@ -260,8 +289,12 @@ def test_every_rounding(code_path: str, dtype: torch.dtype) -> None:
     assert np.array_equal(amaxes.numpy(), np.where(np.isnan(expected), np.float32(0), expected))
 
 
-def test_mixed_matrices(code_path: str, threads: int) -> None:
+def test_mixed_matrices(code_path: str) -> None:
     """Many matrices in one call; some directions are left out, sources are strided and of every dtype."""
+    on_threads(code_path, check_mixed_matrices)
+
+
+def check_mixed_matrices() -> None:
     xs, dtypes, formats = mixed(20)
     shapes, starts, squares, scales, counts = [], [], [], [], [x.numel() for x in xs]
     for i, count in enumerate(counts):
@@ -309,20 +342,24 @@ def test_mixed_matrices(code_path: str, threads: int) -> None:
     assert places[1].untouched()
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_large_matrices(code_path: str, threads: int, first: int) -> None:
+def test_large_matrices(on_every_isa: Callable[..., None]) -> None:
     """Streaming stores, pieces of one matrix on several threads; only a part of a matrix is at hand."""
     rows, cols = 1100, 2112
     weight = sample(rows * cols, 9).view(rows, cols)
     q = kernels.mx_quantize(weight.bfloat16(), E4M3)
-    start, stop = (first * 77, rows * cols - first * 5000)
-    places = Places([stop - start] * 2, first, 0 if first == 0 else 3)
-    x = weight.view(-1)[start:stop]
-    pairs = [[(q[1], places.outs[0])], [(q[3], places.outs[1])]]
-    kernels.mx_multi_cast([x], [torch.bfloat16], [(rows, cols)], [start], [E4M3], *pairs)
-    assert torch.equal(places.outs[0], q[0].view(-1)[start:stop])
-    assert torch.equal(places.outs[1], q[2].view(-1)[start:stop])
-    assert places.untouched()
+
+    def run() -> None:
+        for first, threads in ((0, 1), (1, 2), (0, 5)):
+            start, stop = (first * 77, rows * cols - first * 5000)
+            places = Places([stop - start] * 2, first, 0 if first == 0 else 3)
+            x = weight.view(-1)[start:stop]
+            pairs = [[(q[1], places.outs[0])], [(q[3], places.outs[1])]]
+            with running_on(threads):
+                kernels.mx_multi_cast([x], [torch.bfloat16], [(rows, cols)], [start], [E4M3], *pairs)
+            assert_same(places.outs, [q[0].view(-1)[start:stop], q[2].view(-1)[start:stop]], x, (first, threads))
+            assert places.untouched()
+
+    on_every_isa(run)
 
 
 def test_empty_lists(code_path: str) -> None:

@@ -1,0 +1,237 @@
+"""MX blocks into given buffers, and what is refused: nothing is written beside them, nor before an error."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mx_arrays import DTYPES, FP8, array_expected, by_arrays, check_decoded, check_four, random_blocks, sample
+
+from ottava import kernels
+from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError
+from ottava.formats import mx_scale_shapes
+from ottava.kernels import use_backend
+
+
+def buffers(shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Four buffers inside of larger ones, at odd addresses."""
+    rows, columns = mx_scale_shapes(shape)
+    return [inside(s, torch.uint8) for s in (shape, rows, shape, columns)]
+
+
+def inside(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    whole = torch.full((math.prod(shape) + 131,), 85, dtype=dtype)
+    return whole[65 : 65 + math.prod(shape)].view(shape)
+
+
+def check_surroundings(view: torch.Tensor) -> None:
+    whole = view.new_empty(0).set_(view.untyped_storage())
+    assert bool((whole[:65] == 85).all())
+    assert bool((whole[65 + view.numel() :] == 85).all())
+
+
+@pytest.mark.parametrize("shape", [(), (0, 5), (3, 0), (33, 70), (2, 31, 97), (35, 1100), (1, 30_001)], ids=str)
+def test_quantize_out(code_path: str, shape: tuple[int, ...]) -> None:
+    for dtype, fmt, square in itertools.product(DTYPES, FP8, (False, True)):
+        x, options = sample(shape, dtype), (dtype, fmt, "floor", square)
+        expected = array_expected(shape, options)
+        for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+            out = buffers(shape)
+            result = kernels.mx_quantize_out(
+                x,
+                FP8[fmt],
+                (out[0], out[1]) if rowwise else None,
+                (out[2], out[3]) if columnwise else None,
+                two_dimensional=square,
+                scale_rounding="floor",
+            )
+            assert result is None
+            untouched = [torch.full_like(t, 85) for t in out]
+            wanted = [*(expected if rowwise else untouched)[:2], *(expected if columnwise else untouched)[2:]]
+            check_four(out, wanted, (options, rowwise, columnwise), x)
+            for view in out:
+                check_surroundings(view)
+
+
+def test_out_at_the_size_of_streaming_stores(on_every_isa: Callable[..., None]) -> None:
+    shape, options = (64, 65536), ("bfloat16", "e4m3", "up", False)
+    codes, scales = random_blocks((33, 65537), False)
+
+    def run() -> None:
+        out = buffers(shape)
+        kernels.mx_quantize_out(sample(shape, "bfloat16"), FP8["e4m3"], (out[0], out[1]), (out[2], out[3]))
+        check_four(out, array_expected(shape, options))
+        for fmt in FP8:
+            decoded = inside((33, 65537), torch.bfloat16)
+            kernels.mx_decode_out(codes, scales, FP8[fmt], decoded)
+            check_decoded(decoded, codes, scales, fmt, "bfloat16", False)
+            out.append(decoded)
+        for view in out:
+            check_surroundings(view)
+
+    on_every_isa(run)
+
+
+def test_quantize_out_of_strided_input(code_path: str, fmt: str) -> None:
+    x = sample((75, 70), "bfloat16").t()
+    out = buffers((70, 75))
+    kernels.mx_quantize_out(x, FP8[fmt], (out[0], out[1]), (out[2], out[3]))
+    check_four(out, by_arrays(x, fmt, "up"))
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_decode_out(code_path: str, columnwise: bool) -> None:
+    shapes: list[tuple[int, ...]] = [(), (0, 5), (3, 0), (33, 70), (2, 31, 97), (65, 1100)]
+    for shape, dtype, fmt in itertools.product(shapes, DTYPES, FP8):
+        codes, scales = random_blocks(shape, columnwise)
+        out = inside(shape, DTYPES[dtype])
+        kernels.mx_decode_out(codes, scales, FP8[fmt], out, columnwise=columnwise)
+        check_decoded(out, codes, scales, fmt, dtype, columnwise)
+        check_surroundings(out)
+
+
+WRONG: list[tuple[Callable[[torch.Tensor], Any], type[OttavaError]]] = [
+    (lambda t: torch.full((t.shape[0] + 1, t.shape[1]), 85, dtype=t.dtype), ShapeError),
+    (lambda t: torch.full((t.shape[0], t.shape[1] + 1), 85, dtype=t.dtype), ShapeError),
+    (lambda t: torch.full((t.numel(),), 85, dtype=t.dtype), ShapeError),
+    (lambda t: torch.full((1, *t.shape), 85, dtype=t.dtype), ShapeError),
+    (lambda t: torch.full((*t.shape, 2), 85, dtype=t.dtype)[..., 0], ShapeError),  # not contiguous
+    (lambda t: torch.full(t.shape, 85, dtype=torch.int8), DTypeError),
+    (lambda t: torch.full(t.shape, 85, dtype=torch.float32), DTypeError),
+    (lambda t: torch.full(t.shape, 85.0).to(torch.float8_e4m3fn), DTypeError),
+    (lambda t: t.numpy(), DTypeError),
+    (lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), DeviceError),
+]
+
+
+# Requests are checked before a backend is asked, so the reference and the compiled CPU kernels stand for all.
+@pytest.fixture(params=["reference", "cpu"])
+def on_backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    with use_backend(request.param):
+        yield
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_quantize_out_refuses_what_does_not_fit(on_backend: None, number: int) -> None:
+    """Nothing is written, to whichever buffer."""
+    spoil, error = WRONG[number]
+    for place in range(4):
+        out: list[Any] = [torch.full_like(t, 85) for t in buffers((33, 70))]
+        out[place] = spoil(out[place])
+        before = [t.clone() if isinstance(t, torch.Tensor) else t.copy() for t in out]
+        with pytest.raises(error, match=r"codes|scales"):
+            kernels.mx_quantize_out(torch.ones(33, 70), FP8["e4m3"], (out[0], out[1]), (out[2], out[3]))
+        for now, then in zip(out, before, strict=True):
+            if isinstance(now, torch.Tensor) and now.device.type == "cpu":
+                assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
+            elif not isinstance(now, torch.Tensor):
+                np.testing.assert_array_equal(now, then)
+
+
+def test_quantize_out_refuses_wrong_requests(on_backend: None) -> None:
+    x, out = torch.ones(33, 70), buffers((33, 70))
+    rows, columns = (out[0], out[1]), (out[2], out[3])
+    with pytest.raises(OptionError):
+        kernels.mx_quantize_out(x, FP8["e4m3"], None, None)
+    with pytest.raises(OptionError):
+        kernels.mx_quantize_out(x, FP8["e4m3"], rows, columns, scale_rounding="down")
+    with pytest.raises(DTypeError):
+        kernels.mx_quantize_out(x, torch.float8_e8m0fnu, rows, columns)
+    with pytest.raises(DTypeError):
+        kernels.mx_quantize_out(x.double(), FP8["e4m3"], rows, columns)
+    with pytest.raises(ShapeError):
+        kernels.mx_quantize_out(x.t(), FP8["e4m3"], rows, columns)
+    assert all(bool((t == 85).all()) for t in out)
+
+
+def test_decode_out_refuses_what_does_not_fit(on_backend: None) -> None:
+    codes, scales = random_blocks((33, 70), False)
+    out = torch.full((33, 70), 85.0)
+    refused: list[tuple[type[OttavaError], Callable[[], Any]]] = [
+        (ShapeError, lambda: kernels.mx_decode_out(codes, scales, FP8["e4m3"], out[:32])),
+        (ShapeError, lambda: kernels.mx_decode_out(codes, scales, FP8["e4m3"], out.view(70, 33))),
+        (ShapeError, lambda: kernels.mx_decode_out(codes, scales, FP8["e4m3"], out.view(70, 33).t())),
+        (ShapeError, lambda: kernels.mx_decode_out(codes, scales, FP8["e4m3"], out, columnwise=True)),
+        (ShapeError, lambda: kernels.mx_decode_out(codes, scales[:, :2], FP8["e4m3"], out)),
+        (DTypeError, lambda: kernels.mx_decode_out(codes, scales, FP8["e4m3"], out.double())),
+        (DTypeError, lambda: kernels.mx_decode_out(codes, scales, FP8["e4m3"], out.view(torch.int32))),
+        (DTypeError, lambda: kernels.mx_decode_out(codes, scales, torch.float16, out)),
+        (DTypeError, lambda: kernels.mx_decode_out(codes, scales.view(torch.float8_e8m0fnu), FP8["e4m3"], out)),
+        (DTypeError, lambda: kernels.mx_decode_out(codes, scales, FP8["e4m3"], out.numpy())),
+        (DeviceError, lambda: kernels.mx_decode_out(codes, scales, FP8["e4m3"], out.to("meta"))),
+        (DeviceError, lambda: kernels.mx_decode_out(codes, scales.to("meta"), FP8["e4m3"], out)),
+    ]
+    for error, run in refused:
+        with pytest.raises(error):
+            run()
+        assert bool((out == 85).all())
+
+
+@pytest.mark.parametrize("value", ["down", "UP", "", "up ", None, 0, True, ["up"]])
+def test_an_unknown_rounding_is_refused(on_backend: None, value: Any) -> None:
+    x = torch.ones(4, 4)
+    with pytest.raises(OptionError, match="scale_rounding"):
+        kernels.mx_quantize(x, FP8["e4m3"], scale_rounding=value)
+    with pytest.raises(OptionError, match="scale_rounding"):
+        kernels.mx_scale_from_amax(x, FP8["e4m3"], value)
+    with pytest.raises(OptionError, match="scale_rounding"):
+        kernels.check_scale_rounding(value)
+
+
+@pytest.mark.parametrize("wrong", [torch.float16, torch.float8_e8m0fnu, torch.uint8, "e4m3", None])
+def test_an_unknown_format_is_refused(on_backend: None, wrong: Any) -> None:
+    codes, scales = random_blocks((4, 4), False)
+    for run in (
+        lambda: kernels.mx_quantize(torch.ones(4, 4), wrong),
+        lambda: kernels.mx_scale_from_amax(torch.ones(4), wrong),
+        lambda: kernels.mx_decode(codes, scales, wrong, torch.float32),
+    ):
+        with pytest.raises(DTypeError):
+            run()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.int32), torch.eye(4).to_sparse(), [1.0], None],
+    ids=["float64", "int32", "sparse", "list", "none"],
+)
+def test_what_cannot_be_quantized_is_refused(on_backend: None, wrong: Any) -> None:
+    with pytest.raises(DTypeError):
+        kernels.mx_quantize(wrong, FP8["e4m3"])
+
+
+def test_other_refusals(on_backend: None) -> None:
+    codes, scales = random_blocks((33, 70), False)
+    with pytest.raises(OptionError, match="neither"):
+        kernels.mx_quantize(torch.ones(4, 4), FP8["e4m3"], rowwise=False, columnwise=False)
+    for amax in (torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.float64), 1.0):
+        with pytest.raises(DTypeError):
+            kernels.mx_scale_from_amax(amax, FP8["e4m3"])
+    for dtype in (torch.int32, torch.uint8, torch.float8_e4m3fn, torch.complex64):
+        with pytest.raises(DTypeError):
+            kernels.mx_decode(codes, scales, FP8["e4m3"], dtype)
+    for data, blocks in ((codes.view(FP8["e4m3"]), scales), (codes, scales.view(torch.int8)), (codes.int(), scales)):
+        with pytest.raises(DTypeError):
+            kernels.mx_decode(data, blocks, FP8["e4m3"], torch.float32)
+    for blocks in (scales[:-1], scales[:, :-1], scales.t(), scales.flatten(), scales[None]):
+        with pytest.raises(ShapeError):
+            kernels.mx_decode(codes, blocks, FP8["e4m3"], torch.float32)
+    with pytest.raises(ShapeError):
+        kernels.mx_decode(codes, scales, FP8["e4m3"], torch.float32, columnwise=True)
+    with pytest.raises(DeviceError):
+        kernels.mx_decode(codes, scales.to("meta"), FP8["e4m3"], torch.float32)
+
+
+def test_results_need_buffers_of_their_own() -> None:
+    x = torch.randn(32, 32)
+    codes, rows, columns = torch.zeros(32, 32, dtype=torch.uint8), *torch.zeros(2, 32, 1, dtype=torch.uint8)
+    with pytest.raises(OptionError, match="one buffer"):
+        kernels.mx_quantize_out(x, torch.float8_e4m3fn, (codes, rows), (codes, columns.view(1, 32)))
+    with pytest.raises(ShapeError, match="no pair"):
+        kernels.mx_quantize_out(x, torch.float8_e4m3fn, (codes,), None)  # type: ignore[arg-type]
+    assert not codes.any()
