@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ottava.formats import Format
 from ottava_testing import RecipeConformance
 
 
+# The checks of a class on several processes share a launch.
+@pytest.mark.xdist_group("TestCurrent")
 class TestCurrent(RecipeConformance):
     recipe = "current"
 
 
+@pytest.mark.xdist_group("TestPowersOfTwo")
 class TestPowersOfTwo(RecipeConformance):
     recipe = "current"
     options = {"force_pow_2_scales": True, "fp8_format": Format.E4M3}  # noqa: RUF012

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import ottava
@@ -20,15 +21,19 @@ def identity(role: QuantizerRole) -> IdentityQuantizer:
     return IdentityQuantizer()
 
 
+# The checks of a class on several processes share a launch.
+@pytest.mark.xdist_group("TestCustom")
 class TestCustom(RecipeConformance):
     recipe = "custom"
 
 
+@pytest.mark.xdist_group("TestHybrid")
 class TestHybrid(RecipeConformance):
     def make_recipe(self) -> ottava.Recipe:
         return CustomRecipe(by_usage)
 
 
+@pytest.mark.xdist_group("TestIdentity")
 class TestIdentity(RecipeConformance):
     def make_recipe(self) -> ottava.Recipe:
         return CustomRecipe(identity)

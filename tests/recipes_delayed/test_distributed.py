@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import functools
+from collections.abc import Callable
 
 import pytest
 
-WORKER = Path(__file__).with_name("reduce_worker.py")
+from tests import ranks
+
+CASES = {
+    2: ["in_default_group", "in_block", "nested", "functions", "one_recipe_two_groups", "under_ddp", "compiled"],
+    # Halves of two would be groups of one, which have nobody to reduce with.
+    4: ["in_default_group", "in_block", "in_halves", "nested", "functions", "one_recipe_two_groups", "under_ddp"],
+}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks(world: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", str(WORKER)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(outputs)
+@pytest.fixture(scope="module")
+def failures() -> Callable[[int], dict[str, str | None]]:
+    """By case, for a number of ranks."""
+    return functools.cache(lambda world: ranks.failures("tests.recipes_delayed.reduce_cases", CASES[world], world))
+
+
+@pytest.mark.parametrize(("world", "case"), [(world, case) for world, cases in CASES.items() for case in cases])
+def test_ranks(world: int, case: str, failures: Callable[[int], dict[str, str | None]]) -> None:
+    assert failures(world)[case] is None, failures(world)[case]
+
+
+@pytest.mark.slow
+def test_four_compiled_ranks() -> None:
+    assert ranks.failures("tests.recipes_delayed.reduce_cases", ["compiled"], 4) == {"compiled": None}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import signal
-import subprocess
-import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+
+# What an optimizer imports at its first step: once, and not in every fork.
+import torch._dynamo
 import torch.distributed.checkpoint as dcp
 
 import ottava
@@ -134,17 +137,58 @@ def test_a_converted_model_enters_its_first_block() -> None:
     assert equal(net, other)
 
 
+def train_and_save(folder: Path, steps: int, kill_at: int) -> None:
+    """Resumes from FOLDER/checkpoint.pt, saves after every step; told to, kills its process in the middle of one."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)).bfloat16()
+    ottava.convert(net, DelayedScaling(amax_history_len=4))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    first = 0
+    checkpoint = folder / "checkpoint.pt"
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        net.load_state_dict(saved["model"], strict=True)
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"] + 1
+    for step in range(first, steps):
+        x = torch.randn(12, 16, generator=torch.Generator().manual_seed(step)).bfloat16() * (1 + step % 5)
+        loss = net(x).square().mean()
+        loss.backward()
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+        with (folder / "losses").open("a") as losses:
+            losses.write(f"{step} {loss.item()!r}\n")
+        temporary = folder / "checkpoint.tmp"
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
+        temporary.replace(checkpoint)
+
+
+def in_a_fork(*arguments: Any) -> int:
+    """The exit code of a process that trains."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            train_and_save(*arguments)
+            code = 0
+        except Exception:
+            traceback.print_exc()
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_resumed_after_sigkill(tmp_path: Path) -> None:
-    worker, steps = Path(__file__).with_name("resume_worker.py"), 14
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    command = [sys.executable, "-W", "ignore", str(worker)]
-    subprocess.run([*command, str(straight), str(steps)], check=True, timeout=120)
+    assert in_a_fork(straight, 14, -1) == 0
     for kill_at in (4, 9):
-        run = subprocess.run([*command, str(killed), str(steps), str(kill_at)], check=False, timeout=120)
-        assert run.returncode == -signal.SIGKILL
-    subprocess.run([*command, str(killed), str(steps)], check=True, timeout=120)
+        assert in_a_fork(killed, 14, kill_at) == -signal.SIGKILL
+    assert in_a_fork(killed, 14, -1) == 0
     assert (killed / "losses").read_text() == (straight / "losses").read_text()
     one, two = (torch.load(folder / "checkpoint.pt", weights_only=True)["model"] for folder in (straight, killed))
     assert all(torch.equal(one[name], two[name]) for name in one)

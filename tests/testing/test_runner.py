@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +118,12 @@ if __name__ == "__main__":
 """
 
 
-def test_classes_of_a_script_are_told_so(tmp_path: Path) -> None:
+def test_classes_of_a_script_are_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(rows.__file__).parent)}
-    command = [sys.executable, str(tmp_path / "script.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.startswith("failed Mine stands in __main__ (a script, a notebook)"), done.stdout
-    assert "Define it in a module" in done.stdout
+    runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed.startswith("failed Mine stands in __main__ (a script, a notebook)"), printed
+    assert "Define it in a module" in printed
 
 
 class BrokenHead(rows.Rows):

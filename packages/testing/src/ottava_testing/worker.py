@@ -1,16 +1,18 @@
-"""The ranks of the checks on several processes: ``python -m ottava_testing.worker FOLDER``.
+"""The ranks of the checks on several processes: ``python -m ottava_testing.worker``.
 
-This process imports what takes long, forks the ranks and waits for them; it has no process group itself. A rank writes
-one line for each check, and ends at the first that fails.
+This process imports what takes long, once, and then reads the folders of requests, a line for each. For each it forks a
+process of its own session, which forks the ranks and waits for them; neither has a process group itself. A rank writes
+one line for each name, and ends at the first that fails.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import importlib.util
 import json
 import os
-import pickle
 import signal
 import sys
 import time
@@ -24,7 +26,7 @@ from typing import Any
 _GRACE = 3.0
 
 
-def _import(name: str, file: str) -> None:
+def import_from(name: str, file: str) -> None:
     """Import a module by its name, or else from its file under that name."""
     try:
         importlib.import_module(name)
@@ -37,38 +39,35 @@ def _import(name: str, file: str) -> None:
         spec.loader.exec_module(module)
 
 
-def _rank(rank: int, world: int, folder: Path, names: list[str]) -> None:
+def _rank(rank: int, folder: Path, request: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from ottava_testing.checks.ranks import RANK_BODIES
     from ottava_testing.compare import CheckFailed
     from ottava_testing.runner import describe
-    from ottava_testing.subject import Subject
-    from ottava_testing.table import list_checks
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    world = int(request["world"])
     store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=60))
-    promises = {check.name: check.promise for check in list_checks()}
+    mesh = init_device_mesh("cpu", (world,))
+    module, _, function = request["body"].partition(":")
     with (folder / f"rank-{rank}.jsonl").open("w") as told:
-        for name in names:
+        for name in request["names"]:
             failure = ""
             try:
-                source: Any = pickle.loads((folder / "source.pickle").read_bytes())
-                for module, file in source.modules:
-                    _import(module, file)
                 torch.manual_seed(0)
-                subject = Subject.of_source(source)
-                RANK_BODIES[name](subject, init_device_mesh("cpu", (world,)), folder)
+                # Layers that are garbage would take part in reductions, on each rank until another time.
+                gc.collect()
+                getattr(importlib.import_module(module), function)(name, mesh, folder)
                 dist.barrier()
             except CheckFailed as error:
                 failure = str(error)
             except Exception as error:
                 traceback.print_exc()
-                failure = f"{name} ({promises[name]}), on rank {rank} of {world}: {describe(error)}"
+                failure = f"{name}, on rank {rank} of {world}: {describe(error)}"
             # One clock for all processes: the rank that failed first says why, the others lost it.
             told.write(json.dumps({"name": name, "failure": failure, "at": time.monotonic()}) + "\n")
             told.flush()
@@ -76,34 +75,34 @@ def _rank(rank: int, world: int, folder: Path, names: list[str]) -> None:
                 raise SystemExit(1)
 
 
-def _fork(rank: int, world: int, folder: Path, names: list[str]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
+def _ended(work: Any, *arguments: Any) -> int:
+    """The exit code of a process that does nothing but this."""
     code = 1
     try:
-        _rank(rank, world, folder, names)
-        code = 0
+        code = int(work(*arguments) or 0)
     except SystemExit:
         pass
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's finalization, which gloo's threads can abort.
-    os._exit(code)
+    return code
 
 
-def main(folder: Path) -> int:
-    """Run the ranks that a request asks for; 0 where all ended well."""
+def _launch(folder: Path) -> int:
+    """Fork the ranks that a request asks for and wait for them; 0 where all ended well."""
     request = json.loads((folder / "request.json").read_text())
+    os.environ.clear()
+    os.environ.update(request["environment"])
     sys.path[:] = request["path"]
-    # What fully_shard imports takes longer than what is checked; threads are started by none of it.
-    for name in ("torch._dynamo", "torch.distributed.fsdp", "ottava_testing.checks.ranks"):
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    world = int(request["world"])
-    alive = {_fork(rank, world, folder, request["names"]) for rank in range(world)}
+    importlib.invalidate_caches()
+    alive: set[int] = set()
+    for rank in range(int(request["world"])):
+        pid = os.fork()
+        if not pid:
+            # Without the interpreter's finalization, which gloo's threads can abort.
+            os._exit(_ended(_rank, rank, folder, request))
+        alive.add(pid)
     failed, deadline = False, float("inf")
     while alive and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -120,5 +119,34 @@ def main(folder: Path) -> int:
     return int(failed)
 
 
+def _lead(folder: Path) -> int:
+    os.setsid()
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    return _launch(folder)
+
+
+def main() -> None:
+    """Answer each request with the process id of its session's leader, and with a line when that has ended."""
+    answers = os.fdopen(os.dup(1), "w")
+    # What anything prints is no answer.
+    os.dup2(2, 1)
+    # What fully_shard imports takes longer than what is checked; threads are started by none of it.
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "ottava_testing.checks.ranks"):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    # Forks look at nothing of it when they collect garbage, and so do not copy it.
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            os._exit(_ended(_lead, Path(line.rstrip("\n"))))
+        print(pid, file=answers, flush=True)
+        os.waitpid(pid, 0)
+        print("ended", file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1])))
+    main()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+import traceback
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -16,8 +18,10 @@ import ottava
 from ottava_testing import launch
 from ottava_testing.checks.files import load
 from ottava_testing.compare import CheckFailed, held, normal, plain, relative, require, same, wide
+from ottava_testing.runner import describe
 from ottava_testing.subject import Subject
-from ottava_testing.table import DETERMINISTIC, QUANTIZED_WEIGHTS, REDUCES, Needs, check
+from ottava_testing.table import DETERMINISTIC, QUANTIZED_WEIGHTS, REDUCES, Needs, check, list_checks
+from ottava_testing.worker import import_from
 
 #: What a rank does: the subject, the device mesh, and the folder that the launching process filled.
 RankBody = Callable[[Subject, Any, Path], None]
@@ -32,15 +36,31 @@ def rank_check(name: str, promise: str, *needs: Needs) -> Callable[[RankBody], R
     def register(body: RankBody) -> RankBody:
         RANK_BODIES[name] = body
 
-        def run(subject: Subject) -> None:
+        def ask(subject: Subject) -> None:
             failure = launch.outcome(subject, name)
             if failure is not None:
                 raise CheckFailed(failure)
 
-        check(name, "several processes", promise, *needs, slow=True)(run)
+        check(name, "several processes", promise, *needs, slow=True)(ask)
         return body
 
     return register
+
+
+def run(name: str, mesh: Any, folder: Path) -> None:
+    """One check on this rank, of the recipe that the launching process described."""
+    try:
+        source = pickle.loads((folder / "source.pickle").read_bytes())
+        for module, file in source.modules:
+            import_from(module, file)
+        RANK_BODIES[name](Subject.of_source(source), mesh, folder)
+    except CheckFailed:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        promise = next(check.promise for check in list_checks() if check.name == name)
+        place = f"on rank {dist.get_rank()} of {dist.get_world_size()}"
+        raise CheckFailed(f"{name} ({promise}), {place}: {describe(error)}") from error
 
 
 @rank_check("pickle-in-another-process", "A pickle loads in another process, which has made a layer", QUANTIZED_WEIGHTS)

@@ -1,81 +1,22 @@
-"""One rank of test_fsdp.py: trains with MXFP8 weights under FSDP2 and compares with one process, bit for bit.
-
-Usage: fsdp_worker.py RANK STORE CASE. The ranks run on gloo and the CPU.
-"""
+"""MXFP8 weights under FSDP2: compared with one process, bit for bit."""
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.errors import ShapeError, UsageError
-from ottava.tensors import QuantizedTensor
 from ottava_mxfp8 import MXFP8BlockScaling, MXFP8Tensor
+from tests.fsdp import GatheredBytes, losses, model, shard
 
 WORLD = 2
 INNER = [inner.attribute for inner in MXFP8Tensor.inner_tensors]
-
-
-def model(rows: int, columns: int, recipe: MXFP8BlockScaling) -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    with ottava.quantized_model_init(recipe):
-        return torch.nn.Sequential(
-            ottava.nn.Linear(columns, rows, dtype=torch.bfloat16, recipe=recipe),
-            torch.nn.GELU(),
-            ottava.nn.Linear(rows, 64, dtype=torch.bfloat16, recipe=recipe),
-        )
-
-
-def shard(net: torch.nn.Sequential, mesh: Any, reshard: bool) -> None:
-    for layer in (net[0], net[2]):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(net, mesh=mesh, reshard_after_forward=reshard)
-
-
-def losses(net: torch.nn.Module, columns: int, count: int = 3) -> list[float]:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    torch.manual_seed(5)
-    seen = []
-    for _ in range(count):
-        x, y = torch.randn(32, columns).bfloat16(), torch.randn(32, 64).bfloat16()
-        loss = torch.nn.functional.mse_loss(net(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return seen
-
-
-class GatheredBytes:
-    """What the weights of this rank hand to the all-gathers of FSDP: bytes by the number of elements of the whole."""
-
-    def __init__(self) -> None:
-        self.handed: list[tuple[int, int]] = []
-
-    def __enter__(self) -> GatheredBytes:
-        self.original = QuantizedTensor.fsdp_pre_all_gather
-
-        def counted(tensor: QuantizedTensor, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any) -> Any:
-            inputs, plan = self.original(tensor, mesh, size, stride, module, policy)
-            assert all(data.dtype == torch.uint8 for data in inputs)
-            self.handed.append((size.numel(), sum(data.numel() for data in inputs)))
-            return inputs, plan
-
-        QuantizedTensor.fsdp_pre_all_gather = counted
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        QuantizedTensor.fsdp_pre_all_gather = self.original
 
 
 def same_weight(alone: MXFP8Tensor, gathered: MXFP8Tensor, case: str) -> None:
@@ -95,13 +36,14 @@ def train(mesh: Any) -> None:
     # 40 columns: blocks at the right edge are smaller, and rows have fewer scales than columns.
     for kind, recipe in recipes.items():
         for rows, columns in ((64, 64), (128, 40)):
+            alone = model(columns, rows, 64, recipe)
+            expected = losses(alone, columns, 64)
             for reshard in (True, False):
                 case = f"{kind} rows={rows} columns={columns} reshard={reshard}"
-                alone, sharded = model(rows, columns, recipe), model(rows, columns, recipe)
-                expected = losses(alone, columns)
+                sharded = model(columns, rows, 64, recipe)
                 shard(sharded, mesh, reshard)
                 with GatheredBytes() as gathered:
-                    seen = losses(sharded, columns)
+                    seen = losses(sharded, columns, 64)
                 assert seen == expected, (case, seen, expected)
                 for a, b in ((alone[0], sharded[0]), (alone[2], sharded[2])):
                     b.unshard()
@@ -126,12 +68,13 @@ def alone(mesh: Any) -> None:
     """A mesh of one rank each, where FSDP gathers nothing."""
     own = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("ranks", "own"))["own"]
     for recipe in (MXFP8BlockScaling(), MXFP8BlockScaling(with_2d_quantization=True)):
-        for reshard in (True, False):
-            for rows, columns in ((64, 64), (33, 40)):
-                plain, sharded = model(rows, columns, recipe), model(rows, columns, recipe)
-                expected = losses(plain, columns)
+        for rows, columns in ((64, 64), (33, 40)):
+            plain = model(columns, rows, 64, recipe)
+            expected = losses(plain, columns, 64)
+            for reshard in (True, False):
+                sharded = model(columns, rows, 64, recipe)
                 shard(sharded, own, reshard)
-                assert losses(sharded, columns) == expected, (recipe, reshard, rows)
+                assert losses(sharded, columns, 64) == expected, (recipe, reshard, rows)
                 sharded[0].unshard()
                 same_weight(plain[0].weight, sharded[0].weight, f"{recipe} {reshard} {rows}")
 
@@ -139,20 +82,19 @@ def alone(mesh: Any) -> None:
 def master(mesh: Any) -> None:
     """High-precision parameters, quantized after the gather: any number of rows."""
     for rows in (64, 33):
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(40, rows), torch.nn.GELU(), torch.nn.Linear(rows, 64)).bfloat16()
-        alone, sharded = ottava.convert(net, "mxfp8"), None
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(40, rows), torch.nn.GELU(), torch.nn.Linear(rows, 64)).bfloat16()
-        sharded = ottava.convert(net, "mxfp8")
-        shard(sharded, mesh, True)
-        assert losses(sharded, 40) == losses(alone, 40), rows
+        nets = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(torch.nn.Linear(40, rows), torch.nn.GELU(), torch.nn.Linear(rows, 64)).bfloat16()
+            nets.append(ottava.convert(net, "mxfp8"))
+        shard(nets[1], mesh, True)
+        assert losses(nets[1], 40, 64) == losses(nets[0], 40, 64), rows
 
 
 def refused(mesh: Any) -> None:
     """Shards that would cut blocks are named, with what to do."""
     for rows, message in ((96, "48 on each, which cut the blocks"), (65, "rows of another size")):
-        net = model(rows, 64, MXFP8BlockScaling())
+        net = model(64, rows, 64, MXFP8BlockScaling())
         shard(net, mesh, True)
         with pytest.raises(ShapeError, match=message):
             net(torch.ones(1, 64, dtype=torch.bfloat16))
@@ -175,7 +117,7 @@ def recomputed(mesh: Any) -> None:
         (MXFP8BlockScaling(), True, False),
     ]
     for recipe, reshard, works in ways:
-        alone, sharded = ((Recomputed(model(64, 64, recipe))) for _ in range(2))
+        alone, sharded = (Recomputed(model(64, 64, 64, recipe)) for _ in range(2))
         fully_shard(sharded, mesh=mesh, reshard_after_forward=reshard)
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
         loss = sharded(x).square().sum()
@@ -187,24 +129,3 @@ def recomputed(mesh: Any) -> None:
         grad, x.grad = x.grad, None
         alone(x).square().sum().backward()
         assert torch.equal(grad, x.grad)
-
-
-def main() -> None:
-    rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=dist.FileStore(store, WORLD))
-    cases = {"train": train, "alone": alone, "master": master, "refused": refused, "recomputed": recomputed}
-    cases[case](init_device_mesh("cpu", (WORLD,)))
-    dist.barrier()
-
-
-if __name__ == "__main__":
-    try:
-        main()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    # Without the interpreter's finalization, which gloo's threads can abort (a group that is still referenced).
-    os._exit(code)

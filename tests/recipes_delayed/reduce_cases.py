@@ -1,11 +1,8 @@
-"""One rank of test_distributed.py. Usage: reduce_worker.py RANK WORLD STORE, on gloo and the CPU."""
+"""Amaxes that ranks reduce: the scales of one process that saw all the data, in one all-reduce a step."""
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +22,10 @@ def model() -> torch.nn.Sequential:
     for _ in range(3):
         layers += [torch.nn.Linear(16, 16), torch.nn.Tanh()]
     return torch.nn.Sequential(*layers)
+
+
+def here(mesh: Any) -> tuple[int, int]:
+    return mesh.get_rank(), mesh.size()
 
 
 def shard(step: int, rank: int) -> torch.Tensor:
@@ -95,11 +96,14 @@ def converted(net: torch.nn.Module) -> Any:
     return net
 
 
-def in_default_group(rank: int, world: int) -> None:
+def in_default_group(mesh: Any) -> None:
+    rank, world = here(mesh)
     steps(rank, world, converted, None, list(range(world)))
 
 
-def in_block(rank: int, world: int) -> None:
+def in_block(mesh: Any) -> None:
+    rank, world = here(mesh)
+
     def begin(net: torch.nn.Module) -> Any:
         def run(x: torch.Tensor) -> torch.Tensor:
             with ottava.autocast(amax_reduction_group=dist.group.WORLD):
@@ -110,8 +114,9 @@ def in_block(rank: int, world: int) -> None:
     steps(rank, world, begin, None, list(range(world)))
 
 
-def in_halves(rank: int, world: int) -> None:
+def in_halves(mesh: Any) -> None:
     """Each half of the ranks by itself."""
+    rank, world = here(mesh)
     halves = [list(range(world // 2)), list(range(world // 2, world))]
     groups = [dist.new_group(half) for half in halves]
     mine = rank // (world // 2)
@@ -126,8 +131,9 @@ def in_halves(rank: int, world: int) -> None:
     steps(rank, world, begin, groups[mine], halves[mine])
 
 
-def nested(rank: int, world: int) -> None:
+def nested(mesh: Any) -> None:
     """A region in a region, each with its own group: one reduction for each, over the right ranks."""
+    rank, world = here(mesh)
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
     outer, inner = DelayedScaling(amax_history_len=3), DelayedScaling(amax_history_len=4)
     a, b = ottava.nn.Linear(16, 16), ottava.nn.Linear(16, 16)
@@ -151,8 +157,9 @@ def nested(rank: int, world: int) -> None:
         assert b.recipe_state.scale[0] == expected_b, step
 
 
-def under_ddp(rank: int, world: int) -> None:
+def under_ddp(mesh: Any) -> None:
     """DistributedDataParallel broadcasts buffers by default: not these, or amaxes of other ranks would be lost."""
+    rank, world = here(mesh)
     net, alone = ottava.convert(model(), DelayedScaling(amax_history_len=3)), model()
     ottava.convert(alone, DelayedScaling(amax_history_len=3, reduce_amax=False))
     run = torch.nn.parallel.DistributedDataParallel(net)
@@ -162,8 +169,9 @@ def under_ddp(rank: int, world: int) -> None:
         assert torch.equal(scales(net), scales(alone)), step
 
 
-def functions(rank: int, world: int) -> None:
+def functions(mesh: Any) -> None:
     """A recipe's own functions see the reduced amaxes."""
+    rank, world = here(mesh)
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.amax(0))
     net = ottava.convert(model(), recipe)
     for step in range(3):
@@ -172,8 +180,9 @@ def functions(rank: int, world: int) -> None:
     assert net[0].recipe_state.scale[0] == torch.div(torch.tensor(448.0), largest)
 
 
-def one_recipe_two_groups(rank: int, world: int) -> None:
+def one_recipe_two_groups(mesh: Any) -> None:
     """Regions of one recipe, one after the other, each with a group of its own."""
+    rank, world = here(mesh)
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
     recipe = DelayedScaling(amax_history_len=3)
     wide, narrow = ottava.nn.Linear(16, 16), ottava.nn.Linear(16, 16)
@@ -195,8 +204,9 @@ def one_recipe_two_groups(rank: int, world: int) -> None:
                 assert layer.recipe_state.scale[0] == torch.div(torch.tensor(448.0), largest), step
 
 
-def compiled(rank: int, world: int) -> None:
+def compiled(mesh: Any) -> None:
     """The reduction inside the graph."""
+    rank, world = here(mesh)
     net, alone = ottava.convert(model(), DelayedScaling(amax_history_len=3)), model()
     ottava.convert(alone, DelayedScaling(amax_history_len=3, reduce_amax=False))
     run = torch.compile(net, fullgraph=True, backend="aot_eager")
@@ -204,26 +214,3 @@ def compiled(rank: int, world: int) -> None:
         run(shard(step, rank)).sum().backward()
         whole(alone, step, list(range(world)))
         assert torch.equal(scales(net), scales(alone)), step
-
-
-def main() -> None:
-    rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world))
-    for case in (in_default_group, in_block, in_halves, nested, functions, one_recipe_two_groups, under_ddp, compiled):
-        # A group of one has nobody to reduce with.
-        if case is not in_halves or world > 2:
-            case(rank, world)
-    dist.barrier()
-
-
-if __name__ == "__main__":
-    try:
-        main()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    # Without the interpreter's finalization, which gloo's threads can abort (a group that is still referenced).
-    os._exit(code)
