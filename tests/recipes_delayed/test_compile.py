@@ -27,9 +27,19 @@ def train(net: torch.nn.Module, run: Any, steps: int = 5) -> tuple[list[float], 
     return losses, {name: value.clone() for name, value in net.state_dict().items()}
 
 
-@pytest.mark.parametrize("where", ["converted", "region inside", "region outside"])
+SHORT, LATEST = DelayedScaling(amax_history_len=3), DelayedScaling(amax_compute_algo="most_recent")
+
+
 @pytest.mark.parametrize(
-    "recipe", [DelayedScaling(amax_history_len=3), DelayedScaling(amax_compute_algo="most_recent")]
+    ("where", "recipe"),
+    [
+        ("converted", LATEST),
+        ("region inside", SHORT),
+        ("region outside", SHORT),
+        pytest.param("converted", SHORT, marks=pytest.mark.slow),
+        pytest.param("region inside", LATEST, marks=pytest.mark.slow),
+        pytest.param("region outside", LATEST, marks=pytest.mark.slow),
+    ],
 )
 def test_steps_equal_eager(where: str, recipe: DelayedScaling) -> None:
     torch._dynamo.reset()
