@@ -63,21 +63,21 @@ BOMB = "\n".join(f"k{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10 if n else ['x'] *
     "text",
     [
         BOMB,
-        "default: alpha\nlayers: [" + "a, " * 80_000 + "]",
+        "default: alpha\nlayers: [" + "a, " * 20_000 + "]",
         "default: " + "{a: " * 60_000,
         "- " * 100_000,
         "? " * 100_000,
         "default: " + "\n " * 100_000 + "x",
         "default: '" + "x" * 200_000 + "'",
-        "layers:\n" + "".join(f"- {{match: 'blocks.{n}.*.up', all: identity}}\n" for n in range(2_000)),
+        "layers:\n" + "".join(f"- {{match: 'blocks.{n}.*.up', all: identity}}\n" for n in range(700)),
     ],
     ids=["aliases", "list", "flow", "sequences", "keys", "lines", "text", "rules"],
 )
 def test_a_file_takes_no_minutes(tmp_path: Path, text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(OttavaError) as caught:
         load_factory(write(tmp_path, text))
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 10
     assert len(str(caught.value)) < 1000
 
 
@@ -91,8 +91,8 @@ def test_a_file_takes_no_minutes(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_a_file_of_toml_takes_no_minutes(tmp_path: Path, text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(OptionError) as caught:
         load_factory(write(tmp_path, text, "model.toml"))
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 10
     assert len(str(caught.value)) < 1000

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -165,9 +166,7 @@ def walk(node: Node) -> Iterator[tuple[str, int, int]]:
             yield from walk(inner)
 
 
-@settings(max_examples=400, deadline=None)
-@given(documents())
-def test_the_places_of_toml(out: Written) -> None:
+def check_places_of_toml(out: Written) -> None:
     values = tomllib.loads(out.text)  # the document is right
     source = Source("a.toml", out.text)
     root = parse_toml(source)
@@ -183,6 +182,19 @@ def test_the_places_of_toml(out: Written) -> None:
         assert at == out.values.get(key, at)
         line, column = source.place(index)
         assert (line, column) == (out.text[:index].count("\n") + 1, index - out.text.rfind("\n", 0, index))
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents())
+def test_the_places_of_toml(out: Written) -> None:
+    check_places_of_toml(out)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None)
+@given(documents())
+def test_the_places_of_many_documents(out: Written) -> None:
+    check_places_of_toml(out)
 
 
 names = st.integers(0, 10**6).map(lambda number: f"key{number}x")

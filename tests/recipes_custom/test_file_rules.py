@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,9 +93,7 @@ def serving(rules: list[tuple[list[str], list[str]]], name: str, role: str) -> t
     return None
 
 
-@settings(max_examples=200, deadline=None)
-@given(rules)
-def test_the_rule_that_serves(rules: list[tuple[list[str], list[str]]]) -> None:
+def check_rules(rules: list[tuple[list[str], list[str]]]) -> None:
     """Where rules are refused, the key that is named serves no layer."""
     lines: dict[int, tuple[int, str] | None] = {1: None}
     text = "default: identity\n"
@@ -119,3 +118,16 @@ def test_the_rule_that_serves(rules: list[tuple[list[str], list[str]]]) -> None:
         for role in ROLES:
             line: Any = factory.explain(QuantizerRole("linear", role, name)).line
             assert lines[line] == serving(rules, name, role)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rules)
+def test_the_rule_that_serves(rules: list[tuple[list[str], list[str]]]) -> None:
+    check_rules(rules)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None)
+@given(rules)
+def test_the_rules_that_serve_in_many_files(rules: list[tuple[list[str], list[str]]]) -> None:
+    check_rules(rules)

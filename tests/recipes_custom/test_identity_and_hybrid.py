@@ -181,20 +181,6 @@ def test_everything_is_derived_from_the_two_declarations(pair: str, tmp_path: Pa
     assert torch.equal(copied.dequantize(), hybrid(pair)(2 * tensor.dequantize()).dequantize())
 
 
-def test_a_file_is_read_by_a_process_that_has_made_none(tmp_path: Path) -> None:
-    tensor = HybridQuantizer(reference(E4M3), IdentityQuantizer())(torch.randn(4, 6))
-    checkpoint.save_file({"w": tensor}, tmp_path / "w.safetensors")
-    code = (
-        "import sys, ottava_custom.identity, ottava_custom.reference.tensor, ottava_custom.hybrid_tensors;"
-        "from ottava import checkpoint; w = checkpoint.load_file(sys.argv[1])['w'];"
-        "print(type(w).__name__, w.dequantize().double().sum().item())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "w.safetensors")], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.split() == [type(tensor).__name__, str(tensor.dequantize().double().sum().item())], done.stderr
-
-
 @PAIR
 def test_equality_and_copies(pair: str) -> None:
     one, other = hybrid(pair), hybrid(pair).copy()
@@ -276,20 +262,24 @@ def test_a_layer_reads_each_side_in_its_direction(primary: bool) -> None:
     )
 
 
-@PAIR
 @pytest.mark.parametrize("primary", [False, True])
-def test_a_layer_compiles(pair: str, primary: bool) -> None:
-    recipe = CustomRecipe(lambda role: hybrid(pair))
+def test_layers_of_every_pair_compile(primary: bool) -> None:
     torch.manual_seed(0)
-    with ottava.quantized_model_init(recipe, enabled=primary):
-        layer = ottava.nn.Linear(8, 4, recipe=recipe)
+    layers = []
+    for pair in PAIRS:
+        recipe = CustomRecipe(lambda role, pair=pair: hybrid(pair))
+        with ottava.quantized_model_init(recipe, enabled=primary):
+            layers.append(ottava.nn.Linear(8, 8, recipe=recipe))
+    model = torch.nn.Sequential(*layers)
     x = torch.randn(3, 8, requires_grad=True)
-    layer(x).square().sum().backward()
-    eager = x.grad, layer.weight.grad
-    x.grad = layer.weight.grad = None
-    torch.compile(layer, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
-    assert torch.equal(x.grad, eager[0])
-    assert torch.equal(layer.weight.grad, eager[1])
+    found = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        x.grad = None
+        model.zero_grad()
+        run(x).square().sum().backward()
+        found.append([x.grad, *(layer.weight.grad for layer in layers)])
+    for name, eager, compiled in zip(["the input", *PAIRS], *found, strict=True):
+        assert torch.equal(eager, compiled), name
 
 
 @pytest.mark.parametrize("layout", ["shared", "transpose"])
@@ -332,32 +322,36 @@ def test_a_weight_that_is_kept_does_not_change_with_the_weight(pair: str) -> Non
     assert not torch.equal(layer(x, is_first_microbatch=True), first)
 
 
-MADE_ELSEWHERE = """
-import sys, pickle, torch
+# Forks of a process that has imported core and no recipe.
+READ_ELSEWHERE = """
+import os, pickle, sys, torch
+import ottava.tensors
 from ottava import checkpoint
-kind, path = sys.argv[1:]
-if kind == "pickle":
-    made = pickle.load(open(path, "rb"))
-elif kind == "torch":
-    import ottava_custom
-    quantizer = ottava_custom.by_direction("custom", "identity")("weight")
-    made = torch.load(path, weights_only=True)
-else:
-    made = checkpoint.load_file(path)["w"]
-print(type(made).__name__, made.dequantize().double().sum().item())
+for path in sys.argv[1:]:
+    if os.fork():
+        os.wait()
+        continue
+    kind = path.rpartition(".")[2]
+    if kind == "pickle":
+        made = pickle.load(open(path, "rb"))
+    elif kind == "torch":
+        import ottava_custom
+        quantizer = ottava_custom.by_direction("custom", "identity")("weight")
+        made = torch.load(path, weights_only=True)
+    else:
+        made = checkpoint.load_file(path)["w"]
+    print(kind, type(made).__name__, made.dequantize().double().sum().item(), flush=True)
+    os._exit(0)
 """
 
 
-@pytest.mark.parametrize("kind", ["pickle", "torch", "safetensors"])
-def test_a_fresh_process_reads_what_was_saved(kind: str, tmp_path: Path) -> None:
+def test_fresh_processes_read_what_was_saved(tmp_path: Path) -> None:
     made = by_direction("custom", "identity")("weight")(torch.randn(4, 6))
-    path = tmp_path / "file"
-    if kind == "pickle":
-        path.write_bytes(pickle.dumps(made))
-    elif kind == "torch":
-        torch.save(made, path)
-    else:
-        checkpoint.save_file({"w": made}, path)
-    command = [sys.executable, "-W", "ignore", "-c", MADE_ELSEWHERE, kind, str(path)]
+    paths = {kind: tmp_path / f"w.{kind}" for kind in ("pickle", "torch", "safetensors")}
+    paths["pickle"].write_bytes(pickle.dumps(made))
+    torch.save(made, paths["torch"])
+    checkpoint.save_file({"w": made}, paths["safetensors"])
+    command = [sys.executable, "-W", "ignore", "-c", READ_ELSEWHERE, *map(str, paths.values())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [type(made).__name__, str(made.dequantize().double().sum().item())], done.stderr
+    values = made.dequantize().double().sum().item()
+    assert done.stdout.splitlines() == [f"{kind} {type(made).__name__} {values}" for kind in paths], done.stderr
