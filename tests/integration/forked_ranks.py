@@ -21,11 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ottava
 
-# What every rank would import for itself: FSDP's hooks, planners, kernels and recipes.
-for _name in ("torch._dynamo", "ottava.checkpoint.planners", "ottava.kernels.cpu"):
-    importlib.import_module(_name)
-for _spec in ottava.list_recipes():
-    ottava.get_recipe(_spec.name)
+
+def import_all() -> None:
+    """What every rank would import for itself: FSDP's hooks, planners, kernels and recipes."""
+    for name in ("torch._dynamo", "ottava.checkpoint.planners", "ottava.kernels.cpu"):
+        importlib.import_module(name)
+    for spec in ottava.list_recipes():
+        ottava.get_recipe(spec.name)
 
 
 def _run(job: Callable[[DeviceMesh], Any], rank: int, world: int, store: Path) -> None:
@@ -42,6 +44,23 @@ def _run(job: Callable[[DeviceMesh], Any], rank: int, world: int, store: Path) -
     sys.stderr.flush()
     # Without the interpreter's finalization, which gloo's threads can abort (a group that is still referenced).
     os._exit(code)
+
+
+def alone(job: Callable[[], Any], folder: Path) -> None:
+    """Run ``job()`` in a fork without a process group, so that this process starts no threads."""
+    log = folder / "log-alone"
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            warnings.simplefilter("ignore")
+            job()
+            code = 0
+        except BaseException:
+            log.write_text(traceback.format_exc())
+        os._exit(code)
+    if os.waitpid(pid, 0)[1]:
+        raise AssertionError(log.read_text() if log.exists() else "killed")
 
 
 class Ranks:
@@ -71,6 +90,10 @@ class Ranks:
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"log-{self.number}-{rank}"
+
+    def printed(self, rank: int) -> str:
+        """What a rank has printed, and its errors."""
+        return self._log(rank).read_text()
 
     def poll(self) -> None:
         """Note the ranks that have ended, and how."""
@@ -110,7 +133,6 @@ class Ranks:
         self.end(1)
         if any(self.codes.values()):
             printed = (
-                f"rank {rank}, exit code {code}:\n{self._log(rank).read_text()[-4000:]}"
-                for rank, code in self.codes.items()
+                f"rank {rank}, exit code {code}:\n{self.printed(rank)[-4000:]}" for rank, code in self.codes.items()
             )
             raise AssertionError("\n".join(printed))

@@ -12,8 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_training import RECIPES, Counted, Net, batches, both, compare, full_state, made, recipe_of, sharded, train
-from sharded_weights_cases import E4M3, OneScaleQuantizer, RowAmaxQuantizer, RowQuantizer
+from fsdp_training import (
+    GROUPS,
+    RECIPES,
+    Counted,
+    Net,
+    batches,
+    both,
+    compare,
+    full_state,
+    made,
+    recipe_of,
+    sharded,
+    train,
+)
+from random_weights import E4M3, OneScaleQuantizer, RowAmaxQuantizer, RowQuantizer
+from sampling import each, pairs, some
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -26,82 +40,84 @@ from ottava_current import Float8CurrentScalingQuantizer
 
 
 def meta_device(mesh: Any) -> None:
-    for recipe in RECIPES:
-        for hidden in (64, 33):
-            with torch.device("meta"):
-                net = Net(hidden).bfloat16()
-            net = sharded(gather_quantized(ottava.convert(net, recipe_of(recipe))), mesh)
-            assert all(p.is_meta for p in net.parameters())
-            net.to_empty(device="cpu")
-            for module in net.modules():
-                if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
-            for name, value in full_state(net).items():
-                assert not value.is_meta, name
-                if name.endswith("first.weight"):
-                    assert 0.9 / 8 < value.float().abs().max() <= 1 / 8, (recipe, name)
-                if name.endswith("recipe_state.scale"):
-                    assert torch.equal(value, torch.ones(3)), name
-            alone = made(recipe, gathered=False, hidden=hidden)
-            set_model_state_dict(net, alone.state_dict(), options=StateDictOptions(full_state_dict=True))
-            assert train(net) == train(alone), (recipe, hidden)
-            compare(alone, net, f"meta {recipe}")
+    for recipe, hidden in each(RECIPES, (64, 33)):
+        with torch.device("meta"):
+            net = Net(hidden).bfloat16()
+        net = sharded(gather_quantized(ottava.convert(net, recipe_of(recipe))), mesh)
+        assert all(p.is_meta for p in net.parameters())
+        net.to_empty(device="cpu")
+        for module in net.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for name, value in full_state(net).items():
+            assert not value.is_meta, name
+            if name.endswith("first.weight"):
+                assert 0.9 / 8 < value.float().abs().max() <= 1 / 8, (recipe, name)
+            if name.endswith("recipe_state.scale"):
+                assert torch.equal(value, torch.ones(3)), name
+        alone = made(recipe, gathered=False, hidden=hidden)
+        set_model_state_dict(net, alone.state_dict(), options=StateDictOptions(full_state_dict=True))
+        assert train(net) == train(alone), (recipe, hidden)
+        compare(alone, net, f"meta {recipe}")
+
+
+#: How a model takes a state back.
+WAYS = ("load_state_dict", "dcp", "full")
 
 
 def saving(mesh: Any) -> None:
     """Checkpoints hold plain values, and a model goes on from them as if it had not been interrupted."""
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
-    for recipe in RECIPES:
-        for hidden in (64, 33):
-            shards = sharded(made(recipe, gathered=True, hidden=hidden), mesh)
-            train(shards, 2)
-            whole = full_state(shards)
-            expected = copy.deepcopy(shards.state_dict())
-            alone = made(recipe, gathered=False, hidden=hidden)
-            alone.load_state_dict(whole)
-            # A file of this rank's shards, read as anyone would.
-            local = {n: v.to_local() if hasattr(v, "to_local") else v for n, v in shards.state_dict().items()}
-            path = os.path.join(folder[0], f"{recipe}{hidden}.{dist.get_rank()}")
-            torch.save(local, path)
-            for name, value in torch.load(path, weights_only=True).items():
-                assert type(value) is torch.Tensor, (name, type(value))
-                held = local[name]
-                held = held.high_precision() if hasattr(held, "high_precision") else held
-                assert torch.equal(value, held), name
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            for name, value in get_model_state_dict(shards, options=options).items():
-                assert type(value) is torch.Tensor, (name, type(value))
-                assert torch.equal(value, whole[name]), name
-            dcp.save({"model": shards.state_dict()}, checkpoint_id=path[:-2] + "dcp")
-            # Back into another model of the kind, in three ways.
-            for way in ("load_state_dict", "dcp", "full"):
-                other = made(recipe, gathered=True, hidden=hidden)
-                with torch.no_grad():
-                    for parameter in other.parameters():
-                        parameter.zero_()
-                sharded(other, mesh)
-                if way == "load_state_dict":
-                    other.load_state_dict(expected)
-                elif way == "dcp":
-                    state = {"model": other.state_dict()}
-                    dcp.load(state, checkpoint_id=path[:-2] + "dcp")
-                    other.load_state_dict(state["model"])
-                else:
-                    set_model_state_dict(other, dict(whole), options=StateDictOptions(full_state_dict=True))
-                for name, value in full_state(other).items():
-                    # Of plain tensors that differ, here the counts of each rank, torch saves one rank's.
-                    assert name.endswith("saturated") or torch.equal(value, whole[name]), (way, name)
-                reference = made(recipe, gathered=False, hidden=hidden)
-                reference.load_state_dict(whole)
-                assert train(other, 3) == train(reference, 3), (recipe, hidden, way)
-                compare(reference, other, f"{recipe} {way}")
-            # Into a model that is not sharded, by DCP.
-            lone = made(recipe, gathered=False, hidden=hidden)
-            state = {"model": lone.state_dict()}
-            dcp.load(state, checkpoint_id=path[:-2] + "dcp")
-            for name, value in lone.state_dict().items():
-                assert name.endswith("saturated") or torch.equal(value, whole[name]), name
+    for place, (recipe, hidden) in enumerate(each(RECIPES, (64, 33))):
+        shards = sharded(made(recipe, gathered=True, hidden=hidden), mesh)
+        train(shards, 2)
+        whole = full_state(shards)
+        expected = copy.deepcopy(shards.state_dict())
+        alone = made(recipe, gathered=False, hidden=hidden)
+        alone.load_state_dict(whole)
+        # A file of this rank's shards, read as anyone would.
+        local = {n: v.to_local() if hasattr(v, "to_local") else v for n, v in shards.state_dict().items()}
+        path = os.path.join(folder[0], f"{recipe}{hidden}.{dist.get_rank()}")
+        torch.save(local, path)
+        for name, value in torch.load(path, weights_only=True).items():
+            assert type(value) is torch.Tensor, (name, type(value))
+            held = local[name]
+            held = held.high_precision() if hasattr(held, "high_precision") else held
+            assert torch.equal(value, held), name
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        for name, value in get_model_state_dict(shards, options=options).items():
+            assert type(value) is torch.Tensor, (name, type(value))
+            assert torch.equal(value, whole[name]), name
+        dcp.save({"model": shards.state_dict()}, checkpoint_id=path[:-2] + "dcp")
+        # Back into another model of the kind, in three ways.
+        for way in some(WAYS[place % 3 : place % 3 + 1], WAYS):
+            other = made(recipe, gathered=True, hidden=hidden)
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.zero_()
+            sharded(other, mesh)
+            if way == "load_state_dict":
+                other.load_state_dict(expected)
+            elif way == "dcp":
+                state = {"model": other.state_dict()}
+                dcp.load(state, checkpoint_id=path[:-2] + "dcp")
+                other.load_state_dict(state["model"])
+            else:
+                set_model_state_dict(other, dict(whole), options=StateDictOptions(full_state_dict=True))
+            for name, value in full_state(other).items():
+                # Of plain tensors that differ, here the counts of each rank, torch saves one rank's.
+                assert name.endswith("saturated") or torch.equal(value, whole[name]), (way, name)
+            reference = made(recipe, gathered=False, hidden=hidden)
+            reference.load_state_dict(whole)
+            assert train(other, 3) == train(reference, 3), (recipe, hidden, way)
+            compare(reference, other, f"{recipe} {way}")
+        # Into a model that is not sharded, by DCP.
+        lone = made(recipe, gathered=False, hidden=hidden)
+        state = {"model": lone.state_dict()}
+        dcp.load(state, checkpoint_id=path[:-2] + "dcp")
+        for name, value in lone.state_dict().items():
+            assert name.endswith("saturated") or torch.equal(value, whole[name]), name
 
 
 def copying(mesh: Any) -> None:
@@ -135,26 +151,23 @@ class ThirdParty(ottava.Recipe):
 
 def third_party(mesh: Any) -> None:
     """Those that say nothing about shards are gathered in high precision, the others as bytes."""
-    for make, size in ((RowQuantizer, 2), (OneScaleQuantizer, 2), (RowAmaxQuantizer, 1)):
-        for groups in ("layers", "root"):
-            for hidden in (64, 33, 1):
-                recipe = ThirdParty(make)
-                with Counted() as counted:
-                    both(mesh, recipe, "third party", groups=groups, hidden=hidden)
-                world = dist.get_world_size()
-                for whole, handed in counted.handed:
-                    if hidden == 64:
-                        # A float32 scale for each row of 64.
-                        assert handed * world == whole * size + (whole // 64 * 4 if size == 1 else 0), (make, handed)
+    kinds = ((RowQuantizer, 2), (OneScaleQuantizer, 2), (RowAmaxQuantizer, 1))
+    for (make, size), groups, hidden in pairs(kinds, GROUPS, (64, 33, 1)):
+        recipe = ThirdParty(make)
+        with Counted() as counted:
+            both(mesh, recipe, "third party", groups=groups, hidden=hidden)
+        world = dist.get_world_size()
+        for whole, handed in counted.handed:
+            if hidden == 64:
+                # A float32 scale for each row of 64.
+                assert handed * world == whole * size + (whole // 64 * 4 if size == 1 else 0), (make, handed)
 
 
 def hybrid(mesh: Any) -> None:
     """Replicas of shards."""
     both_ways = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
-    for recipe in RECIPES:
-        for hidden in (64, 33):
-            both(both_ways, recipe, "hybrid", hidden=hidden)
-            both(both_ways, recipe, "hybrid", hidden=hidden, groups="root")
+    for recipe, hidden, groups in pairs(RECIPES, (64, 33), GROUPS):
+        both(both_ways, recipe, "hybrid", hidden=hidden, groups=groups)
 
 
 def primary(recipe: str, hidden: int = 64) -> torch.nn.Module:
@@ -172,22 +185,21 @@ def primary(recipe: str, hidden: int = 64) -> torch.nn.Module:
 
 def fp8_primary(mesh: Any) -> None:
     """Weights in FP8 only, next to norms and biases in one group; an optimizer's fused operation reduces once."""
-    for recipe in RECIPES:
-        for hidden in (64, 33) if recipe != "mxfp8" else (64,):
-            for groups in ("layers", "root"):
-                if recipe == "mxfp8" and dist.get_world_size() > 2:
-                    continue
-                alone, shards = primary(recipe, hidden), sharded(primary(recipe, hidden), mesh, groups)
-                expected = train(alone, optimizer=torch.optim.SGD(alone.parameters(), lr=0.5, foreach=True))
-                seen = train(shards, optimizer=torch.optim.SGD(shards.parameters(), lr=0.5, foreach=True))
-                assert seen == expected, (recipe, hidden, groups, seen, expected)
-                compare(alone, shards, f"primary {recipe} {hidden} {groups}")
-                x, y = next(batches(1))
-                optimizer = torch.optim.SGD(shards.parameters(), lr=0.5, foreach=True)
-                torch.nn.functional.mse_loss(shards(x), y).backward()
-                with Counted() as counted:
-                    optimizer.step()
-                assert counted.reductions == (0 if recipe == "mxfp8" else 1), (recipe, counted.reductions)
+    kinds = (("current", 64), ("current", 33), ("delayed", 33), ("delayed", 64), ("mxfp8", 64))
+    for (recipe, hidden), groups in each(kinds, GROUPS):
+        if recipe == "mxfp8" and dist.get_world_size() > 2:
+            continue
+        alone, shards = primary(recipe, hidden), sharded(primary(recipe, hidden), mesh, groups)
+        expected = train(alone, optimizer=torch.optim.SGD(alone.parameters(), lr=0.5, foreach=True))
+        seen = train(shards, optimizer=torch.optim.SGD(shards.parameters(), lr=0.5, foreach=True))
+        assert seen == expected, (recipe, hidden, groups, seen, expected)
+        compare(alone, shards, f"primary {recipe} {hidden} {groups}")
+        x, y = next(batches(1))
+        optimizer = torch.optim.SGD(shards.parameters(), lr=0.5, foreach=True)
+        torch.nn.functional.mse_loss(shards(x), y).backward()
+        with Counted() as counted:
+            optimizer.step()
+        assert counted.reductions == (0 if recipe == "mxfp8" else 1), (recipe, counted.reductions)
 
 
 def sharded_masters(mesh: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_training import (
+    FLAGS,
+    GROUPS,
     RECIPES,
     Between,
     Counted,
@@ -24,6 +27,7 @@ from fsdp_training import (
     sharded,
     train,
 )
+from sampling import each, pairs, some
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -34,97 +38,94 @@ from ottava.errors import UsageError
 
 
 def training(mesh: Any) -> None:
-    for recipe in RECIPES:
-        for groups in ("layers", "root"):
-            for reshard in (True, False):
-                both(mesh, recipe, "training", groups=groups, reshard_after_forward=reshard)
-        both(mesh, recipe, "uneven rows", hidden=33)
-        both(mesh, recipe, "uneven rows", hidden=33, groups="root")
-        both(mesh, recipe, "empty shards", hidden=1)
-        both(mesh, recipe, "blocks are cut", hidden=40)
+    for recipe, groups, reshard in pairs(RECIPES, GROUPS, FLAGS):
+        both(mesh, recipe, "training", groups=groups, reshard_after_forward=reshard)
+
+
+def uneven_rows(mesh: Any) -> None:
+    """Empty shards, and blocks that are cut, too."""
+    rows = ((33, "layers"), (33, "root"), (1, "layers"), (40, "layers"))
+    for recipe, (hidden, groups) in itertools.product(RECIPES, rows):
+        both(mesh, recipe, "rows", hidden=hidden, groups=groups)
 
 
 def world_of_one(mesh: Any) -> None:
     own = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ranks", "own"))["own"]
-    for recipe in RECIPES:
-        for reshard in (True, False):
-            both(own, recipe, "a world of one", hidden=33, reshard_after_forward=reshard)
+    for recipe, reshard in each(RECIPES, FLAGS):
+        both(own, recipe, "a world of one", hidden=33, reshard_after_forward=reshard)
 
 
 def collectives(mesh: Any) -> None:
     """One all-reduce for each group and forward pass, none in the backward; a byte an element."""
     world = dist.get_world_size()
-    for recipe in RECIPES:
-        for groups, number in (("layers", 3), ("root", 1)):
-            net = sharded(made(recipe, gathered=True), mesh, groups, reshard_after_forward=True)
-            for x, y in batches(3):
-                with Counted() as forward:
-                    loss = torch.nn.functional.mse_loss(net(x), y)
-                with Counted() as backward:
-                    loss.backward()
-                # Delayed scaling reduces at the beginning of each step too; blocks within shards need nothing.
-                blocks = recipe == "mxfp8" and (64 // world) % 32 == 0
-                expected = 0 if recipe == "mxfp8" else number
-                assert forward.reductions == expected + (recipe == "delayed"), (recipe, groups, forward.reductions)
-                # What does not need one for its scales needs none in the backward.
-                assert backward.reductions == 0, (recipe, groups, backward.reductions)
-                for whole, handed in forward.handed + backward.handed:
-                    if recipe != "mxfp8":
-                        assert handed * world == whole, (recipe, whole, handed)
-                    elif blocks:
-                        assert handed * world == whole * 33 // 32, (whole, handed)
+    for recipe, (groups, number) in pairs(RECIPES, (("layers", 3), ("root", 1))):
+        net = sharded(made(recipe, gathered=True), mesh, groups, reshard_after_forward=True)
+        for x, y in batches(3):
+            with Counted() as forward:
+                loss = torch.nn.functional.mse_loss(net(x), y)
+            with Counted() as backward:
+                loss.backward()
+            # Delayed scaling reduces at the beginning of each step too; blocks within shards need nothing.
+            blocks = recipe == "mxfp8" and (64 // world) % 32 == 0
+            expected = 0 if recipe == "mxfp8" else number
+            assert forward.reductions == expected + (recipe == "delayed"), (recipe, groups, forward.reductions)
+            # What does not need one for its scales needs none in the backward.
+            assert backward.reductions == 0, (recipe, groups, backward.reductions)
+            for whole, handed in forward.handed + backward.handed:
+                if recipe != "mxfp8":
+                    assert handed * world == whole, (recipe, whole, handed)
+                elif blocks:
+                    assert handed * world == whole * 33 // 32, (whole, handed)
 
 
 def mixed_precision(mesh: Any) -> None:
     """Float32 parameters, cast to bfloat16 before they are quantized."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for recipe in RECIPES:
-        for hidden, groups in ((64, "layers"), (33, "root")):
-            shards = sharded(
-                made(recipe, gathered=True, hidden=hidden, dtype=torch.float32), mesh, groups, mp_policy=policy
-            )
-            masters = made(recipe, gathered=False, hidden=hidden, dtype=torch.float32)
-            narrow = copy.deepcopy(masters).to(torch.bfloat16)
-            optimizer = torch.optim.AdamW(masters.parameters(), lr=0.02)
-            expected = []
-            for x, y in batches(3):
-                with torch.no_grad():
-                    for own, master in zip(narrow.parameters(), masters.parameters(), strict=True):
-                        own.copy_(master)
-                loss = torch.nn.functional.mse_loss(narrow(x).float(), y.float())
-                loss.backward()
+    for recipe, (hidden, groups) in pairs(RECIPES, ((64, "layers"), (33, "root"))):
+        shards = sharded(
+            made(recipe, gathered=True, hidden=hidden, dtype=torch.float32), mesh, groups, mp_policy=policy
+        )
+        masters = made(recipe, gathered=False, hidden=hidden, dtype=torch.float32)
+        narrow = copy.deepcopy(masters).to(torch.bfloat16)
+        optimizer = torch.optim.AdamW(masters.parameters(), lr=0.02)
+        expected = []
+        for x, y in batches(3):
+            with torch.no_grad():
                 for own, master in zip(narrow.parameters(), masters.parameters(), strict=True):
-                    master.grad, own.grad = own.grad.float(), None
-                optimizer.step()
-                expected.append(loss.item())
-            seen = []
-            wide = torch.optim.AdamW(shards.parameters(), lr=0.02)
-            for x, y in batches(3):
-                loss = torch.nn.functional.mse_loss(shards(x.float()).float(), y.float())
-                loss.backward()
-                wide.step()
-                wide.zero_grad()
-                seen.append(loss.item())
-            assert seen == expected, (recipe, hidden, seen, expected)
-            for (name, a), b in zip(masters.named_parameters(), shards.parameters(), strict=True):
-                assert b.dtype == torch.float32, name
-                assert torch.equal(a, plain(b)), (recipe, name)
-            for name, value in shards.state_dict().items():
-                if "recipe_state" in name and not name.endswith("saturated"):
-                    assert torch.equal(value, narrow.state_dict()[name]), (recipe, hidden, name)
+                    own.copy_(master)
+            loss = torch.nn.functional.mse_loss(narrow(x).float(), y.float())
+            loss.backward()
+            for own, master in zip(narrow.parameters(), masters.parameters(), strict=True):
+                master.grad, own.grad = own.grad.float(), None
+            optimizer.step()
+            expected.append(loss.item())
+        seen = []
+        wide = torch.optim.AdamW(shards.parameters(), lr=0.02)
+        for x, y in batches(3):
+            loss = torch.nn.functional.mse_loss(shards(x.float()).float(), y.float())
+            loss.backward()
+            wide.step()
+            wide.zero_grad()
+            seen.append(loss.item())
+        assert seen == expected, (recipe, hidden, seen, expected)
+        for (name, a), b in zip(masters.named_parameters(), shards.parameters(), strict=True):
+            assert b.dtype == torch.float32, name
+            assert torch.equal(a, plain(b)), (recipe, name)
+        for name, value in shards.state_dict().items():
+            if "recipe_state" in name and not name.endswith("saturated"):
+                assert torch.equal(value, narrow.state_dict()[name]), (recipe, hidden, name)
 
 
 def compiled(mesh: Any) -> None:
-    for recipe in RECIPES:
-        for groups in ("layers", "root"):
-            alone, shards = (made(recipe, gathered=False) for _ in range(2))
-            # A graph of both passes is traced around what the first of them gathers.
-            gather_quantized(shards, recomputes=recipe == "mxfp8")
-            sharded(shards, mesh, groups)
-            torch._dynamo.reset()
-            run = torch.compile(shards, backend="aot_eager")
-            assert train(shards, run=run) == train(alone), (recipe, groups)
-            compare(alone, shards, f"compiled {recipe} {groups}")
+    for recipe, groups in each(some(RECIPES[1:], RECIPES), GROUPS):
+        alone, shards = (made(recipe, gathered=False) for _ in range(2))
+        # A graph of both passes is traced around what the first of them gathers.
+        gather_quantized(shards, recomputes=recipe == "mxfp8")
+        sharded(shards, mesh, groups)
+        torch._dynamo.reset()
+        run = torch.compile(shards, backend="aot_eager")
+        assert train(shards, run=run) == train(alone), (recipe, groups)
+        compare(alone, shards, f"compiled {recipe} {groups}")
 
 
 def clipped(net: torch.nn.Module, count: int, change: Between) -> list[float]:
@@ -184,15 +185,12 @@ def accumulating(way: str) -> Callable[..., list[float]]:
 
 
 def accumulation(mesh: Any) -> None:
-    for recipe in RECIPES:
-        for groups in ("layers", "root"):
-            for way in ("plain", "sync", "region", "sync region"):
-                for reshard in (True, False):
-                    both(
-                        mesh, recipe, way, groups=groups, loop=accumulating(way), count=2, reshard_after_forward=reshard
-                    )
-            # The weights of the first microbatch serve the second: in one region, where scales do not change.
-            both(mesh, recipe, "keep", groups=groups, loop=accumulating("sync keep region"), count=2)
+    ways = ("plain", "sync", "region", "sync region")
+    for recipe, groups, way, reshard in pairs(RECIPES, GROUPS, ways, FLAGS):
+        both(mesh, recipe, way, groups=groups, loop=accumulating(way), count=2, reshard_after_forward=reshard)
+    for recipe, groups in each(RECIPES, GROUPS):
+        # The weights of the first microbatch serve the second: in one region, where scales do not change.
+        both(mesh, recipe, "keep", groups=groups, loop=accumulating("sync keep region"), count=2)
 
 
 def unsharding(net: torch.nn.Module, count: int, change: Between) -> list[float]:
@@ -214,17 +212,16 @@ def unsharding(net: torch.nn.Module, count: int, change: Between) -> list[float]
 
 
 def explicit(mesh: Any) -> None:
-    for recipe in RECIPES:
-        for groups in ("layers", "root"):
-            both(mesh, recipe, "unshard", groups=groups, loop=unsharding)
+    for recipe, groups in each(RECIPES, GROUPS):
+        both(mesh, recipe, "unshard", groups=groups, loop=unsharding)
 
-        def prefetch(net: Any) -> None:
-            net.set_modules_to_forward_prefetch([net.first, net.second])
-            net.first.set_modules_to_forward_prefetch([net.second])
-            net.second.set_modules_to_backward_prefetch([net.first])
+    def prefetch(net: Any) -> None:
+        net.set_modules_to_forward_prefetch([net.first, net.second])
+        net.first.set_modules_to_forward_prefetch([net.second])
+        net.second.set_modules_to_backward_prefetch([net.first])
 
-        for reshard in (True, False):
-            both(mesh, recipe, "prefetch", prepare_sharded=prefetch, reshard_after_forward=reshard)
+    for recipe, reshard in each(RECIPES, FLAGS):
+        both(mesh, recipe, "prefetch", prepare_sharded=prefetch, reshard_after_forward=reshard)
 
 
 def evaluation(mesh: Any) -> None:
@@ -244,13 +241,10 @@ def evaluation(mesh: Any) -> None:
 
         return between
 
-    for recipe in ("current", "delayed"):
-        for training, grad in ((False, False), (True, False), (False, True), (True, True)):
-            for groups in ("layers", "root"):
-                for reshard in (True, False):
-                    what = f"training={training} grad={grad}"
-                    change = run(training, grad)
-                    both(mesh, recipe, what, groups=groups, change=change, count=4, reshard_after_forward=reshard)
+    modes = tuple(itertools.product(FLAGS, FLAGS))
+    for recipe, (training, grad), groups, reshard in pairs(("current", "delayed"), modes, GROUPS, FLAGS):
+        what, change = f"training={training} grad={grad}", run(training, grad)
+        both(mesh, recipe, what, groups=groups, change=change, count=4, reshard_after_forward=reshard)
 
 
 class Recomputed(Net):
@@ -271,25 +265,21 @@ class Reentrant(Recomputed):
 
 
 def recomputation(mesh: Any) -> None:
-    for recipe in RECIPES:
-        for groups in ("layers", "root"):
-            for make in (Recomputed, Reentrant):
-                for reshard in (True, False):
-                    # Blocks along rows and along columns are not gathered for one backward pass.
-                    limit = recipe == "mxfp8" and reshard and (64 // dist.get_world_size()) % 32 == 0
-                    with pytest.raises(UsageError, match="no rowwise data") if limit else contextlib.nullcontext():
-                        both(mesh, recipe, make.__name__, groups=groups, make=make, reshard_after_forward=reshard)
+    for recipe, groups, make, reshard in pairs(RECIPES, GROUPS, (Recomputed, Reentrant), FLAGS):
+        # Blocks along rows and along columns are not gathered for one backward pass.
+        limit = recipe == "mxfp8" and reshard and (64 // dist.get_world_size()) % 32 == 0
+        with pytest.raises(UsageError, match="no rowwise data") if limit else contextlib.nullcontext():
+            both(mesh, recipe, make.__name__, groups=groups, make=make, reshard_after_forward=reshard)
 
 
 def recomputed_in_blocks(mesh: Any) -> None:
     """Told of the recomputation, a gather brings what both passes need."""
-    for groups in ("layers", "root"):
-        for make in (Recomputed, Reentrant):
-            alone, shards = (made("mxfp8", gathered=False, make=make) for _ in range(2))
-            expected = train(alone)
-            sharded(gather_quantized(shards, recomputes=True), mesh, groups, reshard_after_forward=True)
-            assert train(shards) == expected, (groups, make)
-            compare(alone, shards, f"{groups} {make}")
+    for groups, make in each(GROUPS, (Recomputed, Reentrant)):
+        alone, shards = (made("mxfp8", gathered=False, make=make) for _ in range(2))
+        expected = train(alone)
+        sharded(gather_quantized(shards, recomputes=True), mesh, groups, reshard_after_forward=True)
+        assert train(shards) == expected, (groups, make)
+        compare(alone, shards, f"{groups} {make}")
 
 
 def unusual(kind: str) -> Callable[..., list[float]]:
@@ -322,12 +312,11 @@ def unusual(kind: str) -> Callable[..., list[float]]:
 
 
 def unusual_loops(mesh: Any) -> None:
-    for recipe in RECIPES:
-        for kind in ("two backward passes", "optimizer in backward", "written through .data"):
-            for groups in ("layers", "root"):
-                both(mesh, recipe, kind, groups=groups, loop=unusual(kind))
-        if recipe != "mxfp8":
-            both(mesh, recipe, "toggled", loop=unusual("toggled"))
+    kinds = ("two backward passes", "optimizer in backward", "written through .data")
+    for recipe, kind, groups in pairs(RECIPES, kinds, GROUPS):
+        both(mesh, recipe, kind, groups=groups, loop=unusual(kind))
+    for recipe in ("current", "delayed"):
+        both(mesh, recipe, "toggled", loop=unusual("toggled"))
 
 
 def under_torch_autocast(mesh: Any) -> None:
@@ -353,10 +342,8 @@ def frozen(mesh: Any) -> None:
     def freeze(name: str) -> Callable[[torch.nn.Module], None]:
         return lambda net: [p.requires_grad_(name not in n) for n, p in net.named_parameters()] and None
 
-    for recipe in RECIPES:
-        for name in ("first.weight", "second", "last.weight", "weight"):
-            for groups in ("layers", "root"):
-                both(mesh, recipe, f"frozen {name}", groups=groups, prepare=freeze(name))
+    for recipe, name, groups in pairs(RECIPES, ("first.weight", "second", "last.weight", "weight"), GROUPS):
+        both(mesh, recipe, f"frozen {name}", groups=groups, prepare=freeze(name))
 
 
 class Tied(torch.nn.Module):
@@ -386,7 +373,6 @@ class TiedLinears(torch.nn.Module):
 
 
 def tied(mesh: Any) -> None:
-    for recipe in RECIPES:
-        for reshard in (True, False):
-            both(mesh, recipe, "embedding and head", make=Tied, reshard_after_forward=reshard)
-            both(mesh, recipe, "two linears", make=TiedLinears, groups="root", reshard_after_forward=reshard)
+    for recipe, reshard in each(RECIPES, FLAGS):
+        both(mesh, recipe, "embedding and head", make=Tied, reshard_after_forward=reshard)
+        both(mesh, recipe, "two linears", make=TiedLinears, groups="root", reshard_after_forward=reshard)

@@ -1,4 +1,4 @@
-"""What the cases of fsdp_features_worker.py share: a model, its training alone and sharded, and comparing the two.
+"""What the cases of models under FSDP2 share: a model, its training alone and sharded, and comparing the two.
 
 All ranks see the same batch, so that the mean of their gradients is exactly the gradient of one process.
 """
@@ -18,6 +18,9 @@ from ottava.tensors import QuantizedTensor
 from ottava_delayed import DelayedScaling
 
 RECIPES = ("current", "delayed", "mxfp8")
+#: See `sharded`.
+GROUPS = ("layers", "root")
+FLAGS = (True, False)
 Between = Callable[[torch.nn.Module, int], None]
 
 

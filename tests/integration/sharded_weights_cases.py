@@ -1,226 +1,351 @@
-"""What test_sharded_weights.py and its worker share: quantizers of third parties, random weights, and two oracles."""
+"""Random shards of master weights, of every recipe and three of third parties, are cast as the whole weights."""
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from random_weights import Weight, scalar_bytes, weights
+from sampling import some
 
-from ottava import QuantizedTensor, Quantizer
-from ottava.tensors import Float8Tensor, InnerTensor, ShardOutput
-from ottava_current import Float8CurrentScalingQuantizer
-from ottava_delayed import Float8Quantizer
-from ottava_mxfp8 import MXFP8Quantizer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-
-import mx_oracle
-import oracle
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SPECIAL = (
-    *(math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-40, -1e-45, 3e38, -3.4028234663852886e38),
-    # What a rounding to float16 or bfloat16 makes infinite, or not quite.
-    *(65519.0, 65520.0, -3.3961775292304957e38, 3.39e38, 448.0, 464.0, 57344.0, 2.0**-9, 2.0**-10),
+from ottava.distributed import (
+    MasterWeights,
+    cast_master_weights_to_fp8,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
 )
+from ottava.tensors import columnwise_layout
+
+# Python's oracle is slow.
+SMALL = 400
 
 
-class RowTensor(QuantizedTensor):
-    """E4M3 codes and a scale for each row."""
+class Counted:
+    """Counts the all-reduces of a block."""
 
-    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
-        InnerTensor("_data", "data", gather=True),
-        InnerTensor("_scale_inv", "scale_inv", gather=True),
-    )
+    def __enter__(self) -> Counted:
+        self.count, self.original = 0, dist.all_reduce
 
-    @staticmethod
-    def __new__(
-        cls, *, data: torch.Tensor, scale_inv: Any, dtype: Any, shape: Any = None, quantizer: Any = None, **rest: Any
-    ) -> RowTensor:
-        made: RowTensor = torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device, **rest
-        )
-        return made
+        def all_reduce(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return self.original(*args, **kwargs)
 
-    def __init__(
-        self, *, data: Any, scale_inv: Any, dtype: Any, shape: Any = None, quantizer: Any = None, **rest: Any
-    ) -> None:
-        self._data, self._scale_inv, self._quantizer = data, scale_inv, quantizer
+        dist.all_reduce = all_reduce
+        return self
 
-    def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
-        return (self._data.view(E4M3).to(torch.float32) * self._scale_inv).to(dtype)
+    def __exit__(self, *error: object) -> None:
+        dist.all_reduce = self.original
 
 
-def row_codes(values: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scale_inv, whose number of dimensions is that of ``amax``."""
-    scale_inv = amax.nan_to_num(0, 1e30).clamp(min=1e-12, max=1e30) / 448.0
-    codes = (values.to(torch.float32) / scale_inv).nan_to_num(0.0).clamp(-448.0, 448.0).to(E4M3)
-    return codes.view(torch.uint8), scale_inv
+def ranks() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def row_amax(values: torch.Tensor) -> torch.Tensor:
-    magnitudes = values.to(torch.float32).abs().nan_to_num(0.0, posinf=1e30)
-    if values.dim() == 0:
-        return magnitudes
-    if not values.shape[-1]:
-        return magnitudes.new_zeros(*values.shape[:-1], 1)
-    return magnitudes.amax(-1, keepdim=True)
+def together(error: str) -> None:
+    """Fail on all ranks if one did, so that they go on in step."""
+    errors: list[Any] = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    assert not any(errors), next(e for e in errors if e)
 
 
-class RowQuantizer(Quantizer):
-    """Says nothing about shards."""
-
-    custom = True
-
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> RowTensor:
-        codes, scale_inv = row_codes(tensor, row_amax(tensor))
-        return RowTensor(data=codes, scale_inv=scale_inv, dtype=dtype, quantizer=self)
-
-    def make_empty(self, shape: Sequence[int], *, dtype: Any = torch.float32, device: Any = None, **rest: Any) -> Any:
-        shape, place = self.check_empty(shape, dtype, device, rest.get("requires_grad", False))
-        return self.quantize_impl(torch.zeros(shape, dtype=dtype, device=place), dtype)
+def raw(weight: Any) -> list[str]:
+    return [inner.attribute for inner in weight.raw_inner()]
 
 
-class RowAmaxQuantizer(RowQuantizer):
-    """Reduces one number for each row."""
-
-    def shard_amaxes(self, shard: torch.Tensor, weight: Any, start_offset: int) -> torch.Tensor:
-        length = weight.shape[-1] if len(weight.shape) else 1
-        rows = math.prod(weight.shape[:-1])
-        amaxes = torch.zeros(rows)
-        for row in range(rows if length else 0):
-            first, last = row * length - start_offset, (row + 1) * length - start_offset
-            own = shard[max(first, 0) : max(last, 0)]
-            if own.numel():
-                amaxes[row] = row_amax(own).reshape(())
-        return amaxes
-
-    def cast_shard(
-        self, shard: torch.Tensor, weight: Any, start_offset: int, amaxes: torch.Tensor, out: ShardOutput
-    ) -> None:
-        length = weight.shape[-1] if len(weight.shape) else 1
-        whole = amaxes.reshape(*weight.shape[:-1], 1) if len(weight.shape) else amaxes.reshape(())
-        of_each = whole.reshape(-1, 1).expand(-1, length).reshape(-1)
-        codes, _ = row_codes(shard, of_each[start_offset : start_offset + shard.numel()])
-        out.codes[0].copy_(codes)
-        _, scale_inv = row_codes(torch.zeros_like(whole), whole)
-        out.write_inner(RowTensor.inner_tensors[1], scale_inv)
-        out.written()
-
-
-class OneScaleQuantizer(Quantizer):
-    """A scale for the tensor, by a rule of its own, and nothing said about shards."""
-
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Float8Tensor:
-        largest = row_amax(tensor.reshape(-1)).reshape(())
-        codes, scale_inv = row_codes(tensor, largest)
-        return Float8Tensor(data=codes, fp8_scale_inv=scale_inv, fp8_dtype=E4M3, dtype=dtype, quantizer=self)
-
-    def make_empty(self, shape: Sequence[int], *, dtype: Any = torch.float32, device: Any = None, **rest: Any) -> Any:
-        shape, place = self.check_empty(shape, dtype, device, rest.get("requires_grad", False))
-        return self.quantize_impl(torch.zeros(shape, dtype=dtype, device=place), dtype)
-
-
-Make = Callable[[], Quantizer]
-
-
-@dataclass
-class Weight:
-    """One weight of a case: the quantizer of the weight, one for the oracle with a state of its own, and the values."""
-
-    kind: str
-    quantizer: Any
-    oracle: Any
-    dtype: torch.dtype
-    master: torch.Tensor
-
-    @property
-    def expected(self) -> Any:
-        """Quantized at once, by the code for whole tensors."""
-        if not hasattr(self, "_expected"):
-            self._expected = self.oracle.quantize(self.master.to(self.dtype))
-        return self._expected
-
-
-def _delayed(fmt: torch.dtype, scale: float, amax: float | None, fits: bool) -> Float8Quantizer:
-    made = Float8Quantizer(
-        torch.tensor([scale]),
-        None if amax is None else torch.tensor([amax]),
-        fmt,
-        saturated=None if amax is None else torch.zeros(1, dtype=torch.int64),
-    )
-    made.fits = fits
+def filled(weight: Weight) -> Any:
+    """A weight that holds something else: every byte is 0x5A."""
+    made = weight.quantizer.make_empty(weight.master.shape, dtype=weight.dtype)
+    for inner in made.inner_tensors:
+        held = getattr(made, inner.attribute)
+        if held is not None:
+            held.fill_(0x5A)
+    made.mark_written()
     return made
 
 
-KINDS = ("current", "delayed", "mxfp8", "rows", "row_amaxes", "one_scale")
+def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert found.dtype == expected.dtype, what
+    assert found.shape == expected.shape, (what, found.shape, expected.shape)
+    if found.dtype == torch.float32:
+        found, expected = found.view(torch.int32), expected.view(torch.int32)
+    assert torch.equal(found, expected), (what, found, expected)
 
 
-@st.composite
-def weights(draw: st.DrawFn, options: dict[str, Any]) -> Weight:
-    kind = draw(st.sampled_from(KINDS))
-    fmt, dtype = draw(st.sampled_from((E4M3, E5M2))), draw(st.sampled_from(DTYPES))
-    make: Make = {
-        "current": lambda: Float8CurrentScalingQuantizer(fmt, **options),
-        "rows": RowQuantizer,
-        "row_amaxes": RowAmaxQuantizer,
-        "one_scale": OneScaleQuantizer,
-    }.get(kind, RowQuantizer)
-    if kind == "delayed":
-        scale = draw(st.sampled_from((1.0, 0.37, 448.0, 2.0**-20, 3.0e38)))
-        amax, fits = draw(st.sampled_from((None, 0.0, 2.5, 1e30))), draw(st.booleans())
-        make = lambda: _delayed(fmt, scale, amax, fits and amax is not None)  # noqa: E731
-    if kind == "mxfp8":
-        square, rounding = draw(st.booleans()), draw(st.sampled_from(("up", "floor")))
-        make = lambda: MXFP8Quantizer(fmt, with_2d_quantization=square, scale_rounding=rounding)  # noqa: E731
-    shape = draw(
-        st.one_of(
-            st.tuples(st.integers(0, 70), st.integers(0, 70)),
-            st.tuples(st.integers(1, 100), st.sampled_from((1, 31, 32, 33, 64))),
-            st.tuples(st.integers(0, 130)),
-            st.tuples(st.integers(0, 5), st.integers(0, 11), st.integers(0, 40)),
-            st.tuples(st.just(1), st.integers(0, 200)),
-            st.just(()),
+def check_whole(weight: Weight, made: Any, what: str) -> None:
+    """All bytes, all scales."""
+    for inner in made.inner_tensors:
+        held = getattr(made, inner.attribute)
+        if held is not None:
+            derived = made.is_derived(inner)
+            expected = weight.expected._data.movedim(-1, 0) if derived else getattr(weight.expected, inner.attribute)
+            same(held, expected, f"{what} {inner.attribute}")
+    codes = scalar_bytes(weight) if weight.master.numel() <= SMALL else None
+    for name, expected in (codes or {}).items():
+        if getattr(made, name) is not None:
+            assert getattr(made, name).reshape(-1).tolist() == expected, f"{what} {name}: the scalar oracle"
+
+
+def check_scales(weight: Weight, made: Any, what: str) -> None:
+    codes = raw(made)
+    for inner in made.inner_tensors:
+        held = getattr(made, inner.attribute)
+        if held is not None and inner.attribute not in codes and not made.is_derived(inner):
+            same(held, getattr(weight.expected, inner.attribute), f"{what} {inner.attribute}")
+
+
+def check_state(weight: Weight, what: str) -> None:
+    """What a quantizer with state has seen."""
+    _ = weight.expected
+    if weight.kind != "delayed" or weight.quantizer.amax is None:
+        return
+    same(weight.quantizer.amax, weight.oracle.amax, f"{what} amax")
+    same(weight.quantizer.scale, weight.oracle.scale, f"{what} scale")
+    clamped = weight.quantizer.saturated.clone()
+    if dist.is_initialized():
+        dist.all_reduce(clamped)
+    same(clamped, weight.oracle.saturated, f"{what} saturated")
+
+
+def cuts(data: Any, numel: int, world: int) -> list[range]:
+    """A partition of a weight: where each rank's shard lies; some are empty."""
+    ends = sorted(data.draw(st.lists(st.integers(0, numel), min_size=world - 1, max_size=world - 1)))
+    if data.draw(st.integers(0, 3)) == 0:
+        # All of it on one rank.
+        ends = [0] * data.draw(st.integers(0, world - 1))
+        ends += [numel] * (world - 1 - len(ends))
+    parts = [range(a, b) for a, b in zip([0, *ends], [*ends, numel], strict=True)]
+    return [parts[i] for i in data.draw(st.permutations(range(world)))]
+
+
+def pieces(
+    data: Any, batch: Sequence[Weight], parts: Sequence[Sequence[range]]
+) -> tuple[list[torch.Tensor | None], list[int | None]]:
+    """This rank's shards and offsets; drawn for all ranks, so that these stay in step."""
+    rank, world = ranks()
+    shards: list[torch.Tensor | None] = []
+    offsets: list[int | None] = []
+    for weight, places in zip(batch, parts, strict=True):
+        without = [data.draw(st.booleans()) for _ in range(world)]
+        strided = data.draw(st.booleans())
+        place = places[rank]
+        if not len(place) and without[rank]:
+            shards.append(None)
+            offsets.append(None)
+            continue
+        shard = weight.master.reshape(-1)[place.start : place.stop].clone()
+        shards.append(shard.repeat_interleave(2)[::2] if strided else shard)
+        offsets.append(place.start)
+    return shards, offsets
+
+
+def cast(data: Any, batch: Sequence[Weight], made: Sequence[Any], shards: Any, offsets: Any, **more: Any) -> None:
+    with Counted() as reductions:
+        if data.draw(st.booleans()):
+            quantize_master_weights(made, shards, offsets, **more)
+        else:
+            given_quantizers = data.draw(st.booleans())
+            quantizers = [weight.quantizer for weight in batch] if given_quantizers else None
+            cast_master_weights_to_fp8(made, shards, quantizers, start_offsets=offsets, **more)
+    assert reductions.count == (1 if ranks()[1] > 1 else 0), reductions.count
+
+
+def into_weights(data: Any, batch: Sequence[Weight]) -> None:
+    """Each rank writes its range of the weights, and nothing else."""
+    rank, world = ranks()
+    made = [filled(weight) for weight in batch]
+    parts = [cuts(data, weight.master.numel(), world) for weight in batch]
+    shards, offsets = pieces(data, batch, parts)
+    cast(data, batch, made, shards, offsets)
+    for number, (weight, quantized, places) in enumerate(zip(batch, made, parts, strict=True)):
+        what = f"weight {number}"
+        check_scales(weight, quantized, what)
+        own = places[rank]
+        for name in raw(quantized):
+            flat = getattr(quantized, name).reshape(-1)
+            reference = torch.full_like(flat, 0x5A)
+            reference[own.start : own.stop] = getattr(weight.expected, name).reshape(-1)[own.start : own.stop]
+            same(flat, reference, f"{what} {name}")
+        check_state(weight, what)
+
+
+def again_and_again(data: Any, batch: Sequence[Weight]) -> None:
+    """What is looked up once serves other values of the masters."""
+    rank, world = ranks()
+    # What delayed scaling has seen would stay.
+    batch = [weight for weight in batch if weight.kind != "delayed"]
+    made = [filled(weight) for weight in batch]
+    parts = [cuts(data, weight.master.numel(), world) for weight in batch]
+    shards, offsets = pieces(data, batch, parts)
+    masters = MasterWeights(made, shards, start_offsets=offsets)
+    values = [None if shard is None else shard.clone() for shard in shards]
+    for factor in (3.0, 0.0, 1.0):
+        for shard, value in zip(shards, values, strict=True):
+            if shard is not None and value is not None:
+                shard.copy_(value * factor if factor != 1.0 else value)
+        with Counted() as reductions:
+            masters.quantize()
+        assert reductions.count == (1 if world > 1 and batch else 0), reductions.count
+    for number, (weight, quantized, places) in enumerate(zip(batch, made, parts, strict=True)):
+        check_scales(weight, quantized, f"weight {number}")
+        own = places[rank]
+        for name in raw(quantized):
+            found, expected = (getattr(w, name).reshape(-1)[own.start : own.stop] for w in (quantized, weight.expected))
+            same(found, expected, f"weight {number} {name}")
+
+
+def whole_masters(data: Any, batch: Sequence[Weight]) -> None:
+    """Without offsets every rank has the whole masters."""
+    made = [filled(weight) for weight in batch]
+    cast(data, batch, made, [weight.master for weight in batch], None)
+    for number, (weight, quantized) in enumerate(zip(batch, made, strict=True)):
+        check_whole(weight, quantized, f"weight {number}")
+
+
+def into_bytes(data: Any, batch: Sequence[Weight]) -> None:
+    """The parts go into buffers, the scales into the weights, whose bytes stay."""
+    rank, world = ranks()
+    made = [filled(weight) for weight in batch]
+    parts = [cuts(data, weight.master.numel(), world) for weight in batch]
+    shards, offsets = pieces(data, batch, parts)
+    outs: list[Any] = []
+    for quantized, places in zip(made, parts, strict=True):
+        as_float = data.draw(st.booleans())
+        buffers = []
+        for inner in quantized.raw_inner():
+            buffer = torch.full((len(places[rank]),), 0xA5, dtype=torch.uint8)
+            native = getattr(quantized, inner.native) if isinstance(inner.native, str) else inner.native
+            buffers.append(buffer.view(native) if as_float and native is not None else buffer)
+        outs.append(buffers[0] if len(buffers) == 1 and data.draw(st.booleans()) else tuple(buffers))
+    cast(data, batch, made, shards, offsets, fsdp_shard_model_weights=outs)
+    for number, (weight, quantized, places, out) in enumerate(zip(batch, made, parts, outs, strict=True)):
+        what = f"weight {number}"
+        check_scales(weight, quantized, what)
+        own = places[rank]
+        for name, buffer in zip(raw(quantized), out if isinstance(out, tuple) else (out,), strict=True):
+            whole = getattr(weight.expected, name).reshape(-1)[own.start : own.stop]
+            same(buffer.view(torch.uint8), whole, f"{what} {name}")
+            assert torch.all(getattr(quantized, name) == 0x5A), what
+        check_state(weight, what)
+
+
+def into_parts(data: Any, batch: Sequence[Weight]) -> None:
+    """The parts are quantized tensors that have rows of the weight."""
+    rank, world = ranks()
+    batch = [weight for weight in batch if weight.master.dim() > 1]
+    if not batch:
+        return
+    made = [filled(weight) for weight in batch]
+    shards, offsets, outs, rows = [], [], [], []
+    for weight in batch:
+        count, lines = (
+            weight.master.shape[0],
+            max(weight.master[:1].reshape(-1, weight.master.shape[-1] or 1).shape[0], 1),
         )
+        step = 1
+        if weight.kind == "mxfp8":
+            while step * lines % 32:
+                step += 1
+        ends = sorted(data.draw(st.integers(0, count // step)) * step for _ in range(world - 1))
+        own = [range(a, b) for a, b in zip([0, *ends], [*ends, count], strict=True)][rank]
+        rows.append(own)
+        part = weight.master[own.start : own.stop]
+        shards.append(part.clone())
+        offsets.append(own.start * weight.master[:1].numel())
+        outs.append(filled(Weight(weight.kind, weight.quantizer, weight.oracle, weight.dtype, part)))
+    cast(data, batch, made, shards, offsets, fsdp_shard_model_weights=outs)
+    for number, (weight, out, own) in enumerate(zip(batch, outs, rows, strict=True)):
+        what = f"weight {number} rows {own}"
+        lines = weight.master.shape[1:-1].numel()
+        for inner in out.inner_tensors:
+            held = getattr(out, inner.attribute)
+            if held is None:
+                continue
+            expected = getattr(weight.expected, inner.attribute)
+            if inner.gather:
+                step = inner.block_rows
+                first = own.start if step is None else own.start * lines // step
+                expected = expected[first : first + held.shape[0]]
+            same(held, expected, f"{what} {inner.attribute}")
+        check_state(weight, what)
+
+
+def contiguous_buffer(data: Any, batch: Sequence[Weight]) -> None:
+    """ZeRO-2: all bytes in one buffer, of which each rank writes its share; an all-gather completes it."""
+    rank, world = ranks()
+    made = [filled(weight) for weight in batch]
+    moved = [(weight, name) for weight in made for name in raw(weight)]
+    if len(moved) != len(made):
+        # One flat buffer for each direction would do; not here.
+        return
+    total = sum(getattr(weight, name).numel() for weight, name in moved)
+    share = -(-total // world)
+    buffer = torch.zeros(share * world, dtype=torch.uint8)
+    place, shards, offsets = 0, [], []
+    for weight, (quantized, name) in zip(batch, moved, strict=True):
+        count = getattr(quantized, name).numel()
+        replace_raw_data(quantized, buffer[place : place + count])
+        assert torch.all(buffer[place : place + count] == 0x5A)
+        first, last = max(place, rank * share), min(place + count, (rank + 1) * share)
+        flat = weight.master.reshape(-1)
+        shards.append(flat[first - place : last - place] if first < last else None)
+        offsets.append(first - place if first < last else None)
+        place += count
+    cast(data, batch, made, shards, offsets, manual_post_all_gather_processing=data.draw(st.booleans()))
+    if dist.is_initialized():
+        dist.all_gather_into_tensor(buffer, buffer[rank * share : (rank + 1) * share].clone())
+    post_all_gather_processing(made)
+    for number, (weight, quantized) in enumerate(zip(batch, made, strict=True)):
+        what = f"weight {number}"
+        check_whole(weight, quantized, what)
+        check_state(weight, what)
+        same(quantized.dequantize(torch.float32), weight.expected.dequantize(torch.float32), f"{what} values")
+
+
+WAYS = (into_weights, into_weights, again_and_again, whole_masters, into_bytes, into_parts, contiguous_buffer)
+
+
+def run(examples: int) -> None:
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        # All ranks are to run the same examples: no shrinking, which follows what one of them saw.
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
-    random = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
-    values = torch.randn(shape, generator=random) * 2.0 ** draw(st.integers(-30, 30))
-    if values.numel() and draw(st.booleans()):
-        for _ in range(draw(st.integers(1, 6))):
-            values.view(-1)[draw(st.integers(0, values.numel() - 1))] = draw(st.sampled_from(SPECIAL))
-    made = Weight(kind, make(), make(), dtype, values)
-    rowwise, columnwise = draw(st.sampled_from(((True, True), (True, True), (True, False), (False, True))))
-    internal = draw(st.integers(0, 3)) == 0
-    for quantizer in (made.quantizer, made.oracle):
-        quantizer.internal = internal
-        quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
-    return made
+    @given(st.data())
+    def check(data: Any) -> None:
+        options = {
+            "force_pow_2_scales": data.draw(st.booleans()),
+            "amax_epsilon": data.draw(st.sampled_from((0.0, 1e-3))),
+        }
+        batch = data.draw(st.lists(weights(options), min_size=1, max_size=4))
+        way = data.draw(st.sampled_from(WAYS))
+        layout = data.draw(st.sampled_from((None, "transpose")))
+        error = ""
+        with nullcontext() if layout is None else columnwise_layout(layout):
+            # A transpose alone has no bytes in the order of the weight.
+            for weight in batch if layout is not None else ():
+                for quantizer in (weight.quantizer, weight.oracle):
+                    quantizer.set_usage(rowwise=True)
+            try:
+                way(data, batch)
+            except Exception:
+                error = f"rank {ranks()[0]}, {way.__name__}, layout {layout}, {batch}\n{traceback.format_exc()}"
+        together(error)
+
+    check()
 
 
-def scalar_bytes(weight: Weight) -> dict[str, list[int]] | None:
-    """Codes and MX scales by Python numbers alone, for the kinds that have such an oracle."""
-    quantizer = weight.oracle
-    values = weight.master.to(weight.dtype).to(torch.float32)
-    if weight.kind == "current":
-        fmt = NAMES[quantizer.fp8_dtype]
-        flat = values.reshape(-1).tolist()
-        scale, _ = oracle.scale_from_amax(
-            mx_oracle.block_amax(flat), oracle.MAX[fmt], quantizer.amax_epsilon, quantizer.force_pow_2_scales
-        )
-        return {"_data": [oracle.encode(oracle.float32(value * scale), fmt) for value in flat]}
-    if weight.kind == "mxfp8" and values.dim():
-        fmt = NAMES[quantizer.fp8_dtype]
-        columns = values.shape[-1]
-        matrix = values.reshape(math.prod(values.shape[:-1]), columns).tolist()
-        parts = mx_oracle.quantize(matrix, columns, fmt, quantizer.scale_rounding, quantizer.with_2d_quantization)
-        names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-        return {name: [code for row in part for code in row] for name, part in zip(names, parts, strict=True)}
-    return None
+def random_shards(mesh: Any) -> None:
+    run(some(80, 250) if mesh.size() == 2 else some(40, 120))

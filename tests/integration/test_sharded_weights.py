@@ -1,9 +1,7 @@
-"""Shards of master weights on several ranks, for every recipe and three of third parties: bytes and scales are those of
-quantizing the whole weight at once, after one all-reduce. The worker says how."""
+"""Shards of master weights: bytes and scales are those of quantizing the whole weight at once; what is refused."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,34 +18,14 @@ from ottava_mxfp8 import MXFP8Quantizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import sharded_weights_worker
+import sharded_weights_cases
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-WORKER = Path(__file__).with_name("sharded_weights_worker.py")
 
 
-@pytest.mark.parametrize(("world", "examples"), [(2, 250), (4, 120)])
-def test_shards_on_ranks_are_quantized_as_the_whole(world: int, examples: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", str(WORKER)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(tmp_path / "store"), str(examples)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=900)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(outputs)
-
-
-def test_without_a_process_group() -> None:
-    sharded_weights_worker.run(150)
+@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.slow)])
+def test_without_a_process_group(examples: int) -> None:
+    sharded_weights_cases.run(examples)
 
 
 # -- what is refused, with everything left as it was --

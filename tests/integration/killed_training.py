@@ -1,4 +1,4 @@
-"""What the ranks of test_kill.py run: training that is killed, and the points where a rank kills itself.
+"""What the ranks of kill_cases.py run: training that is killed, and the points where a rank kills itself.
 
 The library knows nothing of this: the points are put around the functions that it calls.
 """

@@ -1,25 +1,22 @@
-"""Starts ranks, kills them, and starts them again until the training is finished.
-
-Usage: kill_launcher.py FOLDER CASE SEED KIND....
-"""
+"""Ranks are killed, in steps and while they write checkpoints, and the training ends as if they had not been."""
 
 from __future__ import annotations
 
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from forked_ranks import Ranks
-from kill_worker import SAVE_EVERY, reshard, train
+from killed_training import KINDS, SAVE_EVERY, reshard, train
+from sampling import some
 from torch.distributed.device_mesh import DeviceMesh
 
 from ottava.checkpoint import ShardedSource, is_complete, latest_checkpoint
 
-STEPS = 40
+STEPS = some(24, 40)
 WORLD = 2
 #: Where a rank kills itself: the rank and the point.
 POINTS = [
@@ -36,7 +33,7 @@ POINTS = [
     (0, "unlink after 1"),
     (0, "all_reduce after 3"),
 ]
-RANDOM_KILLS = 8
+RANDOM_KILLS = some(1, 8)
 
 
 def latest_step(folder: Path) -> int:
@@ -76,13 +73,13 @@ def start(kind: str, folder: Path, life: tuple[int, str] | None = None) -> Ranks
     return Ranks(job, WORLD, folder)
 
 
-def killed(kind: str, folder: Path, chance: random.Random) -> None:
+def killed(kind: str, folder: Path, points: list[tuple[int, str]], chance: random.Random) -> None:
     """The same training, never killed and killed over and over: the same to the last bit."""
     plain, often = folder / "plain", folder / "often"
     plain.mkdir()
     often.mkdir()
     start(kind, plain).succeed(120)
-    lives: list[Any] = [*POINTS, *[None] * RANDOM_KILLS]
+    lives: list[Any] = [*some(points, POINTS), *[None] * RANDOM_KILLS]
     # Points of the removal of old checkpoints are not reached before there are some.
     chance.shuffle(lives)
     lives.sort(key=lambda life: life is not None and life[1] in ("rename after 3", "unlink after 1"))
@@ -113,7 +110,6 @@ def killed(kind: str, folder: Path, chance: random.Random) -> None:
         assert sorted(expected) == list(range(STEPS))
         assert seen == expected, rank
         same_state(torch.load(plain / f"state-{rank}"), torch.load(often / f"state-{rank}"))
-    print(f"killed {kind} {kills} times")
 
 
 def kill_at_random(kind: str, folder: Path, chance: random.Random, known: int) -> int:
@@ -137,7 +133,14 @@ def same_state(expected: dict[str, Any], seen: dict[str, Any]) -> None:
             assert value == seen[name], (name, value, seen[name])
 
 
-def resharded(kind: str, folder: Path, chance: random.Random) -> None:
+def resharded(folder: Path) -> None:
+    """Bytes, scales, master weights, moments and recipe state."""
+    for kind in some(["zero-delayed", "primary-mxfp8", "gathered-delayed"], list(KINDS)):
+        (folder / kind).mkdir()
+        reshard_one(kind, folder / kind)
+
+
+def reshard_one(kind: str, folder: Path) -> None:
     """Saved by four ranks, loaded by two and by one: every byte; and training goes on."""
     for world, steps in ((4, 4), (2, 6), (1, 6)):
         Ranks(lambda mesh, s=steps: reshard(kind, mesh, folder, s), world, folder).succeed(120)
@@ -164,12 +167,11 @@ def resharded(kind: str, folder: Path, chance: random.Random) -> None:
         assert sharded >= 6
         # Ranks have data of their own, and so amaxes.
         assert merged > 0 or "delayed" not in kind
-    print(f"resharded {kind}")
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for kind_ in sys.argv[4:]:
-        place = Path(sys.argv[1]) / kind_
-        place.mkdir()
-        {"killed": killed, "resharded": resharded}[sys.argv[2]](kind_, place, random.Random(int(sys.argv[3])))
+def zero_is_killed(folder: Path) -> None:
+    killed("zero-delayed", folder, POINTS[0::2], random.Random(1))
+
+
+def primary_is_killed(folder: Path) -> None:
+    killed("primary-delayed", folder, POINTS[1::2], random.Random(2))

@@ -1,20 +1,14 @@
-"""One rank of test_custom_fsdp.py: trains mixed recipes under FSDP2 and compares with one process, bit for bit.
-
-Usage: custom_fsdp_worker.py RANK WORLD STORE. The ranks run on gloo and the CPU.
-"""
+"""Mixed recipes, hybrids and a third party's tensors train under FSDP2 as in one process, bit for bit."""
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from sampling import pairs
 from torch.distributed.fsdp import fully_shard
 
 import ottava
@@ -63,46 +57,29 @@ def losses(net: torch.nn.Module) -> list[float]:
     return seen
 
 
-def main() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for name, recipe in RECIPES.items():
-        for kept in ("quantized", "gathered quantized"):
-            # What is gathered for each pass is another matter where the weight is not kept between them.
-            for reshard in (True, False) if kept == "quantized" else (True,):
-                expected = losses(model(recipe, primary=kept == "quantized"))
-                net = model(recipe, primary=kept == "quantized")
-                if kept == "gathered quantized":
-                    gather_quantized(net)
-                for layer in (net[0], net[2]):
-                    fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-                fully_shard(net, mesh=mesh, reshard_after_forward=reshard)
-                weight: Any = net[0].weight
-                assert losses(net) == expected, (name, kept, reshard)
-                quantized = isinstance(weight._local_tensor, QuantizedTensor)
-                assert quantized is (kept == "quantized"), (name, kept, type(weight._local_tensor))
+def mixed_recipes(mesh: Any) -> None:
+    # What is gathered for each pass is another matter where the weight is not kept between them.
+    ways = (("quantized", True), ("gathered quantized", True), ("quantized", False))
+    for name, (kept, reshard) in pairs(list(RECIPES), ways):
+        recipe = RECIPES[name]
+        expected = losses(model(recipe, primary=kept == "quantized"))
+        net = model(recipe, primary=kept == "quantized")
+        if kept == "gathered quantized":
+            gather_quantized(net)
+        for layer in (net[0], net[2]):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(net, mesh=mesh, reshard_after_forward=reshard)
+        weight: Any = net[0].weight
+        assert losses(net) == expected, (name, kept, reshard)
+        quantized = isinstance(weight._local_tensor, QuantizedTensor)
+        assert quantized is (kept == "quantized"), (name, kept, type(weight._local_tensor))
 
 
-def scales_that_nobody_keeps_equal() -> None:
+def scales_that_nobody_keeps_equal(mesh: Any) -> None:
     """One scale for all rows, and a quantizer that says nothing of shards: an error, and no training that is wrong."""
     weight = OneScaleQuantizer()(torch.randn(64, 32))
     layer = torch.nn.Linear(32, 64, bias=False)
     layer.weight = torch.nn.Parameter(weight)
-    fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(layer, mesh=mesh)
     with pytest.raises(UsageError, match="for_shards"):
         layer(torch.randn(4, 32))
-
-
-if __name__ == "__main__":
-    code = 1
-    try:
-        rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        main()
-        scales_that_nobody_keeps_equal()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's finalization, which gloo's threads can abort.
-    os._exit(code)

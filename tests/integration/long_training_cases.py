@@ -1,22 +1,20 @@
-"""Hundred steps of sharded training, compared with one process, bit for bit.
+"""Steps of sharded training equal those of one process, to the last bit of losses, bytes and scales.
 
-Usage: long_training_worker.py FOLDER CASE WORLD CASE WORLD.... Prints the cases that hold. What is expected is computed
-by a process without a process group. All ranks see the same data, so that means of gradients are exact on two and four.
+All ranks see the same data, so that means of gradients are exact on two and four.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked_ranks import Ranks
+from forked_ranks import Ranks, alone
+from sampling import pairs, some
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -28,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from zero import ZeroOptimizer
 
-STEPS = 100
+STEPS = some(6, 100)
 LR, BETAS, DECAY = 0.01, (0.9, 0.95), 0.1
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "current": ("current", {}),
-    "delayed": ("delayed", {"amax_history_len": 8}),
+    "delayed": ("delayed", {"amax_history_len": 4}),
     "mxfp8-1d": ("mxfp8", {}),
     "mxfp8-2d": ("mxfp8", {"with_2d_quantization": True}),
 }
@@ -124,11 +122,13 @@ def train_high_precision_alone(kind: str) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "parameters": [p.detach() for p in net.parameters()]}
 
 
-def save_references(folder: Path) -> None:
+def save_references(folder: Path, *, zero: bool) -> None:
     for kind in RECIPES:
-        torch.save(train_primary_alone(kind, ODD), folder / f"zero-{kind}")
-        torch.save(train_primary_alone(kind, EVEN), folder / f"primary-{kind}")
-        torch.save(train_high_precision_alone(kind), folder / f"high-precision-{kind}")
+        if zero:
+            torch.save(train_primary_alone(kind, ODD), folder / f"zero-{kind}")
+        else:
+            torch.save(train_primary_alone(kind, EVEN), folder / f"primary-{kind}")
+            torch.save(train_high_precision_alone(kind), folder / f"high-precision-{kind}")
 
 
 # -- ranks --
@@ -201,7 +201,7 @@ class GatheredBytes:
 
 
 def fsdp(folder: Path, mesh: Any) -> None:
-    for kind, way, reshard in itertools.product(RECIPES, ("primary", "high-precision"), (True, False)):
+    for kind, way, reshard in pairs(list(RECIPES), ("primary", "high-precision"), (True, False)):
         case, expected = f"fsdp {kind} {way} reshard={reshard}", torch.load(folder / f"{way}-{kind}")
         net = model(kind, EVEN, primary=way == "primary")
         masters = masters_of(net) if way == "primary" else []
@@ -264,25 +264,12 @@ def train_high_precision(net: torch.nn.Module) -> list[float]:
     return losses
 
 
-def references(folder: Path) -> None:
-    """In a fork, so that this process starts no threads."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            warnings.simplefilter("ignore")
-            save_references(folder)
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+def zero_on_two_and_four_ranks(folder: Path) -> None:
+    alone(lambda: save_references(folder, zero=True), folder)
+    for world in (2, 4):
+        Ranks(lambda mesh: zero(folder, mesh), world, folder).succeed(300)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    place = Path(sys.argv[1])
-    references(place)
-    for name, ranks in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
-        job = {"zero": zero, "fsdp": fsdp}[name]
-        Ranks(lambda mesh, job=job: job(place, mesh), int(ranks), place).succeed(200)
-        print(f"{name} on {ranks} ranks", flush=True)
+def fsdp_on_two_ranks(folder: Path) -> None:
+    alone(lambda: save_references(folder, zero=False), folder)
+    Ranks(lambda mesh: fsdp(folder, mesh), 2, folder).succeed(300)

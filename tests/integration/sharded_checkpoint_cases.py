@@ -1,15 +1,8 @@
-"""The ranks of test_sharded_checkpoints.py: real recipes under FSDP2, saved and loaded by 4, 2 x 2, 2 and 1 of them.
-
-Usage: sharded_worker.py FOLDER RECIPE.... The ranks run on gloo and the CPU, forked once everything is imported.
-"""
+"""Real recipes under FSDP2, saved and loaded by 4, 2 x 2, 2 and 1 ranks and by a process without a group."""
 
 from __future__ import annotations
 
 import gc
-import os
-import signal
-import sys
-import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import Ranks, alone
+from sampling import some
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import ottava
-from ottava.checkpoint import load_sharded, save_sharded
+from ottava.checkpoint import ShardedSource, is_complete, load_sharded, save_sharded, unflatten_state_dict
 from ottava.errors import CheckpointError, ShapeError
-from ottava.tensors import QuantizedTensorStorage
+from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 
-WORLD = 4
 #: Of each recipe: its options, and the rows of the first weight. 33 are uneven on 4 ranks; 128 are whole blocks.
 RECIPES: dict[str, tuple[str, dict[str, Any], int]] = {
     "current": ("current", {}, 33),
@@ -214,52 +208,58 @@ def cut_blocks(mesh: Any, folder: Path) -> None:
     assert not (folder / "cut").exists()
 
 
-def main(rank: int, folder: Path, kinds: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=dist.FileStore(str(folder / "store"), WORLD))
+def on_four_ranks(mesh: DeviceMesh, folder: Path, kinds: list[str]) -> None:
     two, one = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0])
     meshes = {
-        "4": (DeviceMesh("cpu", [0, 1, 2, 3]), None),
+        "4": (mesh, None),
         "2x2": (DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicas", "shards")), None),
         "2": (two, dist.new_group([0, 1])),
         "1": (one, dist.new_group([0])),
     }
     for kind in kinds:
         resharded(kind, folder, meshes)
-        whole(kind, folder, meshes["4"][0])
-    cut_blocks(meshes["4"][0], folder)
-    dist.barrier()
+        whole(kind, folder, mesh)
+    cut_blocks(mesh, folder)
 
 
-def rank_process(rank: int, folder: Path, kinds: list[str]) -> None:
-    try:
-        main(rank, folder, kinds)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    # Without the interpreter's finalization, which gloo's threads can abort (a group that is still referenced).
-    os._exit(code)
+def save_whole(folder: Path, kinds: list[str]) -> None:
+    for kind in kinds:
+        trained = Training(kind, 1)
+        trained.step()
+        save_sharded(trained.state(), folder / f"{kind}-whole")
+        torch.save(gathered(trained.state()), folder / f"{kind}-whole.expected")
 
 
-if __name__ == "__main__":
-    # fully_shard imports it, which takes longer than anything that is tested here.
-    import torch._dynamo
-    import torch.distributed.checkpoint
+def load_whole(folder: Path, kinds: list[str]) -> None:
+    for kind in kinds:
+        expected = torch.load(folder / f"{kind}.expected", weights_only=True)
+        path = folder / f"{kind}-4"
+        assert is_complete(path)
+        fresh = Training(kind, 2)
+        fresh.resume(path)
+        same(gathered(fresh.state()), expected, f"{kind}: saved by 4, loaded by a process")
+        fresh.step()
+        read_tensor_by_tensor(path, expected, kind)
 
-    ranks = []
-    for rank in range(WORLD):
-        ranks.append(os.fork())
-        if not ranks[-1]:
-            rank_process(rank, Path(sys.argv[1]), sys.argv[2:])
-    codes = []
-    while ranks:
-        process, status = os.wait()
-        ranks.remove(process)
-        codes.append(status)
-        if status:
-            # The others would wait for it.
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
-    sys.exit(int(any(codes)))
+
+def read_tensor_by_tensor(path: Path, expected: dict[str, torch.Tensor], kind: str) -> None:
+    source = ShardedSource(path)
+    assert len(list(path.glob("rank-*-of-00004.safetensors"))) == 4
+    for name in source.names():
+        tensor = source.read(name)
+        assert source.spec(name) == (tensor.dtype, tuple(tensor.shape))
+    state = unflatten_state_dict({name: source.read(name) for name in source.names()}, source.metadata)
+    weights = {name: value for name, value in state.items() if isinstance(value, QuantizedTensor)}
+    assert sorted(weights) == ["model.0.weight", "model.2.weight"]
+    assert tuple(weights["model.0.weight"].shape) == (RECIPES[kind][2], 40)
+    model = {"model": {name.removeprefix("model."): value for name, value in state.items() if "model" in name}}
+    for name, value in gathered(model).items():
+        assert torch.equal(value, expected[name]), (kind, name)
+
+
+def every_recipe_on_any_number_of_ranks(folder: Path) -> None:
+    """4, 2 x 2, 2 and 1 ranks and a process without a group load what each of them saved."""
+    kinds = some(["delayed", "mxfp8-2d"], list(RECIPES))
+    alone(lambda: save_whole(folder, kinds), folder)
+    Ranks(lambda mesh: on_four_ranks(mesh, folder, kinds), 4, folder).succeed(300)
+    alone(lambda: load_whole(folder, kinds), folder)
