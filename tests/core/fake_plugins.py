@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
+
+import forking
 
 GOOD = "import ottava.recipes.hookspecs as h\nfrom ottava.recipes.spec import FactorySpec, RecipeSpec\n"
 HOOK = (
@@ -41,10 +41,5 @@ def plugin(folder: Path, dist: str, module: str, source: str) -> None:
 
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The ottava command with the packages in ``folder`` installed."""
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-c", "from ottava.cli.main import app; app()", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **environment},
-    )
+    code = "from ottava.cli.main import app; app()"
+    return forking.python(code, *arguments, path=folder, **{"COLUMNS": "200", **environment})

@@ -28,6 +28,8 @@ import torch.distributed as dist
 from forked_ranks import Ranks, import_all
 from torch.distributed.device_mesh import DeviceMesh
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
 SECONDS = 600
 
 

@@ -11,6 +11,7 @@ import torch
 from ottava.checkpoint import load_sharded, save_sharded
 from ottava.errors import CheckpointError
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from sharded_checkpoint_cases import RECIPES, Training, gathered, same

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from sampling import some
+
 from ottava.checkpoint import is_complete, latest_checkpoint, load_sharded, save_sharded, save_step, storage
 
 
@@ -170,7 +173,7 @@ def main() -> None:
     new_step(folder / "new")
     replaced(folder / "replaced")
     pruned(folder / "pruned")
-    at_random_times(folder / "random", 40)
+    at_random_times(folder / "random", some(6, 200))
 
 
 if __name__ == "__main__":

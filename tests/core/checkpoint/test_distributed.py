@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import VARIABLE
 
 import ottava
 from ottava.checkpoint import (
@@ -376,15 +378,13 @@ def test_steps_are_found_and_pruned(tmp_path: Path) -> None:
     assert load_sharded({}, latest_checkpoint(tmp_path / "run")) == {"n": 100}
 
 
-def test_ranks_under_fsdp2(tmp_path: Path) -> None:
-    """The cases of distributed_worker.py, each on four processes."""
-    command = [sys.executable, "-W", "ignore", str(WORKER), str(tmp_path)]
-    ranks = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
-    assert ranks.returncode == 0, ranks.stdout
-
-
-def test_killed_saves_leave_whole_checkpoints(tmp_path: Path) -> None:
-    """The campaigns of interrupted_worker.py: killed at every call that changes the disk, and at random times."""
-    command = [sys.executable, "-W", "ignore", str(INTERRUPTED), str(tmp_path)]
-    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
-    assert process.returncode == 0, process.stdout
+@pytest.mark.parametrize("every", ["", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("worker", [WORKER, INTERRUPTED], ids=lambda worker: worker.stem)
+def test_ranks_and_kills(worker: Path, every: str, tmp_path: Path) -> None:
+    """Cases under FSDP2 on four processes; saves killed at every call that changes the disk, and at random times."""
+    command = [sys.executable, "-W", "ignore", str(worker), str(tmp_path)]
+    environment = os.environ | {VARIABLE: every}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800, env=environment
+    )
+    assert done.returncode == 0, done.stdout

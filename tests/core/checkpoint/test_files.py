@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forking
 import pytest
 import safetensors.torch
 import torch
@@ -250,7 +249,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         "except UsageError as error: print(error)"
     )
     path = tmp_path / "x"
-    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=120)
+    done = forking.python(program, path)
     assert "cannot be written: [Errno 27]" in done.stdout, done.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
     assert torch.equal(checkpoint.load_file(path)["small"], torch.ones(10))

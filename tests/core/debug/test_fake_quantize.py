@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forking
 import ml_dtypes
 import numpy as np
 import pytest
@@ -123,9 +121,7 @@ def test_a_format_of_a_recipe_package(tmp_path: Path) -> None:
     source = offers("acme", factory="acme_impl:Thing").replace("factory=", f"{formats}, factory=")
     plugin(tmp_path, "acme-fp8", "acme_fp8", source)
     (tmp_path / "acme_impl.py").write_text(THING)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, env=environment)
+    done = forking.python(SHOW, path=tmp_path)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == "[1.0, 0.3125]"

@@ -69,7 +69,7 @@ def test_conversion_keeps_the_codes(recipe: Any, convert: Any) -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11's compiler cannot trace how a layer gets its first state")
-@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
 def test_compiled_equals_eager_bitwise(recipe: Any, backend: str) -> None:
     net = model(recipe, torch.bfloat16)
     twin = copy.deepcopy(net)

@@ -224,8 +224,15 @@ class Net(torch.nn.Module):
         return self.head(self.second(self.second(hidden)) + hidden)
 
 
-@pytest.mark.parametrize("layout", ["shared", "transpose"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        (torch.bfloat16, "shared"),
+        (torch.float32, "transpose"),
+        pytest.param(torch.bfloat16, "transpose", marks=pytest.mark.slow),
+        pytest.param(torch.float32, "shared", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_equals_eager_bitwise(recipe: Any, dtype: torch.dtype, layout: Any) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+#: Set by tests that are marked slow.
 VARIABLE = "OTTAVA_TESTS_EVERY"
 
 
