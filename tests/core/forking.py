@@ -19,32 +19,56 @@ from pathlib import Path
 from typing import Any
 
 
+class Forks:
+    """Runs code as ``python -c`` would, each time in a fork of a process that has imported torch.
+
+    Args:
+        interpreter: of an environment.
+        variables: of the process, those of this one by default.
+    """
+
+    def __init__(self, interpreter: str | Path = sys.executable, variables: dict[str, str] | None = None) -> None:
+        self.variables = dict(os.environ) if variables is None else variables
+        self._process = subprocess.Popen(
+            [str(interpreter), "-W", "ignore", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.variables,
+        )
+        atexit.register(self._process.kill)
+
+    def python(
+        self, code: str, *arguments: str | Path, path: Path | None = None, cwd: Path | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """What ``python -c code arguments`` does, with ``path`` in front of where modules are looked for."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {
+            "code": code,
+            "arguments": [str(argument) for argument in arguments],
+            "path": [] if path is None else [str(path)],
+            "variables": {**self.variables, **variables},
+            "folder": os.getcwd() if cwd is None else str(cwd),
+        }
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer: list[Any] = json.loads(self._process.stdout.readline())
+        return subprocess.CompletedProcess([code, *request["arguments"]], *answer)
+
+
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", __file__]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(process.kill)
-    return process
+def _here() -> Forks:
+    return Forks()
 
 
 def python(
-    code: str, *arguments: str | Path, path: Path | None = None, **environment: str
+    code: str, *arguments: str | Path, path: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python -c code arguments`` does, with ``path`` in front of where modules are looked for."""
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    request = {
-        "code": code,
-        "arguments": [str(argument) for argument in arguments],
-        "path": [] if path is None else [str(path)],
-        "environment": {**os.environ, **environment},
-        "folder": os.getcwd(),
-    }
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    answer: list[Any] = json.loads(server.stdout.readline())
-    return subprocess.CompletedProcess([code, *request["arguments"]], *answer)
+    """`Forks.python` in this environment, with the variables as they are now."""
+    forks = _here()
+    forks.variables = dict(os.environ)
+    return forks.python(code, *arguments, path=path, **variables)
 
 
 def _run(request: dict[str, Any], outputs: list[Any]) -> None:
@@ -53,9 +77,10 @@ def _run(request: dict[str, Any], outputs: list[Any]) -> None:
         for number, file in enumerate(outputs, 1):
             os.dup2(file.fileno(), number)
         os.environ.clear()
-        os.environ.update(request["environment"])
+        os.environ.update(request["variables"])
         os.chdir(request["folder"])
-        sys.path[:1] = request["path"]
+        # The folder of this file goes.
+        sys.path[:1] = ["", *request["path"]]
         sys.argv = ["-c", *request["arguments"]]
         importlib.invalidate_caches()
         try:

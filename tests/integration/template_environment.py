@@ -11,6 +11,10 @@ import zipfile
 from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
+from forking import Forks
+
 
 def _top_level(found: Distribution) -> set[str]:
     """The names in ``site-packages`` that belong to a distribution."""
@@ -78,17 +82,40 @@ def clean_variables(**added: str) -> dict[str, str]:
     return kept | {"COLUMNS": "200"} | added
 
 
-def call(
-    environment: Path, command: str, *arguments: str | Path, cwd: Path, **added: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a command of an environment."""
-    return subprocess.run(
-        [environment / "bin" / command, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env=clean_variables(**added),
-    )
+CODE = {
+    "ottava": "from ottava.cli.main import app; app()",
+    "pytest": "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))",
+}
+
+
+class Environment:
+    """An environment, and a process in it that has imported torch.
+
+    Args:
+        interpreter: its Python.
+    """
+
+    def __init__(self, interpreter: Path) -> None:
+        self.folder = interpreter.parents[1]
+        self._forks = Forks(interpreter, clean_variables())
+
+    def spawn(self, command: str, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run a command of ``bin``."""
+        return subprocess.run(
+            [self.folder / "bin" / command, *arguments], cwd=cwd, capture_output=True, text=True, env=clean_variables()
+        )
+
+    def call(
+        self, command: str, *arguments: str | Path, cwd: Path, path: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run what a command of ``bin`` runs, in a fork; ``path`` is in front of where modules are looked for."""
+        return self._forks.python(CODE[command], *arguments, cwd=cwd, path=path)
+
+    def python(self, code: str, cwd: Path, path: Path | None = None) -> str:
+        """What code prints that ends without an error."""
+        done = self._forks.python(code, cwd=cwd, path=path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from template_defects import DEFECTS, Defect
-from template_environment import build_wheel, call, fresh_environment, install
+from template_environment import Environment, build_wheel, fresh_environment, install
 
 ROOT = Path(__file__).parents[2]
 NAME, PACKAGE, FORMAT = "acme-rows", "acme_rows", "ACME_ROWS_INT8"
@@ -28,63 +28,58 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bare(folder: Path) -> Path:
+def bare(folder: Path) -> Environment:
     """An environment with core, the kit and their tools, and no recipe."""
-    return fresh_environment(folder / "env").parents[1]
+    return Environment(fresh_environment(folder / "env"))
 
 
 @pytest.fixture(scope="module")
-def package(folder: Path, bare: Path) -> Path:
+def package(folder: Path, bare: Environment) -> Path:
     """The package, written by the command in an environment where no recipe is installed."""
-    listed = call(bare, "ottava", "recipes", "--json", cwd=folder)
+    listed = bare.spawn("ottava", "recipes", "--json", cwd=folder)
     assert json.loads(listed.stdout) == {"recipes": [], "quantizer_factories": []}, listed.stderr
-    done = call(bare, "ottava", "new-recipe", NAME, cwd=folder)
+    done = bare.spawn("ottava", "new-recipe", NAME, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / NAME
 
 
 @pytest.fixture(scope="module")
-def environment(folder: Path, bare: Path, package: Path) -> Path:
+def environment(folder: Path, bare: Environment, package: Path) -> Environment:
     """The same environment with the wheel of the package."""
-    install(build_wheel(package, folder / "dist"), bare)
+    install(build_wheel(package, folder / "dist"), bare.folder)
     return bare
 
 
-def python(environment: Path, code: str, cwd: Path) -> str:
-    done = call(environment, "python", "-c", code, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_no_other_recipe_can_be_imported(environment: Path, tmp_path: Path) -> None:
+def test_no_other_recipe_can_be_imported(environment: Environment, tmp_path: Path) -> None:
     code = "import importlib.util as u; print([n for n in {!r} if u.find_spec(n)])"
     names = sorted(path.name for path in ROOT.glob("packages/recipes-*/src/*") if (path / "__init__.py").exists())
     assert len(names) >= 3
-    assert python(environment, code.format(names), tmp_path).strip() == "[]"
+    assert environment.python(code.format(names), tmp_path).strip() == "[]"
 
 
-def test_it_is_the_one_recipe_that_is_listed(environment: Path, tmp_path: Path) -> None:
-    done = call(environment, "ottava", "recipes", "--json", cwd=tmp_path)
+def test_it_is_the_one_recipe_that_is_listed(environment: Environment, tmp_path: Path) -> None:
+    done = environment.call("ottava", "recipes", "--json", cwd=tmp_path)
     (row,) = json.loads(done.stdout)["recipes"]
     assert (row["name"], row["distribution"], row["status"]) == (NAME, f"ottava-recipes-{NAME}", "ok")
     assert "INT8" in row["capabilities"]
 
 
-def test_listing_it_imports_no_torch(environment: Path, tmp_path: Path) -> None:
+def test_listing_it_imports_no_torch(environment: Environment, tmp_path: Path) -> None:
     code = "import ottava, sys; print([s.name for s in ottava.list_recipes()], 'torch' in sys.modules)"
-    assert python(environment, code, tmp_path).strip() == f"['{NAME}'] False"
+    done = environment.spawn("python", "-c", code, cwd=tmp_path)
+    assert done.stdout.strip() == f"['{NAME}'] False", done.stderr
 
 
-def test_doctor_is_content_with_it(environment: Path, tmp_path: Path) -> None:
-    done = call(environment, "ottava", "doctor", "--json", cwd=tmp_path)
+def test_doctor_is_content_with_it(environment: Environment, tmp_path: Path) -> None:
+    done = environment.call("ottava", "doctor", "--json", cwd=tmp_path)
     found = {check["name"]: check["ok"] for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == 0, found
     assert found[f"recipe {NAME}"]
 
 
-def test_it_trains_the_demo_model(environment: Path, tmp_path: Path) -> None:
+def test_it_trains_the_demo_model(environment: Environment, tmp_path: Path) -> None:
     options = ["--recipe", NAME, "--steps", "30", "--size", "tiny", "--device", "cpu", "--out", "out"]
-    done = call(environment, "ottava", "demo", *options, cwd=tmp_path)
+    done = environment.call("ottava", "demo", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     base, own = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
     assert own["name"] == NAME
@@ -111,17 +106,17 @@ print("ok")
 """
 
 
-def test_files_are_converted_to_it_and_back(environment: Path, tmp_path: Path) -> None:
+def test_files_are_converted_to_it_and_back(environment: Environment, tmp_path: Path) -> None:
     make = (
         "import torch; from ottava.checkpoint import save_file; torch.manual_seed(0);"
         "save_file({'a.weight': torch.randn(48, 40), 'a.bias': torch.randn(48)}, 'source.safetensors')"
     )
-    python(environment, make, tmp_path)
+    environment.python(make, tmp_path)
     for source, target, recipe in (("source", "rows", NAME), ("rows", "back", "bf16")):
         files = [f"{source}.safetensors", f"{target}.safetensors"]
-        done = call(environment, "ottava", "export", *files, "--recipe", recipe, cwd=tmp_path)
+        done = environment.call("ottava", "export", *files, "--recipe", recipe, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    assert python(environment, EXPORTED, tmp_path).strip() == "ok"
+    assert environment.python(EXPORTED, tmp_path).strip() == "ok"
 
 
 FAKE = """
@@ -137,30 +132,30 @@ print("ok")
 """
 
 
-def test_its_format_serves_fake_quantization(environment: Path, tmp_path: Path) -> None:
-    assert python(environment, FAKE.replace("{format}", FORMAT), tmp_path).strip() == "ok"
+def test_its_format_serves_fake_quantization(environment: Environment, tmp_path: Path) -> None:
+    assert environment.python(FAKE.replace("{format}", FORMAT), tmp_path).strip() == "ok"
 
 
-def test_its_own_tests_pass_as_generated(environment: Path, package: Path) -> None:
-    done = call(environment, "pytest", "-q", "-p", "no:cacheprovider", f"tests/test_{PACKAGE}.py", cwd=package)
+def test_its_own_tests_pass_as_generated(environment: Environment, package: Path) -> None:
+    done = environment.call("pytest", "-q", "-p", "no:cacheprovider", f"tests/test_{PACKAGE}.py", cwd=package)
     assert done.returncode == 0, done.stdout
     assert re.search(r"^\d\d passed", done.stdout, re.M), done.stdout
 
 
-def test_the_kit_passes_as_generated(environment: Path, package: Path) -> None:
-    done = call(environment, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_conformance.py", cwd=package)
+def test_the_kit_passes_as_generated(environment: Environment, package: Path) -> None:
+    done = environment.call("pytest", "-q", "-p", "no:cacheprovider", "tests/test_conformance.py", cwd=package)
     assert done.returncode == 0, done.stdout
     assert re.search(r"^\d\d+ passed", done.stdout, re.M), done.stdout
 
 
-def test_the_command_passes_it(environment: Path, tmp_path: Path) -> None:
+def test_the_command_passes_it(environment: Environment, tmp_path: Path) -> None:
     # A folder of the recipe's name is not the recipe.
     (tmp_path / NAME).mkdir()
-    done = call(environment, "ottava", "check-recipe", NAME, "--fast", cwd=tmp_path)
+    done = environment.call("ottava", "check-recipe", NAME, "--fast", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_oracle_that_is_another_does_not_pass(environment: Path, package: Path, tmp_path: Path) -> None:
+def test_an_oracle_that_is_another_does_not_pass(environment: Environment, package: Path, tmp_path: Path) -> None:
     """The generated tests compare with numbers of their own: a scheme that is a little off fails them."""
     source = (package / "src" / PACKAGE / "recipe.py").read_text()
     changed = tmp_path / "changed" / PACKAGE
@@ -172,24 +167,19 @@ def test_an_oracle_that_is_another_does_not_pass(environment: Path, package: Pat
     assert off != source
     (changed / "recipe.py").write_text(off)
     options = ["-q", "-p", "no:cacheprovider", f"tests/test_{PACKAGE}.py"]
-    done = call(environment, "pytest", *options, cwd=package, PYTHONPATH=str(changed.parent))
+    done = environment.call("pytest", *options, cwd=package, path=changed.parent)
     assert done.returncode == 1, done.stdout
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
-def test_the_kit_names_a_defect(defect: Defect, environment: Path, package: Path, tmp_path: Path) -> None:
+def test_the_kit_names_a_defect(defect: Defect, environment: Environment, package: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken" / PACKAGE
     broken.mkdir(parents=True)
     for file in (package / "src" / PACKAGE).iterdir():
         if file.is_file():
             (broken / file.name).write_text(file.read_text())
     (broken / "recipe.py").write_text(defect.apply((package / "src" / PACKAGE / "recipe.py").read_text()))
-    variables = {"PYTHONPATH": str(broken.parent)}
-    used = call(
-        environment, "python", "-c", f"import {PACKAGE}.recipe as r; print(r.__file__)", cwd=tmp_path, **variables
-    )
-    assert used.stdout.strip() == str(broken / "recipe.py"), used.stderr
-    done = call(environment, "ottava", "check-recipe", NAME, "--fast", cwd=tmp_path, **variables)
+    done = environment.call("ottava", "check-recipe", NAME, "--fast", cwd=tmp_path, path=broken.parent)
     assert done.returncode == 1, done.stdout + done.stderr
     for words in defect.said:
         assert re.search(words, done.stdout), done.stdout
@@ -230,26 +220,26 @@ def test_a_recipe_for_rows_is_short(package: Path) -> None:
     assert f"**{total} lines**" in page, counted
 
 
-def test_the_environment_of_these_tests_has_what_users_install(environment: Path, tmp_path: Path) -> None:
+def test_the_environment_of_these_tests_has_what_users_install(environment: Environment, tmp_path: Path) -> None:
     """The package's requirements are met by what is there, by their names and versions."""
     code = (
         "from importlib.metadata import requires, version\nfrom packaging.requirements import Requirement\n"
         f"for text in requires('ottava-recipes-{NAME}'):\n"
         "    r = Requirement(text)\n    assert version(r.name) in r.specifier, text\n    print(r.name)"
     )
-    assert python(environment, code, tmp_path).split() == ["ottava", "ottava-testing", "pytest"]
+    assert environment.python(code, tmp_path).split() == ["ottava", "ottava-testing", "pytest"]
 
 
 @pytest.mark.parametrize(
     "tool", [["ruff", "check", "--no-cache", "."], ["ruff", "format", "--no-cache", "--check", "."]]
 )
 @pytest.mark.parametrize("name", ["x", "acme-columns", "a" + "-b" * 19 + "c"])
-def test_it_is_formatted(tool: list[str], name: str, bare: Path, tmp_path: Path) -> None:
-    assert call(bare, "ottava", "new-recipe", name, cwd=tmp_path).returncode == 0
+def test_it_is_formatted(tool: list[str], name: str, bare: Environment, tmp_path: Path) -> None:
+    assert bare.call("ottava", "new-recipe", name, cwd=tmp_path).returncode == 0
     done = subprocess.run([sys.executable, "-m", *tool], cwd=tmp_path / name, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_its_types_are_right(environment: Path, package: Path) -> None:
-    done = call(environment, "python", "-m", "mypy", "--cache-dir", "/dev/null", cwd=package)
+def test_its_types_are_right(environment: Environment, package: Path) -> None:
+    done = environment.spawn("python", "-m", "mypy", "--cache-dir", "/dev/null", cwd=package)
     assert done.returncode == 0, done.stdout

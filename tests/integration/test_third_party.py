@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import sysconfig
@@ -13,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from template_environment import Environment
+
 import ottava
 
 SOURCE = Path(__file__).parent / "third_party"
-COMMAND = "from ottava.cli.main import app; app()"
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """A fresh environment that sees this one's libraries, with the wheel unpacked into it as an installer would."""
     folder = tmp_path_factory.mktemp("outside")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
@@ -31,15 +33,15 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "base.pth").write_text(f"import site; site.addsitedir({libraries!r})\n")
     with zipfile.ZipFile(next((folder / "dist").glob("*.whl"))) as wheel:
         wheel.extractall(site)
-    return folder / "env" / "bin" / "python"
+    return Environment(folder / "env" / "bin" / "python")
 
 
 def test_it_is_not_installed_here() -> None:
     assert "acme-rows" not in [spec.name for spec in ottava.list_recipes()]
 
 
-def test_it_is_listed(environment: Path) -> None:
-    done = subprocess.run([environment, "-c", COMMAND, "recipes", "--json"], capture_output=True, text=True, check=True)
+def test_it_is_listed(environment: Environment, tmp_path: Path) -> None:
+    done = environment.call("ottava", "recipes", "--json", cwd=tmp_path)
     listed = json.loads(done.stdout)
     rows = {row["name"]: row for row in listed["recipes"]}
     assert rows["acme-rows"]["distribution"] == "acme-fp8"
@@ -58,14 +60,12 @@ print([type(recipe.quantizer(role)).__name__ for role in ("weight", "input")])
 """
 
 
-def test_its_quantizer_factory_serves_another_recipe(environment: Path) -> None:
-    done = subprocess.run([environment, "-c", FACTORY], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['RowQuantizer', 'Float8CurrentScalingQuantizer']"
+def test_its_quantizer_factory_serves_another_recipe(environment: Environment, tmp_path: Path) -> None:
+    assert environment.python(FACTORY, tmp_path).strip() == "['RowQuantizer', 'Float8CurrentScalingQuantizer']"
 
 
-def test_doctor_is_content_with_it(environment: Path) -> None:
-    done = subprocess.run([environment, "-c", COMMAND, "doctor", "--json"], capture_output=True, text=True)
+def test_doctor_is_content_with_it(environment: Environment, tmp_path: Path) -> None:
+    done = environment.call("ottava", "doctor", "--json", cwd=tmp_path)
     found = {check["name"]: check["ok"] for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == 0, found
     assert found["recipe acme-rows"]
@@ -81,7 +81,7 @@ def ottava_recipes():
 """
 
 
-def test_it_cannot_take_over_a_recipe_of_another(environment: Path, tmp_path: Path) -> None:
+def test_it_cannot_take_over_a_recipe_of_another(environment: Environment, tmp_path: Path) -> None:
     (tmp_path / "aaa_stranger.py").write_text(STRANGER)
     info = tmp_path / "aaa_stranger-1.0.dist-info"
     info.mkdir()
@@ -92,15 +92,12 @@ def test_it_cannot_take_over_a_recipe_of_another(environment: Path, tmp_path: Pa
         "print(type(ottava.get_recipe('current')).__name__,"
         "[s.distribution for s in plugin_statuses() if s.problems])"
     )
-    done = subprocess.run(
-        [environment, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
-    )
-    assert done.stdout.strip() == "Float8CurrentScaling ['aaa-stranger']", done.stderr
+    assert environment.python(code, tmp_path, path=tmp_path).strip() == "Float8CurrentScaling ['aaa-stranger']"
 
 
-def test_it_trains_the_demo_model(environment: Path, tmp_path: Path) -> None:
+def test_it_trains_the_demo_model(environment: Environment, tmp_path: Path) -> None:
     options = ["--recipe", "acme-rows", "--steps", "30", "--size", "tiny", "--device", "cpu", "--out", str(tmp_path)]
-    done = subprocess.run([environment, "-c", COMMAND, "demo", *options], capture_output=True, text=True)
+    done = environment.call("ottava", "demo", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     base, acme = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert acme["name"] == "acme-rows"
