@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
+import forking
 
 from ottava import checkpoint
 from ottava_custom import CustomRecipe, by_direction, by_layer, by_tensor
@@ -40,6 +43,5 @@ def test_a_process_that_imported_nothing_reads_a_file(tmp_path: Path) -> None:
     made: Any = by_direction("mxfp8", "current")("weight")
     tensor = made(torch.randn(64, 32))
     checkpoint.save_file({"w": tensor}, tmp_path / "w.safetensors")
-    command = [sys.executable, "-c", READ, str(tmp_path / "w.safetensors")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = forking.python(READ, tmp_path / "w.safetensors")
     assert done.stdout.strip() == str(tensor.dequantize().double().sum().item()), done.stderr

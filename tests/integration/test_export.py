@@ -16,6 +16,10 @@ import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
+import forking
+
 import ottava
 from ottava import checkpoint
 from ottava.cli.main import app
@@ -209,7 +213,8 @@ def test_force_replaces(tmp_path: Path) -> None:
 def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     """Drawn on a terminal, and left out where the output goes to a program."""
     safetensors.torch.save_file({f"{n}.weight": torch.randn(256, 256) for n in range(8)}, tmp_path / "in")
-    command = [sys.executable, "-c", "from ottava.cli.main import app; app()", "export", str(tmp_path / "in")]
+    program = "from ottava.cli.main import app; app()"
+    command = [sys.executable, "-c", program, "export", str(tmp_path / "in")]
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     shown = subprocess.Popen(
@@ -232,8 +237,8 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     assert b"2.1/2.1 MB" in bar
     assert "Converted to current" in table
     assert "Converting" not in table
-    quiet = subprocess.run([*command, str(tmp_path / "b"), "--recipe", "current"], capture_output=True, timeout=120)
-    assert quiet.stderr == b""
+    quiet = forking.python(program, "export", tmp_path / "in", tmp_path / "b", "--recipe", "current")
+    assert quiet.stderr == ""
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
