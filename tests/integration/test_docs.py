@@ -98,7 +98,7 @@ def test_public_names_are_in_the_api_pages() -> None:
 
 def test_what_is_documented_exists_and_has_a_docstring() -> None:
     values = {name: resolve(name) for name in DOCUMENTED if not name.endswith("hookimpl")}
-    assert len(values) > 400
+    assert len(values) > 100
     assert [name for name, value in values.items() if callable(value) and not value.__doc__] == []
 
 

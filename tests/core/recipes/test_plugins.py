@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,15 @@ def test_an_empty_offer_is_no_error(site: Path) -> None:
     assert status("aaa-empty").status == "ok"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that was started in the background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_users_interrupt_is_not_swallowed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin(site, "aaa-slow", "slow_one", "import signal\nsignal.raise_signal(signal.SIGINT)")
     before = signal.getsignal(signal.SIGINT)
