@@ -36,7 +36,8 @@ class Forks:
             text=True,
             env=self.variables,
         )
-        atexit.register(self._process.kill)
+        # It ends when its input does.
+        atexit.register(self._process.communicate)
 
     def python(
         self, code: str, *arguments: str | Path, path: Path | None = None, cwd: Path | None = None, **variables: str
