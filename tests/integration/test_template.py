@@ -142,8 +142,10 @@ def test_its_own_tests_pass_as_generated(environment: Environment, package: Path
     assert re.search(r"^\d\d passed", done.stdout, re.M), done.stdout
 
 
-def test_the_kit_passes_as_generated(environment: Environment, package: Path) -> None:
-    done = environment.call("pytest", "-q", "-p", "no:cacheprovider", "tests/test_conformance.py", cwd=package)
+@pytest.mark.parametrize("chosen", ["not ottava_slow", pytest.param("", marks=pytest.mark.slow)])
+def test_the_kit_passes_as_generated(chosen: str, environment: Environment, package: Path) -> None:
+    options = ["-q", "-p", "no:cacheprovider", "-m", chosen, "tests/test_conformance.py"]
+    done = environment.call("pytest", *options, cwd=package)
     assert done.returncode == 0, done.stdout
     assert re.search(r"^\d\d+ passed", done.stdout, re.M), done.stdout
 
