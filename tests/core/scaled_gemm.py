@@ -88,7 +88,7 @@ def strict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     made = Strict(request.param)
     monkeypatch.setattr(gemm_scaled, "capability", lambda operand: made.capability)
     monkeypatch.setattr(gemm_scaled, "_scales_lines", lambda operand: made.capability >= 90)
-    monkeypatch.setattr(torch, "_scaled_mm", made)
+    monkeypatch.setattr(gemm_scaled, "scaled_mm", made)
     layout: Any = "transpose" if made.capability < 100 else "shared"
     with scaled_products(), columnwise_layout(layout):
         yield made
@@ -99,13 +99,13 @@ class Recorded:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        original = torch._scaled_mm
+        original = gemm_scaled.scaled_mm
 
         def call(*args: Any) -> torch.Tensor:
             self.count += 1
             return original(*args)
 
-        monkeypatch.setattr(torch, "_scaled_mm", call)
+        monkeypatch.setattr(gemm_scaled, "scaled_mm", call)
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ _bfloat16_is_fast: bool | None = None
 def multiplies_bfloat16() -> bool:
     """Whether torch multiplies bfloat16 matrices fast on this CPU.
 
-    Asked once, of :data:`~ottava.torch_private.mkldnn_bf16_supported`: whether oneDNN has a product of bfloat16 for this
-    processor. Where it has none, torch's own loops multiply, 5 to 100 times slower than a product of float32.
+    Asked once, of :data:`~ottava.torch_private.mkldnn_bf16_supported`: whether oneDNN has a product of bfloat16 for
+    this processor. Where it has none, torch's own loops multiply, many times slower than a product of float32.
 
     Raises:
         BackendError: ``OTTAVA_CPU_PRODUCT`` is neither ``bfloat16`` nor ``float32``.
