@@ -172,29 +172,6 @@ def compat(session: nox.Session) -> None:
 
 
 @nox.session
-def compat(session: nox.Session) -> None:
-    """What depends on torch, with another version of it: ``nox -s compat -- 2.14.1``, or the newest of the index.
-
-    Core's tests without those of the kernels, which link nothing of torch, and the recipes' tests of layers: compiled
-    code, recomputation, training, shards and the conformance kit. Options for pytest follow the version.
-    """
-    version, options = (session.posargs[0], session.posargs[1:]) if session.posargs else ("", [])
-    torch = f"torch=={version}" if version else "torch"
-    every = (*(f"recipes-{r}" for r in RECIPES), "testing")
-    # Not where a local wheel is offered: it would be taken for the newest.
-    find_links = "UV_FIND_LINKS" if _uses_uv(session) else "PIP_FIND_LINKS"
-    install(session, *every, tools=[*TEST_TOOLS, "pyyaml"], torch=torch, without=find_links)
-    session.run("python", "-c", "import torch; print('torch', torch.__version__)")
-    names = ["conformance", "compile", "fsdp", "linear", "recompute", "train"]
-    recipes = sorted(p for name in names for p in (ROOT / "tests").glob(f"recipes_*/test_*{name}*.py"))
-    # Of the kernels' tests that of what is asked of torch before a kernel runs.
-    left_out = ["kernels/test_[!d]*", "cli/*", "test_cuda_build.py", "test_resources.py", "test_packaging.py"]
-    folders = ["tests/core", *(str(p.relative_to(ROOT)) for p in recipes)]
-    ignored = [part for name in left_out for part in ("--ignore-glob", str(ROOT / "tests" / "core" / name))]
-    session.run("python", "-m", "pytest", *TWO_PROCESSES, "-m", "not slow and not grid", *ignored, *options, *folders)
-
-
-@nox.session
 def demo(session: nox.Session) -> None:
     """Train the demo model in BF16 and every recipe."""
     install(session, *(f"recipes-{r}" for r in RECIPES), tools=[])
