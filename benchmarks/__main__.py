@@ -1,24 +1,37 @@
-"""Runs every benchmark, writes ``benchmarks/results.json`` and ``docs/benchmarks.md``."""
+"""Runs every benchmark, replaces this kind of machine's results in ``benchmarks/results.json``, writes the page."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
-import platform
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks import imports, kernels, known_scale, linear, multi
+from benchmarks import imports, kernels, linear, multi
+from benchmarks.kind import cpu_model, this_kind
+from benchmarks.timing import Row, interleaved, measure
 
 ROOT = Path(__file__).parents[1]
-
+RESULTS, PAGE = ROOT / "benchmarks" / "results.json", ROOT / "docs" / "benchmarks.md"
 
 # glibc gives large blocks back at once and faults their pages in again at the next use: that would slow the
 # alternatives that make temporaries, and make ours look faster than it is. Read when a process starts.
 _ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+_INTRODUCTION = """\
+# Benchmarks
+
+Written by `python -m benchmarks` (`nox -s bench`), which replaces the results of the kind of machine that it runs on
+and leaves the others. Ratios are of medians in one process, alternatives run in turns, buffers reused, with an
+allocator that keeps freed memory (`MALLOC_MMAP_MAX_=0`): page faults would flatter the kernels. A copy (memcpy) is
+`Tensor.copy_` of as many bytes in all as the kernel reads and writes. An alternative that a machine does not have, or
+that was not installed, is not in its table.
+"""
 
 
 def _keep_memory() -> None:
@@ -34,11 +47,44 @@ def _cell(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _table(rows: list[dict[str, object]]) -> str:
+def _table(rows: list[Row]) -> str:
     headings = list(rows[0])
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     lines += ["| " + " | ".join(_cell(row[h]) for h in headings) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def page(results: dict[str, Any]) -> str:
+    """The docs' page: a section for each kind, in the order of their names."""
+    text = [_INTRODUCTION]
+    for kind, found in sorted(results.items()):
+        measured = f"Measured on {found['date']} with torch {found['torch']}, on {found['cpu']}."
+        text += [f"## {kind}", measured]
+        for title, rows in found["sections"].items():
+            text += [f"### {title}", _table(rows)]
+    return "\n\n".join(part.strip("\n") for part in text) + "\n"
+
+
+def merged(results: dict[str, Any], kind: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The results with those of one kind replaced."""
+    return dict(sorted({**results, kind: found}.items()))
+
+
+def sections(kernel_size: int, linear_sizes: list[int], rounds: int, at_most: float) -> dict[str, list[Row]]:
+    """Title -> the rows of a table."""
+    seconds = partial(interleaved, rounds=rounds, at_most=at_most, warmup=min(3, rounds))
+    kernels.check_same_bytes(kernels.Set(torch.randn(256, 256).bfloat16()))
+    # Of one turn nothing is to be learnt that would be worth a compilation.
+    compiler = "inductor" if rounds > 1 else "eager"
+    timed = [measure(timing, seconds) for timing in kernels.timings(kernel_size, compiler=compiler)]
+    many = [measure(timing, seconds) for timing in multi.timings(multi.COUNT if rounds > 1 else 4)]
+    layers = [measure(linear.timing(n, compiler=compiler), seconds) for n in linear_sizes]
+    return {
+        f"Kernels, bf16 {kernel_size}²": kernels.table(timed),
+        "Shards of float32 weights, quantized as bf16": multi.table(many),
+        "Linear without bias, forward and backward, BF16 in and out": linear.table(layers),
+        **({"Imports": imports.measure(rounds // 2)} if rounds > 1 else {}),
+    }
 
 
 def main() -> None:
@@ -47,38 +93,25 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kernel-size", type=int, default=4096)
-    parser.add_argument("--linear-size", type=int, default=2048)
+    parser.add_argument("--linear-sizes", type=int, nargs="+", default=list(linear.SIZES))
+    parser.add_argument("--at-most", type=float, default=120.0, help="seconds for a row, after which three turns do")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one turn; prints, writes nothing")
     parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--page-only", action="store_true", help="write the page of the results that there are")
     options = parser.parse_args()
-    _keep_memory()
-    torch.set_num_threads(options.threads)
-    from ottava.kernels import cpu
-
-    sections = {
-        f"Kernels, bf16 {options.kernel_size}²": kernels.measure(options.kernel_size, options.rounds),
-        f"A known scale, bf16 {2 * options.kernel_size}²": known_scale.measure(2 * options.kernel_size, options.rounds),
-        "Shards of float32 weights, quantized as bf16": multi.measure(options.rounds),
-        f"Linear, forward and backward, {options.linear_size}³": linear.measure(options.linear_size, options.rounds),
-        "Imports": imports.measure(options.rounds // 2),
-    }
-    machine = f"{options.threads} threads, {cpu.isa()}, {platform.machine()}, torch {torch.__version__}"
-    page = [
-        "# Benchmarks",
-        "",
-        "Written by `python -m benchmarks` (`nox -s bench`). Ratios are of medians in one process, alternatives run in",
-        "turns, buffers reused, with an allocator that keeps freed memory (`MALLOC_MMAP_MAX_=0`): page faults would",
-        "flatter the kernels. Memcpy is `Tensor.copy_` of as many bytes in all as the kernel reads and writes.",
-        "",
-        f"Measured on: {machine}.",
-    ]
-    for title, rows in sections.items():
-        page += ["", f"## {title}", "", _table(rows)]
-    text = "\n".join(page) + "\n"
-    print(text)
-    if not options.no_write:
-        results = {"machine": machine, "sections": sections}
-        (ROOT / "benchmarks" / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-        (ROOT / "docs" / "benchmarks.md").write_text(text, encoding="utf-8")
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    if not options.page_only:
+        _keep_memory()
+        torch.set_num_threads(options.threads)
+        sizes = (options.kernel_size, options.linear_sizes, options.rounds, options.at_most)
+        kind, made = this_kind(options.threads), sections(*((256, [64], 1, 5.0) if options.quick else sizes))
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        found = {"date": today, "torch": torch.__version__, "cpu": cpu_model(), "sections": made}
+        print(page({str(kind): found}))
+        results = merged(results, str(kind), found)
+    if not (options.quick or options.no_write):
+        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        PAGE.write_text(page(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

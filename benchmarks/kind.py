@@ -1,0 +1,53 @@
+"""What kind of machine figures belong to: what makes them differ by more than a few percent, and no more than that."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_MACHINES = {"x86_64": "x86-64", "amd64": "x86-64", "aarch64": "arm64"}
+_SETS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "portable": "portable kernels"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Architecture, the kernels' instruction set, whether torch multiplies BF16 fast, threads, what is forced."""
+
+    machine: str
+    isa: str
+    fast_bf16: bool
+    threads: int
+    forced: str = ""
+
+    def __str__(self) -> str:
+        machine = _MACHINES.get(self.machine.lower(), self.machine)
+        bf16 = "fast BF16" if self.fast_bf16 else "no fast BF16"
+        forced = f", products in {self.forced} (forced)" if self.forced else ""
+        return f"{machine}, {_SETS.get(self.isa, self.isa)}, {bf16}, {self.threads} threads{forced}"
+
+
+def has_fast_bf16() -> bool:
+    """Whether torch says that its library of products takes BF16 on this CPU."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def this_kind(threads: int) -> Kind:
+    """Of this machine and process."""
+    from ottava.kernels import cpu
+
+    forced = os.environ.get("OTTAVA_CPU_PRODUCT", "")
+    return Kind(platform.machine(), cpu.isa(), has_fast_bf16(), threads, forced)
+
+
+def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as the system gives it, for information."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"

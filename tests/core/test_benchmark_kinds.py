@@ -1,0 +1,116 @@
+"""Benchmarks name the kind of machine; a run replaces the results of its own kind alone; the page is what they give."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import __main__ as runner  # noqa: E402
+from benchmarks import kind, linear  # noqa: E402
+from benchmarks.timing import Timing, interleaved, measure  # noqa: E402
+
+OLD = {
+    "date": "2000-01-01",
+    "torch": "2.0",
+    "cpu": "one",
+    "sections": {"Imports": [{"import": "x", "milliseconds": 1.0}]},
+}
+
+
+def test_the_page_is_what_the_results_give() -> None:
+    results = json.loads(runner.RESULTS.read_text(encoding="utf-8"))
+    assert runner.PAGE.read_text(encoding="utf-8") == runner.page(results)
+    assert list(results) == sorted(results)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> dict[str, object]:
+    """The command, with sections that cost nothing, and its own files."""
+    monkeypatch.setattr(runner, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(runner, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(runner, "_keep_memory", lambda: None)
+    monkeypatch.setattr(runner, "sections", lambda *_: {"Imports": [{"import": "y", "milliseconds": 2.0}]})
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--threads", str(torch.get_num_threads()), *options])
+    (tmp_path / "results.json").write_text(json.dumps({"another kind": OLD, **own(OLD)}), encoding="utf-8")
+    runner.main()
+    found: dict[str, object] = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    return found
+
+
+def own(found: object) -> dict[str, object]:
+    return {str(kind.this_kind(torch.get_num_threads())): found}
+
+
+def test_a_run_replaces_its_own_kind_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    results = run(monkeypatch, tmp_path)
+    (mine,) = own(None)
+    assert set(results) == {"another kind", mine}
+    assert results["another kind"] == OLD
+    assert results[mine]["sections"] == {"Imports": [{"import": "y", "milliseconds": 2.0}]}  # type: ignore[index]
+    assert results[mine]["torch"] == torch.__version__  # type: ignore[index]
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert text == runner.page(results)
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [f"## {name}" for name in sorted(results)]
+    assert "Measured on 2000-01-01 with torch 2.0, on one." in text
+
+
+@pytest.mark.parametrize("option", ["--quick", "--no-write"])
+def test_what_only_prints_leaves_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str) -> None:
+    assert run(monkeypatch, tmp_path, option) == {"another kind": OLD, **own(OLD)}
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_kinds_differ_where_figures_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [("x86_64", "avx512", True, 2), ("x86_64", "avx2", False, 2), ("aarch64", "neon", True, 4)]
+    assert [str(kind.Kind(*one)) for one in kinds] == [
+        "x86-64, AVX-512, fast BF16, 2 threads",
+        "x86-64, AVX2, no fast BF16, 2 threads",
+        "arm64, NEON, fast BF16, 4 threads",
+    ]
+    before = str(kind.this_kind(2))
+    monkeypatch.setenv("OTTAVA_CPU_PRODUCT", "float32")
+    assert str(kind.this_kind(2)) == f"{before}, products in float32 (forced)"
+    monkeypatch.delenv("OTTAVA_CPU_PRODUCT")
+    monkeypatch.setattr(kind, "has_fast_bf16", lambda: not kind.Kind("", "", True, 1).fast_bf16)
+    assert "no fast BF16" in str(kind.this_kind(2))
+
+
+def test_the_processors_name(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: A CPU @ 2 GHz\nmodel name : B\n", encoding="utf-8")
+    assert kind.cpu_model(tmp_path / "cpuinfo") == "A CPU @ 2 GHz"
+    assert kind.cpu_model(tmp_path / "nowhere")
+
+
+def test_an_alternative_that_is_not_there_is_left_out_of_its_row() -> None:
+    def missing() -> object:
+        raise ImportError("no torchao")
+
+    calls: list[int] = []
+    timing = Timing("x", {"ottava": lambda: lambda: calls.append(1), "peer": missing}, calls=4)  # type: ignore[dict-item]
+    row = measure(timing, lambda runs: dict.fromkeys(runs, 8.0))
+    assert row["seconds"] == {"ottava": 2.0}
+    assert row["errors"] == {"peer": "ImportError: no torchao"}
+    assert calls == [1]
+
+
+def test_turns_stop_when_their_time_is_over() -> None:
+    calls: list[int] = []
+    interleaved({"x": lambda: calls.append(1)}, rounds=50, warmup=2, at_most=0.0)
+    assert len(calls) == 3
+    interleaved({"x": lambda: calls.append(1)}, rounds=50, warmup=2, at_most=60.0)
+    assert len(calls) == 3 + 52
+
+
+def test_layers_are_held_against_both_of_torchs() -> None:
+    seconds = {"bf16": 2.0, "float32": 1.0}
+    rows = linear.table([{"name": "32", "seconds": seconds}])
+    assert [row["times bf16"] for row in rows] == [1.0, 0.5]
+    assert [row["times float32"] for row in rows] == [2.0, 1.0]
+    assert [row["saved bytes, of bf16"] for row in rows] == [1.0, 2.0]
