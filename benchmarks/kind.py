@@ -7,8 +7,6 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 _MACHINES = {"x86_64": "x86-64", "amd64": "x86-64", "aarch64": "arm64"}
 _SETS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "portable": "portable kernels"}
 
@@ -30,20 +28,13 @@ class Kind:
         return f"{machine}, {_SETS.get(self.isa, self.isa)}, {bf16}, {self.threads} threads{forced}"
 
 
-def has_fast_bf16() -> bool:
-    """Whether torch says that its library of products takes BF16 on this CPU."""
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):
-        return False
-
-
 def this_kind(threads: int) -> Kind:
     """Of this machine and process."""
     from ottava.kernels import cpu
+    from ottava.torch_private import mkldnn_bf16_supported
 
     forced = os.environ.get("OTTAVA_CPU_PRODUCT", "")
-    return Kind(platform.machine(), cpu.isa(), has_fast_bf16(), threads, forced)
+    return Kind(platform.machine(), cpu.isa(), mkldnn_bf16_supported(), threads, forced)
 
 
 def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:

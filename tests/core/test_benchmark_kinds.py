@@ -16,6 +16,7 @@ if str(ROOT) not in sys.path:
 from benchmarks import __main__ as runner  # noqa: E402
 from benchmarks import kind, linear  # noqa: E402
 from benchmarks.timing import Timing, interleaved, measure  # noqa: E402
+from ottava import torch_private  # noqa: E402
 
 OLD = {
     "date": "2000-01-01",
@@ -78,8 +79,10 @@ def test_kinds_differ_where_figures_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTTAVA_CPU_PRODUCT", "float32")
     assert str(kind.this_kind(2)) == f"{before}, products in float32 (forced)"
     monkeypatch.delenv("OTTAVA_CPU_PRODUCT")
-    monkeypatch.setattr(kind, "has_fast_bf16", lambda: not kind.Kind("", "", True, 1).fast_bf16)
-    assert "no fast BF16" in str(kind.this_kind(2))
+    other = not torch_private.mkldnn_bf16_supported()
+    monkeypatch.setattr(torch_private, "mkldnn_bf16_supported", lambda: other)
+    assert kind.this_kind(2).fast_bf16 is other
+    assert str(kind.this_kind(2)) != before
 
 
 def test_the_processors_name(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import resources  # noqa: E402
-from benchmarks.on_gpu.build import compile_modules  # noqa: E402
+from benchmarks.checkout import compile_modules  # noqa: E402
 from ottava.cli import doctor  # noqa: E402
 from ottava.cli.doctor import Check, examine  # noqa: E402
 from ottava.kernels import backends, use_backend  # noqa: E402
@@ -43,7 +43,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(_cuda.__file__)
     if resources.find_tool("nvcc") is None:
         pytest.skip("no nvcc here")
-    built = compile_modules(tmp_path_factory.mktemp("build"), cuda="on", architectures="90-virtual")
+    built = compile_modules(tmp_path_factory.mktemp("build"), "90-virtual")
     return next(path for path in built if path.name.startswith("_cuda"))
 
 
