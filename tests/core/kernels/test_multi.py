@@ -280,7 +280,7 @@ def test_every_rounding(code_path: str, dtype: torch.dtype) -> None:
     bits = np.concatenate([bits + step for step in (-half - 1, -half, -half + 1, -1, 0, 1, half - 1, half, half + 1)])
     bits = np.concatenate([bits, np.random.default_rng(0).integers(0, 2**32, 100_003)])
     # The arithmetic is the CPU's in the loop over a grid, and a column of its own for each element takes long there.
-    bits = bits[:: 7 if code_path == "grid" else 1]
+    bits = bits[:: 29 if code_path == "grid" else 1]
     x = torch.from_numpy((bits & 0xFFFFFFFF).astype(np.uint32).view(np.float32))
     n = x.numel()
     _, amaxes = kernels.mx_multi_amax([x], [dtype], [(1, n)], [0], [False]).split(kernels.mx_amax_sizes(1, n, False))

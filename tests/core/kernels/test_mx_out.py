@@ -35,7 +35,7 @@ def check_surroundings(view: torch.Tensor) -> None:
     assert bool((whole[65 + view.numel() :] == 85).all())
 
 
-@pytest.mark.parametrize("shape", [(), (0, 5), (3, 0), (33, 70), (2, 31, 97), (35, 1100), (1, 30_001)], ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 5), (3, 0), (33, 70), (2, 31, 97), (35, 1100), (1, 5001)], ids=str)
 def test_quantize_out(code_path: str, shape: tuple[int, ...]) -> None:
     for dtype, fmt, square in itertools.product(DTYPES, FP8, (False, True)):
         x, options = sample(shape, dtype), (dtype, fmt, "floor", square)
