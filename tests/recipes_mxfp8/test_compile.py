@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_no_rows_and_one() -> None:
             check_same(mine, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_inductor_equals_eager(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = Linear(40, 70, dtype=dtype, recipe=RECIPES["squares"])
@@ -106,7 +107,9 @@ def test_inductor_equals_eager(dtype: torch.dtype) -> None:
     torch.testing.assert_close(bias, expected, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0)
 
 
-@pytest.mark.parametrize("where", ["converted", "region inside", "region outside"])
+@pytest.mark.parametrize(
+    "where", ["converted", "region inside", pytest.param("region outside", marks=pytest.mark.slow)]
+)
 def test_steps_equal_eager(where: str) -> None:
     recipe = MXFP8BlockScaling(fp8_format=Format.HYBRID)
     torch.manual_seed(0)
@@ -216,14 +219,17 @@ def quantizer(kind: str, **options: Any) -> MXFP8Quantizer:
 KINDS = ("both", "rowwise", "columnwise", "square")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_quantize_and_dequantize(kind: str) -> None:
-    make, other = quantizer(kind), quantizer(kind, fp8_dtype=E5M2, scale_rounding="floor")
-    make.internal = other.internal = True
+def test_quantize_and_dequantize() -> None:
+    pairs = [(quantizer(kind), quantizer(kind, fp8_dtype=E5M2, scale_rounding="floor")) for kind in KINDS]
+    for make in itertools.chain(*pairs):
+        make.internal = True
 
     def run(x: torch.Tensor) -> list[torch.Tensor]:
-        q, r = make(x), other(2 * x)
-        return [q.dequantize(), r.dequantize(torch.float64), q.dequantize(torch.float32) + 1, 2 * r.dequantize()]
+        made: list[torch.Tensor] = []
+        for make, other in pairs:
+            q, r = make(x), other(2 * x)
+            made += [q.dequantize(), r.dequantize(torch.float64), q.dequantize(torch.float32) + 1, 2 * r.dequantize()]
+        return made
 
     fast = compiled(run)
     for shape in ((33, 70), (2, 31, 65), (), (0, 7)):
@@ -243,14 +249,16 @@ def test_quantize_and_dequantize_by_inductor() -> None:
     check_same(compiled(run, "inductor")(x), run(x))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_quantized_tensors_go_in(kind: str) -> None:
-    q = quantizer(kind)(wide(64, 70))
+def test_quantized_tensors_go_in() -> None:
+    inputs = [quantizer(kind)(wide(64, 70)) for kind in KINDS]
 
-    def run(q: torch.Tensor) -> list[torch.Tensor]:
-        return [q.dequantize(), q * 2, q.to(torch.bfloat16), q.float(), q.dequantize(torch.float64)]
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        for q in inputs:
+            made += [q.dequantize(), q * 2, q.to(torch.bfloat16), q.float(), q.dequantize(torch.float64)]
+        return made
 
-    for mine, theirs in zip(compiled(run)(q), run(q), strict=True):
+    for mine, theirs in zip(compiled(run)(inputs), run(inputs), strict=True):
         check_same(mine, theirs)
 
 
@@ -276,20 +284,19 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_views(name: str) -> None:
-    q, op = quantizer("both")(wide(96, 128)), VIEWS[name]
+def test_views() -> None:
+    q = quantizer("both")(wide(96, 128))
 
-    def run(t: torch.Tensor) -> list[torch.Tensor]:
-        return [op(t), op(t) + 1]
+    def run(t: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        return {name: (op(t), op(t) + 1) for name, op in VIEWS.items()}
 
-    mine, theirs = compiled(run)(q), run(q)
-    plain = run(q.dequantize())
-    for one, two, three in zip(mine, theirs, plain, strict=True):
-        assert isinstance(one, MXFP8Tensor) is isinstance(two, MXFP8Tensor)
-        values = [t.dequantize() if isinstance(t, MXFP8Tensor) else t for t in (one, two, three)]
-        assert torch.equal(values[0], values[1])
-        assert torch.equal(values[0], values[2])
+    mine, theirs, plain = compiled(run)(q), run(q), run(q.dequantize())
+    for name in VIEWS:
+        for one, two, three in zip(mine[name], theirs[name], plain[name], strict=True):
+            assert isinstance(one, MXFP8Tensor) is isinstance(two, MXFP8Tensor), name
+            values = [t.dequantize() if isinstance(t, MXFP8Tensor) else t for t in (one, two, three)]
+            assert torch.equal(values[0], values[1]), name
+            assert torch.equal(values[0], values[2]), name
 
 
 def test_in_place_updates() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import ottava
 from ottava.debug import fake_quantize
+from ottava.errors import OptionError
+from ottava.recipes import registry
 from ottava_mxfp8 import MXFP8Quantizer
 
 FORMATS = {"MXFP8E4M3": torch.float8_e4m3fn, "MXFP8E5M2": torch.float8_e5m2}
@@ -23,15 +23,15 @@ def test_the_spec_lists_them() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (33, 65), (2, 5, 70)])
-def test_values_are_those_of_blocks_along_rows(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    x = torch.exp(2 * torch.randn(shape, generator=torch.Generator().manual_seed(2))).to(dtype).requires_grad_()
-    got = fake_quantize(x, name)
-    assert (got.dtype, got.shape) == (x.dtype, x.shape)
-    quantizer = MXFP8Quantizer(FORMATS[name], columnwise=False)
-    assert torch.equal(got, quantizer(x.detach()).dequantize())
-    got.sum().backward()
-    assert torch.equal(x.grad, torch.ones_like(x))
+def test_values_are_those_of_blocks_along_rows(name: str, dtype: torch.dtype) -> None:
+    for shape in ((), (0, 3), (1,), (33, 65), (2, 5, 70)):
+        x = torch.exp(2 * torch.randn(shape, generator=torch.Generator().manual_seed(2))).to(dtype).requires_grad_()
+        got = fake_quantize(x, name)
+        assert (got.dtype, got.shape) == (x.dtype, x.shape)
+        quantizer = MXFP8Quantizer(FORMATS[name], columnwise=False)
+        assert torch.equal(got, quantizer(x.detach()).dequantize())
+        got.sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(x))
 
 
 def test_out() -> None:
@@ -40,10 +40,16 @@ def test_out() -> None:
     assert torch.equal(out, fake_quantize(x, "MXFP8E4M3"))
 
 
+@pytest.fixture
+def _no_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OTTAVA_DISABLE_PLUGINS", "ottava-recipes-mxfp8")
+    registry.reload()
+    yield
+    monkeypatch.undo()
+    registry.reload()
+
+
+@pytest.mark.usefixtures("_no_package")
 def test_without_the_package_the_error_names_it() -> None:
-    code = "import torch\nfrom ottava.debug import fake_quantize\nfake_quantize(torch.ones(3), 'MXFP8E4M3')"
-    environment = os.environ | {"OTTAVA_DISABLE_PLUGINS": "ottava-recipes-mxfp8"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 1
-    assert "OptionError" in done.stderr
-    assert "pip install ottava-recipes-mxfp8" in done.stderr
+    with pytest.raises(OptionError, match="pip install ottava-recipes-mxfp8"):
+        fake_quantize(torch.ones(3), "MXFP8E4M3")

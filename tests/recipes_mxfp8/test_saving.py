@@ -105,26 +105,37 @@ def test_views_and_parameters(way: Callable[[Any], Any]) -> None:
     assert same[0] is same[1]
 
 
+# A file is read before anything imported the recipe, in a fork: reading it imports whatever is installed.
 ELSEWHERE = """
-import sys, torch
+import os, sys, torch
+from ottava.checkpoint import load_file
+if not os.fork():
+    w = load_file(sys.argv[1])["w"]
+    assert type(w).__name__ == "MXFP8Tensor", type(w)
+    torch.save(w.dequantize(torch.float64), sys.argv[3])
+    sys.exit()
+assert os.wait()[1] == 0
 from ottava_mxfp8 import MXFP8BlockScaling
-loaded = torch.load(sys.argv[1], weights_only=True)
+loaded = torch.load(sys.argv[2], weights_only=True)
 torch.save({name: [q.dequantize(torch.float64), q.quantize_(q.dequantize() * 2).dequantize(torch.float64)]
-            for name, q in loaded.items()}, sys.argv[2])
+            for name, q in loaded.items()}, sys.argv[4])
 assert not any(name.startswith("ottava_current") for name in sys.modules)
 """
 
 
-def test_another_process_that_only_imported_the_recipe(tmp_path: Path) -> None:
+def test_another_process_where_only_the_recipe_is_installed(tmp_path: Path) -> None:
     saved = {kind: quantizer(kind)(wide((33, 70), dtype=torch.bfloat16)) for kind in KINDS}
+    one = quantizer()(wide((33, 70)))
+    save_file({"w": one}, tmp_path / "state.safetensors")
     torch.save(saved, tmp_path / "saved.pt")
-    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "saved.pt"), str(tmp_path / "values.pt")]
-    subprocess.run(command, check=True, timeout=120)
-    values = torch.load(tmp_path / "values.pt", weights_only=True)
+    paths = [str(tmp_path / name) for name in ("state.safetensors", "saved.pt", "w.pt", "values.pt")]
+    subprocess.run([sys.executable, "-c", ELSEWHERE, *paths], check=True, timeout=120)
+    assert torch.equal(torch.load(paths[2], weights_only=True), one.dequantize(torch.float64))
+    values = torch.load(paths[3], weights_only=True)
     for kind, q in saved.items():
-        assert torch.equal(values[kind][0], q.dequantize(torch.float64))
+        assert torch.equal(values[kind][0], q.dequantize(torch.float64)), kind
         q.quantize_(q.dequantize() * 2)
-        assert torch.equal(values[kind][1], q.dequantize(torch.float64))
+        assert torch.equal(values[kind][1], q.dequantize(torch.float64)), kind
 
 
 def test_shared_memory_reaches_another_process() -> None:
@@ -343,20 +354,6 @@ def test_tied_weights_are_saved_or_refused(tmp_path: Path) -> None:
             continue
         for name, loaded in load_file(tmp_path / "state.safetensors").items():
             check_alike(loaded, state[name])
-
-
-def test_a_file_is_read_where_only_the_recipe_is_installed(tmp_path: Path) -> None:
-    q = quantizer()(wide((33, 70)))
-    save_file({"w": q}, tmp_path / "state.safetensors")
-    program = (
-        "import sys, torch; from ottava.checkpoint import load_file\n"
-        "w = load_file(sys.argv[1])['w']\n"
-        "assert type(w).__name__ == 'MXFP8Tensor', type(w)\n"
-        "torch.save(w.dequantize(torch.float64), sys.argv[2])"
-    )
-    paths = [str(tmp_path / "state.safetensors"), str(tmp_path / "values.pt")]
-    subprocess.run([sys.executable, "-c", program, *paths], check=True, timeout=120)
-    assert torch.equal(torch.load(tmp_path / "values.pt", weights_only=True), q.dequantize(torch.float64))
 
 
 def test_damaged_files_are_refused() -> None:
