@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ottava.kernels.products import product_dtype
-from ottava.nn import Linear
 
 VOCABULARY = 256
 
@@ -39,10 +38,10 @@ class Block(nn.Module):
         super().__init__()
         self.heads = size.heads
         self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        self.qkv = Linear(size.width, 3 * size.width)
-        self.proj = Linear(size.width, size.width)
-        self.up = Linear(size.width, 4 * size.width)
-        self.down = Linear(4 * size.width, size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.proj = nn.Linear(size.width, size.width)
+        self.up = nn.Linear(size.width, 4 * size.width)
+        self.down = nn.Linear(4 * size.width, size.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, length, width]`` to the same."""
@@ -66,7 +65,7 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(size.length, size.width)
         self.blocks = nn.ModuleList([Block(size) for _ in range(size.layers)])
         self.norm = nn.LayerNorm(size.width)
-        self.head = Linear(size.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
