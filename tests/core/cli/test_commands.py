@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_plugins import GOOD, HOOK, RECIPE, hook, offers, plugin, run
@@ -33,8 +34,8 @@ def listing(folder: Path, **environment: str) -> dict[str, list[dict[str, str]]]
     return json.loads(done.stdout)
 
 
-def checks(folder: Path) -> dict[str, dict[str, object]]:
-    done = run(folder, "doctor", "--json")
+def checks(folder: Path, **environment: str) -> dict[str, dict[str, Any]]:
+    done = run(folder, "doctor", "--json", **environment)
     report = json.loads(done.stdout)
     assert done.returncode == (0 if report["ok"] else 1)
     assert report["ok"] == all(check["ok"] for check in report["checks"])
@@ -164,7 +165,12 @@ def test_doctor_says_what_is_wrong(plugins: Path, tmp_path: Path) -> None:
     healthy = run(tmp_path / "empty", "doctor")
     assert healthy.returncode == 0, healthy.stdout
     assert "instruction set" in healthy.stdout
-    for name, value in (("OTTAVA_BACKEND", "nonesuch"), ("OTTAVA_ISA", "nonesuch")):
+    for wanted in ("bfloat16", "float32"):
+        products = checks(tmp_path / "empty", OTTAVA_CPU_PRODUCT=wanted)["bfloat16 products on cpu"]
+        assert products["ok"]
+        assert products["detail"].startswith(f"in {wanted}")
+    for name in ("OTTAVA_BACKEND", "OTTAVA_ISA", "OTTAVA_CPU_PRODUCT"):
+        value = "nonesuch"
         bad = run(tmp_path / "empty", "doctor", **{name: value})
         assert bad.returncode == 1
         assert "nonesuch" in bad.stdout
