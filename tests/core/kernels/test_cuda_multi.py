@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -175,19 +176,21 @@ def state(counts: list[int], length: int, seed: int) -> tuple[list[Tensor], list
     return scales, histories, random.choice([448.0, 57344.0, 28672.0], sum(counts)).tolist()
 
 
-@pytest.mark.parametrize("most_recent", [False, True])
-@pytest.mark.parametrize("given", [False, True])
+BOTH = list(itertools.product((False, True), repeat=2))
+UPDATES = [
+    ([1] * 620 + [0, 3], 4, BOTH),  # more tensors than a table holds
+    ([5, 2300, 1, 900], 2, BOTH[::3]),  # more slots of one tensor
+    ([0, 3, 0, 1], 1, BOTH),
+    ([2, 1], 1023, BOTH),
+    ([3, 2], 1024, BOTH),
+    ([1, 2], 1026, BOTH),
+    ([2], 2500, BOTH),
+]
+
+
 @pytest.mark.parametrize(
-    ("counts", "length"),
-    [
-        ([1] * 620 + [0, 3], 4),  # more tensors than a table holds
-        ([5, 2300, 1, 900], 2),  # more slots of one tensor
-        ([0, 3, 0, 1], 1),
-        ([2, 1], 1023),
-        ([3, 2], 1024),
-        ([1, 2], 1026),
-        ([2], 2500),
-    ],
+    ("counts", "length", "given", "most_recent"),
+    [(counts, length, *how) for counts, length, ways in UPDATES for how in ways],
     ids=lambda v: str(v)[:20],
 )
 def test_the_update_of_all_slots(grid: None, counts: list[int], length: int, given: bool, most_recent: bool) -> None:

@@ -218,7 +218,7 @@ def test_flags(any_order: ModuleType, place: tuple[int, int], columnwise: bool) 
         codes[place], scales[block] = code, scale
         assert bits == flag_of(codes, scales, E4M3, columnwise), (scale, code)
         out = torch.empty(shape, dtype=torch.bfloat16)
-        for before in range(4):
+        for before in (0, 3 ^ bits):
             assert flagged(any_order, codes, scales, E4M3, out, columnwise, before) == bits | before, (scale, code)
 
 
@@ -346,16 +346,31 @@ def check_lines(
     assert torch.equal(result[~mask], before[~mask])
 
 
-@pytest.mark.parametrize("kinds", [("rows", "rows"), ("rows", "columns"), ("columns", "bfloat16"), ("float32", "rows")])
-@pytest.mark.parametrize("transposes", list(itertools.product((False, True), repeat=2)))
-def test_exact_lines(any_order: ModuleType, kinds: tuple[str, str], transposes: tuple[bool, bool]) -> None:
+KINDS = [("rows", "rows"), ("rows", "columns"), ("columns", "bfloat16"), ("float32", "rows")]
+# Every pair of kinds and transposes once, every kind and every transpose in every order.
+LINES = [
+    (kinds, transposes, grid_orders()[(i + j) % 3])
+    for i, kinds in enumerate(KINDS)
+    for j, transposes in enumerate(itertools.product((False, True), repeat=2))
+]
+
+
+@pytest.mark.parametrize(("kinds", "transposes", "order"), LINES, ids=str)
+def test_exact_lines(
+    grid: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: tuple[str, str],
+    transposes: tuple[bool, bool],
+    order: str,
+) -> None:
+    monkeypatch.setenv("OTTAVA_GRID_ORDER", order)
     m, k, n = 37, 70, 41
     a = operand(*((k, m) if transposes[0] else (m, k)), kinds[0], 1)
     b = operand(*((n, k) if transposes[1] else (k, n)), kinds[1], 2)
     scale = torch.tensor([0.25])
     for flags, with_scale in itertools.product([[0, 0], [1, 0], [0, 3], [3, 1], [2, 0], [0, 2]], (False, True)):
         scales = (None, None) if not with_scale else (scale, None) if flags[0] else (None, scale)
-        check_lines(any_order, (a, b, *transposes), torch.float32, scales, None, flags)
+        check_lines(grid, (a, b, *transposes), torch.float32, scales, None, flags)
 
 
 @pytest.mark.parametrize(
