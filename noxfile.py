@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent
 PACKAGES = ROOT / "packages"
 RECIPES = sorted(p.name.removeprefix("recipes-") for p in PACKAGES.glob("recipes-*") if (p / "pyproject.toml").exists())
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
-TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
+# Below 9.2, where pytest-xdist 3.8 sees no groups, and each process would make what the tests of a group share.
+TEST_TOOLS = ["pytest<9.2", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
 # For the packages that the tests write and build, and for the kernels that they build.
 TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]
 # A test goes to whichever process is free; tests that share a costly fixture stay together (tests/conftest.py).
