@@ -58,8 +58,8 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], A
         lambda x: torch.ops.ottava.transpose(x.to(torch.uint8)),
     ),
     "decode": (
-        lambda x: kernels.decode(x.to(torch.uint8), scalar(0.5), E4M3, torch.float32),
-        lambda x: torch.ops.ottava.decode(x.to(torch.uint8), scalar(0.5), E4M3, torch.float32),
+        lambda x: kernels.decode(x.to(torch.uint8), scalar(0.5), E4M3, torch.bfloat16),
+        lambda x: torch.ops.ottava.decode(x.to(torch.uint8), scalar(0.5), E4M3, torch.bfloat16),
     ),
 }
 PARTS: dict[str, Callable[[torch.Tensor], Any]] = {
