@@ -178,9 +178,11 @@ def test_a_layer_is_float32s_rounded_once(wide: None, shape: tuple[int, ...], bi
 def test_bfloat16_is_what_is_saved(wide: None) -> None:
     ours, _ = layers()
     kept: list[torch.dtype] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
-        ours(torch.randn(5, 24).bfloat16().requires_grad_())
-    assert kept == [torch.bfloat16, torch.bfloat16]
+    for x in (torch.randn(5, 24).bfloat16().requires_grad_(), torch.nn.Parameter(torch.randn(5, 24).bfloat16())):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+            ours(x)
+        assert kept == [torch.bfloat16, torch.bfloat16]
 
 
 def test_only_gradients_that_are_asked_for_are_computed(wide: None) -> None:
@@ -282,5 +284,7 @@ def test_what_torch_refuses_is_refused(wide: None) -> None:
     ours, _ = layers()
     with pytest.raises(RuntimeError, match="dtype"):
         ours(torch.randn(5, 24))
+    with pytest.raises(TypeError, match="Tensor"):
+        ours([1.0] * 24)
     with pytest.raises(RuntimeError, match=r"shape|size"):
         ours(torch.randn(5, 23).bfloat16())

@@ -25,7 +25,7 @@ def high_precision_linear(
     """
     dtype = weight.dtype if autocast_dtype is None else autocast_dtype
     wide = product_dtype(dtype, weight.device)
-    if wide is dtype or x.device != weight.device:
+    if wide is dtype or not isinstance(x, torch.Tensor) or x.device != weight.device:
         return F.linear(x, weight, bias)
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
@@ -44,7 +44,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wi
     # A compiler decides itself what it keeps for the backward pass; transforms, tracing and subclasses take the
     # product apart.
     apart = torch.compiler.is_compiling() or transforms() is not None or tracing() is not None
-    apart = apart or forward_ad._current_level >= 0 or type(x) is not torch.Tensor or type(weight) not in _PLAIN_TYPES
+    apart = apart or forward_ad._current_level >= 0 or not {type(x), type(weight)} <= _PLAIN_TYPES
     if apart or not torch.is_grad_enabled():
         return _product(x, weight, bias, wide)
     result: torch.Tensor = _Linear.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
