@@ -26,6 +26,9 @@ TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybi
 # A test goes to whichever process is free; tests that share a costly fixture stay together (tests/conftest.py).
 TWO_PROCESSES = ["-n", "2", "--dist", "loadgroup"]
 
+# Tests start many processes, and torch's sources take seconds to compile: once is enough, whatever the shell says.
+KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -113,7 +116,7 @@ def _test(session: nox.Session, recipes: list[str], *arguments: str) -> None:
     # Every recipe passes the conformance kit.
     kit = ["testing"] if recipes else []
     install(session, *(f"recipes-{r}" for r in recipes), *kit, tools=TEST_TOOLS)
-    session.run("python", "-m", "pytest", *TWO_PROCESSES, *arguments, *(session.posargs or []))
+    session.run("python", "-m", "pytest", *TWO_PROCESSES, *arguments, *(session.posargs or []), env=KEEP_BYTECODE)
 
 
 @nox.session
@@ -169,7 +172,8 @@ def compat(session: nox.Session) -> None:
     left_out = ["kernels/test_[!d]*", "cli/*", "test_cuda_build.py", "test_resources.py", "test_packaging.py"]
     folders = ["tests/core", *(str(p.relative_to(ROOT)) for p in recipes)]
     ignored = [part for name in left_out for part in ("--ignore-glob", str(ROOT / "tests" / "core" / name))]
-    session.run("python", "-m", "pytest", *TWO_PROCESSES, "-m", "not slow and not grid", *ignored, *options, *folders)
+    chosen = ["-m", "not slow and not grid", *ignored, *options, *folders]
+    session.run("python", "-m", "pytest", *TWO_PROCESSES, *chosen, env=KEEP_BYTECODE)
 
 
 @nox.session
