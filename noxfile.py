@@ -239,7 +239,7 @@ def gpu(session: nox.Session) -> None:
     said = session.run(python, "benchmarks/gpu.py", "--build-only", silent=True, external=True)
     site = next(line for line in reversed(str(said).splitlines()) if line and Path(line).is_dir())
     # The figures first: a test that fails ends the session.
-    session.run(python, "benchmarks/gpu.py", "--site", site, *session.posargs, external=True)
+    session.run(python, "benchmarks/gpu.py", *session.posargs, external=True)
     session.run(python, "-m", "pytest", "tests/gpu", env={"OTTAVA_GPU_SITE": site}, external=True)
 
 

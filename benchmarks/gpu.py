@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -34,6 +35,30 @@ SECTIONS = {"bytes": 0.22, "products": 0.05, "kernels": 0.14, "linear": 0.28, "h
 SECTIONS |= {"large": 0.05, "layers": 0.11, "sanitizer": 0.2}
 _CHECKS = ("bytes", "products", "large", "layers")
 
+# memcheck's and racecheck's last line; and what the checks say of themselves.
+_SUMMARY, _CASES = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)"), re.compile(r"(\d+) checks done")
+# One after the other: the tools' options have changed names. The last one checks torch's kernels too, slowly.
+_FILTERS = (["--kernel-regex", "kns=ottava"], ["--kernel-name", "kernel_substring=ottava"], [])
+_BEGIN = (
+    "import sys, pathlib as p\nfrom benchmarks import checkout\nsys.argv[2:] and checkout.use(p.Path(sys.argv[2]))\n"
+)
+_SMALL = """
+from benchmarks.on_gpu import kernel_cases, runner
+table, modes, seconds = kernel_cases.byte_cases(small=True), ("some bytes", "bytes"), float(sys.argv[1])
+found = list(runner.run(table, runner.Gpu(), modes, seconds=seconds))
+print(sum(outcome.cases for outcome in found), "checks done")
+sys.exit(not all(outcome.passed for outcome in found))
+"""
+# A call with one row more than there is memory for.
+_PLANTED = """
+import torch
+from ottava import _cuda
+x, out = torch.randn(4096, device='cuda'), torch.empty(4096, dtype=torch.uint8, device='cuda')
+scale, stream = torch.ones((), device='cuda'), torch.cuda.current_stream().cuda_stream
+_cuda.cast(x.data_ptr(), 0, 2, 4096, scale.data_ptr(), 0, 0, 0, out.data_ptr(), 0, 0, 0, stream)
+torch.cuda.synchronize()
+"""
+
 
 def _build() -> Path:
     """The kernels for this GPU, or, without one, for every GPU; the folder to import from."""
@@ -55,50 +80,63 @@ def _environment(rehearsal: bool) -> Row:
     from ottava.kernels import available_backends
 
     git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    found: Row = {"torch": torch.__version__, "ottava": ottava.__version__, "sources": git.stdout.strip() or None}
-    if rehearsal:
-        return found | {"backends": available_backends()}
-    from ottava import _cuda
-
-    found |= {"kernels built for": _cuda.targets, "GPU": str(torch.cuda.get_device_properties(0))}
-    return get_env_info()._asdict() | found
+    found: Row = {} if rehearsal else get_env_info()._asdict() | {"GPU": str(torch.cuda.get_device_properties(0))}
+    found |= {"torch": torch.__version__, "ottava": ottava.__version__, "sources": git.stdout.strip() or None}
+    return found | {"backends": available_backends()}
 
 
-def _checks(section: str, seconds: float, place: Any, small: bool, seed: int) -> Iterator[Row]:
-    """What came of each name; failures are printed as they come."""
-    from benchmarks.on_gpu import kernel_cases, model_cases, runner
+def _sanitizer(site: Path | None, seconds: float) -> Iterator[Row]:
+    """Targets: the checks of the ottava in ``site`` are clean for each tool, and memcheck finds a planted error."""
+    # Each allocation by itself: beyond its end nothing is there.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    found = checkout.find_tool("compute-sanitizer") or "false"
+    for name, code, part in (("planted", _PLANTED, 0.2), ("memcheck", _SMALL, 0.4), ("racecheck", _SMALL, 0.4)):
+        # timeout ends the tool's whole process group: what it has started would go on using the GPU.
+        tool = [
+            "timeout",
+            "-s",
+            "KILL",
+            f"{part * seconds + 1:.0f}",
+            found,
+            "--tool",
+            name.replace("planted", "memcheck"),
+        ]
+        program = [sys.executable, "-c", _BEGIN + code, str(part * seconds / 2), *([str(site)] if site else [])]
+        for chosen in _FILTERS:
+            done = subprocess.run([*tool, *chosen, *program], capture_output=True, text=True, cwd=ROOT, env=environment)
+            text = done.stdout + done.stderr
+            if not ("nrecogni" in text and "option" in text):
+                break
+        errors, cases = [int(number) for number in _SUMMARY.findall(text)], sum(map(int, _CASES.findall(text)))
+        words = f"{errors or 'no summary of'} errors, {cases} cases, exit {done.returncode} of {Path(found).name}"
+        # Without a summary the tool is not there or was not done. The exit code is the program's where that failed.
+        known = any(errors) or (bool(errors) and (code is _PLANTED or (cases > 0 and done.returncode == 0)))
+        holds = any(errors) is (code is _PLANTED) if known else None
+        bound = "found" if code is _PLANTED else "clean"
+        yield {"target": name, "bound": bound, "measured": words, "holds": holds, "output": text[-2000:]}
 
-    tiny, modes, table = place.rehearsal, ("",), {}
-    if section == "bytes":
-        modes = ("some bytes", "bytes") if small else tuple(runner.MODES)
-        table = kernel_cases.byte_cases(small or tiny)
-    elif section == "products":
-        table = kernel_cases.exact_cases() | model_cases.product_cases(model_cases.SIZES[: 4 if tiny else None])
-    elif section == "layers":
-        table = model_cases.layer_cases(place, tiny)
-    for shape in ([(70, 41)] if tiny else kernel_cases.LARGE) if section == "large" else ():
-        table |= kernel_cases.large_cases(place, shape, 32 if tiny else 2048)
-    for outcome in runner.run(table, place, modes, seed=seed, seconds=seconds):
-        for failure in outcome.failures:
-            print(f"FAILED {outcome.name}: {failure}", flush=True)
-        yield dataclasses.asdict(outcome) | {"passed": outcome.passed}
 
+def _rows(section: str, seconds: float, place: Any, seed: int, site: Path | None) -> Iterator[Row]:
+    """What comes of a section, as it comes; so are failures of checks printed."""
+    from benchmarks.on_gpu import kernel_cases, model_cases, runner, speed
 
-def _rows(section: str, seconds: float, place: Any, small: bool, seed: int, site: Path | None) -> Iterator[Row]:
-    from benchmarks.on_gpu import sanitizer, speed
-
-    if section in _CHECKS:
-        return _checks(section, seconds, place, small, seed)
-    if section == "sanitizer":
-        found = {} if place.rehearsal else sanitizer.run(site, seconds)
-        return ({"name": tool} | row for tool, row in found.items())
-    timed = {
-        "kernels": speed.kernel_rows,
-        "linear": speed.linear_rows,
-        "host": speed.host_rows,
-        "demo": speed.demo_rows,
+    tiny = place.rehearsal
+    tables = {
+        "bytes": lambda: kernel_cases.byte_cases(tiny),
+        "products": lambda: kernel_cases.exact_cases() | model_cases.product_cases(tiny),
+        "layers": lambda: model_cases.layer_cases(place, tiny),
+        "large": lambda: kernel_cases.large_cases(*(([(70, 41)], 32) if tiny else ())),
     }
-    return timed[section](place, seconds)
+    if section in tables:
+        modes = runner.MODES if section == "bytes" else ("",)
+        for outcome in runner.run(tables[section](), place, tuple(modes), seed=seed, seconds=seconds):
+            for failure in outcome.failures:
+                print(f"FAILED {outcome.name}: {failure}", flush=True)
+            yield dataclasses.asdict(outcome) | {"passed": outcome.passed}
+    elif section != "sanitizer":
+        yield from getattr(speed, f"{section}_rows")(place, seconds)
+    elif not tiny:
+        yield from _sanitizer(site, seconds)
 
 
 def _print(title: str, rows: list[Row]) -> None:
@@ -121,25 +159,17 @@ def _summary(rows: dict[str, list[Row]]) -> list[Row]:
         words = "{cases} checks, {failed} failed, {left_out} left out".format(**total)
         holds = False if not all(row["passed"] for row in rows[name]) else None if total["left_out"] else True
         made.append({"target": name, "bound": "all", "measured": words, "holds": holds if rows[name] else None})
-    for row in rows["sanitizer"]:
-        holds = row["clean"] if row["name"] != "planted" or row["clean"] is None else not row["clean"]
-        bound = "found" if row["name"] == "planted" else "clean"
-        made.append({"target": row["name"], "bound": bound, "measured": row["why"], "holds": holds})
-    return made + speed.targets(rows)
+    return [*made, *rows["sanitizer"], *speed.targets(rows)]
 
 
 def main(
     no_build: Annotated[bool, typer.Option("--no-build", help="use the ottava that is installed")] = False,
-    site: Annotated[Path | None, typer.Option(help="use the ottava that an earlier call made in this folder")] = None,
     build_only: Annotated[bool, typer.Option("--build-only", help="build, print the folder to import from")] = False,
     only: Annotated[str, typer.Option(help=f"comma separated, out of {','.join(SECTIONS)}")] = "",
     budget_s: Annotated[float, typer.Option(help="seconds for everything; what does not fit is left out")] = 540.0,
     seed: Annotated[int, typer.Option(help="of the checks' inputs; a fresh one by default")] = -1,
-    small: Annotated[bool, typer.Option("--small", help="fewer and smaller checks")] = False,
     out: Annotated[Path | None, typer.Option(help="the results; gpu_results.json here, or none of a rehearsal")] = None,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="everything, tiny, on the CPU: no figure is one")
-    ] = False,
+    rehearse: Annotated[bool, typer.Option("--rehearse", help="everything, tiny, on the CPU")] = False,
 ) -> None:
     """Build, check and time the CUDA backend; write JSON, print a table of the targets."""
     begin = time.monotonic()
@@ -152,14 +182,13 @@ def main(
         print(f"No GPU: torch {torch.__version__} sees none; nothing was built, checked or measured.", file=sys.stderr)
         raise typer.Exit(2)
     try:
-        if build_only or not (no_build or rehearse or site):
-            site = _build()
+        site = _build() if build_only or not (no_build or rehearse) else None
+        if site:
             print(f"built in {time.monotonic() - begin:.0f} s\n{site}", flush=True)
+            checkout.use(site)
         if build_only:
             return
-        if site:
-            checkout.use(site)
-        from benchmarks.on_gpu.place import Gpu, Rehearsal
+        from benchmarks.on_gpu.runner import Gpu, Rehearsal
 
         environment = _environment(rehearse)
     except (checkout.BuildError, ImportError) as error:
@@ -168,31 +197,28 @@ def main(
     out = out or (Path(os.devnull) if rehearse else ROOT / "benchmarks" / "gpu_results.json")
     seed = int(time.time()) % 100_000 if seed < 0 else seed
     results: Row = {"rehearsal": rehearse, "environment": environment, "seed": seed}
-    place, broken, rows = Rehearsal() if rehearse else Gpu(), list[str](), {name: list[Row]() for name in SECTIONS}
+    place, failed, rows = Rehearsal() if rehearse else Gpu(), list[str](), {name: list[Row]() for name in SECTIONS}
     while left:
         share = max(0.0, begin + budget_s - time.monotonic()) * SECTIONS[left[0]] / sum(SECTIONS[n] for n in left)
         section, start = left.pop(0), time.monotonic()
         results[section] = {"rows": rows[section], "share": share}
         try:
-            for row in _rows(section, share, place, small, seed, site):
+            for row in _rows(section, share, place, seed, site):
                 rows[section].append(row)
         except Exception as error:
             traceback.print_exc()
             results[section]["error"] = f"{type(error).__name__}: {error}"
-            broken.append(section)
+            failed.append(section)
         results[section]["seconds"] = time.monotonic() - start
         _print(f"{section}: {time.monotonic() - start:.1f} s of {share:.0f}", rows[section])
         results["targets"] = _summary(rows)
         out.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
     _print("targets", results["targets"])
-    failed = [
-        row["target"]
-        for row in results["targets"]
-        if row["bound"] in ("all", "clean", "found") and row["holds"] is False
-    ]
-    print(f"failed: {', '.join(failed + broken) or 'nothing'}; {time.monotonic() - begin:.0f} s")
+    checks = (row for row in results["targets"] if row["bound"] in ("all", "clean", "found"))
+    failed += [row["target"] for row in checks if row["holds"] is False]
+    print(f"failed: {', '.join(failed) or 'nothing'}; {time.monotonic() - begin:.0f} s")
     print("A rehearsal on the CPU: no figure above means anything." if rehearse else "")
-    raise typer.Exit(1 if failed or broken else 0)
+    raise typer.Exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -78,25 +78,30 @@ def timing(
     """All layers named, at M = K = N; by default those for a CPU."""
     place = device or torch.device("cpu")
     # Each size and recipe is a compilation of the same function: beyond a number of them torch refuses.
-    torch._dynamo.reset()
+    torch.compiler.reset()
     chosen = list(names) or ["bf16", "float32", *recipes(), *PEERS]
     return Timing(
         str(n), {name: lambda name=name: _made(name, n, place, compiler) for name in chosen}, flops=6.0 * n**3
     )
 
 
-def saved_bytes(name: str, n: int) -> int:
-    """What a forward pass keeps for the backward pass, on the CPU."""
-    layer, held = alternatives()[name](n, torch.device("cpu")), {}
-    x = torch.randn(n, n).to(next(layer.parameters()).dtype).requires_grad_()
+def saved_bytes(forward: Run) -> int:
+    """What a forward pass gives autograd to keep for the backward pass."""
+    held: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
+        forward()
     return sum(held.values())
+
+
+def _saved(name: str, n: int) -> int:
+    layer = alternatives()[name](n, torch.device("cpu"))
+    x = torch.randn(n, n).to(next(layer.parameters()).dtype).requires_grad_()
+    return saved_bytes(lambda: layer(x))
 
 
 def table(rows: list[Row]) -> list[Row]:
@@ -113,7 +118,7 @@ def table(rows: list[Row]) -> list[Row]:
                     "milliseconds": 1e3 * value,
                     "times bf16": value / seconds["bf16"],
                     "times float32": value / seconds["float32"],
-                    "saved bytes, of bf16": saved_bytes(name, n) / saved_bytes("bf16", n) if eager else None,
+                    "saved bytes, of bf16": _saved(name, n) / _saved("bf16", n) if eager else None,
                 }
             )
     return made

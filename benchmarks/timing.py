@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -60,12 +61,18 @@ def measure(
     timing: Timing,
     seconds: Callable[[Mapping[str, Run]], Mapping[str, float]],
     prepare: Callable[[Run], Run] | None = None,
+    until: float = math.inf,
 ) -> Row:
-    """Seconds of one call of each alternative, by ``seconds`` of what ``prepare`` makes of each."""
+    """Seconds of one call of each alternative, by ``seconds`` of what ``prepare`` makes of each.
+
+    What would be made after ``until``, on the monotonic clock, is left out.
+    """
     runs: dict[str, Run] = {}
     errors: dict[str, str] = {}
     for name, make in timing.runs.items():
         try:
+            if time.monotonic() > until:
+                raise TimeoutError("not run for want of time")
             run = make()
             runs[name] = prepare(run) if prepare else run
             runs[name]()

@@ -4,21 +4,98 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import cycle, islice, product
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from benchmarks.on_gpu.exact import EXACT
-from benchmarks.on_gpu.inputs import FLOATS, FP8, SHAPES, SMALL_SHAPES, SOURCES, Args, Draw, Shape, Tensor
-from benchmarks.on_gpu.place import Gpu
-from benchmarks.on_gpu.runner import Case
+from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors
 from ottava import kernels
 from ottava.formats import mx_scale_shapes
-from ottava.kernels import parts, use_backend
+from ottava.kernels import parts
 
+SMALL_SHAPES: list[Shape] = [(), (0,), (1,), (0, 5), (3, 0), (3, 5), (16, 16), (33, 65), (129, 127), (2, 3, 41)]
+SHAPES: list[Shape] = [
+    *SMALL_SHAPES,
+    *((7,), (4097,), (1, 1), (1, 31), (8, 8), (15, 17), (31, 33), (32, 32), (63, 65), (64, 64)),
+    *((127, 129), (128, 128), (128, 136), (136, 128), (255, 256), (1, 4097), (4097, 1), (257, 1023), (512, 384)),
+    *((2, 0, 3), (3, 40, 32), (1000, 1000), (4097, 129), (2048, 2056)),
+]
+Make = Callable[[Shape], Tensor]
+#: Name -> the dimensions that it needs, and what makes a tensor of a shape lie so.
+VIEWS: dict[str, tuple[int, Callable[[Make, Shape], Tensor]]] = {
+    "contiguous": (0, lambda make, s: make(s)),
+    "unaligned": (0, lambda make, s: make((math.prod(s) + 1,))[1:].view(s)),
+    "transposed": (2, lambda make, s: make((*s[:-2], s[-1], s[-2])).transpose(-1, -2)),
+    "strided": (1, lambda make, s: make((*s[:-1], 2 * s[-1]))[..., ::2]),
+    "cut": (1, lambda make, s: make((*s[:-1], s[-1] + 3))[..., : s[-1]]),
+    "expanded": (2, lambda make, s: make((*(1 for _ in s[:-1]), s[-1])).expand(s)),
+}
+
+
+def _hardest(dtype: torch.dtype) -> Tensor:
+    """All 65,536 values of a 16-bit dtype; of float32 every leading pattern of bits, and both neighbours of each.
+
+    Among the latter are all FP8 values, the ties between them, and what lies next to a tie.
+    """
+    if dtype != torch.float32:
+        return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
+    leading = torch.arange(1 << 15, dtype=torch.int64) << 17
+    return torch.cat([leading, leading + 1, (leading - 1).clamp(min=0)]).to(torch.uint32).view(dtype)
+
+
+#: Label, number of dimensions, and what draws the input.
+Source = tuple[str, int, Callable[[Draw], Any]]
+# Many tensors at once. Their dtypes and formats follow from their numbers.
+_LISTS: list[list[Shape]] = [[()], [(0,)], [(4097,)], [(3, 5), (0,), (1,), (129, 127), (7,), (2, 3, 41), (1024,)]]
+_LISTS += [[(n % 40 + 1,) for n in range(200)], [(33153,), (256, 64), (40, 100), (160,)]]
+
+
+def _viewed(name: str, shape: Shape, dtype: torch.dtype, kind: Callable[..., Tensor]) -> Source:
+    label, place = f"{str(dtype)[6:]} {shape} {name} {kind.__name__}", VIEWS[name][1]
+    return label, len(shape), lambda draw: place(lambda size: kind(draw, size, dtype), shape)
+
+
+def _numbers(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
+    """For each dtype and shape contiguous values, and bits in one of the other views; and the special values."""
+    for dtype in FLOATS:
+        views = cycle(name for name in VIEWS if name != "contiguous")
+        yield from (_viewed("contiguous", shape, dtype, Draw.values) for shape in shapes)
+        for shape in () if plain else shapes:
+            yield _viewed(next(v for v in views if VIEWS[v][0] <= len(shape)), shape, dtype, Draw.bits)
+        # Divisible by 256, and so both a line and a matrix.
+        x = _hardest(dtype)
+        for made in () if plain else (x, x.view(256, -1), x[: len(x) // 255 * 255].view(-1, 255)):
+            yield f"{str(dtype)[6:]} special {tuple(made.shape)}", made.dim(), lambda _, made=made: made
+
+
+def _codes(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
+    for shape, (name, (least, _)) in product(shapes, VIEWS.items()):
+        if least <= len(shape):
+            yield _viewed(name, shape, torch.uint8, Draw.bits)
+
+
+def _amaxes(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
+    for shape in ((), (0,), (1,), (127,), (129,), (3, 1000)):
+        yield f"{shape}", len(shape), lambda draw, shape=shape: draw.bits(shape, torch.float32).abs()
+
+
+def _lists(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
+    """Every other tensor is off a round address."""
+    places = [VIEWS[name][1] for name in ("contiguous", "unaligned")]
+
+    def draw(d: Draw, many: list[Shape], kind: Callable[..., Tensor]) -> Tensors:
+        return [places[i % 2](lambda s, i=i: kind(d, s, FLOATS[i % 3]), shape) for i, shape in enumerate(many)]  # type: ignore[misc]
+
+    for many, kind in product(_LISTS, (Draw.values,) if plain else (Draw.values, Draw.bits)):
+        yield f"{len(many)} from {many[0]} {kind.__name__}", 2, partial(draw, many=many, kind=kind)
+
+
+#: The name of a kernel's first argument -> where it comes from.
+SOURCES = {"x": _numbers, "data": _codes, "amax": _amaxes, "xs": _lists}
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
 E4M3 = FP8[0]
 Drawn = Callable[[Draw, Args, int], Any]
@@ -35,46 +112,31 @@ def _room(d: Draw, n: int, shape: Sequence[int], dtype: torch.dtype = U8) -> Ten
     return d.result(tuple(shape), dtype, (0, 1, 8)[_one_of(n, 3)])
 
 
-def _pair(d: Draw, a: Args, n: int, direction: int) -> Any:
-    """Room for codes and scales, or None."""
-    shapes = a["x"].shape, mx_scale_shapes(a["x"].shape)[direction]
-    return None if _one_of(n, 3) == 1 + direction else tuple(_room(d, n, shape) for shape in shapes)
+def _pairs(d: Draw, a: Args, n: int, direction: int) -> Any:
+    """Room for codes and scales, or None; of shards the scales of whole matrices and room for the shard's codes."""
+    if "xs" not in a:
+        shapes = a["x"].shape, mx_scale_shapes(a["x"].shape)[direction]
+        return None if _one_of(n, 3) == 1 + direction else tuple(_room(d, n, shape) for shape in shapes)
+    scales = (d.bits(mx_scale_shapes(shape)[direction], U8) for shape in a["shapes"])
+    pairs = zip(scales, (d.result((x.numel(),), U8, i % 3) for i, x in enumerate(a["xs"])), strict=True)
+    return [pair if i % 3 != 1 + direction else None for i, pair in enumerate(pairs)]
 
 
-# Many tensors at once: their shapes; what each counts as, and its format, follow from its number.
-_LISTS: list[list[Shape]] = [[()], [(0,)], [(4097,)], [(3, 5), (0,), (1,), (129, 127), (7,), (2, 3, 41), (1024,)]]
-_MATRICES: list[Shape] = [(1, 1), (7, 33), (32, 32), (64, 96), (5, 31), (40, 100), (129, 257), (3, 0), (256, 64)]
-
-
-def _shard(d: Draw, i: int, shape: Shape, kind: int) -> Tensor:
-    """Every other one is off a round address."""
-    return d.floats((math.prod(shape) + i % 2,), FLOATS[i % 3], kind)[i % 2 :].view(shape)
-
-
-def _ranges(seed: int) -> list[list[int]]:
-    """Of each matrix the first element and the one after the last."""
-    draw = Draw(seed)
-    return [sorted(draw.integers(0, rows * columns + 1, (2,)).tolist()) for rows, columns in _MATRICES]
-
-
-def _ranged(d: Draw, a: Args, direction: int) -> list[Any]:
-    """Scales of whole matrices and room for their ranges, or None."""
-    scales = (d.bits(mx_scale_shapes(shape)[direction], U8) for shape in _MATRICES)
-    rooms = (d.result((x.numel(),), U8, i % 3) for i, x in enumerate(a["xs"]))
-    return [pair if i % 3 != 1 + direction else None for i, pair in enumerate(zip(scales, rooms, strict=True))]
+def _matrix(i: int, shard: Tensor) -> Shape:
+    """One that the shard is a part of, or all."""
+    columns = (1, 33, 32, 96, 31, 100, 257)[i % 7]
+    return -(-shard.numel() // columns) + i % 3, columns
 
 
 def _history(d: Draw, length: int, slots: int) -> Tensor:
     """Some slots without an amax in the first row, which are left alone; with an oracle in float64 none."""
-    if d.plain:
-        return d.values((length, slots), F32).abs() + 0.1
-    history = d.bits((length, slots), F32).abs()
-    history[0] *= d.integers(0, 3, (slots,)) > 0
+    history = d.values((length, slots), F32).abs() + 0.1 if d.plain else d.bits((length, slots), F32).abs()
+    history[0] *= 1 if d.plain else d.integers(0, 3, (slots,)) > 0
     return history
 
 
-_FLAGS = ("force_pow_2", "rowwise", "columnwise", "transposed", "two_dimensional", "floor", "most_recent")
-COMMON: Arguments = dict.fromkeys(_FLAGS, (True, False)) | {
+#: Those that are flags are true and false besides.
+COMMON: Arguments = {
     "fp8_dtype": FP8,
     "epsilon": (0.0, 1e-2),
     "scale_rounding": ("up", "floor"),
@@ -85,38 +147,27 @@ COMMON: Arguments = dict.fromkeys(_FLAGS, (True, False)) | {
     "amax": lambda d, a, n: torch.tensor(0.5),
     "saturated": lambda d, a, n: torch.tensor(7) if _one_of(n, 2) else None,
     "scales": lambda d, a, n: d.bits(mx_scale_shapes(a["data"].shape)[a["columnwise"]], U8),
-}
-_LISTED: Arguments = {
-    "_shapes": (*_LISTS, [(n % 40 + 1,) for n in range(200)]),
-    "_kind": (0, 1),
-    "xs": lambda d, a, n: [_shard(d, i, shape, a["_kind"]) for i, shape in enumerate(a["_shapes"])],
+    "rowwise": partial(_pairs, direction=0),
+    "columnwise": partial(_pairs, direction=1),
     "dtypes": lambda d, a, n: [FLOATS[(i // 2) % 3] for i in range(len(a["xs"]))],
     "fp8_dtypes": lambda d, a, n: [FP8[i % 2] for i in range(len(a["xs"]))],
-    "scales": lambda d, a, n: d.values((len(a["xs"]),), F32),
+    "two_dimensional": lambda d, a, n: [i % 2 == 1 for i in range(len(a["xs"]))],
+    "shapes": lambda d, a, n: [_matrix(n + i, x) for i, x in enumerate(a["xs"])],
+    "starts": lambda d, a, n: [
+        _one_of(n + i, math.prod(a["shapes"][i]) - x.numel() + 1) for i, x in enumerate(a["xs"])
+    ],
     "outs": lambda d, a, n: [d.result(x.shape, U8, i % 3) for i, x in enumerate(a["xs"])],
-}
-_RANGED: Arguments = _LISTED | {
-    "_shapes": tuple(range(6)),
-    "xs": lambda d, a, n: [_shard(d, n + i, (e - s,), a["_kind"]) for i, (s, e) in enumerate(_ranges(a["_shapes"]))],
-    "shapes": lambda d, a, n: list(_MATRICES),
-    "starts": lambda d, a, n: [start for start, _ in _ranges(a["_shapes"])],
-    "two_dimensional": lambda d, a, n: [i % 2 == 1 for i in range(len(_MATRICES))],
-    "rowwise": lambda d, a, n: _ranged(d, a, 0),
-    "columnwise": lambda d, a, n: _ranged(d, a, 1),
 }
 #: Kernel -> its arguments that are not as usual. Those that begin with _ are not given to it.
 OWN: dict[str, Arguments] = {
-    "cast_parts": {
-        "amax": lambda d, a, n: torch.tensor(0.5) if _one_of(n, 2) else None,
-        "saturated": lambda d, a, n: torch.tensor(7) if _one_of(n, 2) else None,
-    },
+    "cast_parts": {"amax": lambda d, a, n: torch.tensor(0.5) if _one_of(n, 2) else None},  # with "saturated"
     "amax_out": {"out": lambda d, a, n: _room(d, n, (), F32)},
     "cast_out": {"out": lambda d, a, n: _room(d, n, a["x"].shape)},
     "transpose_out": {"out": lambda d, a, n: _room(d, n, a["data"].movedim(-1, 0).shape)},
     "decode_out": {"_to": FLOATS, "out": lambda d, a, n: _room(d, n, a["data"].shape, a["_to"])},
     "mx_decode": {"dtype": (*FLOATS, torch.float64)},
     "mx_decode_out": {"_to": FLOATS, "out": lambda d, a, n: _room(d, n, a["data"].shape, a["_to"])},
-    "mx_quantize_out": {key: lambda d, a, n, i=i: _pair(d, a, n, i) for i, key in enumerate(("rowwise", "columnwise"))},
+    "multi_cast": {"scales": lambda d, a, n: d.values((len(a["xs"]),), F32)},
     "quantize_out": {
         "data": lambda d, a, n: _room(d, n, a["x"].shape) if _one_of(n, 3) != 1 else None,
         "transpose": lambda d, a, n: _room(d, n, a["x"].movedim(-1, 0).shape) if _one_of(n, 3) != 2 else None,
@@ -143,18 +194,120 @@ OWN: dict[str, Arguments] = {
         "scale_b": lambda d, a, n: torch.tensor(2.0) if a["_scaled"] else None,
         "bias": lambda d, a, n: d.integers(-9, 9, (a["_size"][2],)).float() if a["_biased"] else None,
     },
-    "multi_amax": _LISTED,
-    "multi_cast": _LISTED,
-    "mx_multi_amax": _RANGED,
-    "mx_multi_cast": _RANGED,
 }
+# Kernels in float64, by the definitions of the formats alone: nothing of ottava computes here.
+_EMPTY, _ONE = torch.empty(0, dtype=torch.uint8), torch.ones(())
+
+
+def finite(fp8: torch.dtype) -> Tensor:
+    """The values of the codes 0, 1, ..., as far as they are finite, in float64: they ascend."""
+    values = torch.arange(128, dtype=torch.uint8).view(fp8).double()
+    return values[values.isfinite()]
+
+
+def _product(x: Tensor, factor: Tensor) -> Tensor:
+    """Of float32's, or narrower ones, as float32 rounds it: float64 holds the product exactly."""
+    return (x.double() * factor.double()).float().double()
+
+
+def _quotient(a: Tensor, b: Tensor) -> Tensor:
+    """A quotient of float32's: rounded to float64 and then to float32, it is rounded as the exact one is."""
+    return (a.double() / b.double()).float()
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.double().abs().max().float() if x.numel() else torch.zeros(())
+
+
+def _cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """Codes: the nearest value, to even between two, and the largest one beyond it."""
+    values, ladder = _product(x, scale), finite(fp8_dtype)
+    size = values.abs().clamp(max=float(ladder[-1])).contiguous()
+    above = torch.searchsorted(ladder, size)
+    below = (above - 1).clamp(min=0)
+    up, down = ladder[above] - size, size - ladder[below]
+    code = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return (code + 128 * values.signbit()).to(torch.uint8)
+
+
+def _cast_amax(x: Any, scale: Any, amax: Any, fp8_dtype: Any, saturated: Any, transposed: bool) -> Tensors:
+    amax.copy_(torch.maximum(amax, _amax(x)))
+    if saturated is not None:
+        saturated += (_product(x, scale).abs() > finite(fp8_dtype)[-1]).sum()
+    data = _cast(x, scale, fp8_dtype)
+    return [data, data.t() if transposed else _EMPTY, _quotient(_ONE, scale)]
+
+
+def _quantize(x: Any, fp8_dtype: Any, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool) -> Tensors:
+    scale = _quotient(finite(fp8_dtype)[-1], _amax(x).clamp(min=epsilon))
+    scale = torch.exp2(torch.frexp(scale).exponent - 1.0) if force_pow_2 else scale
+    data = _cast(x, scale, fp8_dtype)
+    return [data if rowwise else _EMPTY, data.t() if transposed else _EMPTY, scale, _quotient(_ONE, scale), _amax(x)]
+
+
+def _mx_quantize(
+    x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, two_dimensional: bool, scale_rounding: str
+) -> Tensors:
+    (m, k), limit, made = x.shape, finite(fp8_dtype)[-1], []
+    for along_rows, asked in ((True, rowwise), (False, columnwise)):
+        down, across = (32 if two_dimensional or along_rows is own else 1 for own in (False, True))
+        padded = pad(x.double().abs(), (0, -k % across, 0, -m % down))
+        largest = padded.view(-(-m // down), down, -(-k // across), across).amax((1, 3))
+        mantissa, exponent = torch.frexp(_product(largest, (1.0 / limit).float()))
+        exponent = exponent - (mantissa == 0.5).int()
+        if scale_rounding == "floor":
+            exponent = torch.frexp(largest).exponent - torch.frexp(limit).exponent
+        code = torch.where(largest == 0, 0, (exponent + 127).clamp(0, 254)).to(torch.uint8)
+        # The scale of a square is held once for each of its rows, or columns.
+        rows, columns = code.repeat_interleave(down, 0)[:m], code.repeat_interleave(across, 1)[:, :k]
+        scales = torch.exp2(127 - rows.repeat_interleave(across, 1)[:, :k].double())
+        made += [_cast(x, scales, fp8_dtype), rows if along_rows else columns] if asked else [_EMPTY, _EMPTY]
+    return made
+
+
+def _decode(data: Tensor, scale_inv: Tensor | None, fp8_dtype: Any, dtype: torch.dtype) -> Tensor:
+    return _product(data.view(fp8_dtype), _ONE if scale_inv is None else scale_inv).to(dtype)
+
+
+def _mx_decode(data: Tensor, scales: Tensor, fp8_dtype: Any, dtype: torch.dtype, columnwise: bool) -> Tensor:
+    spread = scales.repeat_interleave(32, int(not columnwise))[: data.shape[0], : data.shape[1]].double()
+    return (data.view(fp8_dtype).double() * torch.where(spread == 255, torch.nan, torch.exp2(spread - 127))).to(dtype)
+
+
+def _multi_cast(xs: Any, dtypes: Any, scales: Any, fp8_dtypes: Any, outs: Any) -> None:
+    for x, dtype, scale, fp8, out in zip(xs, dtypes, scales, fp8_dtypes, outs, strict=True):
+        out.copy_(_cast(x.to(dtype), scale, fp8))
+
+
+def _update_scales(scales: Any, histories: Any, maxima: Any, most_recent: bool, last: None) -> None:
+    limits = torch.tensor(maxima).split([scale.numel() for scale in scales])
+    for scale, history, limit in zip(scales, histories, limits, strict=True):
+        scale.copy_(_quotient(limit, history[0] if most_recent else history.amax(0)))
+        history.copy_(history.roll(-1, 0))
+        history[0] = 0
+
+
+#: Kernel -> what has its arguments, its results and its writes into arguments, for finite inputs.
+EXACT: dict[str, Callable[..., Any]] = {
+    "amax": _amax,
+    "cast": _cast,
+    "cast_amax": _cast_amax,
+    "cast_transpose": lambda **a: [_cast(**a), _cast(**a).t()],
+    "decode": _decode,
+    "multi_amax": lambda xs, dtypes: torch.stack([_amax(x.to(dtype)) for x, dtype in zip(xs, dtypes, strict=True)]),
+    "multi_cast": _multi_cast,
+    "mx_decode": _mx_decode,
+    "mx_quantize": _mx_quantize,
+    "quantize": _quantize,
+    "transpose": lambda data: data.t(),
+    "update_scales": _update_scales,
+}
+
+
 #: Every kernel that ``ottava.kernels`` offers, and the forms in which layers call some.
-KERNELS = sorted(
-    name for name in {*kernels.__all__, *vars(parts)} if name in kernels.__all__ or name.endswith("_parts")
-)
-for _other in ("available_backends", "backend_for", "use_backend", "mx_amax_sizes", "HIGH_PRECISION"):
-    KERNELS.remove(_other)
-KERNELS = [name for name in KERNELS if not name.startswith("check_")]
+_NAMES = {*kernels.__all__, *(name for name in vars(parts) if name.endswith("_parts"))}
+_NAMES -= {"available_backends", "backend_for", "use_backend", "mx_amax_sizes", "HIGH_PRECISION"}
+KERNELS = sorted(name for name in _NAMES if not name.startswith("check_"))
 
 
 def _asks(name: str, option: Args, dimensions: int) -> bool:
@@ -174,10 +327,11 @@ def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any 
         KeyError: the table lacks an argument.
     """
     call, own, plain = getattr(kernels, name, None) or getattr(parts, name), OWN.get(name, {}), callable(oracle)
-    names = [key for key in inspect.signature(call).parameters if key != "checked"]
-    source, first = SOURCES.get(names[0]), names[0]
-    needed = [*(key for key in own if key.startswith("_")), *names[source is not None :]]
-    table = {key: own[key] if key in own else COMMON[key] for key in needed}
+    declared = {key: p.annotation for key, p in inspect.signature(call).parameters.items() if key != "checked"}
+    (first, *others), flags = declared, {key: (True, False) for key, kind in declared.items() if kind == "bool"}
+    source, known = SOURCES.get(first), COMMON | flags | own
+    needed = [*(key for key in own if key.startswith("_")), *([] if source else [first]), *others]
+    table = {key: known[key] for key in needed}
     choices = {key: value for key, value in table.items() if isinstance(value, tuple)}
     options = [dict(zip(choices, chosen, strict=True)) for chosen in product(*choices.values())]
 
@@ -186,7 +340,7 @@ def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any 
         arguments = ({first: given(draw)} if given else {}) | option
         for key, value in table.items():
             arguments[key] = arguments[key] if key in arguments else value(draw, arguments, number)  # type: ignore[operator]
-        return {key: arguments[key] for key in names}
+        return {key: arguments[key] for key in declared}
 
     turns, found = cycle(options), list[Case]()
     for label, dimensions, given in source(shapes, plain) if source else [("", 2, None)]:
@@ -212,58 +366,45 @@ def exact_cases() -> dict[str, list[Case]]:
 
 #: More than 2^31 elements: rows and columns that suit wide accesses, and ones that do not.
 LARGE = [(65552, 32768), (65537, 32777)]
-
-
-def _full(x: Tensor, value: float, *shape: int, dtype: torch.dtype = F32) -> Tensor:
-    return torch.full(shape, value, device=x.device, dtype=dtype)
-
-
-def _mx_decode(x: Tensor) -> Tensor:
-    return kernels.mx_decode(x, _full(x, 130, len(x), -(-x.shape[1] // 32), dtype=U8), E4M3, BF16)
-
-
-# Name -> whether it takes codes, the call, and along which dimension of each result the rows of the input lie.
-_LARGE: dict[str, tuple[bool, Callable[[Tensor], Any], tuple[int, ...]]] = {
-    "cast": (False, lambda x: [kernels.cast(x, _full(x, 20.0), E4M3)], (0,)),
-    "cast_transpose": (False, lambda x: kernels.cast_transpose(x, _full(x, 20.0), E4M3), (0, 1)),
-    "quantize": (False, lambda x: kernels.quantize(x, E4M3, transposed=True)[:2], (0, 1)),
-    "mx_quantize": (False, lambda x: kernels.mx_quantize(x, E4M3), (0, 0, 0, 0)),
-    "transpose": (True, lambda x: [kernels.transpose(x)], (1,)),
-    "decode": (True, lambda x: [kernels.decode(x, _full(x, 20.0), E4M3, BF16)], (0,)),
-    "mx_decode": (True, lambda x: [_mx_decode(x)], (0,)),
+# Name -> the call, and along which dimension of each result the rows of the input lie.
+_LARGE: dict[str, tuple[Callable[[Args], Any], tuple[int, ...]]] = {
+    "cast": (lambda a: [kernels.cast(a["x"], a["scale"], E4M3)], (0,)),
+    "cast_transpose": (lambda a: kernels.cast_transpose(a["x"], a["scale"], E4M3), (0, 1)),
+    "quantize": (lambda a: kernels.quantize(a["x"], E4M3, transposed=True)[:2], (0, 1)),
+    "mx_quantize": (lambda a: kernels.mx_quantize(a["x"], E4M3), (0, 0, 0, 0)),
+    "transpose": (lambda a: [kernels.transpose(a["codes"])], (1,)),
+    "decode": (lambda a: [kernels.decode(a["codes"], a["scale"], E4M3, BF16)], (0,)),
+    "mx_decode": (lambda a: [kernels.mx_decode(a["codes"], a["blocks"], E4M3, BF16)], (0,)),
 }
 
 
-def _equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    wrong = [n for n, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)]
-    return f"results {wrong} have other bytes" if wrong else None
+def _large(name: str, shape: Shape, step: int) -> Case:
+    (call, dims), (rows, columns) = _LARGE[name], shape
+
+    def make(d: Draw) -> Args:
+        x, codes = d.values((step, columns), BF16), d.integers(0, 127, (step, columns), U8)
+        x[0, 0] = 3000.0  # the largest number, for the scale, of the last rows too
+        blocks = torch.full((step, -(-columns // 32)), 130, dtype=U8)
+        return {"x": x, "codes": codes, "blocks": blocks, "scale": torch.tensor(20.0)}
+
+    def repeated(a: Args, count: int) -> Any:
+        return call({key: x.repeat(-(-count // step), 1)[:count] if x.dim() else x for key, x in a.items()})
+
+    def compare(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
+        for i, dim in enumerate(dims):
+            one, end = (expected[n].to(got[i].device) for n in (i, len(dims) + i))
+            *slices, last = got[i].split(one.shape[dim], dim)
+            if not all(torch.equal(part, one) for part in slices) or not torch.equal(last, end):
+                return f"result {i} has other bytes"
+        return None
+
+    once: Any = lambda a: [repeated(a, count) for count in (step, rows % step)]  # noqa: E731
+    return Case("repeated", make, partial(repeated, count=rows), once, compare)
 
 
-def large_cases(place: Gpu, shape: Shape, step: int = 2048) -> dict[str, list[Case]]:
-    """A matrix as a whole has the bytes of its slices of ``step`` rows, a multiple of 32, whose last is the CPU's.
+def large_cases(shapes: Sequence[Shape] = LARGE, step: int = 2016) -> dict[str, list[Case]]:
+    """The bytes of the same rows many times are many times those of one time, by the CPU backend.
 
-    The slices' own bytes are checked elsewhere against the CPU's. Each has the whole's largest number, for its scale.
+    ``step``: how many rows, a multiple of 32; 2^31 elements are to be no whole number of times so many.
     """
-
-    @cache
-    def given(codes: bool) -> Tensor:
-        x = torch.empty(shape, dtype=BF16, device=place.device)
-        for rows in x.split(step):
-            rows.copy_(torch.randn(rows.shape, device=place.device))
-            rows[-1, -1] = 1000.0
-        return kernels.cast(x, _full(x, 20.0), E4M3) if codes else x
-
-    def sliced(a: Args, codes: bool, call: Callable[[Tensor], Any], dims: Sequence[int]) -> list[Tensor]:
-        *slices, last = given(codes).split(step)
-        with place.serving():
-            made = [call(rows.clone()) for rows in slices]
-        with use_backend("cpu"):
-            made.append([tensor.to(place.device) for tensor in call(last.cpu())])
-        return [torch.cat(pieces, dim) for pieces, dim in zip(zip(*made, strict=True), dims, strict=True)]
-
-    found = {}
-    for name, (codes, call, dims) in _LARGE.items():
-        oracle = partial(sliced, codes=codes, call=call, dims=dims)
-        case = Case("as its slices", lambda d: {}, lambda a, c=call, g=codes: c(given(g)), oracle, _equal)
-        found[f"{name}, {shape[0]} x {shape[1]}"] = [case]
-    return found
+    return {f"{name}, {shape[0]} x {shape[1]}": [_large(name, shape, step)] for shape in shapes for name in _LARGE}

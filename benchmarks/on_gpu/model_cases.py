@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -13,15 +13,21 @@ import torch
 
 import ottava
 from benchmarks.installed import recipes
-from benchmarks.on_gpu.inputs import FLOATS, FP8, Args, Draw, Tensor, Tensors
-from benchmarks.on_gpu.place import Gpu
-from benchmarks.on_gpu.runner import Case, within
+from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Gpu, Tensor, Tensors, within
 from ottava.gemm import gemm
+from ottava_current import Float8CurrentScalingQuantizer
+from ottava_delayed import Float8Quantizer
+from ottava_mxfp8 import MXFP8Quantizer
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
 KINDS: tuple[Kind, ...] = ("fprop", "dgrad", "wgrad")
-#: Recipes whose passes must not wait for the GPU, and must be fit for graphs.
-OWN = ("current", "delayed", "mxfp8")
+#: Recipe whose passes must not wait for the GPU, and must be fit for graphs -> its quantizer, clamping nothing.
+QUANTIZERS: dict[str, Callable[[torch.dtype, torch.device], Any]] = {
+    "current": lambda fp8, _: Float8CurrentScalingQuantizer(fp8),
+    "delayed": lambda fp8, at: Float8Quantizer(torch.full((1,), 16.0, device=at), torch.zeros(1, device=at), fp8),
+    "mxfp8": lambda fp8, _: MXFP8Quantizer(fp8),
+}
+OWN = tuple(QUANTIZERS)
 #: Rows, columns and the dimension that is summed over, of the forward product.
 SIZES = [
     *((1, 1, 1), (3, 5, 7), (16, 16, 16), (17, 33, 65), (64, 48, 100), (128, 256, 512), (127, 129, 257)),
@@ -33,17 +39,6 @@ SIZES = [
 _BOUND, _STEP, _ROUNDING = 2e-3, 2.0**-13, dict(zip(FLOATS, (0.0, 3e-3, 4e-4), strict=True))
 
 
-def _quantizer(recipe: str, fp8: torch.dtype, device: torch.device) -> Any:
-    import ottava_current
-    import ottava_delayed
-    import ottava_mxfp8
-
-    state = torch.full((1,), 16.0, device=device), torch.zeros(1, device=device)  # a scale that clamps nothing
-    if recipe == "delayed":
-        return ottava_delayed.Float8Quantizer(*state, fp8)
-    return {"current": ottava_current.Float8CurrentScalingQuantizer, "mxfp8": ottava_mxfp8.MXFP8Quantizer}[recipe](fp8)
-
-
 @dataclass(frozen=True)
 class Product:
     """A product of quantized operands: plain, fast, with a bias in two dtypes, and added to what is there."""
@@ -52,18 +47,27 @@ class Product:
     kind: Kind
     size: tuple[int, int, int]
     dtype: torch.dtype
-    draw: Callable[[Draw, tuple[int, int], int], Tensor] = lambda d, shape, which: d.normal(shape)
+    exponents: tuple[int, int] | None = (0, 0)
+
+    def operand(self, d: Draw, shape: tuple[int, int], which: int) -> Tensor:
+        """Small integers, or every other row times a power of two: in steps, as that may be below float32's least."""
+        if self.exponents is None:
+            return d.integers(-1, 2, shape).bfloat16()
+        x, exponent = d.normal(shape, torch.float32), self.exponents[which]
+        x[which::2] *= 2.0 ** max(exponent, -100)
+        x[which::2] *= 2.0 ** min(exponent + 100, 0)
+        return x
 
     def make(self, d: Draw) -> Args:
         m, n, k = self.size
         shapes = {"fprop": [(m, k), (n, k)], "dgrad": [(m, n), (n, k)], "wgrad": [(m, n), (m, k)]}[self.kind]
         rows, columns = {"fprop": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[self.kind]
-        operands = [self.draw(d, shape, which) for which, shape in enumerate(shapes)]
+        operands = [self.operand(d, shape, which) for which, shape in enumerate(shapes)]
         return {"operands": operands, "bias": d.normal((columns,), torch.float32), "out": d.normal((rows, columns))}
 
     def operands(self, a: Args) -> list[Any]:
-        formats = (FP8[self.kind != "fprop"], FP8[0])
-        return [_quantizer(self.recipe, fp8, x.device)(x) for fp8, x in zip(formats, a["operands"], strict=True)]
+        formats, quantizer = (FP8[self.kind != "fprop"], FP8[0]), QUANTIZERS[self.recipe]
+        return [quantizer(fp8, x.device)(x) for fp8, x in zip(formats, a["operands"], strict=True)]
 
     def run(self, a: Args) -> Tensors:
         multiply = partial(gemm, *self.operands(a), self.kind)
@@ -78,21 +82,13 @@ class Product:
         biased = [made + a["bias"].to(given).double() for given in (self.dtype, torch.float32)]
         return [made, made, *biased, made + a["out"].to(self.dtype).double()]
 
-    def case(self, *first: float) -> Case:
-        """With other bounds than usual for the first results."""
-        m, n, k = self.size
-        bound, terms = _BOUND + _ROUNDING[self.dtype], {"fprop": k, "dgrad": n, "wgrad": m}[self.kind]
-        bounds = [bound, bound + -(-terms // 32) * _STEP, bound, bound, bound]
-        compare = within(*first, *bounds[len(first) :])
-        return Case(f"{self.kind} {self.size} {self.dtype}", self.make, self.run, self.exact, compare)
-
-
-def _scaled(exponents: tuple[int, int], draw: Draw, shape: tuple[int, int], which: int) -> Tensor:
-    """Every other row times a power of two, in two steps: the power itself may be below float32's smallest."""
-    x = draw.normal(shape, torch.float32)
-    x[which::2] *= 2.0 ** max(exponents[which], -100)
-    x[which::2] *= 2.0 ** min(exponents[which] + 100, 0)
-    return x
+    def case(self) -> Case:
+        """Sums of small integers are exact in any order and in few bits."""
+        (m, n, k), bound = self.size, _BOUND + _ROUNDING[self.dtype]
+        fast = bound + -(-{"fprop": k, "dgrad": n, "wgrad": m}[self.kind] // 32) * _STEP
+        first = (bound, fast) if self.exponents else (0.0, 0.0)
+        compare = _by_row if any(self.exponents or ()) else within(*first, bound, bound, bound)
+        return Case(str(self), self.make, self.run, self.exact, compare)
 
 
 def _by_row(got: Tensors, expected: Tensors) -> str | None:
@@ -100,19 +96,15 @@ def _by_row(got: Tensors, expected: Tensors) -> str | None:
     return within(*[1e-2] * len(got[0]))(list(got[0]), list(expected[0].float()))
 
 
-def product_cases(sizes: Sequence[tuple[int, int, int]] = SIZES) -> dict[str, list[Case]]:
-    """Any values; integers, whose sums are exact in any order and in few bits; MX blocks beyond float32's range."""
-    found = {
-        f"products, {recipe}": [Product(recipe, *p).case() for p in product(KINDS, sizes, FLOATS)] for recipe in OWN
+def product_cases(small: bool = False) -> dict[str, list[Case]]:
+    """Any values; small integers; MX blocks beyond float32's range."""
+    few, far = SIZES[2:6], [(-140, 120), (120, -140), (-30, 20), (-126, 0), (118, -126)]
+    table: dict[str, Any] = {
+        **{f"products, {recipe}": product([recipe], KINDS, SIZES[: 4 if small else None], FLOATS) for recipe in OWN},
+        "products of small integers": product(["delayed", "mxfp8"], KINDS, few, FLOATS, [None]),
+        "products beyond float32's range": product(["mxfp8"], KINDS, [(40, 33, 70)], FLOATS[:1], far),
     }
-    integers: Any = lambda d, shape, which: d.integers(-1, 2, shape).bfloat16()  # noqa: E731
-    small = product(("delayed", "mxfp8"), KINDS, ((16, 16, 16), (17, 33, 65), (128, 48, 96), (5, 200, 130)), FLOATS)
-    found["products of small integers"] = [Product(*p, integers).case(0.0, 0.0) for p in small]
-    found["products beyond float32's range"] = far = []
-    for kind, exponents in product(KINDS, ((-140, 120), (120, -140), (-30, 20), (-126, 0), (118, -126))):
-        one = Product("mxfp8", kind, (40, 33, 70), torch.float32, partial(_scaled, exponents))
-        far.append(Case(f"{kind} 2^{exponents}", one.make, one.run, one.exact, _by_row))
-    return found
+    return {name: [Product(*choice).case() for choice in choices] for name, choices in table.items()}
 
 
 # Codes are the same on both; what differs is the products' last bits, before and after they are rounded to bfloat16.
@@ -175,7 +167,7 @@ def _kept(place: Gpu, recipe: str | None, size: int, a: Args) -> Tensor:
     with place.serving():
         model(torch.randn_like(dy)).backward(dy)  # what is made once
         model.zero_grad(set_to_none=True)
-        return torch.tensor(place.memory(lambda: model(torch.randn_like(dy)))[1])
+        return torch.tensor(place.kept(lambda: model(torch.randn_like(dy))))
 
 
 def _losses(place: Gpu | None, recipe: str, steps: int, compiler: str | None, a: Args) -> Tensors:
@@ -184,7 +176,7 @@ def _losses(place: Gpu | None, recipe: str, steps: int, compiler: str | None, a:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 96), torch.nn.GELU(), torch.nn.Linear(96, 16)).bfloat16()
     model = ottava.convert(model, recipe).to(device)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     run: Any = torch.compile(model, fullgraph=True, backend=compiler) if compiler else model
     optimizer, draw, losses = torch.optim.SGD(model.parameters(), lr=0.05), Draw(7), []
     target = draw.normal((32, 16), torch.float32)

@@ -1,45 +1,200 @@
-"""What a case is, and what runs cases: results on the device against an oracle's, in several surroundings."""
+"""Where cases run, what a case is, and what runs cases: results on the device against an oracle's."""
 
 from __future__ import annotations
 
+import gc
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.benchmark import Timer
 
-from benchmarks.on_gpu.inputs import Args, Draw, Tensor, Tensors, storage_of
-from benchmarks.on_gpu.place import Gpu, Rehearsal, poisoned
+from benchmarks.linear import saved_bytes
+from benchmarks.timing import Run
 from ottava.kernels import use_backend
 
+Tensor = torch.Tensor
+Tensors = list[torch.Tensor]
+Shape = tuple[int, ...]
+#: What a case is made of: tensors by name, and whatever goes with them.
+Args = dict[str, Any]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+#: The first three suit the float64 oracle: as it is, much clamped, much lost below the smallest number.
+SCALES = [1.0, 701.3, 2.0**-16, -2.0, 0.0, 1e-30, 3e38, 2.0**-127, math.inf, math.nan]
+# A frame around results, which nobody may touch, and what it is filled with.
+_FRAME, _FILL = 67, 0xA5
+
+
+class Draw:
+    """Fresh random inputs on the CPU; ``plain``: what a float64 oracle takes."""
+
+    plain = False
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def integers(self, low: int, high: int, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        """From ``low`` to ``high - 1``."""
+        return torch.randint(low, high, tuple(shape), generator=self.generator).to(dtype)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(tuple(shape), generator=self.generator).to(dtype)
+
+    def values(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Normal ones, some of them far larger or smaller."""
+        return (self.normal(shape, torch.float32) * torch.exp2(self.integers(-6, 7, shape).float())).to(dtype)
+
+    def bits(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Any bits: all exponents, NaN, infinities and subnormal numbers among them."""
+        width = 8 * dtype.itemsize
+        # Views need a dimension.
+        flat = self.integers(0, 1 << width, (math.prod(shape),)).to(getattr(torch, f"uint{width}"))
+        return flat.view(dtype).view(shape)
+
+    def scale(self) -> Tensor:
+        return torch.tensor(SCALES[int(self.integers(0, 3 if self.plain else len(SCALES), ()))], dtype=torch.float32)
+
+    def result(self, shape: Sequence[int], dtype: torch.dtype = torch.uint8, shift: int = 0) -> Tensor:
+        """Room for a result in the middle of other memory, ``shift`` elements off a round address."""
+        count = math.prod(shape)
+        around = torch.full(((2 * _FRAME + count + shift) * dtype.itemsize,), _FILL, dtype=torch.uint8).view(dtype)
+        # 64 elements, and so a round address where the memory begins at one.
+        return around[(start := _FRAME - 3 + shift) : start + count].view(tuple(shape))
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    """All the memory behind a tensor, in one dimension of its dtype."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]
+
+
+def placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy with the same strides at the same offset into memory of its own."""
+    return storage_of(tensor).to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, memory that torch allocates is filled: with NaN, with 255. What a kernel leaves unwritten is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Gpu:
+    """A GPU and the backend ``cuda``: an error, not the reference, if that is not there."""
+
+    rehearsal, backend, compiler, rounds = False, "cuda", "inductor", 9
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+
+    def serving(self) -> AbstractContextManager[None]:
+        """The backend that is checked serves."""
+        return use_backend(self.backend)
+
+    def put(self, arguments: Args) -> Args:
+        """Copies there, with the same strides and offsets."""
+        made: Args = tree_map_only(Tensor, lambda x: placed(x, self.device), arguments)
+        return made
+
+    def synchronize(self) -> None:
+        """Waits; an error of a kernel comes up here at the latest."""
+        torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """A stream of its own that begins busy, so that whatever is queued elsewhere runs before."""
+        self.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            torch.cuda._sleep(20_000_000)
+            yield
+        self.synchronize()
+
+    def capture(self, run: Run) -> tuple[Any, Run]:
+        """A graph of what ``run`` queues: its result, which every replay writes anew, and the replay."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = run()
+        return results, graph.replay
+
+    def kept(self, forward: Callable[[], Tensor]) -> int:
+        """Bytes more than before, beside the result, while that lives."""
+        gc.collect()  # what an earlier run left in cycles is not to be freed in this one
+        before, result = torch.cuda.memory_allocated(self.device), forward()
+        return torch.cuda.memory_allocated(self.device) - result.nbytes - before
+
+    def medians(self, runs: Mapping[str, Run], least: float = 10e-3) -> dict[str, float]:
+        """Median seconds of a call of each, in turns, each of which repeats a run for about ``least`` seconds."""
+        # It waits for the GPU before and after so many calls, and once warms up.
+        timers = {name: Timer("run()", globals={"run": run}) for name, run in runs.items()}
+        once = {name: 1.0 if self.rehearsal else timer.timeit(3).mean for name, timer in timers.items()}
+        repeats = {name: min(200, max(1, round(least / seconds))) for name, seconds in once.items()}
+        turns = [{name: t.timeit(repeats[name]).mean for name, t in timers.items()} for _ in range(self.rounds)]
+        return {name: statistics.median(turn[name] for turn in turns) for name in runs}
+
+
+class Rehearsal(Gpu):
+    """The CPU in a GPU's place, so that the checks themselves are run where there is none; no figure means anything."""
+
+    rehearsal, compiler, rounds = True, "aot_eager", 1
+    side_stream = nullcontext  # type: ignore[assignment]
+
+    def __init__(self, backend: str = "reference") -> None:
+        self.device, self.backend = torch.device("cpu"), backend
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def capture(self, run: Run) -> tuple[Any, Run]:
+        results = run()
+
+        def replay() -> None:
+            for kept, made in zip(tree_leaves(results), tree_leaves(run()), strict=True):
+                if isinstance(kept, Tensor):
+                    kept.copy_(made)
+
+        return results, replay
+
+    def kept(self, forward: Callable[[], Tensor]) -> int:
+        """What autograd is given: a CPU's allocator does not say what is allocated."""
+        return saved_bytes(forward)
+
+
 Compare = Callable[[Tensors, Tensors], str | None]
-_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def difference(got: Tensor, expected: Tensor) -> str | None:
-    """How two tensors differ in shape, dtype or bytes, or None. A NaN equals a NaN: its payload is free."""
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return f"{got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
-    mine, theirs = got.detach().cpu().contiguous().view(-1), expected.contiguous().view(-1)
-    bits = _BY_SIZE[got.dtype.itemsize]
-    other = mine.view(bits) != theirs.view(bits)
-    if got.dtype.is_floating_point:
-        other &= ~(mine.isnan() & theirs.isnan())
-    if not other.any():
-        return None
-    at = int(other.nonzero()[0])
-    return f"{int(other.sum())} of {other.numel()} differ; element {at} is {mine[at].item()}, not {theirs[at].item()}"
+def _bits(x: Tensor) -> Tensor:
+    """A NaN equals a NaN: its payload is free."""
+    x = x.detach().cpu().contiguous().view(-1)
+    return (torch.where(x.isnan(), torch.nan, x) if x.is_floating_point() else x).view(torch.uint8)
 
 
 def same_bytes(got: Tensors, expected: Tensors) -> str | None:
-    """All of them equal."""
-    if len(got) != len(expected):
-        return f"{len(got)} results instead of {len(expected)}"
-    found = (difference(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
-    return next((f"tensor {n} (results, then arguments): {words}" for n, words in enumerate(found) if words), None)
+    """All of them equal, in shape and dtype too."""
+    kinds = [[f"{x.dtype} {tuple(x.shape)}" for x in tensors] for tensors in (got, expected)]
+    if kinds[0] != kinds[1]:
+        return f"{kinds[0]} instead of {kinds[1]}"
+    for number, (mine, theirs) in enumerate(zip(map(_bits, got), map(_bits, expected), strict=True)):
+        if not torch.equal(mine, theirs):
+            at = (mine != theirs).nonzero()
+            words = f"{len(at)} of {len(mine)} bytes differ, the first is {int(at[0])}"
+            return f"tensor {number} (results, then arguments): {words}"
+    return None
 
 
 def distance(got: Tensor, exact: Tensor) -> float:
@@ -102,18 +257,13 @@ class Outcome:
         return not self.failed and self.cases + self.left_out > 0
 
 
-def _tensors(tree: Any) -> Tensors:
+def tensors(tree: Any) -> Tensors:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _seen(results: Any, arguments: Args) -> Tensors:
-    """Results, and all the memory of the arguments, frames included."""
-    return [*_tensors(results), *map(storage_of, _tensors(arguments))]
-
-
-def _fill(there: Args, arguments: Args) -> None:
-    for x, new in zip(_tensors(there), _tensors(arguments), strict=True):
-        storage_of(x).copy_(storage_of(new))
+def _memory(arguments: Args) -> Tensors:
+    """All of it, frames included."""
+    return [storage_of(x) for x in tensors(arguments)]
 
 
 def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
@@ -124,25 +274,26 @@ def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
     """
     arguments = case.make(Draw(seed))
     own, ready = Rehearsal().put(arguments), place.put(arguments)
-    with use_backend(case.oracle if isinstance(case.oracle, str) else "cpu"):
-        expected = _seen(case.run(own) if isinstance(case.oracle, str) else case.oracle(own), own)
+    backend, oracle = (case.oracle, case.run) if isinstance(case.oracle, str) else ("cpu", case.oracle)
+    with use_backend(backend):
+        expected = [*tensors(oracle(own)), *_memory(own)]
     there = place.put(case.make(Draw(seed + 1000)) if mode == "graph" else arguments)
     # What torch allocates is filled only where bytes are compared: torch's own operations may refuse to run so.
     with place.serving(), poisoned() if case.compare is same_bytes else nullcontext():
         if mode == "graph":
             results, replay = place.capture(lambda: case.run(there))
-            _fill(there, ready)
+            for x, new in zip(_memory(there), _memory(ready), strict=True):
+                x.copy_(new)
             replay()
-        elif mode == "stream":
-            for x in _tensors(there):
-                storage_of(x).zero_()
-            with place.side_stream():
-                _fill(there, ready)
-                results = case.run(there)
         else:
-            results = case.run(there)
+            for x in _memory(there) if mode == "stream" else ():
+                x.zero_()
+            with place.side_stream() if mode == "stream" else nullcontext():
+                for x, new in zip(_memory(there), _memory(ready), strict=True) if mode == "stream" else ():
+                    x.copy_(new)
+                results = case.run(there)
     place.synchronize()
-    return case.compare(_seen(results, there), expected)
+    return case.compare([*tensors(results), *_memory(there)], expected)
 
 
 #: How cases are run -> how many of a name at most.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ import torch
 from benchmarks import host, kernels, linear, multi
 from benchmarks.installed import recipes
 from benchmarks.on_gpu.model_cases import OWN
-from benchmarks.on_gpu.place import Gpu
-from benchmarks.timing import Row, Run, Timing, measure
+from benchmarks.on_gpu.runner import Gpu
+from benchmarks.timing import Row, Run, measure
 from ottava.cli.demo.data import load_corpus
 from ottava.cli.demo.training import train
 
@@ -25,7 +25,7 @@ LINEAR = {4096: 1.25, 8192: 1.45, 16384: 1.6}
 LOSSES = {"current": 0.02, "delayed": 0.02, "mxfp8": 0.01, "custom": 0.02}
 
 
-def kernel_rows(place: Gpu, seconds: float) -> Iterator[Row]:
+def kernels_rows(place: Gpu, seconds: float) -> Iterator[Row]:
     """A call of a replayed graph, on memory beyond what caches hold; the launch of a small kernel is not in it."""
     stop, (big, medium) = time.monotonic() + seconds, (64, 32) if place.rehearsal else (LARGE, 4096)
     few, kept = ("cast", "cast, transpose", "current scaling", "MX, rows and columns", "decode"), list[Any]()
@@ -41,33 +41,24 @@ def kernel_rows(place: Gpu, seconds: float) -> Iterator[Row]:
         sets = 2 if peers or place.rehearsal else min(24, max(2, -(-(512 << 20) // (3 * max(n, 1) ** 2))))
         options: dict[str, Any] = {"sets": sets, "compiler": place.compiler, "peers": peers, "only": only}
         with place.serving():
-            made = kernels.timings(n, dtype, place.device, **options) if n else multi.calls(place.device)
-            for timing in made:
-                if time.monotonic() < stop:
-                    row = measure(timing, place.medians, graph)
-                    yield row | {"size": n, "dtype": str(dtype)[6:], "peers": peers}
+            for timing in kernels.timings(n, dtype, place.device, **options) if n else multi.calls(place.device):
+                row = measure(timing, place.medians, graph, stop)
+                yield row | {"size": n, "dtype": str(dtype)[6:], "peers": peers}
                 kept.clear()
 
 
 def linear_rows(place: Gpu, seconds: float) -> Iterator[Row]:
     """What targets compare comes first among what has to be compiled: time may run out."""
     sizes, stop = ((32,) if place.rehearsal else tuple(LINEAR)), time.monotonic() + seconds
+    pairs = zip_longest(OWN, ("torchao tensorwise", "torchao rowwise"))
+    compiled = [*(f"{name} compiled" for pair in pairs for name in pair if name), "bf16 compiled"]
     for number, n in enumerate(sizes):
         deadline = time.monotonic() + (stop - time.monotonic()) / (len(sizes) - number)
         # Any other recipe may quantize in plain PyTorch, as custom's default does: minutes at large sizes.
-        names = list(dict.fromkeys([*OWN, *(recipes() if n <= 4096 else ())]))
-        pairs = zip_longest(OWN, ("torchao tensorwise", "torchao rowwise"))
-        compiled = [f"{name} compiled" for pair in pairs for name in pair if name]
-        timing = linear.timing(n, ["bf16", *names, *compiled, "bf16 compiled"], place.device, compiler=place.compiler)
-
-        def in_time(make: Callable[[], Run], deadline: float = deadline) -> Run:
-            if time.monotonic() > deadline:
-                raise TimeoutError("not run for want of time")
-            return make()
-
-        runs = {name: partial(in_time, make) for name, make in timing.runs.items()}
+        names = dict.fromkeys(["bf16", *OWN, *(recipes() if n <= 4096 else ()), *compiled])
+        timing = linear.timing(n, names, place.device, compiler=place.compiler)
         with place.serving():
-            yield measure(Timing(timing.name, runs, flops=timing.flops), place.medians) | {"size": n}
+            yield measure(timing, place.medians, until=deadline) | {"size": n}
 
 
 def host_rows(place: Gpu, seconds: float) -> Iterator[Row]:
@@ -86,49 +77,40 @@ def demo_rows(place: Gpu, seconds: float) -> Iterator[Row]:
     # What is allocated once in a process, by the libraries that multiply matrices, is nobody's peak.
     run(None, steps=1)
     for name in (None, *recipes()):
-        runs: list[Any] = []
         if time.monotonic() < stop:
             with place.serving():
-                peak = place.memory(lambda name=name, runs=runs: runs.append(run(name, steps=steps)))[0]  # type: ignore[misc]
-            rate, loss = runs[0].tokens_per_second, runs[0].validation
-            yield {"demo": name or "bf16", "validation": loss, "peak": peak, "tokens a second": rate}
+                found = run(name, steps=steps)
+            row = {"demo": name or "bf16", "validation": found.validation, "peak": found.peak_bytes}
+            yield row | {"tokens a second": found.tokens_per_second}
 
 
-def _target(name: str, bound: float, value: float | None, most: bool = True) -> Row:
-    holds = None if value is None else value <= bound if most else value >= bound
-    return {"target": name, "bound": f"{'<=' if most else '>='} {bound:g}", "measured": value, "holds": holds}
+def _target(name: str, bound: float, a: float | None, b: float | None, sign: str = "<=") -> Row:
+    """Of ``a / b``."""
+    value = a / b if a is not None and b else None
+    holds = None if value is None else value <= bound if sign == "<=" else value >= bound
+    return {"target": name, "bound": f"{sign} {bound:g}", "measured": value, "holds": holds}
 
 
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a and b else None
-
-
-def targets(rows: dict[str, list[Row]]) -> list[Row]:
+def targets(rows: dict[str, list[Row]]) -> Iterator[Row]:
     """Every target of speed and of training; ``holds`` is None where nothing was measured."""
     key = {"size": LARGE, "dtype": "bfloat16", "peers": False}
-    chosen = {row["name"]: row["seconds"] for row in rows["kernels"] if key.items() <= row.items()}
-    ours, made = {name: seconds.get("ottava") for name, seconds in chosen.items()}, []
+    timed = {row["name"]: row["seconds"] for row in rows["kernels"] if key.items() <= row.items()}
+    ours, copies = ({name: row.get(who) for name, row in timed.items()} for who in ("ottava", "copy"))
     for name, bound in {"cast": 0.90, "cast, transpose": 0.80, "MX, rows and columns": 0.75}.items():
-        part = _ratio(chosen.get(name, {}).get("copy"), ours.get(name))
-        made.append(_target(f"{name}, of a copy's bandwidth", bound, part, most=False))
+        yield _target(f"{name}, of a copy's bandwidth", bound, copies.get(name), ours.get(name), ">=")
     for name, base in {"current scaling": "cast", "current scaling, transpose": "cast, transpose"}.items():
-        made.append(_target(f"{name}, of {base}'s time", 1.6, _ratio(ours.get(name), ours.get(base))))
-    for size, bound in LINEAR.items():
-        seconds = next((row["seconds"] for row in rows["linear"] if row["size"] == size), {})
-        for recipe in ("current", "delayed"):
-            eager, compiled, name = seconds.get(recipe), seconds.get(f"{recipe} compiled"), f"Linear {recipe} {size}"
-            peer, best = seconds.get("torchao tensorwise compiled"), min(filter(None, (eager, compiled)), default=None)
-            made.append(
-                _target(f"{name}, times faster than bf16", bound, _ratio(seconds.get("bf16"), eager), most=False)
-            )
-            made.append(_target(f"{name}, of torchao's time", 1.0, _ratio(best, peer)))
-            made.append(_target(f"{name}, eager of compiled's time", 1.1, _ratio(eager, compiled)))
+        yield _target(f"{name}, of {base}'s time", 1.6, ours.get(name), ours.get(base))
+    for (size, bound), recipe in product(LINEAR.items(), ("current", "delayed")):
+        seconds: Row = next((row["seconds"] for row in rows["linear"] if row["size"] == size), {})
+        eager, compiled, name = seconds.get(recipe), seconds.get(f"{recipe} compiled"), f"Linear {recipe} {size}"
+        best = min(filter(None, (eager, compiled)), default=None)
+        yield _target(f"{name}, times faster than bf16", bound, seconds.get("bf16"), eager, ">=")
+        yield _target(f"{name}, of torchao's time", 1.0, best, seconds.get("torchao tensorwise compiled"))
+        yield _target(f"{name}, eager of compiled's time", 1.1, eager, compiled)
     for row in (row for row in rows["host"] if row["step"] == "forward" and row["recipe"] in OWN):
-        made.append(_target(f"host, {row['recipe']} {row['shape']}, of nn.Linear's", 2.5, row["times nn.Linear"]))
-    for row in rows["demo"][1:]:
-        name, bf16 = row["demo"], rows["demo"][0]
-        loss = abs(row["validation"] / bf16["validation"] - 1)
-        made.append(_target(f"demo {name}, loss from bf16", LOSSES.get(name, 0.02), loss))
+        yield _target(f"host, {row['recipe']} {row['shape']}, of nn.Linear's", 2.5, row["times nn.Linear"], 1.0)
+    for bf16, row in ((rows["demo"][0], row) for row in rows["demo"][1:]):
+        name, loss = row["demo"], abs(row["validation"] - bf16["validation"])
+        yield _target(f"demo {name}, loss from bf16", LOSSES.get(name, 0.02), loss, bf16["validation"])
         if name != "custom":  # quantizes in plain PyTorch, to be read and not to be fast
-            made.append(_target(f"demo {name}, peak memory of bf16's", 0.9999, _ratio(row["peak"], bf16["peak"])))
-    return made
+            yield _target(f"demo {name}, peak memory of bf16's", 0.9999, row["peak"], bf16["peak"])

@@ -19,7 +19,7 @@ from benchmarks import checkout  # noqa: E402
 if os.environ.get("OTTAVA_GPU_SITE"):
     checkout.use(Path(os.environ["OTTAVA_GPU_SITE"]))
 
-from benchmarks.on_gpu.place import Gpu  # noqa: E402
+from benchmarks.on_gpu.runner import Gpu  # noqa: E402
 
 # Not a skip for each of some hundred tests: one for the folder.
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_with_*.py"]

@@ -7,7 +7,7 @@ import torch
 
 import ottava
 from benchmarks.on_gpu import kernel_cases, model_cases, runner
-from benchmarks.on_gpu.place import Gpu, Rehearsal
+from benchmarks.on_gpu.runner import Gpu, Rehearsal
 
 pytestmark = pytest.mark.gpu
 PRODUCTS = kernel_cases.exact_cases() | model_cases.product_cases()
@@ -31,7 +31,7 @@ def test_layers(place: Gpu, name: str) -> None:
 
 @pytest.mark.parametrize("recipe", model_cases.OWN)
 def test_compiled_passes_agree_with_eager_ones(place: Gpu, recipe: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     x = torch.randn(64, 128, device=place.device).bfloat16()
     dy = torch.randn(64, 256, device=place.device).bfloat16()
