@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import imports, kernels, linear, multi
+from benchmarks import imports, kernels, layouts, linear, multi
 from benchmarks.kind import cpu_model, this_kind
 from benchmarks.timing import Row, interleaved, measure
 
@@ -78,10 +78,13 @@ def sections(kernel_size: int, linear_sizes: list[int], rounds: int, at_most: fl
     compiler = "inductor" if rounds > 1 else "eager"
     timed = [measure(timing, seconds) for timing in kernels.timings(kernel_size, compiler=compiler)]
     many = [measure(timing, seconds) for timing in multi.timings(multi.COUNT if rounds > 1 else 4)]
+    product_size = 1024 if rounds > 1 else 64
+    products = [measure(timing, seconds) for timing in layouts.timings(product_size)]
     layers = [measure(linear.timing(n, compiler=compiler), seconds) for n in linear_sizes]
     return {
         f"Kernels, bf16 {kernel_size}²": kernels.table(timed),
         "Shards of float32 weights, quantized as bf16": multi.table(many),
+        f"Products of BF16 operands by layout, {product_size}³": layouts.table(products),
         "Linear without bias, forward and backward, BF16 in and out": linear.table(layers),
         **({"Imports": imports.measure(rounds // 2)} if rounds > 1 else {}),
     }

@@ -10,10 +10,13 @@ from pathlib import Path
 _MACHINES = {"x86_64": "x86-64", "amd64": "x86-64", "aarch64": "arm64"}
 _SETS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "portable": "portable kernels"}
 
+# Variables of torch, oneDNN, MKL and this project that have a machine taken for a lesser one.
+_FORCES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OTTAVA_ISA", "OTTAVA_CPU_PRODUCT")
+
 
 @dataclass(frozen=True)
 class Kind:
-    """Architecture, the kernels' instruction set, whether torch multiplies BF16 fast, threads, what is forced."""
+    """Architecture, the kernels' instruction set, whether torch multiplies BF16 fast, threads, and what forces that."""
 
     machine: str
     isa: str
@@ -24,7 +27,7 @@ class Kind:
     def __str__(self) -> str:
         machine = _MACHINES.get(self.machine.lower(), self.machine)
         bf16 = "fast BF16" if self.fast_bf16 else "no fast BF16"
-        forced = f", products in {self.forced} (forced)" if self.forced else ""
+        forced = f", forced by {self.forced}" if self.forced else ""
         return f"{machine}, {_SETS.get(self.isa, self.isa)}, {bf16}, {self.threads} threads{forced}"
 
 
@@ -33,7 +36,7 @@ def this_kind(threads: int) -> Kind:
     from ottava.kernels import cpu
     from ottava.torch_private import mkldnn_bf16_supported
 
-    forced = os.environ.get("OTTAVA_CPU_PRODUCT", "")
+    forced = " ".join(f"{name}={os.environ[name]}" for name in _FORCES if os.environ.get(name))
     return Kind(platform.machine(), cpu.isa(), mkldnn_bf16_supported(), threads, forced)
 
 

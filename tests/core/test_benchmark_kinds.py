@@ -75,9 +75,12 @@ def test_kinds_differ_where_figures_do(monkeypatch: pytest.MonkeyPatch) -> None:
         "x86-64, AVX2, no fast BF16, 2 threads",
         "arm64, NEON, fast BF16, 4 threads",
     ]
+    for name in kind._FORCES:
+        monkeypatch.delenv(name, raising=False)
     before = str(kind.this_kind(2))
     monkeypatch.setenv("OTTAVA_CPU_PRODUCT", "float32")
-    assert str(kind.this_kind(2)) == f"{before}, products in float32 (forced)"
+    monkeypatch.setenv("OTTAVA_ISA", "avx2")
+    assert str(kind.this_kind(2)) == f"{before}, forced by OTTAVA_ISA=avx2 OTTAVA_CPU_PRODUCT=float32"
     monkeypatch.delenv("OTTAVA_CPU_PRODUCT")
     other = not torch_private.mkldnn_bf16_supported()
     monkeypatch.setattr(torch_private, "mkldnn_bf16_supported", lambda: other)
