@@ -104,8 +104,8 @@ def steps_of(length: int, most_recent: bool, steps: int) -> tuple[list[np.ndarra
     random = np.random.default_rng(length + most_recent)
     maxima = [random.choice([448.0, 57344.0, 28672.0], n).tolist() for n in COUNTS]
     # A long history is full from the start, so that few steps look at all of it.
-    first = [planted(random, length * n).reshape(length, n) * (length > 100) for n in COUNTS]
-    scales, histories = [[1.0] * n for n in COUNTS], [np.nan_to_num(h).tolist() for h in first]
+    first = [np.nan_to_num(planted(random, length * n)).reshape(length, n) * np.float32(length > 100) for n in COUNTS]
+    scales, histories = [[1.0] * n for n in COUNTS], [h.tolist() for h in first]
     made: list[Step] = []
     for step in range(steps):
         rows = [planted(random, n) for n in COUNTS]
@@ -116,7 +116,7 @@ def steps_of(length: int, most_recent: bool, steps: int) -> tuple[list[np.ndarra
             history[0] = row.tolist()
             oracle(scale, history, maximum, most_recent)
         made.append((heads, last, [np.float32(s) for s in scales], [np.float32(h) for h in histories]))
-    return [np.nan_to_num(h) for h in first], maxima, made
+    return first, maxima, made
 
 
 def check_steps(on_every_path: Callable[..., None], length: int, most_recent: bool, steps: int) -> None:
