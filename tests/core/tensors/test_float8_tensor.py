@@ -11,6 +11,8 @@ import torch
 from ottava import Float8Tensor, Quantizer
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.tensors import columnwise_layout
+from ottava.tensors.layout import columnwise_is_transpose
+from ottava.tensors.sharding import GatheredPart, GatherPlan, post_all_gather
 
 
 @pytest.fixture
@@ -267,3 +269,32 @@ def test_names_of_torch_tensor_are_not_shadowed(q: Float8Tensor) -> None:
     assert torch.equal(q.select(0, 1).inner(q.select(0, 2)), q.dequantize()[1].inner(q.dequantize()[2]))
     assert q.numel() == 24
     assert q.dim() == 2
+
+
+def test_layouts_nest() -> None:
+    cpu = torch.device("cpu")
+    with columnwise_layout("transpose"):
+        with columnwise_layout("shared"):
+            assert not columnwise_is_transpose(cpu)
+        assert columnwise_is_transpose(cpu)
+    assert not columnwise_is_transpose(cpu)
+
+
+def test_bytes_that_are_gathered_again_outdate_the_transpose(x: torch.Tensor, quantizer: Quantizer) -> None:
+    """The memory of a gather is filled again below torch: the tensor around it is told."""
+    with columnwise_layout("transpose"):
+        one, two = quantizer(x), quantizer(-2 * x)
+        memory = one._data.clone()
+        parts = (GatheredPart(one.inner_tensors[0], memory.shape, False),)
+        spec = one.flatten_storage()[1]
+        plan = GatherPlan(parts, {"data_transpose": None, "fp8_scale_inv": one._scale_inv}, spec, x.shape)
+        whole, _ = post_all_gather(plan, [memory], torch.float32, None)
+        whole.update_usage(columnwise_usage=True)
+        assert torch.equal(whole._transpose, one._data.t())
+        memory.numpy()[:] = two._data.numpy()
+        plan.shared["fp8_scale_inv"] = two._scale_inv
+        assert post_all_gather(plan, [memory], torch.float32, whole) is None
+        assert whole._transpose is None
+        whole.update_usage(columnwise_usage=True)
+        assert torch.equal(whole._transpose, two._data.t())
+        assert torch.equal(whole.dequantize(), two.dequantize())

@@ -196,6 +196,16 @@ def test_an_assignment_takes_tensors_and_keeps_autograds_rules() -> None:
 
 
 @BOTH
+def test_padding_takes_rows_at_the_scale_that_they_have(quantizer: Any) -> None:
+    """Also rows whose own largest value would give another one: a shard is padded so."""
+    tensor = quantizer(torch.tensor([[1.0, 0.3]] * 3 + [[100.0, 7.0]]))
+    padded = tensor.new_zeros((6, 2))
+    padded[:3].copy_(tensor[:3])
+    assert torch.equal(padded[:3]._codes, tensor[:3]._codes)
+    assert torch.equal(padded[:3].dequantize(), tensor[:3].dequantize())
+
+
+@BOTH
 def test_rows_on_the_meta_device(quantizer: Any) -> None:
     """As a model that is sharded before it has values."""
     tensor = quantizer(torch.empty(4, 8, device="meta"))
