@@ -115,6 +115,15 @@ def test_the_result_is_rounded_once(wide: None) -> None:
         assert scaled_mm(a, b.t(), three, one, None, torch.bfloat16).item() == 768.0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_bias_is_read_by_its_strides(dtype: torch.dtype) -> None:
+    a, b, three = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16(), torch.tensor(3.0)
+    for bias in (torch.randn(5, 2)[:, 0], torch.randn(1).expand(5)):
+        with cpu_products(dtype):
+            made = [scaled_mm(a, b, three, None, b_, torch.bfloat16) for b_ in (bias, bias.contiguous())]
+        assert torch.equal(*made)
+
+
 def test_operands_are_not_written(wide: None) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     before = a.clone(), b.clone()
