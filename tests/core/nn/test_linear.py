@@ -145,6 +145,15 @@ def test_torch_autocast(recipe: Any) -> None:
     assert layer.weight.grad.abs().sum() > 0
 
 
+def test_the_gradient_of_a_float32_bias_under_autocast_is_rounded_once(recipe: Any) -> None:
+    """301 is no bfloat16: the sum of so many gradients of one is not rounded to one."""
+    layer = make(recipe, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(torch.randn(301, 7))
+    y.sum().backward()
+    assert layer.bias.grad.tolist() == [301.0] * 5
+
+
 def test_regions_override_bound_recipes(recipe: Any) -> None:
     x = torch.randn(4, 7, dtype=torch.bfloat16)
     bound, free = make(recipe), make(None)
