@@ -112,6 +112,18 @@ def test_one_tensor_at_a_time(tmp_path: Path) -> None:
     assert checkpoint.load_file(tmp_path / "x", verify=False)["c"].shape == (2,)
 
 
+def test_booleans_are_0_and_1(tmp_path: Path) -> None:
+    """torch reads any other byte as it likes."""
+    header = b'{"a":{"dtype":"BOOL","shape":[2],"data_offsets":[0,2]}}'
+    for last in range(4):
+        (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + bytes([1, last]))
+        if last < 2:
+            assert checkpoint.load_file(tmp_path / "x")["a"].tolist() == [True, bool(last)]
+            continue
+        with pytest.raises(CheckpointError, match="'a' has values besides 0 and 1"):
+            checkpoint.load_file(tmp_path / "x")
+
+
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     checkpoint.save_file({"a": torch.ones(1000)}, tmp_path / "x")
     with checkpoint.SafetensorsFile(tmp_path / "x") as file:
