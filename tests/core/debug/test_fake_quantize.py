@@ -56,6 +56,7 @@ def test_compiled() -> None:
     ("out", "error"),
     [
         (torch.empty(4, 5), ShapeError),
+        (torch.empty(2, 4, 6), ShapeError),
         (torch.empty(4, 6, dtype=torch.bfloat16), DTypeError),
         (torch.empty(4, 6, device="meta"), DeviceError),
         ("out", DTypeError),
