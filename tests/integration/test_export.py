@@ -141,6 +141,16 @@ def test_state_for_a_region_that_is_to_come(tmp_path: Path) -> None:
     assert all(torch.equal(held[name], value) for name, value in expected.items())
 
 
+def test_state_beside_weights_of_another_recipe_is_dropped(tmp_path: Path) -> None:
+    """Its buffers have the names that the target's have, and say nothing of these weights."""
+    state = {name: value for name, value in model("delayed", 0).state_dict().items() if "recipe_state" in name}
+    assert state
+    state["0.weight"] = ottava.get_recipe("current").quantizer("weight")(torch.randn(64, 64))
+    checkpoint.save_file(state, tmp_path / "in")
+    assert "dropped" in done(tmp_path / "in", tmp_path / "out", "--recipe", "delayed")
+    assert list(checkpoint.load_file(tmp_path / "out")) == ["0.weight"]
+
+
 def test_options(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a.weight": torch.randn(64, 64)}, tmp_path / "in")
     values = safetensors.torch.load_file(tmp_path / "in")["a.weight"]
@@ -180,6 +190,7 @@ def test_a_sharded_checkpoint(trained: Any, tmp_path: Path) -> None:
         (["in", "out", "--recipe", "current", "--option", "fp8_format=E9"], "one of E4M3, E5M2, HYBRID"),
         (["in", "out", "--recipe", "current", "--option", "more=1"], "has no option 'more'"),
         (["in", "out", "--recipe", "current", "--option", "more"], "key=value"),
+        (["in", "out", "--recipe", "current", *["--option", "amax_epsilon=1"] * 2], "each key once"),
         (["in", "out", "--recipe", "bf16", "--option", "a=1"], "without the name of a recipe"),
         (["in", "out", "--recipe", "current", "--include", "x*"], "'x*' fits no tensor"),
         (["in", "folder/out", "--recipe", "current"], "cannot be written"),
