@@ -135,6 +135,12 @@ def test_reduction_without_a_process_group_is_an_error() -> None:
         quantizer(torch.ones(2))
 
 
+def test_weights_are_equal_on_all_ranks_and_are_not_reduced() -> None:
+    recipe = Float8CurrentScaling(with_amax_reduction=True)
+    roles = ("input", "weight", "grad_output")
+    assert [recipe.quantizer(role).with_amax_reduction for role in roles] == [True, False, True]
+
+
 def test_devices_compare_by_what_they_name() -> None:
     by_name, by_object = (
         Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device=device) for device in ("cpu", torch.device("cpu"))
