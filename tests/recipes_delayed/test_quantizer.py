@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ottava.distributed import quantize_master_weights
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
 from ottava_delayed import Float8Quantizer
@@ -48,6 +49,15 @@ def test_amax_rises_and_never_falls() -> None:
     assert quantizer.amax.item() == float("inf")
     quantizer.calibrate(torch.tensor([0.25]))
     assert quantizer.amax.item() == 0.25
+
+
+def test_shards_are_rounded_before_they_are_counted() -> None:
+    """448.9 is 448 in bfloat16, which fits; 449.5 is 450, which does not."""
+    saturated = torch.zeros(1, dtype=torch.int64)
+    weight = make(saturated=saturated)(torch.zeros(2, 2, dtype=torch.bfloat16))
+    quantize_master_weights([weight], [torch.tensor([[448.9, 449.5], [-448.2, 1.0]])], None)
+    assert saturated.item() == 1
+    assert weight.dequantize().tolist() == [[448.0, 448.0], [-448.0, 1.0]]
 
 
 def test_the_scale_is_read_when_it_is_used() -> None:

@@ -111,6 +111,23 @@ def test_histories_that_have_gone_round(algorithm: str) -> None:
         check_steps(length, algorithm, by_function, max(200, length + 20))
 
 
+def test_functions_may_write_to_what_they_are_given() -> None:
+    def amax(history: torch.Tensor) -> torch.Tensor:
+        found = history.amax(0)
+        history.zero_()
+        return found
+
+    def scaled(amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling) -> torch.Tensor:
+        return scale.copy_(fp8_max / amax)
+
+    recipe = DelayedScaling(amax_history_len=2, amax_compute_algo=amax, scaling_factor_compute_algo=scaled)
+    state = DelayedScalingState(recipe, ROLES)
+    state.amax_history[0] = 2.0
+    begin_step([state], None)
+    assert state.scale.tolist() == [224.0, 224.0, 28672.0]
+    assert state.amax_history.tolist() == [[0.0] * 3, [2.0] * 3]
+
+
 @pytest.mark.parametrize("fp8_format", Format)
 def test_formats_by_direction(fp8_format: Format) -> None:
     state = DelayedScalingState(DelayedScaling(fp8_format=fp8_format), ROLES)
