@@ -108,6 +108,17 @@ class IgnoresNoop(RowQuantizer):
         return super().update_quantized(src, dst)
 
 
+@broken("noop-flag", "an update with it set changed 'seen'")
+class CountsNoops(RowQuantizer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(1)
+
+    def update_quantized(self, src: Any, dst: Any, *, noop_flag: Any = None) -> Any:
+        self.seen.add_(1)
+        return super().update_quantized(src, dst, noop_flag=noop_flag)
+
+
 @broken("make-empty", r"has dtype torch.float32")
 class EmptyOfFloat32(RowQuantizer):
     def make_empty(self, shape: Any, *, dtype: Any = torch.float32, **rest: Any) -> Any:

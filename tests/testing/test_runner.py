@@ -17,6 +17,7 @@ from acme_fp8.recipe import AcmeRows
 
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError
 from ottava_testing import CheckFailed, Subject, check_recipe, list_checks
+from ottava_testing.compare import same
 
 
 def broken() -> Any:
@@ -181,3 +182,11 @@ def test_what_is_put_together_is_checked_by_what_its_layers_keep(tmp_path: Path)
     assert Subject(delayed.DelayedScaling()).spec.stateful
     report = check_recipe(file, only=["flags", "equality", "copy", "state-moves", "state-dict"])
     assert report.count("passed") == 5, str(report)
+
+
+def test_bytes_are_compared() -> None:
+    """A recipe that loses the sign of zero is no exact one, one that keeps NaN is."""
+    zero, nan = torch.tensor([0.0, 1.0]), torch.tensor([torch.nan, 1.0])
+    assert not same(zero, -zero * torch.tensor([1.0, -1.0]))
+    assert same(nan, nan.clone())
+    assert not same(zero, zero.double())
