@@ -123,6 +123,27 @@ def test_a_bias_is_read_by_its_strides(dtype: torch.dtype) -> None:
         assert torch.equal(*made)
 
 
+def test_scales_and_bias_are_applied_as_the_reference_applies_them() -> None:
+    """To a product that torch rounded to bfloat16: in float32, the factors' product first, and rounded once more."""
+    torch.manual_seed(0)
+    # Sums that any order gives.
+    a, b = (torch.randint(-99, 100, shape).bfloat16() for shape in ((9, 16), (16, 5)))
+    bias = torch.randn(5)
+    one, other = torch.tensor(0.37), torch.tensor(1.9)
+    rounded = (a.double() @ b.double()).to(torch.bfloat16).float()
+    for scales in ((None, None), (one, None), (None, other), (one, other)):
+        for given in (None, bias, bias.bfloat16()):
+            expected = rounded
+            if any(scale is not None for scale in scales):
+                factors = [scale for scale in scales if scale is not None]
+                expected = expected * (factors[0] * factors[1] if len(factors) == 2 else factors[0])
+            expected = (expected if given is None else expected + given.float()).bfloat16()
+            for backend in ("reference", "cpu"):
+                with use_backend(backend), cpu_products(torch.bfloat16):
+                    made = scaled_mm(a, b, *scales, given, torch.bfloat16)
+                assert torch.equal(made, expected), (backend, scales, given)
+
+
 def test_operands_are_not_written(wide: None) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     before = a.clone(), b.clone()

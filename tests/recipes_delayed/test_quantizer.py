@@ -60,6 +60,24 @@ def test_shards_are_rounded_before_they_are_counted() -> None:
     assert weight.dequantize().tolist() == [[448.0, 448.0], [-448.0, 1.0]]
 
 
+def test_a_slot_without_a_scale_yet_takes_that_of_the_first_shards() -> None:
+    """As where a weight was made on meta: the values that decide the scale come as shards."""
+    quantizer = make(scale=1.0)
+    weight = quantizer(torch.zeros(2, 2, dtype=torch.bfloat16))
+    quantizer.fits = quantizer.unset = True
+    quantize_master_weights([weight], [torch.tensor([[7.0, -3.0], [0.5, 1.0]])], None)
+    assert quantizer.scale.item() == weight._quantizer.scale.item() == 448.0 / 7.0
+    assert not quantizer.unset
+    assert weight.dequantize().tolist() == [[7.0, -3.0], [0.5, 1.0]]
+
+
+def test_a_scalar_has_no_transpose() -> None:
+    with columnwise_layout("transpose"):
+        tensor = make(rowwise=False)(torch.tensor(3.0))
+    assert tensor._transpose is None
+    assert tensor.dequantize().item() == 3.0
+
+
 def test_the_scale_is_read_when_it_is_used() -> None:
     quantizer = make()
     quantizer.scale.fill_(4.0)
