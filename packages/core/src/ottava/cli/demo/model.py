@@ -26,7 +26,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=1, width=64, heads=2, length=32, batch=4),
-    "small": Size(layers=4, width=128, heads=4, length=128, batch=16),
+    "small": Size(layers=4, width=128, heads=4, length=128, batch=8),
     "medium": Size(layers=6, width=512, heads=8, length=256, batch=16),
 }
 
