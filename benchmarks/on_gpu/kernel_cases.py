@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice, product
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors
+from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors, tensors
 from ottava import kernels
 from ottava.formats import mx_scale_shapes
 from ottava.kernels import parts
 
+F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
+E4M3 = FP8[0]
 SMALL_SHAPES: list[Shape] = [(), (0,), (1,), (0, 5), (3, 0), (3, 5), (16, 16), (33, 65), (129, 127), (2, 3, 41)]
 SHAPES: list[Shape] = [
     *SMALL_SHAPES,
@@ -72,32 +74,25 @@ def _numbers(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
             yield f"{str(dtype)[6:]} special {tuple(made.shape)}", made.dim(), lambda _, made=made: made
 
 
-def _codes(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
-    for shape, (name, (least, _)) in product(shapes, VIEWS.items()):
-        if least <= len(shape):
-            yield _viewed(name, shape, torch.uint8, Draw.bits)
-
-
-def _amaxes(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
-    for shape in ((), (0,), (1,), (127,), (129,), (3, 1000)):
-        yield f"{shape}", len(shape), lambda draw, shape=shape: draw.bits(shape, torch.float32).abs()
-
-
 def _lists(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
     """Every other tensor is off a round address."""
-    places = [VIEWS[name][1] for name in ("contiguous", "unaligned")]
-
-    def draw(d: Draw, many: list[Shape], kind: Callable[..., Tensor]) -> Tensors:
-        return [places[i % 2](lambda s, i=i: kind(d, s, FLOATS[i % 3]), shape) for i, shape in enumerate(many)]  # type: ignore[misc]
-
     for many, kind in product(_LISTS, (Draw.values,) if plain else (Draw.values, Draw.bits)):
-        yield f"{len(many)} from {many[0]} {kind.__name__}", 2, partial(draw, many=many, kind=kind)
+        ways = [(("contiguous", "unaligned")[i % 2], shape, FLOATS[i % 3]) for i, shape in enumerate(many)]
+        made = [_viewed(*way, kind)[2] for way in ways]
+        yield f"{len(many)} from {many[0]} {kind.__name__}", 2, lambda d, made=made: [make(d) for make in made]
 
 
 #: The name of a kernel's first argument -> where it comes from.
-SOURCES = {"x": _numbers, "data": _codes, "amax": _amaxes, "xs": _lists}
-F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
-E4M3 = FP8[0]
+SOURCES: dict[str, Callable[[Sequence[Shape], bool], Iterable[Source]]] = {
+    "x": _numbers,
+    "data": lambda shapes, plain: (
+        _viewed(name, s, U8, Draw.bits) for s, name in product(shapes, VIEWS) if VIEWS[name][0] <= len(s)
+    ),
+    "amax": lambda shapes, plain: (
+        (str(s), len(s), lambda d, s=s: d.bits(s, F32).abs()) for s in ((), (0,), (1,), (127,), (129,), (3, 1000))
+    ),
+    "xs": _lists,
+}
 Drawn = Callable[[Draw, Args, int], Any]
 #: An argument's name -> what it may be, or what draws it: from the arguments that are there, and the case's number.
 Arguments = dict[str, tuple[Any, ...] | Drawn]
@@ -230,43 +225,41 @@ def _cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     return (code + 128 * values.signbit()).to(torch.uint8)
 
 
-def _cast_amax(x: Any, scale: Any, amax: Any, fp8_dtype: Any, saturated: Any, transposed: bool) -> Tensors:
-    amax.copy_(torch.maximum(amax, _amax(x)))
+def _per_tensor(
+    x: Tensor, fp8_dtype: torch.dtype, scale: Any = None, amax: Any = None, saturated: Any = None, **options: Any
+) -> Args:
+    """All that kernels with one scale give, by name: of a scale that is known, or of the amax."""
+    largest, limit = _amax(x), finite(fp8_dtype)[-1]
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, largest))
     if saturated is not None:
-        saturated += (_product(x, scale).abs() > finite(fp8_dtype)[-1]).sum()
+        saturated += (_product(x, scale).abs() > limit).sum()
+    if scale is None:
+        scale = _quotient(limit, largest.clamp(min=options["epsilon"]))
+        scale = torch.exp2(torch.frexp(scale).exponent - 1.0) if options["force_pow_2"] else scale
     data = _cast(x, scale, fp8_dtype)
-    return [data, data.t() if transposed else _EMPTY, _quotient(_ONE, scale)]
+    made = {"data": data, "transpose": data.t(), "scale": scale, "scale_inv": _quotient(_ONE, scale), "amax": largest}
+    absent = {"data": not options.get("rowwise", True), "transpose": not options.get("transposed", True)}
+    return {key: _EMPTY if absent.get(key) else value for key, value in made.items()}
 
 
-def _quantize(x: Any, fp8_dtype: Any, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool) -> Tensors:
-    scale = _quotient(finite(fp8_dtype)[-1], _amax(x).clamp(min=epsilon))
-    scale = torch.exp2(torch.frexp(scale).exponent - 1.0) if force_pow_2 else scale
-    data = _cast(x, scale, fp8_dtype)
-    return [data if rowwise else _EMPTY, data.t() if transposed else _EMPTY, scale, _quotient(_ONE, scale), _amax(x)]
+def _mx_along_rows(x: Tensor, fp8_dtype: torch.dtype, two_dimensional: bool, scale_rounding: str) -> Tensors:
+    """Codes and scales; those of a square are held once for each of its rows."""
+    (m, k), limit, down = x.shape, finite(fp8_dtype)[-1], 32 if two_dimensional else 1
+    padded = pad(x.double().abs(), (0, -k % 32, 0, -m % down))
+    largest = padded.view(-(-m // down), down, -(-k // 32), 32).amax((1, 3))
+    mantissa, exponent = torch.frexp(_product(largest, (1.0 / limit).float()))
+    exponent = exponent - (mantissa == 0.5).int()
+    if scale_rounding == "floor":
+        exponent = torch.frexp(largest).exponent - torch.frexp(limit).exponent
+    code = torch.where(largest == 0, 0, (exponent + 127).clamp(0, 254)).to(U8).repeat_interleave(down, 0)[:m]
+    return [_cast(x, torch.exp2(127 - code.repeat_interleave(32, 1)[:, :k].double()), fp8_dtype), code]
 
 
-def _mx_quantize(
-    x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, two_dimensional: bool, scale_rounding: str
-) -> Tensors:
-    (m, k), limit, made = x.shape, finite(fp8_dtype)[-1], []
-    for along_rows, asked in ((True, rowwise), (False, columnwise)):
-        down, across = (32 if two_dimensional or along_rows is own else 1 for own in (False, True))
-        padded = pad(x.double().abs(), (0, -k % across, 0, -m % down))
-        largest = padded.view(-(-m // down), down, -(-k // across), across).amax((1, 3))
-        mantissa, exponent = torch.frexp(_product(largest, (1.0 / limit).float()))
-        exponent = exponent - (mantissa == 0.5).int()
-        if scale_rounding == "floor":
-            exponent = torch.frexp(largest).exponent - torch.frexp(limit).exponent
-        code = torch.where(largest == 0, 0, (exponent + 127).clamp(0, 254)).to(torch.uint8)
-        # The scale of a square is held once for each of its rows, or columns.
-        rows, columns = code.repeat_interleave(down, 0)[:m], code.repeat_interleave(across, 1)[:, :k]
-        scales = torch.exp2(127 - rows.repeat_interleave(across, 1)[:, :k].double())
-        made += [_cast(x, scales, fp8_dtype), rows if along_rows else columns] if asked else [_EMPTY, _EMPTY]
-    return made
-
-
-def _decode(data: Tensor, scale_inv: Tensor | None, fp8_dtype: Any, dtype: torch.dtype) -> Tensor:
-    return _product(data.view(fp8_dtype), _ONE if scale_inv is None else scale_inv).to(dtype)
+def _mx_quantize(x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, **how: Any) -> Tensors:
+    """Along columns as along the rows of the transpose."""
+    rows = _mx_along_rows(x, fp8_dtype, **how) if rowwise else [_EMPTY] * 2
+    return [*rows, *([made.t() for made in _mx_along_rows(x.t(), fp8_dtype, **how)] if columnwise else [_EMPTY] * 2)]
 
 
 def _mx_decode(data: Tensor, scales: Tensor, fp8_dtype: Any, dtype: torch.dtype, columnwise: bool) -> Tensor:
@@ -291,14 +284,16 @@ def _update_scales(scales: Any, histories: Any, maxima: Any, most_recent: bool, 
 EXACT: dict[str, Callable[..., Any]] = {
     "amax": _amax,
     "cast": _cast,
-    "cast_amax": _cast_amax,
-    "cast_transpose": lambda **a: [_cast(**a), _cast(**a).t()],
-    "decode": _decode,
+    "cast_amax": lambda **a: [_per_tensor(**a)[key] for key in ("data", "transpose", "scale_inv")],
+    "cast_transpose": lambda **a: [_per_tensor(**a)[key] for key in ("data", "transpose")],
+    "decode": lambda data, scale_inv, fp8_dtype, dtype: _product(
+        data.view(fp8_dtype), _ONE if scale_inv is None else scale_inv
+    ).to(dtype),
     "multi_amax": lambda xs, dtypes: torch.stack([_amax(x.to(dtype)) for x, dtype in zip(xs, dtypes, strict=True)]),
     "multi_cast": _multi_cast,
     "mx_decode": _mx_decode,
     "mx_quantize": _mx_quantize,
-    "quantize": _quantize,
+    "quantize": lambda **a: list(_per_tensor(**a).values()),
     "transpose": lambda data: data.t(),
     "update_scales": _update_scales,
 }
@@ -366,29 +361,26 @@ def exact_cases() -> dict[str, list[Case]]:
 
 #: More than 2^31 elements: rows and columns that suit wide accesses, and ones that do not.
 LARGE = [(65552, 32768), (65537, 32777)]
-# Name -> the call, and along which dimension of each result the rows of the input lie.
-_LARGE: dict[str, tuple[Callable[[Args], Any], tuple[int, ...]]] = {
-    "cast": (lambda a: [kernels.cast(a["x"], a["scale"], E4M3)], (0,)),
-    "cast_transpose": (lambda a: kernels.cast_transpose(a["x"], a["scale"], E4M3), (0, 1)),
-    "quantize": (lambda a: kernels.quantize(a["x"], E4M3, transposed=True)[:2], (0, 1)),
-    "mx_quantize": (lambda a: kernels.mx_quantize(a["x"], E4M3), (0, 0, 0, 0)),
-    "transpose": (lambda a: [kernels.transpose(a["codes"])], (1,)),
-    "decode": (lambda a: [kernels.decode(a["codes"], a["scale"], E4M3, BF16)], (0,)),
-    "mx_decode": (lambda a: [kernels.mx_decode(a["codes"], a["blocks"], E4M3, BF16)], (0,)),
-}
+# Name -> along which dimension of each of its first results the rows of the input lie.
+_LARGE = {"cast": (0,), "cast_transpose": (0, 1), "quantize": (0, 1), "mx_quantize": (0, 0, 0, 0)}
+_LARGE |= {"transpose": (1,), "decode": (0,), "mx_decode": (0,)}
+_OPTIONS = {"fp8_dtype": E4M3, "dtype": BF16, "transposed": True}
 
 
 def _large(name: str, shape: Shape, step: int) -> Case:
-    (call, dims), (rows, columns) = _LARGE[name], shape
+    call, dims, (rows, columns) = getattr(kernels, name), _LARGE[name], shape
+    declared = inspect.signature(call).parameters
 
     def make(d: Draw) -> Args:
         x, codes = d.values((step, columns), BF16), d.integers(0, 127, (step, columns), U8)
         x[0, 0] = 3000.0  # the largest number, for the scale, of the last rows too
-        blocks = torch.full((step, -(-columns // 32)), 130, dtype=U8)
-        return {"x": x, "codes": codes, "blocks": blocks, "scale": torch.tensor(20.0)}
+        known = {"x": x, "data": codes, "scales": torch.full((step, -(-columns // 32)), 130, dtype=U8)}
+        known |= dict.fromkeys(("scale", "scale_inv"), torch.tensor(20.0))
+        return {key: value for key, value in known.items() if key in declared}
 
-    def repeated(a: Args, count: int) -> Any:
-        return call({key: x.repeat(-(-count // step), 1)[:count] if x.dim() else x for key, x in a.items()})
+    def repeated(a: Args, count: int) -> Tensors:
+        given = {key: x.repeat(-(-count // step), 1)[:count] if x.dim() else x for key, x in a.items()}
+        return tensors(call(**given, **{k: v for k, v in _OPTIONS.items() if k in declared}))[: len(dims)]
 
     def compare(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
         for i, dim in enumerate(dims):
