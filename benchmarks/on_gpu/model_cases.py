@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, Literal
@@ -13,14 +11,19 @@ import torch
 
 import ottava
 from benchmarks.installed import recipes
-from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Gpu, Tensor, Tensors, within
+from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Gpu, Rehearsal, Shape, Tensor, Tensors, within
 from ottava.gemm import gemm
 from ottava_current import Float8CurrentScalingQuantizer
 from ottava_delayed import Float8Quantizer
 from ottava_mxfp8 import MXFP8Quantizer
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
-KINDS: tuple[Kind, ...] = ("fprop", "dgrad", "wgrad")
+#: Kind -> which of m, n and k are the two operands' dimensions, the result's, and the one that is summed over.
+KINDS: dict[Kind, tuple[str, str, str, str]] = {
+    "fprop": ("mk", "nk", "mn", "k"),
+    "dgrad": ("mn", "nk", "mk", "n"),
+    "wgrad": ("mn", "mk", "nk", "m"),
+}
 #: Recipe whose passes must not wait for the GPU, and must be fit for graphs -> its quantizer, clamping nothing.
 QUANTIZERS: dict[str, Callable[[torch.dtype, torch.device], Any]] = {
     "current": lambda fp8, _: Float8CurrentScalingQuantizer(fp8),
@@ -39,56 +42,43 @@ SIZES = [
 _BOUND, _STEP, _ROUNDING = 2e-3, 2.0**-13, dict(zip(FLOATS, (0.0, 3e-3, 4e-4), strict=True))
 
 
-@dataclass(frozen=True)
-class Product:
-    """A product of quantized operands: plain, fast, with a bias in two dtypes, and added to what is there."""
+def _product(recipe: str, kind: Kind, size: Shape, dtype: torch.dtype, exponents: Any = (0, 0)) -> Case:
+    """Of quantized operands: plain, fast, with a bias in two dtypes, and added to what is there.
 
-    recipe: str
-    kind: Kind
-    size: tuple[int, int, int]
-    dtype: torch.dtype
-    exponents: tuple[int, int] | None = (0, 0)
+    Every other row of an operand is times 2 to the power of its exponent; without exponents operands are small integers,
+    whose sums are exact in any order and in few bits.
+    """
+    length = dict(zip("mnk", size, strict=True))
+    *shapes, result, (summed,) = ([length[name] for name in names] for names in KINDS[kind])
 
-    def operand(self, d: Draw, shape: tuple[int, int], which: int) -> Tensor:
-        """Small integers, or every other row times a power of two: in steps, as that may be below float32's least."""
-        if self.exponents is None:
-            return d.integers(-1, 2, shape).bfloat16()
-        x, exponent = d.normal(shape, torch.float32), self.exponents[which]
-        x[which::2] *= 2.0 ** max(exponent, -100)
-        x[which::2] *= 2.0 ** min(exponent + 100, 0)
-        return x
+    def make(d: Draw) -> Args:
+        operands = [d.normal(s, torch.float32) if exponents else d.integers(-1, 2, s).bfloat16() for s in shapes]
+        for which, exponent in enumerate(exponents or ()):
+            for step in (max(exponent, -100), min(exponent + 100, 0)):  # the whole may be below float32's least
+                operands[which][which::2] *= 2.0**step
+        return {"operands": operands, "bias": d.normal(result[1:], torch.float32), "out": d.normal(result)}
 
-    def make(self, d: Draw) -> Args:
-        m, n, k = self.size
-        shapes = {"fprop": [(m, k), (n, k)], "dgrad": [(m, n), (n, k)], "wgrad": [(m, n), (m, k)]}[self.kind]
-        rows, columns = {"fprop": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[self.kind]
-        operands = [self.operand(d, shape, which) for which, shape in enumerate(shapes)]
-        return {"operands": operands, "bias": d.normal((columns,), torch.float32), "out": d.normal((rows, columns))}
+    def quantized(a: Args) -> Tensors:
+        formats = FP8[kind != "fprop"], FP8[0]
+        return [QUANTIZERS[recipe](fp8, x.device)(x) for fp8, x in zip(formats, a["operands"], strict=True)]
 
-    def operands(self, a: Args) -> list[Any]:
-        formats, quantizer = (FP8[self.kind != "fprop"], FP8[0]), QUANTIZERS[self.recipe]
-        return [quantizer(fp8, x.device)(x) for fp8, x in zip(formats, a["operands"], strict=True)]
+    def run(a: Args) -> Tensors:
+        multiply = partial(gemm, *quantized(a), kind)
+        made = [multiply(out_dtype=dtype, use_split_accumulator=split) for split in (True, False)]
+        made += [multiply(out_dtype=dtype, bias=a["bias"].to(given)) for given in (dtype, torch.float32)]
+        return [*made, multiply(out=a["out"].to(dtype, copy=True), accumulate=True)]
 
-    def run(self, a: Args) -> Tensors:
-        multiply = partial(gemm, *self.operands(a), self.kind)
-        made = [multiply(out_dtype=self.dtype, use_split_accumulator=split) for split in (True, False)]
-        made += [multiply(out_dtype=self.dtype, bias=a["bias"].to(given)) for given in (self.dtype, torch.float32)]
-        return [*made, multiply(out=a["out"].to(self.dtype, copy=True), accumulate=True)]
-
-    def exact(self, a: Args) -> Tensors:
+    def exact(a: Args) -> Tensors:
         """The product of the operands' own values in float64."""
-        x, y = (operand.dequantize(torch.float64) for operand in self.operands(a))
-        made = (x.t() if self.kind == "wgrad" else x) @ (y.t() if self.kind == "fprop" else y)
-        biased = [made + a["bias"].to(given).double() for given in (self.dtype, torch.float32)]
-        return [made, made, *biased, made + a["out"].to(self.dtype).double()]
+        x, y = (operand.dequantize(torch.float64) for operand in quantized(a))
+        made = (x.t() if kind == "wgrad" else x) @ (y.t() if kind == "fprop" else y)
+        biased = [made + a["bias"].to(given).double() for given in (dtype, torch.float32)]
+        return [made, made, *biased, made + a["out"].to(dtype).double()]
 
-    def case(self) -> Case:
-        """Sums of small integers are exact in any order and in few bits."""
-        (m, n, k), bound = self.size, _BOUND + _ROUNDING[self.dtype]
-        fast = bound + -(-{"fprop": k, "dgrad": n, "wgrad": m}[self.kind] // 32) * _STEP
-        first = (bound, fast) if self.exponents else (0.0, 0.0)
-        compare = _by_row if any(self.exponents or ()) else within(*first, bound, bound, bound)
-        return Case(str(self), self.make, self.run, self.exact, compare)
+    bound = _BOUND + _ROUNDING[dtype]
+    first = (bound, bound + -(-summed // 32) * _STEP) if exponents else (0.0, 0.0)
+    compare = _by_row if any(exponents or ()) else within(*first, bound, bound, bound)
+    return Case(f"{recipe} {kind} {size} {dtype} {exponents}", make, run, exact, compare)
 
 
 def _by_row(got: Tensors, expected: Tensors) -> str | None:
@@ -104,7 +94,7 @@ def product_cases(small: bool = False) -> dict[str, list[Case]]:
         "products of small integers": product(["delayed", "mxfp8"], KINDS, few, FLOATS, [None]),
         "products beyond float32's range": product(["mxfp8"], KINDS, [(40, 33, 70)], FLOATS[:1], far),
     }
-    return {name: [Product(*choice).case() for choice in choices] for name, choices in table.items()}
+    return {name: [_product(*choice) for choice in choices] for name, choices in table.items()}
 
 
 # Codes are the same on both; what differs is the products' last bits, before and after they are rounded to bfloat16.
@@ -138,26 +128,22 @@ def _passes(recipe: str, outer: int, a: Args) -> list[Tensors]:
     return [_pass(module, x, dy) for x, dy in a.values()]
 
 
-def _in_a_graph(place: Gpu, recipe: str, a: Args) -> Tensors:
-    """Of each replay, on other inputs and another weight, the results; then what they are to be.
+def _replays(place: Gpu, recipe: str, a: Args) -> Tensors:
+    """Of three replays of a captured pass, each on other inputs and another weight; on the CPU of its rehearsal.
 
     Whatever waits for the GPU makes the capture fail.
     """
-    eager = layer(recipe, 128, 256, place.device)
-    captured, (x, dy) = copy.deepcopy(eager), (tensor.clone() for tensor in a["0"])
-    results, replay = place.capture(lambda: _pass(captured, x, dy))
-    got, expected = [], []
+    x, dy = (tensor.clone() for tensor in a["0"])
+    module, made = layer(recipe, 128, 256, x.device), Tensors()
+    where = place if x.device == place.device else Rehearsal()
+    results, replay = where.capture(lambda: _pass(module, x, dy))
     for step, (new_x, new_dy) in enumerate(a.values()):
         x.copy_(new_x * (step + 1))
         dy.copy_(new_dy)
-        with torch.no_grad():
-            for weight in captured.parameters():
-                weight.mul_(1.25)
-        eager.load_state_dict(captured.state_dict())
+        torch._foreach_mul_([weight.detach() for weight in module.parameters()], 1.25)
         replay()
-        got += [result.clone() for result in results]
-        expected += _pass(eager, x, dy)
-    return [*got, *expected]
+        made += [result.clone() for result in results]
+    return made
 
 
 def _kept(place: Gpu, recipe: str | None, size: int, a: Args) -> Tensor:
@@ -200,7 +186,7 @@ def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
     """Passes and losses follow the CPU's; graphs and compiled code agree with eager mode; less memory is kept."""
     steps, size, found = 4 if small else 30, 32 if small else 2048, dict[str, list[Case]]()
     nothing: Any = lambda d: {"": torch.empty(0)}  # noqa: E731
-    passes, replays = within(*[_NEAR] * 12, few=_FEW), lambda got, _: within(*[_NEAR] * 12)(got[:12], got[12:24])
+    passes = within(*[_NEAR] * 12, few=_FEW)
     fewer: Any = lambda got, bf16: None if got[0] < bf16[0] else f"{got[0]} bytes, bfloat16 {bf16[0]}"  # noqa: E731
     for recipe in recipes():
         found[f"Linear, {recipe}"] = [
@@ -210,8 +196,8 @@ def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
         train = partial(_losses, None, recipe, steps, None)
         found[f"training, {recipe}"] = [Case("losses", nothing, train, "cpu", _falls)]
     for recipe in OWN:
-        data, graph = partial(_data, (64, 128), 256), partial(_in_a_graph, place, recipe)
-        found[f"in a graph, {recipe}"] = [Case("three replays", data, graph, lambda a: None, replays)]
+        data, graph = partial(_data, (64, 128), 256), partial(_replays, place, recipe)
+        found[f"in a graph, {recipe}"] = [Case("three replays", data, graph, "cpu", passes)]
         kept, plain = (partial(_kept, place, which, size) for which in (recipe, None))
         found[f"memory kept for backward, {recipe}"] = [Case("bytes", nothing, kept, plain, fewer)]
         eager, compiled = (partial(_losses, place, recipe, 4, compiler) for compiler in (None, place.compiler))

@@ -122,11 +122,8 @@ class Gpu:
 
     def capture(self, run: Run) -> tuple[Any, Run]:
         """A graph of what ``run`` queues: its result, which every replay writes anew, and the replay."""
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream(self.device).wait_stream(side)
+        with self.side_stream():
+            run()  # once outside: code is loaded at the first call
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             results = run()
@@ -278,20 +275,24 @@ def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
     with use_backend(backend):
         expected = [*tensors(oracle(own)), *_memory(own)]
     there = place.put(case.make(Draw(seed + 1000)) if mode == "graph" else arguments)
+
+    def fill(news: Tensors) -> None:
+        for x, new in zip(_memory(there), news, strict=True):
+            x.copy_(new)
+
     # What torch allocates is filled only where bytes are compared: torch's own operations may refuse to run so.
     with place.serving(), poisoned() if case.compare is same_bytes else nullcontext():
         if mode == "graph":
             results, replay = place.capture(lambda: case.run(there))
-            for x, new in zip(_memory(there), _memory(ready), strict=True):
-                x.copy_(new)
+            fill(_memory(ready))
             replay()
-        else:
-            for x in _memory(there) if mode == "stream" else ():
-                x.zero_()
-            with place.side_stream() if mode == "stream" else nullcontext():
-                for x, new in zip(_memory(there), _memory(ready), strict=True) if mode == "stream" else ():
-                    x.copy_(new)
+        elif mode == "stream":
+            fill([torch.zeros_like(x) for x in _memory(ready)])
+            with place.side_stream():
+                fill(_memory(ready))
                 results = case.run(there)
+        else:
+            results = case.run(there)
     place.synchronize()
     return case.compare([*tensors(results), *_memory(there)], expected)
 
