@@ -200,14 +200,9 @@ def finite(fp8: torch.dtype) -> Tensor:
     return values[values.isfinite()]
 
 
-def _product(x: Tensor, factor: Tensor) -> Tensor:
-    """Of float32's, or narrower ones, as float32 rounds it: float64 holds the product exactly."""
-    return (x.double() * factor.double()).float().double()
-
-
-def _quotient(a: Tensor, b: Tensor) -> Tensor:
-    """A quotient of float32's: rounded to float64 and then to float32, it is rounded as the exact one is."""
-    return (a.double() / b.double()).float()
+def _float32(operation: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+    """Rounded as the exact one is: a product of float32's fits float64, and a quotient may be rounded to it before."""
+    return operation(*(x.double() for x in operands)).float()
 
 
 def _amax(x: Tensor) -> Tensor:
@@ -216,7 +211,7 @@ def _amax(x: Tensor) -> Tensor:
 
 def _cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """Codes: the nearest value, to even between two, and the largest one beyond it."""
-    values, ladder = _product(x, scale), finite(fp8_dtype)
+    values, ladder = _float32(torch.mul, x, scale).double(), finite(fp8_dtype)
     size = values.abs().clamp(max=float(ladder[-1])).contiguous()
     above = torch.searchsorted(ladder, size)
     below = (above - 1).clamp(min=0)
@@ -226,21 +221,20 @@ def _cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
 
 def _per_tensor(
-    x: Tensor, fp8_dtype: torch.dtype, scale: Any = None, amax: Any = None, saturated: Any = None, **options: Any
-) -> Args:
-    """All that kernels with one scale give, by name: of a scale that is known, or of the amax."""
-    largest, limit = _amax(x), finite(fp8_dtype)[-1]
+    x: Tensor, fp8_dtype: torch.dtype, scale: Any = None, rowwise: bool = True, transposed: bool = True, **own: Any
+) -> Tensors:
+    """Codes, their transpose, the scale, its inverse and the amax: of a scale that is known, or of the amax."""
+    largest, limit, amax, saturated = _amax(x), finite(fp8_dtype)[-1], own.get("amax"), own.get("saturated")
     if amax is not None:
         amax.copy_(torch.maximum(amax, largest))
     if saturated is not None:
-        saturated += (_product(x, scale).abs() > limit).sum()
+        saturated += (_float32(torch.mul, x, scale).abs() > limit).sum()
     if scale is None:
-        scale = _quotient(limit, largest.clamp(min=options["epsilon"]))
-        scale = torch.exp2(torch.frexp(scale).exponent - 1.0) if options["force_pow_2"] else scale
+        scale = _float32(torch.div, limit, largest.clamp(min=own["epsilon"]))
+        scale = torch.exp2(torch.frexp(scale).exponent - 1.0) if own["force_pow_2"] else scale
     data = _cast(x, scale, fp8_dtype)
-    made = {"data": data, "transpose": data.t(), "scale": scale, "scale_inv": _quotient(_ONE, scale), "amax": largest}
-    absent = {"data": not options.get("rowwise", True), "transpose": not options.get("transposed", True)}
-    return {key: _EMPTY if absent.get(key) else value for key, value in made.items()}
+    codes = [data if rowwise else _EMPTY, data.t() if transposed else _EMPTY]
+    return [*codes, scale, _float32(torch.div, _ONE, scale), largest]
 
 
 def _mx_along_rows(x: Tensor, fp8_dtype: torch.dtype, two_dimensional: bool, scale_rounding: str) -> Tensors:
@@ -248,7 +242,7 @@ def _mx_along_rows(x: Tensor, fp8_dtype: torch.dtype, two_dimensional: bool, sca
     (m, k), limit, down = x.shape, finite(fp8_dtype)[-1], 32 if two_dimensional else 1
     padded = pad(x.double().abs(), (0, -k % 32, 0, -m % down))
     largest = padded.view(-(-m // down), down, -(-k // 32), 32).amax((1, 3))
-    mantissa, exponent = torch.frexp(_product(largest, (1.0 / limit).float()))
+    mantissa, exponent = torch.frexp(_float32(torch.mul, largest, (1.0 / limit).float()))
     exponent = exponent - (mantissa == 0.5).int()
     if scale_rounding == "floor":
         exponent = torch.frexp(largest).exponent - torch.frexp(limit).exponent
@@ -275,7 +269,7 @@ def _multi_cast(xs: Any, dtypes: Any, scales: Any, fp8_dtypes: Any, outs: Any) -
 def _update_scales(scales: Any, histories: Any, maxima: Any, most_recent: bool, last: None) -> None:
     limits = torch.tensor(maxima).split([scale.numel() for scale in scales])
     for scale, history, limit in zip(scales, histories, limits, strict=True):
-        scale.copy_(_quotient(limit, history[0] if most_recent else history.amax(0)))
+        scale.copy_(_float32(torch.div, limit, history[0] if most_recent else history.amax(0)))
         history.copy_(history.roll(-1, 0))
         history[0] = 0
 
@@ -284,16 +278,16 @@ def _update_scales(scales: Any, histories: Any, maxima: Any, most_recent: bool, 
 EXACT: dict[str, Callable[..., Any]] = {
     "amax": _amax,
     "cast": _cast,
-    "cast_amax": lambda **a: [_per_tensor(**a)[key] for key in ("data", "transpose", "scale_inv")],
-    "cast_transpose": lambda **a: [_per_tensor(**a)[key] for key in ("data", "transpose")],
-    "decode": lambda data, scale_inv, fp8_dtype, dtype: _product(
-        data.view(fp8_dtype), _ONE if scale_inv is None else scale_inv
+    "cast_amax": lambda **a: [_per_tensor(**a)[i] for i in (0, 1, 3)],
+    "cast_transpose": lambda **a: _per_tensor(**a)[:2],
+    "decode": lambda data, scale_inv, fp8_dtype, dtype: _float32(
+        torch.mul, data.view(fp8_dtype), _ONE if scale_inv is None else scale_inv
     ).to(dtype),
     "multi_amax": lambda xs, dtypes: torch.stack([_amax(x.to(dtype)) for x, dtype in zip(xs, dtypes, strict=True)]),
     "multi_cast": _multi_cast,
     "mx_decode": _mx_decode,
     "mx_quantize": _mx_quantize,
-    "quantize": lambda **a: list(_per_tensor(**a).values()),
+    "quantize": _per_tensor,
     "transpose": lambda data: data.t(),
     "update_scales": _update_scales,
 }

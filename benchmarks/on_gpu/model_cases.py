@@ -45,8 +45,8 @@ _BOUND, _STEP, _ROUNDING = 2e-3, 2.0**-13, dict(zip(FLOATS, (0.0, 3e-3, 4e-4), s
 def _product(recipe: str, kind: Kind, size: Shape, dtype: torch.dtype, exponents: Any = (0, 0)) -> Case:
     """Of quantized operands: plain, fast, with a bias in two dtypes, and added to what is there.
 
-    Every other row of an operand is times 2 to the power of its exponent; without exponents operands are small integers,
-    whose sums are exact in any order and in few bits.
+    Every other row of an operand is times 2 to the power of its exponent; without exponents operands are small
+    integers, whose sums are exact in any order and in few bits.
     """
     length = dict(zip("mnk", size, strict=True))
     *shapes, result, (summed,) = ([length[name] for name in names] for names in KINDS[kind])
@@ -122,20 +122,15 @@ def _pass(module: torch.nn.Module, x: Tensor, dy: Tensor) -> Tensors:
     return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], dy)]
 
 
-def _passes(recipe: str, outer: int, a: Args) -> list[Tensors]:
-    # A few elements have no bias, which could leave little more than what was rounded away.
-    module = layer(recipe, a["0"][0].shape[-1], outer, a["0"][0].device, bias=outer > 1)
-    return [_pass(module, x, dy) for x, dy in a.values()]
-
-
-def _replays(place: Gpu, recipe: str, a: Args) -> Tensors:
-    """Of three replays of a captured pass, each on other inputs and another weight; on the CPU of its rehearsal.
+def _passes(place: Gpu | None, recipe: str, outer: int, a: Args) -> Tensors:
+    """Of three steps, each on other inputs and another weight; on a place replays of a captured pass.
 
     Whatever waits for the GPU makes the capture fail.
     """
     x, dy = (tensor.clone() for tensor in a["0"])
-    module, made = layer(recipe, 128, 256, x.device), Tensors()
-    where = place if x.device == place.device else Rehearsal()
+    # A few elements have no bias, which could leave little more than what was rounded away.
+    module, made = layer(recipe, x.shape[-1], outer, x.device, bias=outer > 1), Tensors()
+    where = place if place and x.device == place.device else Rehearsal()
     results, replay = where.capture(lambda: _pass(module, x, dy))
     for step, (new_x, new_dy) in enumerate(a.values()):
         x.copy_(new_x * (step + 1))
@@ -188,16 +183,18 @@ def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
     nothing: Any = lambda d: {"": torch.empty(0)}  # noqa: E731
     passes = within(*[_NEAR] * 12, few=_FEW)
     fewer: Any = lambda got, bf16: None if got[0] < bf16[0] else f"{got[0]} bytes, bfloat16 {bf16[0]}"  # noqa: E731
+
+    def linear(where: Gpu | None, recipe: str, shape: Shape, outer: int) -> Case:
+        run = partial(_passes, where, recipe, outer)
+        return Case(f"{shape} to {outer}", partial(_data, shape, outer), run, "cpu", passes)
+
     for recipe in recipes():
-        found[f"Linear, {recipe}"] = [
-            Case(f"{shape} to {outer}", partial(_data, shape, outer), partial(_passes, recipe, outer), "cpu", passes)
-            for shape, outer in (((64, 48), 32), ((3, 7, 33), 65), ((0, 16), 16), ((128, 256), 512), ((1, 17), 1))
-        ]
+        sizes = ((64, 48), 32), ((3, 7, 33), 65), ((0, 16), 16), ((128, 256), 512), ((1, 17), 1)
+        found[f"Linear, {recipe}"] = [linear(None, recipe, *size) for size in sizes]
         train = partial(_losses, None, recipe, steps, None)
         found[f"training, {recipe}"] = [Case("losses", nothing, train, "cpu", _falls)]
     for recipe in OWN:
-        data, graph = partial(_data, (64, 128), 256), partial(_replays, place, recipe)
-        found[f"in a graph, {recipe}"] = [Case("three replays", data, graph, "cpu", passes)]
+        found[f"in a graph, {recipe}"] = [linear(place, recipe, (64, 128), 256)]
         kept, plain = (partial(_kept, place, which, size) for which in (recipe, None))
         found[f"memory kept for backward, {recipe}"] = [Case("bytes", nothing, kept, plain, fewer)]
         eager, compiled = (partial(_losses, place, recipe, 4, compiler) for compiler in (None, place.compiler))

@@ -80,6 +80,15 @@ def placed(tensor: Tensor, device: torch.device) -> Tensor:
     return storage_of(tensor).to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+def tensors(tree: Any) -> Tensors:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def fill(there: Tensors, news: Tensors) -> None:
+    for x, new in zip(there, news, strict=True):
+        x.copy_(new)
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Inside, memory that torch allocates is filled: with NaN, with 255. What a kernel leaves unwritten is seen."""
@@ -109,7 +118,8 @@ class Gpu:
 
     def synchronize(self) -> None:
         """Waits; an error of a kernel comes up here at the latest."""
-        torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -150,26 +160,19 @@ class Rehearsal(Gpu):
 
     rehearsal, compiler, rounds = True, "aot_eager", 1
     side_stream = nullcontext  # type: ignore[assignment]
+    # What autograd is given: a CPU's allocator does not say what is allocated.
+    kept = staticmethod(saved_bytes)  # type: ignore[assignment]
 
     def __init__(self, backend: str = "reference") -> None:
         self.device, self.backend = torch.device("cpu"), backend
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
     def capture(self, run: Run) -> tuple[Any, Run]:
         results = run()
 
         def replay() -> None:
-            for kept, made in zip(tree_leaves(results), tree_leaves(run()), strict=True):
-                if isinstance(kept, Tensor):
-                    kept.copy_(made)
+            fill(tensors(results), tensors(run()))
 
         return results, replay
-
-    def kept(self, forward: Callable[[], Tensor]) -> int:
-        """What autograd is given: a CPU's allocator does not say what is allocated."""
-        return saved_bytes(forward)
 
 
 Compare = Callable[[Tensors, Tensors], str | None]
@@ -254,10 +257,6 @@ class Outcome:
         return not self.failed and self.cases + self.left_out > 0
 
 
-def tensors(tree: Any) -> Tensors:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _memory(arguments: Args) -> Tensors:
     """All of it, frames included."""
     return [storage_of(x) for x in tensors(arguments)]
@@ -276,23 +275,18 @@ def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
         expected = [*tensors(oracle(own)), *_memory(own)]
     there = place.put(case.make(Draw(seed + 1000)) if mode == "graph" else arguments)
 
-    def fill(news: Tensors) -> None:
-        for x, new in zip(_memory(there), news, strict=True):
-            x.copy_(new)
-
     # What torch allocates is filled only where bytes are compared: torch's own operations may refuse to run so.
     with place.serving(), poisoned() if case.compare is same_bytes else nullcontext():
         if mode == "graph":
             results, replay = place.capture(lambda: case.run(there))
-            fill(_memory(ready))
+            fill(_memory(there), _memory(ready))
             replay()
-        elif mode == "stream":
-            fill([torch.zeros_like(x) for x in _memory(ready)])
-            with place.side_stream():
-                fill(_memory(ready))
-                results = case.run(there)
         else:
-            results = case.run(there)
+            for x in _memory(there) if mode == "stream" else ():
+                x.zero_()
+            with place.side_stream() if mode == "stream" else nullcontext():
+                fill(_memory(there), _memory(ready))
+                results = case.run(there)
     place.synchronize()
     return case.compare([*tensors(results), *_memory(there)], expected)
 
