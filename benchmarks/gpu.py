@@ -34,8 +34,6 @@ Row = dict[str, Any]
 SECTIONS = {"bytes": 0.22, "products": 0.05, "kernels": 0.14, "linear": 0.28, "host": 0.03, "demo": 0.12}
 SECTIONS |= {"large": 0.05, "layers": 0.11, "sanitizer": 0.2}
 _CHECKS = ("bytes", "products", "large", "layers")
-#: Bounds of checks: those of speed may be missed.
-_MUST = ("all", "clean", "found")
 
 # memcheck's and racecheck's last line; and what the checks say of themselves.
 _SUMMARY, _CASES = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)"), re.compile(r"(\d+) checks done")
@@ -54,20 +52,6 @@ def _build() -> Path:
     folder = ROOT / "build" / "gpu" / f"{sys.implementation.cache_tag}-{architectures or 'all'}"
     checkout.assemble(folder / "site", checkout.compile_modules(folder, architectures))
     return folder / "site"
-
-
-def _environment(rehearsal: bool) -> Row:
-    """What the figures belong to."""
-    import torch
-    from torch.utils.collect_env import get_env_info
-
-    import ottava
-    from ottava.kernels import available_backends
-
-    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    found: Row = {} if rehearsal else get_env_info()._asdict() | {"GPU": str(torch.cuda.get_device_properties(0))}
-    found |= {"torch": torch.__version__, "ottava": ottava.__version__, "sources": git.stdout.strip() or None}
-    return found | {"backends": available_backends()}
 
 
 def inside(tool: str, seconds: float, site: str) -> None:
@@ -178,6 +162,7 @@ def main(
     if unknown := sorted(set(chosen) - set(SECTIONS)):
         raise typer.BadParameter(f"{','.join(unknown)}: expected some of {', '.join(SECTIONS)}", param_hint="--only")
     import torch
+    from torch.utils.collect_env import get_env_info
 
     if not (rehearse or build_only or torch.cuda.is_available()):
         print(f"No GPU: torch {torch.__version__} sees none; nothing was built, checked or measured.", file=sys.stderr)
@@ -188,11 +173,15 @@ def main(
         checkout.use(site)
     if build_only:
         return
+    import ottava
     from benchmarks.on_gpu.runner import Gpu, Rehearsal
 
+    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    environment = {"sources": git.stdout.strip(), "ottava": ottava.__version__, "torch": torch.__version__}
+    environment |= {} if rehearse else get_env_info()._asdict()
     out = out or (Path(os.devnull) if rehearse else ROOT / "benchmarks" / "gpu_results.json")
     seed = int(time.time()) % 100_000 if seed < 0 else seed
-    results: Row = {"rehearsal": rehearse, "environment": _environment(rehearse), "seed": seed}
+    results: Row = {"rehearsal": rehearse, "environment": environment, "seed": seed}
     place, rows = Rehearsal() if rehearse else Gpu(), {name: list[Row]() for name in SECTIONS}
     for section in (left := {name: part for name, part in SECTIONS.items() if name in chosen}).copy():
         start, parts = time.monotonic(), sum(left.values())
@@ -208,8 +197,9 @@ def main(
         results["targets"] = _summary(rows)
         out.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
     _print("targets", results["targets"])
+    # Targets of speed, whose bounds are numbers, may be missed.
     failed = [name for name in SECTIONS if "error" in results.get(name, {})]
-    failed += [row["target"] for row in results["targets"] if row["holds"] is False and row["bound"] in _MUST]
+    failed += [row["target"] for row in results["targets"] if row["holds"] is False and row["bound"].isalpha()]
     print(f"failed: {', '.join(failed) or 'nothing'}; {time.monotonic() - begin:.0f} s")
     print("A rehearsal on the CPU: no figure above means anything." if rehearse else "")
     raise typer.Exit(1 if failed else 0)

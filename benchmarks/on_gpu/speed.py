@@ -66,8 +66,8 @@ def host_rows(place: Gpu, seconds: float) -> Iterator[Row]:
     rounds, calls = (1, 2) if place.rehearsal else (15, 25)
     for shape in ((16, 64, 64), (128, 128, 128)):
         with place.serving():
-            made = host.measure(shape, torch.bfloat16, place.device, rounds=rounds, calls=calls)
-        yield from (row | {"shape": "x".join(map(str, shape))} for row in made)
+            for row in host.measure(shape, torch.bfloat16, place.device, rounds=rounds, calls=calls):
+                yield row | {"shape": "x".join(map(str, shape))}
 
 
 def demo_rows(place: Gpu, seconds: float) -> Iterator[Row]:
