@@ -47,8 +47,7 @@ def _build() -> Path:
     """The kernels for this GPU, or, without one, for every GPU; the folder to import from."""
     import torch
 
-    there = torch.cuda.is_available()
-    architectures = checkout.architecture(torch.cuda.get_device_capability(0)) if there else None
+    architectures = checkout.architecture(torch.cuda.get_device_capability(0)) if torch.cuda.is_available() else None
     folder = ROOT / "build" / "gpu" / f"{sys.implementation.cache_tag}-{architectures or 'all'}"
     checkout.assemble(folder / "site", checkout.compile_modules(folder, architectures))
     return folder / "site"
@@ -71,8 +70,8 @@ def inside(tool: str, seconds: float, site: str) -> None:
         _cuda.cast(x.data_ptr(), 0, 2, 4096, scale.data_ptr(), 0, 0, 0, out.data_ptr(), 0, 0, 0, stream)
         torch.cuda.synchronize()
         return
-    modes = ("some bytes", "bytes")
-    found = list(runner.run(kernel_cases.byte_cases(small=True), runner.Gpu(), modes, seconds=seconds))
+    table, modes = kernel_cases.byte_cases(small=True), ("some bytes", "bytes")
+    found = list(runner.run(table, runner.Gpu(), modes, seconds=seconds))
     print(sum(outcome.cases for outcome in found), "checks done")
     sys.exit(not all(outcome.passed for outcome in found))
 
@@ -115,8 +114,7 @@ def _rows(section: str, seconds: float, place: Any, seed: int, site: Path | None
     if section in tables:
         modes = runner.MODES if section == "bytes" else ("",)
         for outcome in runner.run(tables[section](), place, tuple(modes), seed=seed, seconds=seconds):
-            for failure in outcome.failures:
-                print(f"FAILED {outcome.name}: {failure}", flush=True)
+            print(*(f"FAILED {outcome.name}: {failure}\n" for failure in outcome.failures), sep="", end="", flush=True)
             yield dataclasses.asdict(outcome) | {"passed": outcome.passed}
     elif section != "sanitizer":
         yield from getattr(speed, f"{section}_rows")(place, seconds)

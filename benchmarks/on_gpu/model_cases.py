@@ -112,11 +112,6 @@ def layer(recipe: str | None, inner: int, outer: int, device: torch.device, bias
     return made
 
 
-def _data(shape: tuple[int, ...], outer: int, d: Draw) -> Args:
-    """Inputs and gradients of three steps."""
-    return {str(n): (d.normal(shape), d.normal((*shape[:-1], outer))) for n in range(3)}
-
-
 def _pass(module: torch.nn.Module, x: Tensor, dy: Tensor) -> Tensors:
     """Output and gradients."""
     x = x.detach().requires_grad_()
@@ -177,7 +172,8 @@ def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
 
     def linear(how: str, recipe: str, shape: Shape, outer: int) -> Case:
         run = partial(_passes, place, how, recipe, outer)
-        return Case(f"{shape} to {outer}", partial(_data, shape, outer), run, "cpu", passes)
+        steps: Any = lambda d: {str(n): (d.normal(shape), d.normal((*shape[:-1], outer))) for n in range(3)}  # noqa: E731
+        return Case(f"{shape} to {outer}", steps, run, "cpu", passes)
 
     for recipe in recipes():
         sizes = ((64, 48), 32), ((3, 7, 33), 65), ((0, 16), 16), ((128, 256), 512), ((1, 17), 1)
