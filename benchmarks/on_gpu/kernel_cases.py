@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors, tensors
+from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors, fill, tensors
 from ottava import kernels
 from ottava.formats import mx_scale_shapes
 from ottava.kernels import parts
@@ -260,11 +260,6 @@ def _mx_decode(data: Tensor, scales: Tensor, fp8_dtype: Any, dtype: torch.dtype,
     return (data.view(fp8_dtype).double() * torch.where(spread == 255, torch.nan, torch.exp2(spread - 127))).to(dtype)
 
 
-def _multi_cast(xs: Any, dtypes: Any, scales: Any, fp8_dtypes: Any, outs: Any) -> None:
-    for x, dtype, scale, fp8, out in zip(xs, dtypes, scales, fp8_dtypes, outs, strict=True):
-        out.copy_(_cast(x.to(dtype), scale, fp8))
-
-
 def _update_scales(scales: Any, histories: Any, maxima: Any, most_recent: bool, last: None) -> None:
     limits = torch.tensor(maxima).split([scale.numel() for scale in scales])
     for scale, history, limit in zip(scales, histories, limits, strict=True):
@@ -283,7 +278,9 @@ EXACT: dict[str, Callable[..., Any]] = {
         torch.mul, data.view(fp8_dtype), _ONE if scale_inv is None else scale_inv
     ).to(dtype),
     "multi_amax": lambda xs, dtypes: torch.stack([_amax(x.to(dtype)) for x, dtype in zip(xs, dtypes, strict=True)]),
-    "multi_cast": _multi_cast,
+    "multi_cast": lambda outs, **a: fill(
+        outs, list(map(_cast, map(Tensor.to, a["xs"], a["dtypes"]), a["scales"], a["fp8_dtypes"]))
+    ),
     "mx_decode": _mx_decode,
     "mx_quantize": _mx_quantize,
     "quantize": _per_tensor,

@@ -168,11 +168,7 @@ class Rehearsal(Gpu):
 
     def capture(self, run: Run) -> tuple[Any, Run]:
         results = run()
-
-        def replay() -> None:
-            fill(tensors(results), tensors(run()))
-
-        return results, replay
+        return results, lambda: fill(tensors(results), tensors(run()))
 
 
 Compare = Callable[[Tensors, Tensors], str | None]
@@ -190,8 +186,7 @@ def same_bytes(got: Tensors, expected: Tensors) -> str | None:
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} instead of {kinds[1]}"
     for number, (mine, theirs) in enumerate(zip(map(_bits, got), map(_bits, expected), strict=True)):
-        if not torch.equal(mine, theirs):
-            at = (mine != theirs).nonzero()
+        if len(at := (mine != theirs).nonzero()):
             words = f"{len(at)} of {len(mine)} bytes differ, the first is {int(at[0])}"
             return f"tensor {number} (results, then arguments): {words}"
     return None
