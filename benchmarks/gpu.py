@@ -40,7 +40,7 @@ _SUMMARY, _CASES = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|haza
 #: What is to be seen, the tool that sees it, and its part of the time.
 _TOOLS = (("planted", "memcheck", 0.2), ("memcheck", "memcheck", 0.4), ("racecheck", "racecheck", 0.4))
 # One after the other: the tools' options have changed names. The last one checks torch's kernels too, slowly.
-_FILTERS = (["--kernel-regex", "kns=ottava"], ["--kernel-name", "kernel_substring=ottava"], [])
+_FILTERS = (("--kernel-regex", "kns=ottava"), ("--kernel-name", "kernel_substring=ottava"), ())
 
 
 def _build() -> Path:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice, product
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -78,8 +79,9 @@ def _lists(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
     """Every other tensor is off a round address."""
     for many, kind in product(_LISTS, (Draw.values,) if plain else (Draw.values, Draw.bits)):
         ways = [(("contiguous", "unaligned")[i % 2], shape, FLOATS[i % 3]) for i, shape in enumerate(many)]
-        made = [_viewed(*way, kind)[2] for way in ways]
-        yield f"{len(many)} from {many[0]} {kind.__name__}", 2, lambda d, made=made: [make(d) for make in made]
+        makes = [_viewed(*way, kind)[2] for way in ways]
+        label = f"{len(many)} from {many[0]} {kind.__name__}"
+        yield label, 2, partial(lambda makes, d: [make(d) for make in makes], makes)
 
 
 #: The name of a kernel's first argument -> where it comes from.
@@ -89,7 +91,8 @@ SOURCES: dict[str, Callable[[Sequence[Shape], bool], Iterable[Source]]] = {
         _viewed(name, s, U8, Draw.bits) for s, name in product(shapes, VIEWS) if VIEWS[name][0] <= len(s)
     ),
     "amax": lambda shapes, plain: (
-        (str(s), len(s), lambda d, s=s: d.bits(s, F32).abs()) for s in ((), (0,), (1,), (127,), (129,), (3, 1000))
+        (str(s), len(s), partial(lambda s, d: d.bits(s, F32).abs(), s))
+        for s in ((), (0,), (1,), (127,), (129,), (3, 1000))
     ),
     "xs": _lists,
 }
@@ -151,7 +154,7 @@ COMMON: Arguments = {
     "starts": lambda d, a, n: [
         _one_of(n + i, math.prod(a["shapes"][i]) - x.numel() + 1) for i, x in enumerate(a["xs"])
     ],
-    "out": lambda d, a, n: _room(d, n, a.get("x", a.get("data")).shape, a.get("_to", U8)),
+    "out": lambda d, a, n: _room(d, n, a["x" if "x" in a else "data"].shape, a.get("_to", U8)),
     "outs": lambda d, a, n: [d.result(x.shape, U8, i % 3) for i, x in enumerate(a["xs"])],
 }
 #: Kernel -> its arguments that are not as usual. Those that begin with _ are not given to it.
@@ -272,7 +275,7 @@ def _update_scales(scales: Any, histories: Any, maxima: Any, most_recent: bool, 
 EXACT: dict[str, Callable[..., Any]] = {
     "amax": _amax,
     "cast": _cast,
-    "cast_amax": lambda **a: [_per_tensor(**a)[i] for i in (0, 1, 3)],
+    "cast_amax": lambda **a: itemgetter(0, 1, 3)(_per_tensor(**a)),
     "cast_transpose": lambda **a: _per_tensor(**a)[:2],
     "decode": lambda data, scale_inv, fp8_dtype, dtype: _float32(
         torch.mul, data.view(fp8_dtype), _ONE if scale_inv is None else scale_inv

@@ -60,7 +60,7 @@ def _product(recipe: str, kind: Kind, size: Shape, dtype: torch.dtype, exponents
                 operands[which][which::2] *= 2.0**step
         return {"operands": operands, "bias": d.normal(result[1:], torch.float32), "out": d.normal(result)}
 
-    def quantized(a: Args) -> Tensors:
+    def quantized(a: Args) -> list[Any]:
         formats = FP8[kind != "fprop"], FP8[0]
         return [QUANTIZERS[recipe](fp8, x.device)(x) for fp8, x in zip(formats, a["operands"], strict=True)]
 
