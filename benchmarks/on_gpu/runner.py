@@ -161,7 +161,7 @@ class Rehearsal(Gpu):
     rehearsal, compiler, rounds = True, "aot_eager", 1
     side_stream = nullcontext  # type: ignore[assignment]
     # What autograd is given: a CPU's allocator does not say what is allocated.
-    kept = staticmethod(saved_bytes)  # type: ignore[assignment]
+    kept = staticmethod(saved_bytes)
 
     def __init__(self, backend: str = "reference") -> None:
         self.device, self.backend = torch.device("cpu"), backend
