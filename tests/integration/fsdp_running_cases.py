@@ -6,7 +6,9 @@ import contextlib
 import copy
 import gc
 import itertools
-from collections.abc import Callable
+import sys
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava.distributed import gather_quantized
 from ottava.errors import UsageError
+from ottava.tensors import fsdp
 
 
 def training(mesh: Any) -> None:
@@ -376,3 +379,38 @@ def tied(mesh: Any) -> None:
     for recipe, reshard in each(RECIPES, FLAGS):
         both(mesh, recipe, "embedding and head", make=Tied, reshard_after_forward=reshard)
         both(mesh, recipe, "two linears", make=TiedLinears, groups="root", reshard_after_forward=reshard)
+
+
+@contextlib.contextmanager
+def fsdp_keeps_its_modules(names: dict[str, Any] | None) -> Iterator[None]:
+    """Inside, whoever asks torch which modules are sharded finds no such module of torch's, or one with these names."""
+    private = "torch.distributed._composable_state"
+    known = sys.modules[private]
+    sys.modules[private] = None if names is None else types.SimpleNamespace(**names)  # type: ignore[assignment]
+    fsdp._groups.clear()
+    fsdp._resharded.clear()
+    try:
+        yield
+    finally:
+        sys.modules[private] = known
+
+
+def without_private_names(mesh: Any) -> None:
+    """Results are those of one process; what is gathered and reduced is more, and correct."""
+    x, y = next(batches(1))
+    for recipe, groups, names in pairs(RECIPES, GROUPS, (None, {}, {"_module_state_mapping": {}})):
+        with fsdp_keeps_its_modules(names):
+            both(mesh, recipe, f"private names: {names}", groups=groups, reshard_after_forward=True)
+            net = sharded(made(recipe, gathered=True), mesh, groups, reshard_after_forward=True)
+            with Counted() as counted:
+                torch.nn.functional.mse_loss(net(x), y).backward()
+            assert net in fsdp.sharded_modules()
+        known = sharded(made(recipe, gathered=True), mesh, groups, reshard_after_forward=True)
+        with Counted() as usual:
+            torch.nn.functional.mse_loss(known(x), y).backward()
+        if recipe == "current" and groups == "root":
+            # Each weight's scale by itself, where otherwise one reduction serves the group.
+            assert (usual.reductions, counted.reductions) == (1, 3)
+        if recipe == "mxfp8" and dist.get_world_size() == 2:
+            # Rows and columns in each pass.
+            assert sum(size for _, size in counted.handed) > sum(size for _, size in usual.handed)

@@ -17,7 +17,10 @@ TABLE = {
     "2": {
         # Models of every recipe under FSDP2, used in every way that it can be used, equal one process bit for bit.
         "fsdp_running_cases": "training uneven_rows world_of_one collectives mixed_precision unusual_loops clipping "
-        "accumulation explicit evaluation recomputation recomputed_in_blocks under_torch_autocast frozen tied compiled",
+        "accumulation explicit evaluation recomputation recomputed_in_blocks under_torch_autocast frozen tied compiled "
+        "without_private_names",
+        # They gather what they always have.
+        "fsdp_golden_cases": "as_recorded",
         "fsdp_keeping_cases": "meta_device refused refused_masters saving copying third_party fp8_primary "
         "sharded_masters",
         # Mixed recipes, hybrids and a third party's tensors.

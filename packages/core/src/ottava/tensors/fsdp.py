@@ -8,6 +8,7 @@ passes in each, each weight's scales are reduced by themselves, and a flat copy 
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import weakref
 from dataclasses import dataclass
@@ -55,10 +56,19 @@ def _group_of(module: Any) -> Any:
 
 
 def sharded_modules() -> list[torch.nn.Module]:
-    """The modules that ``fully_shard`` was called for, as far as that can be known."""
+    """The modules that ``fully_shard`` was called for.
+
+    Where FSDP's own list is not as it is known, all objects are looked through: that is asked once for a layer.
+    """
+    known: list[torch.nn.Module] = []
     with contextlib.suppress(AttributeError, ImportError, TypeError):
-        return [module for state in _states() for module in getattr(state, "_modules", ())]
-    return []
+        known = [module for state in _states() for module in getattr(state, "_modules", ())]
+    if known:
+        return known
+    from torch.distributed.fsdp import FSDPModule
+
+    # By their types: isinstance() would run what objects of others say of their class.
+    return [found for found in gc.get_objects() if issubclass(type(found), FSDPModule)]
 
 
 def _will_be_kept(state: Any) -> bool:
