@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import imports, kernels, layouts, linear, multi
 from benchmarks.kind import cpu_model, this_kind
+from benchmarks.markdown import markdown
 from benchmarks.timing import Row, interleaved, measure
 
 ROOT = Path(__file__).parents[1]
@@ -41,19 +42,6 @@ def _keep_memory() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]])
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _table(rows: list[Row]) -> str:
-    headings = list(rows[0])
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-    lines += ["| " + " | ".join(_cell(row[h]) for h in headings) + " |" for row in rows]
-    return "\n".join(lines)
-
-
 def page(results: dict[str, Any]) -> str:
     """The docs' page: a section for each kind, in the order of their names."""
     text = [_INTRODUCTION]
@@ -61,7 +49,7 @@ def page(results: dict[str, Any]) -> str:
         measured = f"Measured on {found['date']} with torch {found['torch']}, on {found['cpu']}."
         text += [f"## {kind}", measured]
         for title, rows in found["sections"].items():
-            text += [f"### {title}", _table(rows)]
+            text += [f"### {title}", markdown(rows)]
     return "\n\n".join(part.strip("\n") for part in text) + "\n"
 
 

@@ -7,7 +7,6 @@ of speed may be missed all the same), 1: one failed, or a section did, 2: there 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -20,14 +19,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 # As a script: the modules beside this one are benchmarks.kernels and the like, not kernels.
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "benchmarks"))]
 
 from benchmarks import checkout  # noqa: E402
+from benchmarks.markdown import markdown  # noqa: E402
 
 Row = dict[str, Any]
 #: Section -> its part of the time. In this order; what one leaves over goes to the next.
@@ -39,8 +37,6 @@ _CHECKS = ("bytes", "products", "large", "layers")
 _SUMMARY, _CASES = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)"), re.compile(r"(\d+) checks done")
 #: What is to be seen, the tool that sees it, and its part of the time.
 _TOOLS = (("planted", "memcheck", 0.2), ("memcheck", "memcheck", 0.4), ("racecheck", "racecheck", 0.4))
-# One after the other: the tools' options have changed names. The last one checks torch's kernels too, slowly.
-_FILTERS = (("--kernel-regex", "kns=ottava"), ("--kernel-name", "kernel_substring=ottava"), ())
 
 
 def _build() -> Path:
@@ -83,14 +79,11 @@ def _sanitizer(site: Path | None, seconds: float) -> Iterator[Row]:
     found = checkout.find_tool("compute-sanitizer") or "false"
     for name, tool, limit in _TOOLS:
         code = f"from benchmarks import gpu; gpu.inside({name!r}, {limit * seconds / 2}, {str(site or '')!r})"
-        for chosen in _FILTERS:
-            # timeout ends the tool's whole process group: what it has started would go on using the GPU.
-            command = ["timeout", "-s", "KILL", f"{limit * seconds + 1:.0f}", found, "--tool", tool, *chosen]
-            command += [sys.executable, "-c", code]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-            text = done.stdout + done.stderr
-            if not ("nrecogni" in text and "option" in text):
-                break
+        looked = ["--tool", tool, "--kernel-name", "kns=ottava", sys.executable, "-c", code]  # not at torch's kernels
+        # timeout ends the tool's whole process group: what it has started would go on using the GPU.
+        command = ["timeout", "-s", "KILL", f"{limit * seconds + 1:.0f}", found, *looked]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        text = done.stdout + done.stderr
         errors, cases = [int(number) for number in _SUMMARY.findall(text)], sum(map(int, _CASES.findall(text)))
         words = f"{errors or 'no summary of'} errors, {cases} cases, exit {done.returncode} of {Path(found).name}"
         # Without a summary the tool is not there or was not done. The exit code is the program's where that failed.
@@ -115,7 +108,7 @@ def _rows(section: str, seconds: float, place: Any, seed: int, site: Path | None
         modes = runner.MODES if section == "bytes" else ("",)
         for outcome in runner.run(tables[section](), place, tuple(modes), seed=seed, seconds=seconds):
             print(*(f"FAILED {outcome.name}: {failure}\n" for failure in outcome.failures), sep="", end="", flush=True)
-            yield dataclasses.asdict(outcome) | {"passed": outcome.passed}
+            yield vars(outcome) | {"passed": outcome.passed}
     elif section != "sanitizer":
         yield from getattr(speed, f"{section}_rows")(place, seconds)
     elif not tiny:
@@ -125,11 +118,7 @@ def _rows(section: str, seconds: float, place: Any, seed: int, site: Path | None
 def _print(title: str, rows: list[Row]) -> None:
     hidden = ("seconds", "errors", "output", "moved", "flops")
     flat = [{k: v for k, v in (row | row.get("seconds", {})).items() if k not in hidden} for row in rows]
-    table = Table(*dict.fromkeys(key for row in flat for key in row), title=title)
-    for row in flat:
-        cells = (row.get(str(column.header)) for column in table.columns)
-        table.add_row(*("-" if c is None else f"{c:.4g}" if isinstance(c, float) else str(c)[:70] for c in cells))
-    Console(width=240).print(table)
+    print(f"\n{title}\n\n{markdown(flat, '{:.4g}')}", flush=True)
 
 
 def _summary(rows: dict[str, list[Row]]) -> list[Row]:

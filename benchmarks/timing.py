@@ -33,14 +33,33 @@ class Timing:
     calls: int = 1
 
 
+def _once(run: Run, wait: Run, calls: int = 1) -> float:
+    """Seconds of one call, when so many are queued."""
+    wait()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    wait()
+    return (time.perf_counter() - start) / calls
+
+
 def interleaved(
-    runs: Mapping[str, Run], *, rounds: int, warmup: int = 3, at_most: float = 120.0, least: int = 3
+    runs: Mapping[str, Run],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    at_most: float = 120.0,
+    least: int = 3,
+    wait: Run = lambda: None,
+    turn_seconds: float = 0.0,
 ) -> dict[str, float]:
     """Median seconds of each alternative, run in turns: ``rounds`` times after ``warmup`` untimed turns.
 
-    When ``at_most`` seconds are over, ``least`` turns are enough.
+    When ``at_most`` seconds are over, ``least`` turns are enough. ``wait``: for what a call has queued. In a turn an
+    alternative is called as often as fits ``turn_seconds``, 1 to 200 times.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
+    calls = dict.fromkeys(runs, 1)
     begin = time.perf_counter()
     for turn in range(-warmup, rounds):
         late = time.perf_counter() - begin > at_most
@@ -49,11 +68,11 @@ def interleaved(
         if late and turn < 0:
             continue
         for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            elapsed = time.perf_counter() - start
+            seconds = _once(run, wait, calls[name])
             if turn >= 0:
-                times[name].append(elapsed)
+                times[name].append(seconds)
+            elif turn_seconds:
+                calls[name] = min(200, max(1, round(turn_seconds / seconds)))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

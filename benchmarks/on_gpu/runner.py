@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,10 +11,8 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.benchmark import Timer
 
-from benchmarks.linear import saved_bytes
-from benchmarks.timing import Run
+from benchmarks.timing import Run, interleaved
 from ottava.kernels import use_backend
 
 Tensor = torch.Tensor
@@ -42,7 +38,6 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
 
     def integers(self, low: int, high: int, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        """From ``low`` to ``high - 1``."""
         return torch.randint(low, high, tuple(shape), generator=self.generator).to(dtype)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -139,20 +134,9 @@ class Gpu:
             results = run()
         return results, graph.replay
 
-    def kept(self, forward: Callable[[], Tensor]) -> int:
-        """Bytes more than before, beside the result, while that lives."""
-        gc.collect()  # what an earlier run left in cycles is not to be freed in this one
-        before, result = torch.cuda.memory_allocated(self.device), forward()
-        return torch.cuda.memory_allocated(self.device) - result.nbytes - before
-
-    def medians(self, runs: Mapping[str, Run], least: float = 10e-3) -> dict[str, float]:
-        """Median seconds of a call of each, in turns, each of which repeats a run for about ``least`` seconds."""
-        # It waits for the GPU before and after so many calls, and once warms up.
-        timers = {name: Timer("run()", globals={"run": run}) for name, run in runs.items()}
-        once = {name: 1.0 if self.rehearsal else timer.timeit(3).mean for name, timer in timers.items()}
-        repeats = {name: min(200, max(1, round(least / seconds))) for name, seconds in once.items()}
-        turns = [{name: t.timeit(repeats[name]).mean for name, t in timers.items()} for _ in range(self.rounds)]
-        return {name: statistics.median(turn[name] for turn in turns) for name in runs}
+    def medians(self, runs: Mapping[str, Run]) -> dict[str, float]:
+        """Median seconds of a call of each, in turns."""
+        return interleaved(runs, rounds=self.rounds, wait=self.synchronize, turn_seconds=0.01 * (not self.rehearsal))
 
 
 class Rehearsal(Gpu):
@@ -160,8 +144,6 @@ class Rehearsal(Gpu):
 
     rehearsal, compiler, rounds = True, "aot_eager", 1
     side_stream = nullcontext  # type: ignore[assignment]
-    # What autograd is given: a CPU's allocator does not say what is allocated.
-    kept = staticmethod(saved_bytes)
 
     def __init__(self, backend: str = "reference") -> None:
         self.device, self.backend = torch.device("cpu"), backend
@@ -290,9 +272,7 @@ def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
 MODES = {"some bytes": 23, "stream": 11, "graph": 17, "bytes": 10**6}
 
 
-def check(
-    name: str, cases: Sequence[Case], place: Gpu, mode: str = "", *, seed: int = 0, seconds: float = 1e9
-) -> Outcome:
+def check(name: str, cases: Sequence[Case], place: Gpu, mode: str = "", seed: int = 0, seconds: float = 1e9) -> Outcome:
     """The cases of one name in one mode; what raises has failed."""
     stop, most = time.monotonic() + seconds, min(len(cases), MODES.get(mode, 10**6))
     outcome = Outcome(f"{name}, {mode}" if mode else name)
@@ -313,7 +293,7 @@ def check(
 
 
 def run(
-    table: Table, place: Gpu, modes: Sequence[str] = ("",), *, seed: int = 0, seconds: float = 1e9
+    table: Table, place: Gpu, modes: Sequence[str] = ("",), seed: int = 0, seconds: float = 1e9
 ) -> Iterator[Outcome]:
     """Every name in every mode, each with an equal part of the time that is left.
 

@@ -14,7 +14,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as runner  # noqa: E402
-from benchmarks import kind, linear  # noqa: E402
+from benchmarks import kind, linear, timing  # noqa: E402
+from benchmarks.markdown import markdown  # noqa: E402
 from benchmarks.timing import Timing, interleaved, measure  # noqa: E402
 from ottava import torch_private  # noqa: E402
 
@@ -112,6 +113,31 @@ def test_turns_stop_when_their_time_is_over() -> None:
     assert len(calls) == 3
     interleaved({"x": lambda: calls.append(1)}, rounds=50, warmup=2, at_most=60.0)
     assert len(calls) == 3 + 52
+
+
+def test_a_turn_repeats_what_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], {"short": 0, "long": 0}
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def run(name: str, seconds: float) -> None:
+        calls[name] += 1
+        clock[0] += seconds
+
+    runs = {"short": lambda: run("short", 0.5), "long": lambda: run("long", 30.0)}
+    found = interleaved(runs, rounds=2, warmup=1, at_most=1e6, turn_seconds=20.0)
+    assert calls == {"short": 1 + 2 * 40, "long": 3}
+    assert found == {"short": 0.5, "long": 30.0}  # of one call, not of a turn
+
+
+def test_what_a_call_has_queued_is_waited_for() -> None:
+    order: list[str] = []
+    interleaved({"x": lambda: order.append("run")}, rounds=1, warmup=0, wait=lambda: order.append("wait"))
+    assert order == ["wait", "run", "wait"]
+
+
+def test_a_table_has_a_column_for_every_key() -> None:
+    table = markdown([{"a": 1.0, "b": "x"}, {"a": None, "c": 2}])
+    assert table.splitlines() == ["| a | b | c |", "|---|---|---|", "| 1.00 | x | - |", "| - | - | 2 |"]
 
 
 def test_layers_are_held_against_both_of_torchs() -> None:
