@@ -31,7 +31,7 @@ Written by `python -m benchmarks` (`nox -s bench`), which replaces the results o
 and leaves the others. Ratios are of medians in one process, alternatives run in turns, buffers reused, with an
 allocator that keeps freed memory (`MALLOC_MMAP_MAX_=0`): page faults would flatter the kernels. A copy (memcpy) is
 `Tensor.copy_` of as many bytes in all as the kernel reads and writes. An alternative that a machine does not have, or
-that was not installed, is not in its table.
+that was not installed, is not in its table; of one that takes longer than 20 seconds a call, one call was timed.
 """
 
 

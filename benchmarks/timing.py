@@ -12,6 +12,8 @@ from typing import Any
 Run = Callable[[], object]
 #: What was measured of one row of a table: a name, seconds of each alternative, why others have none.
 Row = dict[str, Any]
+#: Of one call: so much is not waited for again and again.
+SLOW = 20.0
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,24 @@ def measure(
 ) -> Row:
     """Seconds of one call of each alternative, by ``seconds`` of what ``prepare`` makes of each.
 
-    What would be made after ``until``, on the monotonic clock, is left out.
+    What would be made after ``until``, on the monotonic clock, is left out. An alternative whose calls take longer than
+    ``SLOW`` seconds takes no turns: its second call stands for it, since the first may have compiled.
     """
     runs: dict[str, Run] = {}
     errors: dict[str, str] = {}
+    slow: dict[str, float] = {}
     for name, make in timing.runs.items():
         try:
             if time.monotonic() > until:
                 raise TimeoutError("not run for want of time")
             run = make()
             runs[name] = prepare(run) if prepare else run
-            runs[name]()
+            if _once(runs[name], lambda: None) > SLOW and (again := _once(runs[name], lambda: None)) > SLOW:
+                slow[name] = again
+                del runs[name]
         except Exception as error:  # what is missing, or does not fit this machine, is left out of its row
             runs.pop(name, None)
             errors[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    found = {name: value / timing.calls for name, value in seconds(runs).items()}
+    measured = {**seconds(runs), **slow}
+    found = {name: measured[name] / timing.calls for name in timing.runs if name in measured}
     return {"name": timing.name, "seconds": found, "errors": errors, "moved": timing.moved, "flops": timing.flops}

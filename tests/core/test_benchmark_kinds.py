@@ -107,6 +107,22 @@ def test_an_alternative_that_is_not_there_is_left_out_of_its_row() -> None:
     assert calls == [1]
 
 
+def test_what_takes_too_long_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], {"quick": 0, "compiled": 0, "slow": 0}
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def run(name: str, first: float, others: float) -> None:
+        calls[name] += 1
+        clock[0] += first if calls[name] == 1 else others
+
+    costs = {"slow": (90.0, 80.0), "compiled": (90.0, 1.0), "quick": (2.0, 2.0)}
+    runs = {name: lambda name=name: lambda: run(name, *costs[name]) for name in costs}  # type: ignore[misc]
+    row = measure(Timing("x", runs, calls=2), lambda runs: interleaved(runs, rounds=3, warmup=0))
+    assert row["seconds"] == {"slow": 40.0, "compiled": 0.5, "quick": 1.0}
+    assert list(row["seconds"]) == list(costs)
+    assert calls == {"slow": 2, "compiled": 2 + 3, "quick": 1 + 3}
+
+
 def test_turns_stop_when_their_time_is_over() -> None:
     calls: list[int] = []
     interleaved({"x": lambda: calls.append(1)}, rounds=50, warmup=2, at_most=0.0)
