@@ -107,11 +107,12 @@ def test_it_is_left_out_and_the_build_says_why(
 def test_a_gpu_gets_its_own_code_and_both_are_found_when_they_come_later(tmp_path: Path) -> None:
     """All in one folder, of which CMake remembers much: first neither, then each alone, then both, then other GPUs."""
     folder = tmp_path / "build"
-    for gpus, variables in (((), NO_NVCC), (("9.0",), NO_NVCC), ((), {})):
+    missing = ("there was no nvcc, and nvidia-smi saw no GPU", "there was a GPU but no nvcc", "nvidia-smi saw no GPU")
+    for (gpus, variables), why in zip((((), NO_NVCC), (("9.0",), NO_NVCC), ((), {})), missing, strict=True):
         done, said, targets = configure(folder, gpus=gpus, **variables)
         assert done, said
         assert targets == ""
-        assert reason(folder)
+        assert reason(folder).startswith(f"when it was built, {why}")
     done, said, targets = configure(folder, gpus=("9.0",))
     assert done, said
     assert targets == "90a-real"

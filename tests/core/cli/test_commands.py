@@ -168,7 +168,12 @@ def test_doctor_says_what_is_wrong(plugins: Path, tmp_path: Path) -> None:
     for wanted in ("bfloat16", "float32"):
         products = checks(tmp_path / "empty", OTTAVA_CPU_PRODUCT=wanted)["bfloat16 products on cpu"]
         assert products["ok"]
-        assert products["detail"].startswith(f"in {wanted}")
+        assert products["detail"] == f"in {wanted}, since OTTAVA_CPU_PRODUCT says so"
+    unforced = checks(tmp_path / "empty", OTTAVA_CPU_PRODUCT="")["bfloat16 products on cpu"]["detail"]
+    assert unforced in (
+        "in bfloat16, since torch has a fast one of bfloat16 here",
+        "in float32, since torch has no fast one of bfloat16 here",
+    )
     for name in ("OTTAVA_BACKEND", "OTTAVA_ISA", "OTTAVA_CPU_PRODUCT"):
         value = "nonesuch"
         bad = run(tmp_path / "empty", "doctor", **{name: value})

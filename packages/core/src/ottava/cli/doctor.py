@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -86,14 +87,16 @@ def _backends() -> list[Check]:
 
 
 def _products() -> Check:
-    from ottava.kernels.products import multiplies_bfloat16
+    from ottava.kernels.products import VARIABLE, multiplies_bfloat16
 
     name = "bfloat16 products on cpu"
     try:
         fast = multiplies_bfloat16()
     except OttavaError as error:
         return Check(name, False, str(error))
-    return Check(name, True, "in bfloat16" if fast else "in float32, since torch has no fast one of bfloat16 here")
+    answer = f"torch has {'a' if fast else 'no'} fast one of bfloat16 here"
+    why = f"{VARIABLE} says so" if os.environ.get(VARIABLE) else answer
+    return Check(name, True, f"in {'bfloat16' if fast else 'float32'}, since {why}")
 
 
 def _self_test(device: str) -> Check:

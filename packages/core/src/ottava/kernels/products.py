@@ -22,7 +22,8 @@ from ottava.torch_private import constant_to_compiler, mkldnn_bf16_supported
 
 Tensor = torch.Tensor
 
-_VARIABLE = "OTTAVA_CPU_PRODUCT"
+#: Says what to do instead of asking torch.
+VARIABLE = "OTTAVA_CPU_PRODUCT"
 _NAMES = {"bfloat16": True, "float32": False}
 
 # What torch (or the variable) answered, asked at the first product; None before.
@@ -41,16 +42,16 @@ def multiplies_bfloat16() -> bool:
     """
     global _bfloat16_is_fast
     if _bfloat16_is_fast is None:
-        wanted = os.environ.get(_VARIABLE)
+        wanted = os.environ.get(VARIABLE)
         if not wanted:
             _bfloat16_is_fast = mkldnn_bf16_supported()
         elif wanted in _NAMES:
             _bfloat16_is_fast = _NAMES[wanted]
         else:
             raise BackendError(
-                f"{_VARIABLE}={wanted!r} is no dtype of products",
+                f"{VARIABLE}={wanted!r} is no dtype of products",
                 expected=f"one of {', '.join(_NAMES)}",
-                remedy=f"correct or unset {_VARIABLE}",
+                remedy=f"correct or unset {VARIABLE}",
             )
     return _bfloat16_is_fast
 
