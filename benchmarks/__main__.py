@@ -23,22 +23,25 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results.json", ROOT / "docs" / "benchmark
 
 # glibc gives large blocks back at once and faults their pages in again at the next use: that would slow the
 # alternatives that make temporaries, and make ours look faster than it is. Read when a process starts.
-_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+_VARIABLES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+# Code that Inductor compiled before, for all instructions of a machine, would serve a run that is held to fewer.
+_VARIABLES["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 _INTRODUCTION = """\
 # Benchmarks
 
 Written by `python -m benchmarks` (`nox -s bench`), which replaces the results of the kind of machine that it runs on
 and leaves the others. Ratios are of medians in one process, alternatives run in turns, buffers reused, with an
 allocator that keeps freed memory (`MALLOC_MMAP_MAX_=0`): page faults would flatter the kernels. A copy (memcpy) is
-`Tensor.copy_` of as many bytes in all as the kernel reads and writes. An alternative that a machine does not have, or
-that was not installed, is not in its table; of one that takes longer than 20 seconds a call, one call was timed.
+`Tensor.copy_` of as many bytes in all as the kernel reads and writes. An alternative that a machine does not have, that
+was not installed, or whose compiled code makes other bytes than the same in eager mode is not in its table; of one that
+takes longer than 20 seconds a call, one call was timed.
 """
 
 
-def _keep_memory() -> None:
-    """Start again with an allocator that keeps what was freed, unless that is already so."""
-    if any(os.environ.get(name) != value for name, value in _ALLOCATOR.items()):
-        os.environ.update(_ALLOCATOR)
+def _start_alike() -> None:
+    """Start again with an allocator that keeps what was freed and no compiled code of before, unless that is so."""
+    if any(os.environ.get(name) != value for name, value in _VARIABLES.items()):
+        os.environ.update(_VARIABLES)
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]])
 
 
@@ -92,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     if not options.page_only:
-        _keep_memory()
+        _start_alike()
         torch.set_num_threads(options.threads)
         sizes = (options.kernel_size, options.linear_sizes, options.rounds, options.at_most)
         kind, made = this_kind(options.threads), sections(*((256, [64], 1, 5.0) if options.quick else sizes))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as runner  # noqa: E402
-from benchmarks import kind, linear, timing  # noqa: E402
+from benchmarks import kernels, kind, linear, timing  # noqa: E402
 from benchmarks.markdown import markdown  # noqa: E402
 from benchmarks.timing import Timing, interleaved, measure  # noqa: E402
 from ottava import torch_private  # noqa: E402
@@ -37,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> dict[
     """The command, with sections that cost nothing, and its own files."""
     monkeypatch.setattr(runner, "RESULTS", tmp_path / "results.json")
     monkeypatch.setattr(runner, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(runner, "_keep_memory", lambda: None)
+    monkeypatch.setattr(runner, "_start_alike", lambda: None)
     monkeypatch.setattr(runner, "sections", lambda *_: {"Imports": [{"import": "y", "milliseconds": 2.0}]})
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--threads", str(torch.get_num_threads()), *options])
     (tmp_path / "results.json").write_text(json.dumps({"another kind": OLD, **own(OLD)}), encoding="utf-8")
@@ -162,3 +164,19 @@ def test_layers_are_held_against_both_of_torchs() -> None:
     assert [row["times bf16"] for row in rows] == [1.0, 0.5]
     assert [row["times float32"] for row in rows] == [2.0, 1.0]
     assert [row["saved bytes, of bf16"] for row in rows] == [1.0, 2.0]
+
+
+def test_compiled_code_that_makes_other_bytes_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(plain: Any, **_: Any) -> Any:
+        def wrong(s: kernels.Set) -> Any:
+            made = plain(s)
+            (s.out if made is None else made).view(-1)[0] += 1
+            return made
+
+        return wrong if plain in (kernels._torch_cast, kernels.KERNELS["amax"][2]) else plain
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    rows = [measure(timing, partial(interleaved, rounds=1)) for timing in kernels.timings(64)]
+    assert {row["name"] for row in rows if row["errors"]} == {"cast", "amax"}
+    assert all("other bytes" in words for row in rows for words in row["errors"].values())
+    assert all("compile" in row["seconds"] for row in rows if row["name"] in ("MX, decode", "transpose", "decode"))
