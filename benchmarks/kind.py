@@ -16,17 +16,22 @@ _FORCES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS
 
 @dataclass(frozen=True)
 class Kind:
-    """Architecture, the kernels' instruction set, whether torch multiplies BF16 fast, threads, and what forces that."""
+    """Architecture, the kernels' instruction set, how torch multiplies BF16, threads, and what forces that.
+
+    Attributes:
+        amx: whether the processor multiplies tiles of BF16, several times faster than by vectors.
+    """
 
     machine: str
     isa: str
     fast_bf16: bool
     threads: int
     forced: str = ""
+    amx: bool = False
 
     def __str__(self) -> str:
         machine = _MACHINES.get(self.machine.lower(), self.machine)
-        bf16 = "fast BF16" if self.fast_bf16 else "no fast BF16"
+        bf16 = ("BF16 by AMX" if self.amx else "fast BF16") if self.fast_bf16 else "no fast BF16"
         forced = f", forced by {self.forced}" if self.forced else ""
         return f"{machine}, {_SETS.get(self.isa, self.isa)}, {bf16}, {self.threads} threads{forced}"
 
@@ -37,11 +42,17 @@ def this_kind(threads: int) -> Kind:
     from ottava.torch_private import mkldnn_bf16_supported
 
     forced = " ".join(f"{name}={os.environ[name]}" for name in _FORCES if os.environ.get(name))
-    return Kind(platform.machine(), cpu.isa(), mkldnn_bf16_supported(), threads, forced)
+    # What holds oneDNN to fewer instructions may hold it to those without AMX; it stands in the kind's name then.
+    amx = not os.environ.get("ONEDNN_MAX_CPU_ISA") and "amx_bf16" in _cpuinfo("flags").split()
+    return Kind(platform.machine(), cpu.isa(), mkldnn_bf16_supported(), threads, forced, amx)
+
+
+def _cpuinfo(field: str, path: Path = Path("/proc/cpuinfo")) -> str:
+    """Of the first processor; empty where the system does not say."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field), "")
 
 
 def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name as the system gives it, for information."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
+    return _cpuinfo("model name", path) or platform.processor() or "unknown"

@@ -73,6 +73,7 @@ def test_what_only_prints_leaves_the_files(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_kinds_differ_where_figures_do(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [("x86_64", "avx512", True, 2), ("x86_64", "avx2", False, 2), ("aarch64", "neon", True, 4)]
+    assert str(kind.Kind("x86_64", "avx512", True, 2, amx=True)) == "x86-64, AVX-512, BF16 by AMX, 2 threads"
     assert [str(kind.Kind(*one)) for one in kinds] == [
         "x86-64, AVX-512, fast BF16, 2 threads",
         "x86-64, AVX2, no fast BF16, 2 threads",
@@ -85,6 +86,11 @@ def test_kinds_differ_where_figures_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTTAVA_ISA", "avx2")
     assert str(kind.this_kind(2)) == f"{before}, forced by OTTAVA_ISA=avx2 OTTAVA_CPU_PRODUCT=float32"
     monkeypatch.delenv("OTTAVA_CPU_PRODUCT")
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "_cpuinfo", lambda field: {"flags": "fma amx_bf16 amx_tile"}[field])
+        assert kind.this_kind(2).amx
+        patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+        assert not kind.this_kind(2).amx
     other = not torch_private.mkldnn_bf16_supported()
     monkeypatch.setattr(torch_private, "mkldnn_bf16_supported", lambda: other)
     assert kind.this_kind(2).fast_bf16 is other
