@@ -111,10 +111,11 @@ class Recorded:
 
 @functools.cache
 def refusal() -> str:
-    """Why torch's own FP8 product fails here: oneDNN held to fewer instructions than torch takes the processor to have."""
+    """Why torch's own FP8 product fails here: oneDNN is held to fewer instructions than the processor has."""
     a, b, one = torch.ones(16, 16).to(E4M3), torch.ones(16, 16).to(E4M3).t(), torch.ones(())
     try:
-        torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+        for out_dtype in (torch.bfloat16, torch.float16):
+            torch._scaled_mm(a, b, one, one, out_dtype=out_dtype)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -1,7 +1,7 @@
 """What two ranks gather of quantized weights, and the losses that follow, as ``fsdp_golden.json`` has them.
 
 Weights are sums of powers of two, so that the bytes of the first step are the same on every machine. Losses differ in
-the order of sums. With ``OTTAVA_TESTS_RECORD=1`` the file is written anew.
+the order and the rounding of sums, and are in bfloat16. With ``OTTAVA_TESTS_RECORD=1`` the file is written anew.
 """
 
 from __future__ import annotations
@@ -91,4 +91,4 @@ def as_recorded(mesh: Any) -> None:
         for name, now in found.items():
             assert now["gathers"], name
             assert now["gathers"] == known[name]["gathers"], (name, now["gathers"], known[name]["gathers"])
-            assert now["losses"] == pytest.approx(known[name]["losses"], rel=5e-3), name
+            assert now["losses"] == pytest.approx(known[name]["losses"], rel=3e-2), (name, now["losses"])

@@ -94,6 +94,13 @@ def test_a_slow_product_is_nowhere_in_the_model() -> None:
     assert dtypes == {torch.float32}
 
 
+@pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
+def test_a_model_in_bfloat16_stays_in_it_whatever_the_products(products: torch.dtype) -> None:
+    net = GPT(SIZES["tiny"]).bfloat16()
+    with cpu_products(products):
+        assert net(torch.randint(0, 256, (2, 8))).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0.3, []), (0.5, ["4 runs will take about 17 min"]), (7.0, ["4 runs will take about 3 h 53 min"])],

@@ -48,9 +48,10 @@ class Block(nn.Module):
         b, t, c = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         # Its products, too, are slow in bfloat16 where those of the layers are.
-        q, k, v = (t.to(product_dtype(t.dtype, t.device)) for t in (q, k, v))
+        dtype, compute_dtype = q.dtype, product_dtype(q.dtype, q.device)
+        q, k, v = (t.to(compute_dtype) for t in (q, k, v))
         with torch.autocast(x.device.type, enabled=False):
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).to(dtype)
         x = x + self.proj(attended.transpose(1, 2).reshape(b, t, c))
         hidden: torch.Tensor = self.down(F.gelu(self.up(self.norm2(x))))
         return x + hidden
