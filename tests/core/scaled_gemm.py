@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,27 +103,19 @@ class Recorded:
 
         def call(*args: Any) -> torch.Tensor:
             self.count += 1
-            return original(*args)
+            try:
+                return original(*args)
+            except RuntimeError as error:
+                # Where oneDNN is held to fewer instructions than the processor has, torch still asks it for this.
+                if "could not create a primitive descriptor" not in str(error):
+                    raise
+                pytest.skip(f"torch multiplies no FP8 here: {error}")
 
         monkeypatch.setattr(gemm_scaled, "scaled_mm", call)
 
 
-@functools.cache
-def refusal() -> str:
-    """Why torch's own FP8 product fails here: oneDNN is held to fewer instructions than the processor has."""
-    a, b, one = torch.ones(16, 16).to(E4M3), torch.ones(16, 16).to(E4M3).t(), torch.ones(())
-    try:
-        for out_dtype in (torch.bfloat16, torch.float16):
-            torch._scaled_mm(a, b, one, one, out_dtype=out_dtype)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    if refusal():
-        pytest.skip(f"torch multiplies no FP8 here: {refusal()}")
     return Recorded(monkeypatch)
 
 

@@ -32,7 +32,7 @@ def as_tensor(made: Float8TensorStorage) -> Float8Tensor:
 
 
 @pytest.mark.parametrize("layout", ["transpose", "shared"])
-def test_compiled_products_equal_eager_ones(layout: Any) -> None:
+def test_compiled_products_equal_eager_ones(library: Recorded, layout: Any) -> None:
     """One graph of every kind of product, with sizes that fit and sizes that do not."""
     with columnwise_layout(layout), scaled_products():
         cases = [(kind, sizes) for kind in KINDS for sizes in ((32, 48, 64), (17, 5, 9))]
@@ -84,7 +84,7 @@ def test_tensors_without_memory(strict: Strict) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [(16, 32, 48), (17, 5, 9)])
-def test_operations_are_counted(kind: Any, sizes: tuple[int, int, int]) -> None:
+def test_operations_are_counted(library: Recorded, kind: Any, sizes: tuple[int, int, int]) -> None:
     """Those of the product, not of its padding."""
     a, b = (coded(shape, E4M3, 1.0, i) for i, shape in enumerate(SHAPES[kind](*sizes)))
     lines = a.scaled_lines(columnwise=kind == "wgrad"), b.scaled_lines(columnwise=kind != "fprop")
