@@ -109,6 +109,9 @@ def install(session: nox.Session, *packages: str, tools: list[str], torch: str =
     else:
         session.install("--force-reinstall", "--no-deps", *paths)
     environment = {without: None} if without else {}
+    if torch == "torch":
+        # The newest: what an environment of an earlier run has would do otherwise.
+        session.install("--upgrade", torch, env=environment)
     session.install(torch or torch_requirement(), *tools, *paths, "matplotlib", "jinja2", *again, env=environment)
 
 
@@ -159,8 +162,9 @@ def compat(session: nox.Session) -> None:
     Core's tests without those of the kernels, which link nothing of torch, and the recipes' tests of layers: compiled
     code, recomputation, training, shards and the conformance kit. Options for pytest follow the version.
     """
-    version, options = (session.posargs[0], session.posargs[1:]) if session.posargs else ("", [])
-    torch = f"torch=={version}" if version else "torch"
+    given = list(session.posargs)
+    version = given.pop(0) if given and not given[0].startswith("-") else ""
+    torch, options = f"torch=={version}" if version else "torch", given
     every = (*(f"recipes-{r}" for r in RECIPES), "testing")
     # Not where a local wheel is offered: it would be taken for the newest.
     find_links = "UV_FIND_LINKS" if _uses_uv(session) else "PIP_FIND_LINKS"

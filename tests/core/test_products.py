@@ -106,6 +106,37 @@ def test_a_product_in_float32_is_the_references(
     assert set(dtypes) == {torch.float32}
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float16, torch.float32])
+def test_scales_and_bias_are_in_float32_and_the_result_is_rounded_once(
+    wide: None, backend: str, dtype: torch.dtype, operands: torch.dtype
+) -> None:
+    """Of small integers, whose sums are exact: what is left are the operations that are written here."""
+    a, b = torch.randint(-8, 9, (33, 20)), torch.randint(-8, 9, (20, 17))
+    sums = (a @ b).to(torch.float32)
+    one, other = torch.rand(()) + 0.5, torch.rand(()) * 7
+    for bias in (None, torch.randn(17), torch.randn(17).bfloat16()):
+        for scales in ((None, None), (one, None), (None, other), (one, other)):
+            factor = (1.0 if scales[0] is None else scales[0]) * (1.0 if scales[1] is None else scales[1])
+            expected = sums * factor + (0.0 if bias is None else bias.to(torch.float32))
+            with use_backend(backend):
+                made = scaled_mm(a.to(operands), b.to(operands), *scales, bias, dtype)
+            assert torch.equal(made, expected.to(dtype)), (scales, bias)
+
+
+@pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
+def test_a_wider_result_has_the_sums_of_float32(products: torch.dtype) -> None:
+    """Whatever the machine multiplies fast: sums in the operands' dtype would round, or overflow."""
+    with cpu_products(products):
+        a, b = torch.randint(-99, 99, (5, 64)).bfloat16(), torch.randint(-99, 99, (64, 3)).bfloat16()
+        assert torch.equal(scaled_mm(a, b, None, None, None, torch.float32), a.float() @ b.float())
+        large = torch.full((2, 64), 100.0).half()
+        assert scaled_mm(large, large.t(), None, None, None, torch.float32).unique().item() == 640_000.0
+        scale = torch.tensor(2.0**-10)
+        assert scaled_mm(large, large.t(), scale, None, None, torch.float16).unique().item() == 625.0
+
+
 def test_the_result_is_rounded_once(wide: None) -> None:
     """257 lies between bfloat16's 256 and 258: rounded before the scale of 3, the result is 768; once, 772."""
     a = torch.tensor([[256.0, 1.0]]).bfloat16()
@@ -213,6 +244,65 @@ def test_bfloat16_is_what_is_saved(wide: None) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
             ours(x)
         assert kept == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+def test_bfloat16_is_what_a_compiled_layer_saves(wide: None, backend: str) -> None:
+    torch.compiler.reset()
+    net = torch.nn.Sequential(ottava.nn.Linear(64, 64), torch.nn.GELU(), ottava.nn.Linear(64, 32)).bfloat16()
+    run, x = torch.compile(net, backend=backend, fullgraph=True), torch.randn(16, 64).bfloat16().requires_grad_()
+    kept: list[torch.dtype] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        y = run(x)
+    assert len(kept) >= 4
+    assert set(kept) == {torch.bfloat16}
+    made, expected = (torch.autograd.grad(out.float().square().sum(), [x, *net.parameters()]) for out in (y, net(x)))
+    for one, other in zip(made, expected, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_dual_numbers_see_a_layer_as_torchs(wide: None) -> None:
+    ours, theirs = layers()
+    x, tangent = torch.randn(5, 24).bfloat16(), torch.randn(5, 24).bfloat16()
+    made = []
+    for layer in (ours, theirs):
+        with torch.autograd.forward_ad.dual_level():
+            y = layer(torch.autograd.forward_ad.make_dual(x.to(layer.weight.dtype), tangent.to(layer.weight.dtype)))
+            made.append(torch.autograd.forward_ad.unpack_dual(y).tangent)
+    assert torch.allclose(made[0].float(), made[1].float(), rtol=1e-2, atol=1e-2)
+
+
+def test_other_dtypes_keep_theirs(wide: None) -> None:
+    """float64 is not narrowed, in a layer or by autocast, and what torch refuses is refused."""
+    layer = ottava.nn.Linear(24, 7, dtype=torch.float64)
+    x = torch.randn(5, 24, dtype=torch.float64)
+    expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    assert torch.equal(layer(x), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), expected)
+        plain = ottava.nn.Linear(24, 7)
+        for wrong in (torch.ones(5, 24, dtype=torch.int64), torch.ones(5, 24, dtype=torch.complex64)):
+            with pytest.raises((RuntimeError, TypeError)):
+                plain(wrong)
+
+
+def test_a_few_rows_do_not_convert_the_weight(wide: None) -> None:
+    """Without gradients: the product of one row reads the weight once."""
+    ours, theirs = layers()
+    for rows, dtype in ((1, torch.bfloat16), (4, torch.bfloat16), (5, torch.float32)):
+        x = torch.randn(rows, 24).bfloat16()
+        with torch.no_grad(), Products() as seen:
+            y = ours(x)
+        assert set(seen.dtypes) == {dtype}
+        assert torch.allclose(y.float(), theirs(x.float()), rtol=1e-2, atol=1e-2)
+
+
+def test_nested_tensors_get_what_torch_gives(wide: None) -> None:
+    ours, _ = layers()
+    for layout in (torch.strided, torch.jagged):
+        x = torch.nested.nested_tensor([torch.randn(2, 24), torch.randn(3, 24)], dtype=torch.bfloat16, layout=layout)
+        made, expected = ours(x), torch.nn.functional.linear(x, ours.weight, ours.bias)
+        assert [torch.equal(a, b) for a, b in zip(made.unbind(), expected.unbind(), strict=True)] == [True, True]
 
 
 def test_only_gradients_that_are_asked_for_are_computed(wide: None) -> None:

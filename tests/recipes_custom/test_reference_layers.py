@@ -220,3 +220,16 @@ def test_it_compiles() -> None:
     torch.compile(model, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
     for mine, theirs in zip([x.grad, *(layer.weight.grad for layer in layers)], eager, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_backward_pass_under_torch_autocast_multiplies_in_float32() -> None:
+    torch.manual_seed(0)
+    layer = ottava.nn.Linear(24, 8, dtype=torch.bfloat16, recipe="custom")
+    x, dy = torch.randn(16, 24).bfloat16().requires_grad_(), torch.randn(16, 8).bfloat16()
+    made = []
+    for enabled in (False, True):
+        y = layer(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            made.append(torch.autograd.grad(y, [x, layer.weight, layer.bias], dy))
+    for plain, inside in zip(*made, strict=True):
+        assert torch.equal(plain, inside)

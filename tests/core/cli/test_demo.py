@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -102,20 +101,33 @@ def test_a_model_in_bfloat16_stays_in_it_whatever_the_products(products: torch.d
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0.3, []), (0.5, ["4 runs will take about 17 min"]), (7.0, ["4 runs will take about 3 h 53 min"])],
+    ("steps", "paces", "said"),
+    [
+        (500, [0.3, 0.3, 0.3, 0.3], None),
+        (500, [0.5, 0.5, 0.5, 0.5], (0, "4 runs will take about 17 min")),
+        (500, [7.0, 7.0, 7.0, 7.0], (0, "4 runs will take about 3 h 53 min")),
+        # A slow recipe comes after fast ones: 2 x 100 s were, 2 x 400 s are to come.
+        (500, [0.2, 0.2, 0.8, 0.8], (2, "4 runs will take about 17 min")),
+        (2, [400.0, 400.0], (0, "2 runs will take about 20 min")),
+        (500, [2.0], (0, "the run will take about 17 min")),
+    ],
 )
-def test_a_long_run_is_announced(monkeypatch: pytest.MonkeyPatch, seconds: float, said: list[str]) -> None:
-    clock = itertools.count(step=seconds)
-    monkeypatch.setattr(command.time, "perf_counter", lambda: next(clock))
-    heard: list[str] = []
-    forecast = command._Forecast(500, 4, heard.append)
-    # The clock is read twice, with one step between.
-    monkeypatch.setattr(command, "_FIRST_STEPS", 1)
-    for _ in range(20):
-        forecast.step()
-    assert len(heard) == len(said)
-    assert all(text in line and "--steps" in line for text, line in zip(said, heard))
+def test_a_long_run_is_announced_once(
+    monkeypatch: pytest.MonkeyPatch, steps: int, paces: list[float], said: tuple[int, str] | None
+) -> None:
+    clock, now, heard = [1000.0], [0], list[tuple[int, str]]()
+    monkeypatch.setattr(command.time, "perf_counter", lambda: clock[0])
+    forecast = command._Forecast(steps, len(paces), lambda text: heard.append((now[0], text)))
+    for now[0], pace in enumerate(paces):
+        forecast.begin()
+        for _ in range(steps):
+            clock[0] += pace
+            forecast.step()
+    assert len(heard) == (said is not None)
+    for (number, text), (expected_run, words) in zip(heard, [said] if said else [], strict=True):
+        assert number == expected_run
+        assert words in text
+        assert "--steps" in text
 
 
 def test_peak_memory_is_a_column_where_it_is_known() -> None:

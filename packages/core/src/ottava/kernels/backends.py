@@ -1,4 +1,4 @@
-"""Which backend serves a kernel. Choosing one never changes numerics, only speed.
+"""Which backend serves a kernel. Choosing one never changes what is quantized or decoded, only speed.
 
 ``reference`` is pure PyTorch and always there; ``cpu`` and ``cuda`` are compiled modules. ``OTTAVA_BACKEND`` in the
 environment forces one for the process, :func:`use_backend` for a block of code.

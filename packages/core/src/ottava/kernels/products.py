@@ -116,13 +116,18 @@ def product(
 ) -> Tensor:
     """The product of dense operands, times both scales, plus the bias."""
     compute_dtype = product_dtype(a.dtype, a.device)
+    if not returns_float32(a.device) and (a.dtype is torch.float16 or a.dtype is not out_dtype):
+        # Sums in the operands' dtype would lose what the result could hold: of float16 they overflow.
+        compute_dtype = torch.float32
     if compute_dtype is not a.dtype:
         a, b = a.to(compute_dtype), b.to(compute_dtype)
-    bare = scale_a is None and scale_b is None and bias is None
-    if bare and a.dtype == out_dtype:
+    unscaled = scale_a is None and scale_b is None
+    if unscaled and bias is None and a.dtype == out_dtype:
         return mm(a, b)
+    if unscaled and bias is not None and a.dtype == torch.float32:
+        return mm(a, b, bias=bias.to(torch.float32)).to(out_dtype)
     if a.dtype != torch.float32 and returns_float32(a.device):
-        if scale_a is None and scale_b is None and bias is not None and bias.dtype == a.dtype == out_dtype:
+        if unscaled and bias is not None and bias.dtype == a.dtype == out_dtype:
             # The library adds it to its float32 sums, which it rounds once.
             return mm(a, b, bias=bias)
         return finish(mm(a, b, torch.float32), scale_a, scale_b, bias, out_dtype)
@@ -135,7 +140,7 @@ def product(
 
 # Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both factors and the
 # bias in float32, then one rounding to out_dtype. Where a CPU multiplies bfloat16 operands as such, a bfloat16 result
-# is rounded twice, because torch has no bfloat16 product that returns float32 there.
+# that is scaled is rounded twice, because torch has no bfloat16 product that returns float32 there.
 LIBRARY.define(
     "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor"
 )

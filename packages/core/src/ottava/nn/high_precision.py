@@ -8,11 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from ottava.gemm import as_matrix
+from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.products import mm, product_dtype
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import forward_ad, tracing, transforms
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+# Up to so many rows torch's bfloat16 loops are the faster ones: measured with AVX2 and weights of 1024 rows.
+_FEW_ROWS = 4
 
 
 def high_precision_linear(
@@ -25,15 +28,19 @@ def high_precision_linear(
     """
     dtype = weight.dtype if autocast_dtype is None else autocast_dtype
     wide = product_dtype(dtype, weight.device)
-    if wide is dtype or not isinstance(x, torch.Tensor) or x.device != weight.device:
+    if wide is dtype or not isinstance(x, torch.Tensor) or x.device != weight.device or x.is_nested:
         return F.linear(x, weight, bias)
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
+    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
     if autocast_dtype is None:
-        if not all(given is None or given.dtype is dtype for given in (x, bias)):
+        if not all(tensor.dtype is dtype for tensor in given):
             # torch says what is wrong.
             return F.linear(x, weight, bias)
         return _linear(x, weight, bias, wide)
+    if not all(tensor.dtype in HIGH_PRECISION for tensor in given):
+        # torch.autocast leaves other dtypes as they are.
+        return F.linear(x, weight, bias)
     x, weight = x.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     with torch.autocast(weight.device.type, enabled=False):
@@ -41,18 +48,34 @@ def high_precision_linear(
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
-    # A compiler decides itself what it keeps for the backward pass; transforms, tracing and subclasses take the
-    # product apart.
-    apart = torch.compiler.is_compiling() or transforms() is not None or tracing() is not None
+    if torch.compiler.is_compiling():
+        result: torch.Tensor = _Linear.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
+        return result
+    if not torch.is_grad_enabled():
+        # One row or a few: the whole weight would be converted for a product that reads it once.
+        few = x.numel() <= _FEW_ROWS * x.shape[-1] if x.dim() else False
+        return F.linear(x, weight, bias) if few else _product(x, weight, bias, wide)
+    # Transforms, tracing and subclasses take the product apart.
+    apart = transforms() is not None or tracing() is not None
     apart = apart or forward_ad._current_level >= 0 or not {type(x), type(weight)} <= _PLAIN_TYPES
-    if apart or not torch.is_grad_enabled():
+    if apart:
         return _product(x, weight, bias, wide)
-    result: torch.Tensor = _Linear.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
+    result = _Linear.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
     return result
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        # By one operator that widens inside: of conversions in the graph a compiler would keep the float32 results for
+        # the backward pass.
+        made = _narrow(as_matrix(x), weight.t(), bias)
+        return made.view(*x.shape[:-1], weight.shape[0])
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
+
+
+def _narrow(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.ottava.scaled_mm(a, b, None, None, bias, a.dtype)
+    return result
 
 
 class _Linear(torch.autograd.Function):
@@ -72,8 +95,13 @@ class _Linear(torch.autograd.Function):
         # Of differentiable operations, so that second derivatives exist.
         (dy,) = grads
         x, weight = ctx.saved_tensors
-        wide_dy = as_matrix(dy.to(ctx.wide))
         dx = dw = None
+        if torch.compiler.is_compiling():
+            dy, x = as_matrix(dy), None if x is None else as_matrix(x)
+            dx = None if weight is None else _narrow(dy, weight).view(*grads[0].shape[:-1], weight.shape[1])
+            dw = None if x is None else _narrow(dy.t(), x)
+            return dx, dw, dy.sum(0, dtype=ctx.wide).to(dy.dtype) if ctx.needs_input_grad[2] else None, None
+        wide_dy = as_matrix(dy.to(ctx.wide))
         if weight is not None:
             dx = mm(wide_dy, weight.to(ctx.wide)).to(dy.dtype).view(*dy.shape[:-1], weight.shape[1])
         if x is not None:

@@ -11,6 +11,7 @@ from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import check_epsilon, check_high_precision
 from ottava.kernels.checks import check_bias
+from ottava.kernels.products import mm
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.reference.arithmetic import amax, cast, inverse, scale_from_amax
 from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage, transposed
@@ -132,7 +133,7 @@ class CurrentScalingQuantizerRef(Quantizer):
         right, right_scale = _operand(qw if qresult_w is None else qresult_w, sw, columnwise[1])
         left, right = left.t() if turn_x else left, right.t() if turn_w else right
         _check_product(left, right, bias, out)
-        result = torch.mm(left, right)
+        result = mm(left, right)
         scales = [scale.to(torch.float32) for scale in (left_scale, right_scale) if scale is not None]
         if scales:
             result = result * (scales[0] * scales[1] if len(scales) == 2 else scales[0])

@@ -19,6 +19,7 @@ from ottava.cli.demo.model import SIZES
 from ottava.cli.demo.report import Skipped, check_libraries, table, write
 from ottava.cli.demo.training import Run, train
 from ottava.errors import DeviceError, OptionError, OttavaError, UsageError
+from ottava.kernels.products import product_dtype
 from ottava.recipes.ownership import RECIPE
 from ottava.recipes.registry import plugin_statuses
 
@@ -87,25 +88,34 @@ def _make_folder(out: Path) -> None:
 
 
 class _Forecast:
-    """Says how long all runs will take, from the first steps of the first, if that is long."""
+    """Says how long all runs will take, from the first steps of a run, as soon as that is long."""
 
     def __init__(self, steps: int, runs: int, say: Callable[[str], None]) -> None:
-        self._remaining = steps * runs
-        self._runs = runs
-        self._say = say
-        self._seen = 0
-        self._start = 0.0
+        self._steps, self._runs, self._say = steps, runs, say
+        self._begun = self._step = 0
+        self._said = False
+        self._start = self._first = 0.0
+
+    def begin(self) -> None:
+        """Note that a run begins."""
+        self._begun, self._step = self._begun + 1, 0
 
     def step(self) -> None:
         """Note the end of a step."""
-        if self._seen == 0:
-            self._start = time.perf_counter()
-        elif self._seen == _FIRST_STEPS:
-            minutes = (time.perf_counter() - self._start) / _FIRST_STEPS * self._remaining / 60
+        now = time.perf_counter()
+        self._step += 1
+        if self._step == 1:
+            self._first = now
+            self._start = self._start or now
+        elif self._step == min(1 + _FIRST_STEPS, self._steps) and not self._said:
+            # Those to come as this one: recipes differ several times in pace.
+            to_come = self._steps * (1 + self._runs - self._begun) - self._step
+            pace = (now - self._first) / (self._step - 1)
+            minutes = (now - self._start + pace * to_come) / 60
             if minutes > _LONG_MINUTES:
                 runs = f"{self._runs} runs" if self._runs > 1 else "the run"
-                self._say(f"At the pace of the first steps {runs} will take about {_duration(minutes)}.{_SHORTER}")
-        self._seen += 1
+                self._say(f"At the pace of these steps {runs} will take about {_duration(minutes)}.{_SHORTER}")
+                self._said = True
 
 
 def _duration(minutes: float) -> str:
@@ -138,6 +148,8 @@ def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, o
     for skip in skipped:
         errors.print(f"skipped {skip.name}: {skip.reason}", soft_wrap=True)
     check_libraries()
+    # An error where a variable names no dtype, before there is a folder.
+    product_dtype(torch.bfloat16, torch.device(place))
     corpus = load_corpus()
     _make_folder(out)
 
@@ -156,6 +168,7 @@ def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, o
         for recipe in [None, *names]:
             task = progress.add_task(recipe or "bf16", total=steps, loss=math.nan)
             advance = partial(_advance, progress, task, forecast)
+            forecast.begin()
             try:
                 runs.append(train(recipe, corpus, size=size, steps=steps, device=place, seed=seed, progress=advance))
             except Exception as error:
