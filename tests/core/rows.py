@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ottava import QuantizedTensor, QuantizedTensorStorage, Quantizer, Recipe
+from ottava.distributed import ShardRule
 from ottava.tensors import InnerTensor, StaticField
 
 E4M3 = torch.float8_e4m3fn
@@ -32,7 +33,7 @@ class RowTensor(QuantizedTensor, RowStorage):
 class RowQuantizer(Quantizer):
     """amax / 448 of each row."""
 
-    independent_rows = 1
+    shards = ShardRule(rows=1)
     per_row = True
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> RowStorage:
@@ -65,7 +66,7 @@ class OneScaleTensor(QuantizedTensor, OneScaleStorage):
 class OneScaleQuantizer(RowQuantizer):
     """amax / 448 of the tensor."""
 
-    independent_rows = None
+    shards = ShardRule()
     per_row = False
 
     def wrap(self, **parts: Any) -> Any:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ottava
 from ottava import _cpu
 
 
@@ -15,6 +16,13 @@ def test_the_compiled_module_needs_neither_torch_nor_cuda() -> None:
     assert b"libstdc++" in binary or b"libc++" in binary
     for name in (b"libtorch", b"libc10", b"libcuda", b"libcudart"):
         assert name not in binary, name
+
+
+def test_the_package_shows_public_names_only() -> None:
+    names = dir(ottava)
+    assert [name for name in names if name.startswith("_")] == ["__version__"]
+    assert not {"Any", "annotations", "importlib", "TYPE_CHECKING"} & set(names)
+    assert {"convert", "autocast", "Quantizer", "distributed", "nn"} <= set(names)
 
 
 def test_importing_what_users_need_does_not_import_the_compiler() -> None:

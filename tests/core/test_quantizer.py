@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+import ottava
 from ottava import Float8Tensor, Quantizer
 from ottava.errors import DTypeError, OptionError
 from ottava.formats import E4M3, E5M2, Format, fp8_format
@@ -89,3 +91,26 @@ def test_configurations_of_lists_and_dicts_compare_by_value(quantizer: Quantizer
     assert one != two
     assert one != one.copy()
     assert isinstance(hash(one), int)
+
+
+def _nested(layout: torch.layout) -> torch.Tensor:
+    made: torch.Tensor = torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)], layout=layout)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused(layout: torch.layout, quantizer: Any, recipe: Any) -> None:
+    """They have no one shape; the error says what to quantize instead, and that is what it says."""
+    nested, held = _nested(layout), quantizer(torch.zeros(5, 32))
+    for ask in (
+        lambda: quantizer(nested),
+        lambda: quantizer.quantize(nested, out=held),
+        lambda: held.quantize_(nested),
+        lambda: ottava.nn.Linear(32, 16, recipe=recipe)(nested),
+    ):
+        with pytest.raises(DTypeError, match=r"nested.*one tensor with a shape.*values\(\)"):
+            ask()
+    assert not quantizer.is_quantizable(nested)
+    assert not held.dequantize().any()
+    assert quantizer(nested.values()).shape == (5, 32) or layout == torch.strided

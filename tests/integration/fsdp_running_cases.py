@@ -35,9 +35,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.distributed import gather_quantized
+from ottava.distributed import fsdp2, gather_quantized
 from ottava.errors import UsageError
-from ottava.tensors import fsdp
 
 
 def training(mesh: Any) -> None:
@@ -387,8 +386,8 @@ def fsdp_keeps_its_modules(names: dict[str, Any] | None) -> Iterator[None]:
     private = "torch.distributed._composable_state"
     known = sys.modules[private]
     sys.modules[private] = None if names is None else types.SimpleNamespace(**names)  # type: ignore[assignment]
-    fsdp._groups.clear()
-    fsdp._resharded.clear()
+    fsdp2._groups.clear()
+    fsdp2._resharded.clear()
     try:
         yield
     finally:
@@ -404,7 +403,7 @@ def without_private_names(mesh: Any) -> None:
             net = sharded(made(recipe, gathered=True), mesh, groups, reshard_after_forward=True)
             with Counted() as counted:
                 torch.nn.functional.mse_loss(net(x), y).backward()
-            assert net in fsdp.sharded_modules()
+            assert net in fsdp2.sharded_modules()
         known = sharded(made(recipe, gathered=True), mesh, groups, reshard_after_forward=True)
         with Counted() as usual:
             torch.nn.functional.mse_loss(known(x), y).backward()

@@ -13,7 +13,8 @@ import torch
 from hypothesis import strategies as st
 
 from ottava import QuantizedTensor, Quantizer
-from ottava.tensors import Float8Tensor, InnerTensor, ShardOutput
+from ottava.distributed import ShardBatch, ShardJob, ShardRule
+from ottava.tensors import Float8Tensor, InnerTensor
 from ottava_current import Float8CurrentScalingQuantizer
 from ottava_delayed import Float8Quantizer
 from ottava_mxfp8 import MXFP8Quantizer
@@ -89,12 +90,16 @@ class RowQuantizer(Quantizer):
         return self.quantize_impl(torch.zeros(shape, dtype=dtype, device=place), dtype)
 
 
-class RowAmaxQuantizer(RowQuantizer):
-    """Reduces one number for each row."""
+class RowAmaxBatch(ShardBatch):
+    """One number for each row."""
 
-    def shard_amaxes(self, shard: torch.Tensor, weight: Any, start_offset: int) -> torch.Tensor:
-        length = weight.shape[-1] if len(weight.shape) else 1
-        rows = math.prod(weight.shape[:-1])
+    def amaxes(self) -> torch.Tensor:
+        return torch.cat([self.of_rows(job) for job in self.jobs])
+
+    def of_rows(self, job: ShardJob) -> torch.Tensor:
+        shard, start_offset = job.rounded(), job.start_offset
+        length = job.shape[-1] if job.shape else 1
+        rows = math.prod(job.shape[:-1])
         amaxes = torch.zeros(rows)
         for row in range(rows if length else 0):
             first, last = row * length - start_offset, (row + 1) * length - start_offset
@@ -103,17 +108,26 @@ class RowAmaxQuantizer(RowQuantizer):
                 amaxes[row] = row_amax(own).reshape(())
         return amaxes
 
-    def cast_shard(
-        self, shard: torch.Tensor, weight: Any, start_offset: int, amaxes: torch.Tensor, out: ShardOutput
-    ) -> None:
-        length = weight.shape[-1] if len(weight.shape) else 1
-        whole = amaxes.reshape(*weight.shape[:-1], 1) if len(weight.shape) else amaxes.reshape(())
-        of_each = whole.reshape(-1, 1).expand(-1, length).reshape(-1)
-        codes, _ = row_codes(shard, of_each[start_offset : start_offset + shard.numel()])
-        out.codes[0].copy_(codes)
-        _, scale_inv = row_codes(torch.zeros_like(whole), whole)
-        out.write_inner(RowTensor.inner_tensors[1], scale_inv)
-        out.written()
+    def cast(self, amaxes: torch.Tensor) -> None:
+        for job, own in zip(self.jobs, amaxes.split([math.prod(job.shape[:-1]) for job in self.jobs]), strict=True):
+            length = job.shape[-1] if job.shape else 1
+            whole = own.reshape(*job.shape[:-1], 1) if job.shape else own.reshape(())
+            of_each = whole.reshape(-1, 1).expand(-1, length).reshape(-1)
+            codes, _ = row_codes(job.rounded(), of_each[job.start_offset : job.start_offset + job.shard.numel()])
+            job.output.data[0].copy_(codes)
+            _, scale_inv = row_codes(torch.zeros_like(whole), whole)
+            job.output.write_inner(RowTensor.inner_tensors[1], scale_inv)
+        self.written()
+
+
+class RowAmaxes(ShardRule):
+    batch = RowAmaxBatch
+
+
+class RowAmaxQuantizer(RowQuantizer):
+    """Reduces one number for each row."""
+
+    shards = RowAmaxes()
 
 
 class OneScaleQuantizer(Quantizer):

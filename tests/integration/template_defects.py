@@ -29,7 +29,7 @@ class Defect:
 
 _TENSOR_BODY = '    """The same as a ``torch.Tensor``, for weights that are kept quantized."""\n'
 _DEQUANTIZED = "        return values.to(dtype or self.dtype)\n"
-_ROWS = "    independent_rows = 1\n"
+_ROWS = "    shards = ShardRule(rows=1)\n"
 _RECIPE = "@dataclass(frozen=True)\nclass RowRecipe(Recipe):\n"
 
 ALIASED_SCALE = Defect(

@@ -13,6 +13,7 @@ import torch
 from ottava.distributed import cast_master_weights_to_fp8, quantize_master_weights
 from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
 from ottava_current import Float8CurrentScalingQuantizer
+from ottava_custom import HybridQuantizer
 from ottava_delayed import Float8Quantizer
 from ottava_mxfp8 import MXFP8Quantizer
 
@@ -26,6 +27,23 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.slow)])
 def test_without_a_process_group(examples: int) -> None:
     sharded_weights_cases.run(examples)
+
+
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("made", [True, False], ids=["made with one", "dropped"])
+@pytest.mark.parametrize("other", [Float8CurrentScalingQuantizer, MXFP8Quantizer], ids=["current", "mxfp8"])
+def test_one_side_of_a_hybrid(other: Any, made: bool, side: str) -> None:
+    quantizer = HybridQuantizer(MXFP8Quantizer(E4M3, with_2d_quantization=True), other(E5M2))
+    if side == "columnwise":
+        quantizer = HybridQuantizer(quantizer.columnwise_quantizer, quantizer.rowwise_quantizer)
+    values, master = torch.randn(64, 64), torch.randn(64, 64)
+    wanted = side == "rowwise", side == "columnwise"
+    weight = quantizer.with_usage(*wanted)(values) if made else quantizer(values)
+    weight.update_usage(*wanted)
+    quantize_master_weights([weight], [master.flatten()], [0])
+    assert torch.equal(weight.dequantize(), quantizer.with_usage(*wanted)(master).dequantize())
+    weight.copy_(quantizer(values))
+    assert torch.equal(weight.dequantize(), quantizer.with_usage(*wanted)(values).dequantize())
 
 
 # -- what is refused, with everything left as it was --

@@ -15,7 +15,7 @@ import torch
 
 import ottava
 from ottava import checkpoint, kernels
-from ottava.distributed import quantize_master_weights
+from ottava.distributed import ShardRule, cast_master_weights_to_fp8, quantize_master_weights, rule_of
 from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.tensors import Float8QuantizerBase, QuantizedTensor, columnwise_layout
 from ottava_custom import (
@@ -206,17 +206,49 @@ def test_shards_of_master_weights_make_the_whole(pair: str) -> None:
         assert (got is None and expected is None) or torch.equal(got, expected), inner.attribute
 
 
+@PAIR
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("made", [True, False], ids=["made with one", "dropped"])
+def test_one_side_is_written_as_two(pair: str, side: str, made: bool) -> None:
+    """Of a hybrid that holds data of one side, that is all that a write needs."""
+    quantizer, x, master = hybrid(pair), torch.randn(6, 8), torch.randn(6, 8)
+
+    def one(values: torch.Tensor) -> Any:
+        if made:
+            return quantizer.with_usage(side == "rowwise", side == "columnwise")(values)
+        tensor = quantizer(values)
+        tensor.update_usage(rowwise_usage=side == "rowwise", columnwise_usage=side == "columnwise")
+        return tensor
+
+    expected = one(master).dequantize()
+    for source in (quantizer(master), one(master), master):
+        tensor = one(x)
+        tensor.copy_(source)
+        assert torch.equal(tensor.dequantize(), expected)
+    for quantizers in (None, quantizer):
+        tensor = one(x)
+        cast_master_weights_to_fp8([tensor], [master.flatten()], quantizers, start_offsets=[0])
+        assert torch.equal(tensor.dequantize(), expected)
+    both = quantizer(x)
+    both.copy_(one(master))
+    torch.testing.assert_close(both.dequantize(), expected, rtol=0.2, atol=0.1)
+
+
 def test_rows_are_independent_where_both_say_so() -> None:
-    assert HybridQuantizer(RowQuantizer(), IdentityQuantizer()).independent_rows == 1
-    assert HybridQuantizer(RowQuantizer(), reference(E4M3)).independent_rows is None
+    def independent(*sides: Any) -> int | None:
+        quantizer = HybridQuantizer(*sides)
+        return rule_of(quantizer).independent_rows(quantizer)
+
+    assert independent(RowQuantizer(), IdentityQuantizer()) == 1
+    assert independent(RowQuantizer(), reference(E4M3)) is None
 
     class FourRows(RowQuantizer):
-        independent_rows = 4
+        shards = ShardRule(rows=4)
 
     class SixRows(RowQuantizer):
-        independent_rows = 6
+        shards = ShardRule(rows=6)
 
-    assert HybridQuantizer(FourRows(), SixRows()).independent_rows == 12
+    assert independent(FourRows(), SixRows()) == 12
 
 
 class Stateful(RowQuantizer):

@@ -9,6 +9,7 @@ import torch
 from defects import broken
 from row_recipe import RowQuantizer, Rows, RowStorage, RowTensor
 
+from ottava.distributed import ShardBatch, ShardRule
 from ottava.recipes.state import RecipeState
 
 # -- layers --
@@ -267,14 +268,21 @@ broken("pickle-in-another-process", r"needs code \(broken_training._local\)")(Lo
 class ShardsAlone(RowQuantizer):
     """Each rank quantizes what it has, and takes no account of the others."""
 
-    def shard_amaxes(self, shard: Any, weight: Any, start_offset: int) -> Any:
-        self.offset = start_offset
-        return torch.zeros(1)
+    class Batch(ShardBatch):
+        def amaxes(self) -> Any:
+            return torch.zeros(len(self.jobs))
 
-    def cast_shard(self, shard: Any, weight: Any, start_offset: int, amaxes: Any, out: Any) -> None:
-        whole = torch.zeros(math.prod(weight.shape), dtype=shard.dtype)
-        whole[start_offset : start_offset + shard.numel()] = shard
-        out.write(self.quantize_impl(whole.view(tuple(weight.shape)), shard.dtype), start_offset)
+        def cast(self, amaxes: Any) -> None:
+            for job in self.jobs:
+                whole = torch.zeros(math.prod(job.shape), dtype=job.dtype)
+                whole[job.start_offset : job.start_offset + job.shard.numel()] = job.rounded()
+                job.output.write(job.quantizer.quantize_impl(whole.view(job.shape), job.dtype), job.start_offset)
+
+    class Rule(ShardRule):
+        pass
+
+    Rule.batch = Batch
+    shards = Rule()
 
 
 def one_scale(x: torch.Tensor) -> Any:
@@ -287,15 +295,25 @@ def one_scale(x: torch.Tensor) -> Any:
 class OddRank(RowQuantizer):
     """One rank fails, and the other one loses it: what is told is why."""
 
-    def shard_amaxes(self, shard: torch.Tensor, weight: Any, start_offset: int) -> torch.Tensor:
-        if torch.distributed.get_rank():
-            raise ValueError("an odd shard")
-        return super().shard_amaxes(shard, weight, start_offset)
+    class Batch(ShardBatch):
+        def amaxes(self) -> Any:
+            if torch.distributed.get_rank():
+                raise ValueError("an odd shard")
+            return torch.zeros(len(self.jobs))
+
+        def cast(self, amaxes: Any) -> None:
+            pass
+
+    class Rule(ShardRule):
+        pass
+
+    Rule.batch = Batch
+    shards = Rule()
 
 
 @broken("fsdp2", "under FSDP2 with gather_quantized training differs")
 class NotIndependent(RowQuantizer):
-    independent_rows = 1
+    shards = ShardRule(rows=1)
 
     def codes(self, x: torch.Tensor) -> Any:
         return one_scale(x) if x.numel() else super().codes(x)

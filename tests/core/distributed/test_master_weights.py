@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ottava import Quantizer
 from ottava.distributed import (
     MasterWeights,
     cast_master_weights_to_fp8,
@@ -20,9 +22,10 @@ from ottava.distributed import (
     quantize_master_weights,
     replace_raw_data,
 )
+from ottava.distributed.rules import GatheredBatch
+from ottava.distributed.shards import ShardJob
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import columnwise_layout
-from ottava.tensors.shards import values_as_amaxes, values_from_amaxes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 1e-40, 3e38, 65520.0, 0.0)
@@ -30,28 +33,48 @@ SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 1e-40, 3e38, 65520.0, 0.0)
 
 @settings(deadline=None, max_examples=150)
 @given(
-    st.sampled_from(DTYPES),
+    st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3),
     st.lists(st.one_of(st.floats(width=32), st.sampled_from(SPECIAL)), max_size=40),
     st.randoms(use_true_random=False),
 )
-def test_values_survive_a_maximum_bit_for_bit(dtype: torch.dtype, values: list[float], chance: random.Random) -> None:
-    """Each element is on one rank; the maximum over the ranks gives all of them back, NaN payloads too."""
-    whole = torch.tensor(values, dtype=torch.float32).to(dtype)
+def test_gathered_shards_are_the_values_bit_for_bit(
+    dtypes: list[torch.dtype], values: list[float], chance: random.Random
+) -> None:
+    """Each element is on one rank, or on none; the ranks send as much as they have, and NaNs keep their payloads."""
     world = chance.randint(1, 4)
-    ends = sorted(chance.randint(0, len(values)) for _ in range(world - 1))
-    parts = [range(a, b) for a, b in zip([0, *ends], [*ends, len(values)], strict=True)]
-    sent = [values_as_amaxes(whole[p.start : p.stop], len(values), p.start) for p in parts]
-    for numbers in sent:
-        assert numbers.dtype == torch.float32
-        assert numbers.shape == (len(values) * (2 if dtype == torch.float32 else 1),)
-    found = values_from_amaxes(torch.stack(sent).amax(0), dtype)
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
-    assert torch.equal(found.view(bits), whole.view(bits))
+    kept: list[torch.Tensor] = []
+
+    class Keeping(Quantizer):
+        def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+            kept.append(tensor)
+            return tensor
+
+    class Output:
+        holder = SimpleNamespace(get_usages=lambda: {"rowwise": True, "columnwise": True})
+
+        def write(self, whole: Any, start_offset: int) -> None:
+            pass
+
+    wholes = [torch.tensor(values, dtype=torch.float32).to(dtype) for dtype in dtypes]
+    ranks: list[list[Any]] = [[] for _ in range(world)]
+    for whole in wholes:
+        missing = chance.randint(0, len(values)) if chance.random() < 0.3 else len(values)
+        ends = sorted(chance.randint(0, missing) for _ in range(world - 1))
+        for jobs, a, b in zip(ranks, [0, *ends], [*ends, missing], strict=True):
+            shape: Any = (len(values),)
+            shard = whole[a:b].repeat_interleave(2)[::2] if chance.random() < 0.5 else whole[a:b]
+            jobs.append(ShardJob(Keeping(), shard, shape, whole.dtype, a, Output()))  # type: ignore[arg-type]
+        whole[missing:] = 0
+    batches = [GatheredBatch(jobs) for jobs in ranks]
+    batches[0].cast([torch.nn.functional.pad(batch.values(), [0, 13]) for batch in batches])
+    for found, whole in zip(kept, wholes, strict=True):
+        bits = torch.int32 if whole.dtype == torch.float32 else torch.int16
+        assert torch.equal(found.view(bits), whole.view(bits))
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from(DTYPES), st.data())
-def test_a_part_is_written_and_nothing_else(rows: int, columns: int, dtype: torch.dtype, data: Any) -> None:
+def test_a_shard_is_written_and_nothing_else(rows: int, columns: int, dtype: torch.dtype, data: Any) -> None:
     from conftest import SampleQuantizer
 
     quantizer = SampleQuantizer(torch.float8_e4m3fn)
@@ -179,3 +202,20 @@ def test_what_is_no_tensor_is_refused(quantizer: Any) -> None:
         is_custom("x")  # type: ignore[arg-type]
     assert is_custom(quantizer) is False
     assert is_custom(None) is False
+
+
+@pytest.mark.parametrize("nothing", [None, (None, None), [None], [None, None]], ids=str)
+def test_no_shard_may_be_written_as_a_pair_of_none(quantizer: Any, nothing: Any) -> None:
+    """As callers of TransformerEngine write it: this rank holds nothing, or its shard goes into the weight itself."""
+    weights = [quantizer.quantize(torch.ones(4, 6)) for _ in range(2)]
+    master = torch.randn(4, 6)
+    quantize_master_weights(weights, [master.flatten(), None], [0, None], None, [nothing, nothing])
+    assert torch.equal(weights[0]._data, quantizer.quantize(master)._data)
+    assert torch.equal(weights[1]._data, quantizer.quantize(torch.ones(4, 6))._data)
+
+
+def test_a_pair_may_have_bytes_for_one_direction(quantizer: Any) -> None:
+    weight, master = quantizer.quantize(torch.ones(4, 6)), torch.randn(4, 6)
+    data = torch.zeros(24, dtype=torch.uint8)
+    quantize_master_weights([weight], [master.flatten()], [0], None, [(data, None)])
+    assert torch.equal(data.view(4, 6), quantizer.quantize(master)._data)

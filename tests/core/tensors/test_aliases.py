@@ -1,4 +1,4 @@
-"""Views of quantized tensors share what a write changes, stay fresh, and bring no other part out of tune."""
+"""Views of quantized tensors share what a write changes, stay fresh, and leave the rest of their tensor as it is."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_writing_to_a_view_writes_to_the_whole(
     name: str, usages: tuple[bool, bool], layout: str, x: torch.Tensor, quantizer: object
 ) -> None:
+    """With the scale that it has; another one would change the rest of the tensor, and is refused."""
     quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
     whole = quantizer(x)
     plain = whole.dequantize().clone()
@@ -58,36 +59,61 @@ def test_writing_to_a_view_writes_to_the_whole(
     view = VIEWS[name](whole)
     assert isinstance(view, Float8Tensor)
     assert torch.equal(view.dequantize(), VIEWS[name](plain))
-    view.mul_(16.0)
-    VIEWS[name](plain).mul_(16.0)
-    expected = quantizer(plain).dequantize()
-    assert torch.equal(whole.dequantize(), expected)
-    assert torch.equal(view.dequantize(), VIEWS[name](expected))
+    turned = VIEWS[name](quantizer(x.flip(0).flip(1)))
+    view.copy_(turned)
+    VIEWS[name](plain).copy_(turned.dequantize())
+    assert torch.equal(whole.dequantize(), plain)
+    assert torch.equal(view.dequantize(), turned.dequantize())
     if layout == "transpose" and usages[1]:
         whole.update_usage(columnwise_usage=True)
         assert torch.equal(whole._transpose, whole._codes().t())
+    if view.numel() == whole.numel():
+        view.mul_(16.0)
+        plain.mul_(16.0)
+        assert torch.equal(whole.dequantize(), quantizer(plain).dequantize())
+        return
+    before = whole.dequantize()
+    with pytest.raises(UsageError, match="rest of the tensor"):
+        view.mul_(16.0)
+    assert torch.equal(whole.dequantize(), before)
 
 
 @pytest.mark.parametrize(
     "through",
     [
-        lambda part: restore_from_saved(*prepare_for_saving(part))[0],
+        lambda rows: restore_from_saved(*prepare_for_saving(rows))[0],
         copy.copy,
-        lambda part: part.detach(),
-        lambda part: part.view(-1).view(2, 8),
+        lambda rows: rows.detach(),
+        lambda rows: rows.view(-1).view(2, 8),
     ],
     ids=["saved", "copied", "detached", "viewed"],
 )
-def test_a_part_stays_a_part(through: Callable[..., torch.Tensor], x: torch.Tensor, quantizer: object) -> None:
+def test_a_view_stays_a_view(through: Callable[..., torch.Tensor], x: torch.Tensor, quantizer: object) -> None:
     whole = quantizer(x)
-    rest = whole[2:].dequantize().clone()
-    through(whole[0:2]).copy_(torch.full((2, 8), 100.0))
-    # The scale is that of the larger values now; the rest is what it was, to that scale's precision.
-    assert torch.allclose(whole[0:2].dequantize(), torch.full((2, 8), 100.0))
-    assert torch.allclose(whole[2:].dequantize(), rest, atol=100 / 448)
+    before = whole.dequantize()
+    with pytest.raises(UsageError, match="rest of the tensor"):
+        through(whole[0:2]).copy_(torch.full((2, 8), 100.0))
+    assert torch.equal(whole.dequantize(), before)
+    through(whole[0:2]).copy_(whole[2:])
+    assert torch.equal(whole[0:2].dequantize(), before[2:])
 
 
-def test_a_pickled_part_is_on_its_own(x: torch.Tensor, quantizer: object) -> None:
+@pytest.mark.parametrize("index", [1, slice(0, 2), (slice(None), 3), (0, 0)], ids=str)
+def test_an_assignment_quantizes_all_of_it_again(
+    index: object, layout: str, x: torch.Tensor, quantizer: object
+) -> None:
+    whole = quantizer(x)
+    plain = whole.dequantize()
+    whole[index] = 100.0
+    plain[index] = 100.0
+    assert torch.equal(whole.dequantize(), quantizer(plain).dequantize())
+    # Data of the same scale is taken over as it is.
+    other = quantizer(plain.flip(0))
+    whole[0:2] = other[0:2]
+    assert torch.equal(whole.dequantize()[0:2], other.dequantize()[0:2])
+
+
+def test_a_pickled_view_is_on_its_own(x: torch.Tensor, quantizer: object) -> None:
     whole = quantizer(x)
     stream = io.BytesIO()
     torch.save([whole, whole[0:2]], stream)
@@ -98,12 +124,18 @@ def test_a_pickled_part_is_on_its_own(x: torch.Tensor, quantizer: object) -> Non
     assert torch.equal(part.dequantize(), torch.full((2, 8), 100.0))
 
 
-def test_overlapping_memory_rescales_the_whole(x: torch.Tensor, quantizer: object) -> None:
+def test_overlapping_memory_is_not_written(x: torch.Tensor, quantizer: object) -> None:
     whole = quantizer(x)
-    plain = whole.dequantize().clone()
-    for tensor in (whole, plain):
-        tensor.as_strided((4, 8), (1, 1)).copy_(torch.full((4, 8), 100.0))
-    assert torch.equal(whole.dequantize(), quantizer(plain).dequantize())
+    before = whole.dequantize()
+    with pytest.raises(UsageError, match="rest of the tensor"):
+        whole.as_strided((4, 8), (1, 1)).copy_(torch.full((4, 8), 100.0))
+    assert torch.equal(whole.dequantize(), before)
+
+
+def test_a_wrapper_owns_no_memory(x: torch.Tensor, quantizer: object) -> None:
+    """FSDP2 asks a shard for the address of its storage, whoever else does gets the same answer."""
+    storage = quantizer(x).untyped_storage()
+    assert (storage.nbytes(), storage.data_ptr()) == (0, 0)
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])

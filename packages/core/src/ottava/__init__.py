@@ -24,7 +24,7 @@ _EXPORTS = {
     "QuantizedTensor": "ottava.tensors",
     "QuantizedTensorStorage": "ottava.tensors",
     "Quantizer": "ottava.tensors",
-    "QuantizerRequest": "ottava.recipes.request",
+    "QuantizerRequest": "ottava.recipes.base",
     "QuantizerRole": "ottava.recipes.role",
     "Recipe": "ottava.recipes.base",
     "RecipeSpec": "ottava.recipes.spec",
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS, *_SUBMODULES})
+    return sorted({*__all__, *_SUBMODULES})
 
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from ottava.nn import conversion_report as conversion_report
     from ottava.nn import convert as convert
     from ottava.nn import quantized_model_init as quantized_model_init
+    from ottava.recipes.base import QuantizerRequest as QuantizerRequest
     from ottava.recipes.base import Recipe as Recipe
     from ottava.recipes.hookspecs import hookimpl as hookimpl
     from ottava.recipes.region import autocast as autocast
@@ -88,7 +89,6 @@ if TYPE_CHECKING:
     from ottava.recipes.registry import get_recipe as get_recipe
     from ottava.recipes.registry import list_quantizer_factories as list_quantizer_factories
     from ottava.recipes.registry import list_recipes as list_recipes
-    from ottava.recipes.request import QuantizerRequest as QuantizerRequest
     from ottava.recipes.role import QuantizerRole as QuantizerRole
     from ottava.recipes.spec import FactorySpec as FactorySpec
     from ottava.recipes.spec import RecipeSpec as RecipeSpec

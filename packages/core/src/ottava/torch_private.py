@@ -3,8 +3,8 @@
 A name with an underscore may go in any version of torch. Each is looked up once, when this module is imported; where it
 is not found, its fallback is bound in its place, made of what torch documents. :data:`PRIVATE` says what that is.
 
-Not here: FSDP2's objects, which are in :mod:`ottava.tensors.fsdp` (without them weights are gathered more often, with
-the same values); what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``, ``_modules``,
+Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2` (without them weights are gathered more often,
+with the same values); what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``, ``_modules``,
 ``_buffers``, ``_forward_pre_hooks``, ``_load_from_state_dict``, ``_save_to_state_dict``); and ``Tensor._version`` and
 ``Tensor._is_view``, which have no equivalent and which autograd's own checks rest on.
 """

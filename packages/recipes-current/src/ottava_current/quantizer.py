@@ -8,15 +8,21 @@ from typing import Any, ClassVar
 import torch
 
 from ottava import kernels
-from ottava.distributed import reduce_amax
+from ottava.collectives import check_group
+from ottava.distributed import PerTensorShards, ShardJob, ShardRule, reduce_amax, scales_by_format
 from ottava.errors import OptionError
 from ottava.kernels import check_epsilon
 from ottava.kernels.parts import quantize_parts
-from ottava.recipes.base import check_group
-from ottava.tensors import PerTensorShards, QuantizedTensorStorage, ShardJob, as_device
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
 
 
-class Float8CurrentScalingQuantizer(PerTensorShards):
+def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As of whole tensors; the options are the same for all."""
+    first: Any = jobs[0].quantizer
+    return scales_by_format(jobs, amaxes, first.amax_epsilon, first.force_pow_2_scales)
+
+
+class Float8CurrentScalingQuantizer(Float8QuantizerBase):
     """Quantizes a tensor with the scale that its own amax gives: ``scale = max / amax``.
 
     Args:
@@ -35,7 +41,7 @@ class Float8CurrentScalingQuantizer(PerTensorShards):
     """
 
     process_attributes: ClassVar[tuple[str, ...]] = ("with_amax_reduction", "amax_reduction_group", "device")
-    batch_options: ClassVar[tuple[str, ...]] = ("force_pow_2_scales", "amax_epsilon")
+    shards: ClassVar[ShardRule] = PerTensorShards(_scales, options=("force_pow_2_scales", "amax_epsilon"))
 
     def __init__(
         self,
@@ -75,12 +81,6 @@ class Float8CurrentScalingQuantizer(PerTensorShards):
         copied = self.copy()
         copied.with_amax_reduction, copied.amax_reduction_group = True, group
         return copied
-
-    @classmethod
-    def shard_scales(cls, jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of a whole tensor; the options are the same for all."""
-        first: Any = jobs[0].quantizer
-        return cls.scales_by_format(jobs, amaxes, first.amax_epsilon, first.force_pow_2_scales)
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         with_data, with_transpose = self.needs(tensor.device)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from ottava.distributed import ShardRule, rule_of
 from ottava.errors import DTypeError, OptionError
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.hybrid_tensors import SIDES, hybrid_class
+
+
+class _BothSides(ShardRule):
+    """Rows are independent where those of both sides are."""
+
+    def independent_rows(self, quantizer: Any) -> int | None:
+        sides = (quantizer.rowwise_quantizer, quantizer.columnwise_quantizer)
+        rows = [rule_of(side).independent_rows(side) for side in sides]
+        known = [count for count in rows if count is not None]
+        return math.lcm(*known) if len(known) == 2 else None
 
 
 class HybridQuantizer(Quantizer):
@@ -27,6 +38,8 @@ class HybridQuantizer(Quantizer):
         DTypeError: one of them is no quantizer, or is a hybrid itself.
         OptionError: one of them holds state: what a layer's state belongs to has to serve a whole tensor.
     """
+
+    shards: ClassVar[ShardRule] = _BothSides()
 
     def __init__(
         self,
@@ -64,13 +77,6 @@ class HybridQuantizer(Quantizer):
     def keeps_operands(self) -> bool:  # type: ignore[override]
         """Whether an internal result may hold the operand itself, of one side."""
         return self.rowwise_quantizer.keeps_operands or self.columnwise_quantizer.keeps_operands
-
-    @property
-    def independent_rows(self) -> int | None:  # type: ignore[override]
-        """Rows that are quantized the same alone and in the whole, along both."""
-        rows = [quantizer.independent_rows for quantizer in (self.rowwise_quantizer, self.columnwise_quantizer)]
-        known = [count for count in rows if count is not None]
-        return math.lcm(*known) if len(known) == 2 else None
 
     def for_usage(self, columnwise: bool) -> Quantizer:
         return self.columnwise_quantizer if columnwise else self.rowwise_quantizer

@@ -81,6 +81,14 @@ class HybridTensorStorage(QuantizedTensorStorage):
         shape = torch.Size(self._shape)  # type: ignore[attr-defined]
         return shape if dim is None else shape[dim]
 
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        super().update_usage(rowwise_usage, columnwise_usage)
+        held = self.get_usages()
+        for side, kind in zip(SIDES, self.kinds, strict=True):
+            # Without its data a side needs no scale either.
+            for inner in () if held[side] else kind.inner_tensors:
+                setattr(self, _attribute(side, inner.attribute), None)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values of the rows; of the columns where only these are held. In ``dtype`` or the nominal dtype."""
         return self.part(columnwise=not self.get_usages()["rowwise"]).dequantize(dtype or self.dtype)
@@ -133,7 +141,7 @@ def _make_class(rowwise: _Kind, columnwise: _Kind, tensor: bool) -> type[HybridT
     kinds = (rowwise, columnwise)
     pairs = list(zip(SIDES, kinds, strict=True))
     own = tuple(
-        StaticField(_attribute(side, field.attribute), f"{side}_{field.argument}")
+        StaticField(_attribute(side, field.attribute), f"{side}_{field.argument}", usage=side)  # type: ignore[arg-type]
         for side, kind in pairs
         for field in _own_fields(kind)
     )

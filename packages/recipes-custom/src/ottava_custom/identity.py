@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ottava.distributed import ShardRule
 from ottava.tensors import (
     InnerTensor,
     QuantizedTensor,
@@ -78,7 +79,7 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
 class IdentityQuantizer(Quantizer):
     """Quantizes nothing: a layer or a tensor of it stays in high precision, in the dtype that the layer computes in."""
 
-    independent_rows = 1
+    shards = ShardRule(rows=1)
     keeps_operands = True
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:

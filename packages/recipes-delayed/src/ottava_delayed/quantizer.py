@@ -9,15 +9,40 @@ from typing import Any, ClassVar
 import torch
 
 from ottava import kernels
-from ottava.distributed import reduce_amax
+from ottava.distributed import PerTensorShards, ShardJob, ShardRule, reduce_amax, scales_by_format
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels.parts import cast_parts
-from ottava.tensors import PerTensorShards, QuantizedTensorStorage, ShardJob
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
 from ottava.torch_private import foreach_maximum_
 
 
-class Float8Quantizer(PerTensorShards):
+def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales that are known; the amaxes are recorded, and each rank counts what it clamps of its own shard."""
+    quantizers: list[Any] = [job.quantizer for job in jobs]
+    scale = torch.stack([quantizer.scale.reshape(()) for quantizer in quantizers])
+    if any(quantizer.fits for quantizer in quantizers):
+        own, _ = scales_by_format(jobs, amaxes)
+        for place in [place for place, quantizer in enumerate(quantizers) if quantizer.unset]:
+            quantizers[place].scale.copy_(own[place].reshape(quantizers[place].scale.shape))
+            quantizers[place].unset = False
+            scale[place] = own[place]
+        fits = torch.tensor([quantizer.fits for quantizer in quantizers], device=scale.device)
+        scale = torch.where(fits, torch.minimum(scale, own), scale)
+    recording = [place for place, quantizer in enumerate(quantizers) if quantizer.amax is not None]
+    if recording:
+        recorded = [quantizers[place].amax for place in recording]
+        foreach_maximum_(recorded, [amaxes[place].reshape(quantizers[place].amax.shape) for place in recording])
+    maxima = torch.tensor([fp8_format(quantizer.fp8_dtype).max for quantizer in quantizers], device=scale.device)
+    for place in torch.nonzero(amaxes * scale > maxima).flatten().tolist():
+        quantizer, job = quantizers[place], jobs[place]
+        if quantizer.saturated is not None:
+            beyond = (job.rounded().to(torch.float32) * scale[place]).abs() > maxima[place]
+            quantizer.saturated.add_(beyond.sum())
+    return scale, torch.div(torch.ones_like(scale), scale)
+
+
+class Float8Quantizer(Float8QuantizerBase):
     """Quantizes with ``scale`` and raises ``amax`` to the largest magnitude that it saw, in one pass over the tensor.
 
     Args:
@@ -37,6 +62,7 @@ class Float8Quantizer(PerTensorShards):
 
     stateful: ClassVar[bool] = True
     process_attributes: ClassVar[tuple[str, ...]] = ("shard_group", "gathers", "unset")
+    shards: ClassVar[ShardRule] = PerTensorShards(_scales)
 
     def __init__(
         self,
@@ -80,31 +106,6 @@ class Float8Quantizer(PerTensorShards):
         copied = self.copy()
         copied.shard_group = group
         return copied
-
-    @classmethod
-    def shard_scales(cls, jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales that are known; the amaxes are recorded, and each rank counts what it clamps of its own part."""
-        quantizers: list[Any] = [job.quantizer for job in jobs]
-        scale = torch.stack([quantizer.scale.reshape(()) for quantizer in quantizers])
-        if any(quantizer.fits for quantizer in quantizers):
-            own, _ = cls.scales_by_format(jobs, amaxes)
-            for place in [place for place, quantizer in enumerate(quantizers) if quantizer.unset]:
-                quantizers[place].scale.copy_(own[place].reshape(quantizers[place].scale.shape))
-                quantizers[place].unset = False
-                scale[place] = own[place]
-            fits = torch.tensor([quantizer.fits for quantizer in quantizers], device=scale.device)
-            scale = torch.where(fits, torch.minimum(scale, own), scale)
-        recording = [place for place, quantizer in enumerate(quantizers) if quantizer.amax is not None]
-        if recording:
-            recorded = [quantizers[place].amax for place in recording]
-            foreach_maximum_(recorded, [amaxes[place].reshape(quantizers[place].amax.shape) for place in recording])
-        maxima = torch.tensor([fp8_format(quantizer.fp8_dtype).max for quantizer in quantizers], device=scale.device)
-        for place in torch.nonzero(amaxes * scale > maxima).flatten().tolist():
-            quantizer, job = quantizers[place], jobs[place]
-            if quantizer.saturated is not None:
-                beyond = (job.rounded().to(torch.float32) * scale[place]).abs() > maxima[place]
-                quantizer.saturated.add_(beyond.sum())
-        return scale, torch.div(torch.ones_like(scale), scale)
 
     def update_quantized(
         self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None

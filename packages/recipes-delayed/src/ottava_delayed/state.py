@@ -5,17 +5,31 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from ottava.recipes.role import QuantizerRole
-from ottava.recipes.state import RecipeState
+from ottava.recipes.state import RecipeState, StateRecipe
 from ottava.tensors import Quantizer
 from ottava_delayed.quantizer import Float8Quantizer, largest
 
-if TYPE_CHECKING:
-    from ottava_delayed.recipe import DelayedScaling
+
+class Settings(StateRecipe, Protocol):
+    """What the state and its update read of their recipe, a :class:`~ottava_delayed.DelayedScaling`."""
+
+    @property
+    def margin(self) -> float: ...
+    @property
+    def amax_history_len(self) -> int: ...
+    @property
+    def amax_compute_algo(self) -> Any: ...
+    @property
+    def scaling_factor_compute_algo(self) -> Any: ...
+    @property
+    def reduce_amax(self) -> bool: ...
+    def fp8_dtype(self, role: QuantizerRole) -> torch.dtype: ...
+    def given_quantizer(self, role: QuantizerRole) -> Quantizer | None: ...
 
 
 class DelayedScalingState(torch.nn.Module, RecipeState):
@@ -33,16 +47,14 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     stateful: ClassVar[bool] = True
     reduced_by_max: ClassVar[tuple[str, ...]] = ("amax_history",)
 
-    recipe: DelayedScaling
+    recipe: Settings
     scale: torch.Tensor
     amax_history: torch.Tensor
     saturated: torch.Tensor
     gathered_amax: torch.Tensor
     gathered_saturated: torch.Tensor
 
-    def __init__(
-        self, recipe: DelayedScaling, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
-    ) -> None:
+    def __init__(self, recipe: Settings, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
         super().__init__()
         self.recipe, self.factory = recipe, recipe._factory
         self.amax_reduction_group = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,14 +12,11 @@ from ottava import kernels
 from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, ShapeError
 from ottava.formats import fp8_format
-
-if TYPE_CHECKING:
-    from ottava_delayed.recipe import DelayedScaling
-    from ottava_delayed.state import DelayedScalingState
+from ottava_delayed.state import DelayedScalingState, Settings
 
 
 @torch.no_grad()
-def update(recipe: DelayedScaling, states: Sequence[DelayedScalingState], group: Any) -> None:
+def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) -> None:
     """Begin a step for the layers of ``states``: one all-reduce if there is a group, then one operation.
 
     Raises:
@@ -42,7 +39,7 @@ def update(recipe: DelayedScaling, states: Sequence[DelayedScalingState], group:
         _update_on_device(recipe, there, seen)
 
 
-def _update_on_device(recipe: DelayedScaling, states: Sequence[DelayedScalingState], last: torch.Tensor | None) -> None:
+def _update_on_device(recipe: Settings, states: Sequence[DelayedScalingState], last: torch.Tensor | None) -> None:
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _update_by_functions(recipe, states, last)
         return
@@ -59,9 +56,7 @@ def _reduces(group: Any) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def _update_by_functions(
-    recipe: DelayedScaling, states: Sequence[DelayedScalingState], last: torch.Tensor | None
-) -> None:
+def _update_by_functions(recipe: Settings, states: Sequence[DelayedScalingState], last: torch.Tensor | None) -> None:
     """The same with the recipe's own functions, each called once for all slots of a format."""
     history = torch.cat([state.amax_history for state in states], 1)
     scale = torch.cat([state.scale for state in states])
@@ -85,7 +80,7 @@ def _update_by_functions(
         slot = end
 
 
-def _amaxes(recipe: DelayedScaling, history: torch.Tensor) -> torch.Tensor:
+def _amaxes(recipe: Settings, history: torch.Tensor) -> torch.Tensor:
     algorithm = recipe.amax_compute_algo
     if callable(algorithm):
         return _checked(algorithm(history.clone()), history[0], "amax_compute_algo")
@@ -96,7 +91,7 @@ def _amaxes(recipe: DelayedScaling, history: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(
-    recipe: DelayedScaling, amax: torch.Tensor, scale: torch.Tensor, maximum: torch.Tensor, fp8_max: float
+    recipe: Settings, amax: torch.Tensor, scale: torch.Tensor, maximum: torch.Tensor, fp8_max: float
 ) -> torch.Tensor:
     algorithm = recipe.scaling_factor_compute_algo
     if algorithm is not None:

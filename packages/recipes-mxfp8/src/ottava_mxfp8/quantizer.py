@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ottava import kernels
+from ottava.distributed import ShardRule
 from ottava.errors import OptionError
-from ottava.formats import MX_BLOCK, fp8_format, mx_scale_shapes
+from ottava.formats import fp8_format, mx_scale_shapes
 from ottava.kernels.parts import mx_quantize_parts
-from ottava.tensors import QuantizedTensorStorage, Quantizer, ShardBatch, ShardJob, ShardOutput
-from ottava_mxfp8.shards import MXFP8Batch
+from ottava.tensors import QuantizedTensorStorage, Quantizer
+from ottava_mxfp8.shards import MXFP8Shards
 from ottava_mxfp8.tensors import MXFP8Tensor, MXFP8TensorStorage
 
 _ABSENT = None, None
@@ -33,7 +33,7 @@ class MXFP8Quantizer(Quantizer):
         OptionError: an option has a value that is not allowed.
     """
 
-    shard_batch: ClassVar[type[ShardBatch]] = MXFP8Batch
+    shards: ClassVar[ShardRule] = MXFP8Shards()
 
     def __init__(
         self,
@@ -83,26 +83,6 @@ class MXFP8Quantizer(Quantizer):
             with_2d_quantization=self.with_2d_quantization,
             quantizer=self,
         )
-
-    # -- shards --
-
-    @property
-    def independent_rows(self) -> int:  # type: ignore[override]
-        """A row, or a row of blocks."""
-        return MX_BLOCK if self.columnwise_usage or self.with_2d_quantization else 1
-
-    def shard_amaxes(self, shard: torch.Tensor, weight: Any, start_offset: int) -> torch.Tensor:
-        """The amaxes of all blocks of the weight, zeros for those of which the shard has nothing."""
-        shape = tuple(weight.shape)
-        matrix = (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
-        return kernels.mx_multi_amax([shard], [shard.dtype], [matrix], [start_offset], [self.with_2d_quantization])
-
-    def cast_shard(
-        self, shard: torch.Tensor, weight: Any, start_offset: int, amaxes: torch.Tensor, out: ShardOutput
-    ) -> None:
-        """The part's bytes, and the scales of all blocks."""
-        job = ShardJob(self, shard, tuple(weight.shape), shard.dtype, weight, start_offset, out)
-        MXFP8Batch([job]).cast(amaxes)
 
     def make_empty(
         self,

@@ -20,6 +20,7 @@ import torch
 
 from ottava_testing.compare import plain, wide
 from ottava_testing.subject import Subject
+from ottava_testing.table import RANK_BODIES, list_checks
 
 #: Processes in a group.
 WORLD = 2
@@ -37,9 +38,6 @@ def outcome(subject: Subject, name: str) -> str | None:
     """
     known: dict[str, str | None] = subject.kept.setdefault(_KEY, {})
     if name not in known:
-        from ottava_testing.checks.ranks import RANK_BODIES
-        from ottava_testing.table import list_checks
-
         checks = {check.name: check for check in list_checks()}
         wanted = subject.wanted or RANK_BODIES
         names = [n for n in RANK_BODIES if n in (name, *wanted) and checks[n].why_not(subject.spec) is None]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ottava.recipes.spec import RecipeSpec
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from ottava_testing.subject import Subject
 
 Body = Callable[["Subject"], None]
+#: What a rank does: the subject, the device mesh, and the folder that the launching process filled.
+RankBody = Callable[["Subject", Any, Path], None]
 
 # The modules with checks, in the order of the table: what others build on comes first, and so do its failures.
 _MODULES = (
@@ -79,6 +82,8 @@ class Check:
 
 
 _CHECKS: dict[str, Check] = {}
+#: What each rank does in a check of several processes, by the check's name.
+RANK_BODIES: dict[str, RankBody] = {}
 
 
 def check(name: str, group: str, promise: str, *needs: Needs, slow: bool = False) -> Callable[[Body], Body]:

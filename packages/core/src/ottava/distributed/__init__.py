@@ -1,8 +1,9 @@
 """What spans processes."""
 
-from ottava.distributed.amax import reduce_amax
-from ottava.distributed.high_precision import HighPrecisionWeight
-from ottava.distributed.sharded_models import gather_quantized
+from ottava.collectives import all_reduce_max as reduce_amax
+from ottava.distributed.high_precision import HighPrecisionWeight, gather_quantized
+from ottava.distributed.rules import PerTensorShards, ShardBatch, ShardRule, rule_of, scales_by_format
+from ottava.distributed.shards import ShardJob, ShardOutput
 from ottava.distributed.weights import (
     MasterWeights,
     cast_master_weights_to_fp8,
@@ -15,6 +16,11 @@ from ottava.distributed.weights import (
 __all__ = [
     "HighPrecisionWeight",
     "MasterWeights",
+    "PerTensorShards",
+    "ShardBatch",
+    "ShardJob",
+    "ShardOutput",
+    "ShardRule",
     "cast_master_weights_to_fp8",
     "gather_quantized",
     "is_custom",
@@ -22,4 +28,6 @@ __all__ = [
     "quantize_master_weights",
     "reduce_amax",
     "replace_raw_data",
+    "rule_of",
+    "scales_by_format",
 ]

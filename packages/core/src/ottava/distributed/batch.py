@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from ottava.collectives import check_group, find_group
+from ottava.distributed.rules import rule_of
+from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
-from ottava.recipes.base import check_group
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava.tensors.collectives import find_group
-from ottava.tensors.shards import ShardJob, shard_output
 from ottava.tensors.storage import native_dtype, same_kind
 from ottava.torch_private import is_distributed, local_tensor
 
@@ -31,7 +31,7 @@ class ShardedWeight:
         storage: the quantized data that this rank has: the whole, or its rows.
         shard: flat; empty where this rank holds nothing.
         start_offset: of the shard in the flattened weight.
-        out: another place for the part, or None.
+        out: another place for the shard, or None.
         group: the ranks that share the weight, if it says so itself.
     """
 
@@ -92,6 +92,9 @@ def _weight(
     place: int, weight: Any, master: Any, quantizer: Any, offset: Any, out: Any, *, offsets_given: bool
 ) -> ShardedWeight:
     what = f"weight {place}"
+    if isinstance(out, (list, tuple)):
+        # TransformerEngine's users write a pair with None for what there is no shard of.
+        out = [buffer for buffer in out if buffer is not None] or None
     storage, rows, group = weight, None, None
     if is_distributed(weight):
         storage = local_tensor(weight)
@@ -113,7 +116,7 @@ def _weight(
     if not any(storage.get_usages().values()):
         raise UsageError(f"{what} holds no data to write to", remedy="it was cleared or saved")
     if storage._whole is not None and storage is weight:
-        raise UsageError(f"{what} is a part of another tensor, whose scale it has", remedy="give the whole tensor")
+        raise UsageError(f"{what} is a view of another tensor, whose scale it has", remedy="give the whole tensor")
     _check_out(out, storage, what)
     return ShardedWeight(what, weight, storage, quantizer, shard, start, out, group)
 
@@ -208,7 +211,7 @@ def _check_agreement(weights: Sequence[ShardedWeight]) -> None:
                 expected="one device for a batch",
             )
         first = seen.setdefault(type(weight.quantizer), weight)
-        for name in weight.quantizer.batch_options:
+        for name in rule_of(weight.quantizer).options:
             own, other = getattr(weight.quantizer, name), getattr(first.quantizer, name)
             if own != other:
                 raise OptionError(
@@ -240,7 +243,7 @@ def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
 
 
 def _check_out(out: Any, storage: QuantizedTensorStorage, what: str) -> None:
-    """Refuse another place for the part of a weight that is of another kind."""
+    """Refuse another place for the shard of a weight that is of another kind."""
     if isinstance(out, QuantizedTensorStorage):
         if not any(out.get_usages().values()):
             raise UsageError(f"the shard of {what} holds no data to write to", remedy="it was cleared or saved")
@@ -259,19 +262,16 @@ def _check_out(out: Any, storage: QuantizedTensorStorage, what: str) -> None:
 
 
 def check_places(jobs: Sequence[ShardJob]) -> None:
-    """Refuse a batch in which two parts are to be written to the same bytes.
+    """Refuse a batch in which two shards are to be written to the same bytes.
 
     Raises:
         ShapeError: two places overlap.
     """
     spans = sorted(
-        (codes.data_ptr(), codes.data_ptr() + codes.numel())
-        for job in jobs
-        for codes in job.output.codes
-        if codes.numel()
+        (data.data_ptr(), data.data_ptr() + data.numel()) for job in jobs for data in job.output.data if data.numel()
     )
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
-        raise ShapeError("two parts would be written to the same bytes", expected="a place of its own for each")
+        raise ShapeError("two shards would be written to the same bytes", expected="a place of its own for each")
 
 
 def default_group(weights: Sequence[ShardedWeight], group: Any) -> Any:
@@ -292,11 +292,9 @@ def default_group(weights: Sequence[ShardedWeight], group: Any) -> Any:
 def make_jobs(weights: Sequence[ShardedWeight]) -> list[ShardJob]:
     """What the quantizers are told."""
     jobs = []
-    for weight in weights:
-        count = weight.shard.numel()
-        output = shard_output(weight.storage, weight.shape, weight.start_offset, count, weight.out, weight.what)
-        shard, dtype = weight.shard, weight.dtype
-        jobs.append(ShardJob(weight.quantizer, shard, weight.shape, dtype, weight.weight, weight.start_offset, output))
+    for w in weights:
+        output = shard_output(w.storage, w.shape, w.start_offset, w.shard.numel(), w.out, w.what)
+        jobs.append(ShardJob(w.quantizer, w.shard, w.shape, w.dtype, w.start_offset, output))
     if any(weight.out is not None for weight in weights):
         check_places(jobs)
     return jobs

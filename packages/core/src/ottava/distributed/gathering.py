@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ottava.distributed.fsdp2 import gathered_together
+from ottava.distributed.hooks import GatherPlan, check_shard, post_all_gather, pre_all_gather
+from ottava.distributed.rules import ShardBatches, rule_of
+from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import UsageError
-from ottava.tensors import QuantizedTensor, Quantizer, ShardJob, shard_output
-from ottava.tensors.fsdp import gathered_together
-from ottava.tensors.sharding import GatherPlan, check_shard, post_all_gather, pre_all_gather
-from ottava.tensors.shards import ShardBatch, cast_batches, make_batches, reduced_amaxes
+from ottava.tensors import QuantizedTensor, Quantizer
 from ottava.torch_private import graph_task_id
 
 
@@ -53,7 +54,7 @@ _amaxes: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[int], list[torch.
 def gather_inputs(
     weight: Any, mesh: Any, size: torch.Size, module: Any, mp_policy: Any
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan | HighPrecisionPlan]:
-    """This rank's part of what is gathered, padded to the length of the longest, and what is made of the parts.
+    """What this rank sends, padded to the length of the longest shard, and what is made of all that is gathered.
 
     Raises:
         UsageError: the module binds no recipe, or is resharded to fewer ranks after the forward pass.
@@ -122,18 +123,20 @@ def _quantizer_of(module: Any) -> Quantizer:
 
 def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bool:
     """Whether shards can be quantized where they are; the same on every rank."""
-    if quantizer.independent_rows is not None:
+    rule = rule_of(quantizer)
+    independent = rule.independent_rows(quantizer)
+    if independent is not None:
         rows = math.ceil(size[0] / world) * math.prod(size[1:-1])
-        return world == 1 or (len(size) > 1 and size[0] % world == 0 and rows % quantizer.independent_rows == 0)
-    if type(quantizer).shard_amaxes is Quantizer.shard_amaxes:
+        return world == 1 or (len(size) > 1 and size[0] % world == 0 and rows % independent == 0)
+    if rule.batch is None:
         return False
     if size[0] % world == 0:
         return True
     # FSDP pads uneven shards, and takes only what has their shape.
     shape = (1, *size[1:])
     example = quantizer.with_usage(True, True).make_empty(shape, dtype=torch.float32)
-    parts = [getattr(example, inner.attribute) for inner in example.inner_tensors if inner.gather]
-    return all(part is None or tuple(part.shape) == shape for part in parts)
+    sent = [getattr(example, inner.attribute) for inner in example.inner_tensors if inner.gather]
+    return all(tensor is None or tuple(tensor.shape) == shape for tensor in sent)
 
 
 def _quantize_together(shards: Sequence[_Shard], group: Any, world: int) -> None:
@@ -145,7 +148,7 @@ def _quantize_together(shards: Sequence[_Shard], group: Any, world: int) -> None
         quantizer = _quantizer_of(shard.module).with_usage(True, True)
         if not _gathers_quantized(quantizer, shard.size, world):
             continue
-        if quantizer.independent_rows is not None:
+        if rule_of(quantizer).independent_rows(quantizer) is not None:
             made.append((shard, quantizer.quantize_impl(shard.values.to(shard.dtype), shard.dtype)))  # type: ignore[arg-type]
             continue
         row = math.prod(shard.size[1:])
@@ -153,12 +156,11 @@ def _quantize_together(shards: Sequence[_Shard], group: Any, world: int) -> None
         local: Any = quantizer.make_empty(shard.values.shape, dtype=shard.dtype, device=shard.values.device)
         output = shard_output(local, shard.size, start, shard.values.numel(), None, "a sharded weight")
         flat = shard.values.reshape(-1)
-        whole = torch.empty(shard.size, dtype=shard.dtype, device="meta")
-        jobs.append(ShardJob(quantizer, flat, tuple(shard.size), shard.dtype, whole, start, output))
+        jobs.append(ShardJob(quantizer, flat, tuple(shard.size), shard.dtype, start, output))
         reducing.append(shard)
         made.append((shard, local))
-    batches = make_batches(jobs)
-    cast_batches(batches, _shared_amaxes(reducing, batches, group))
+    batches = ShardBatches.of(jobs)
+    batches.cast(_shared_amaxes(reducing, batches, group))
     for shard, local in made:
         if not isinstance(local, QuantizedTensor):
             raise UsageError(
@@ -169,7 +171,7 @@ def _quantize_together(shards: Sequence[_Shard], group: Any, world: int) -> None
         _quantized[shard.module] = (shard.values._version, shard.dtype, local)
 
 
-def _shared_amaxes(shards: Sequence[_Shard], batches: Sequence[ShardBatch], group: Any) -> list[torch.Tensor]:
+def _shared_amaxes(shards: Sequence[_Shard], batches: ShardBatches, group: Any) -> list[torch.Tensor]:
     """The amaxes of the whole weights. A backward pass has those of the forward pass: the values are the same."""
     if not shards:
         return []
@@ -177,6 +179,6 @@ def _shared_amaxes(shards: Sequence[_Shard], batches: Sequence[ShardBatch], grou
     known = _amaxes.get(shards[0].module)
     if graph_task_id() != -1 and known is not None and known[0] == versions:
         return known[1]
-    reduced = reduced_amaxes(batches, group)
+    reduced = batches.amaxes(group)
     _amaxes[shards[0].module] = (versions, reduced)
     return reduced

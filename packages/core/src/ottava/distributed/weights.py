@@ -1,7 +1,8 @@
 """Quantized weights from master weights that are sharded over ranks.
 
-Afterwards every rank's part has the bytes, and every rank the scales, that quantizing the whole weight at once would
-give. One all-reduce(MAX) serves all weights, whatever recipes they are of.
+Afterwards every rank's shard has the bytes, and every rank the scales, that quantizing the whole weight at once would
+give. One all-reduce(MAX) serves all weights, whatever recipes they are of; where amaxes do not say what a quantizer
+does, one all-gather brings the shards of all such weights besides.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 
 from ottava.distributed.batch import check_batch, default_group, make_jobs
+from ottava.distributed.rules import ShardBatches
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava.tensors.shards import make_batches, quantize_batches
 from ottava.torch_private import local_tensor
 
 
@@ -48,14 +49,14 @@ def cast_master_weights_to_fp8(
     fsdp_shard_model_weights: Sequence[Any] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Write this rank's part of quantized weights from its shards of their master weights.
+    """Write this rank's shards of quantized weights from its shards of their master weights.
 
     A master weight is first rounded to the nominal dtype of its weight. All ranks of the group call this with the same
     weights in the same order; a rank may hold nothing of some, or of all of them.
 
     Args:
         model_weights: quantized tensors or storages, or DTensors of them that are sharded along their rows (FSDP2):
-            then the part is the local tensor.
+            then the shard is the local tensor.
         master_weights: for each weight the shard that this rank holds, float32 (or bfloat16, float16), flattened as the
             weight is; None for nothing. A DTensor stands for its local tensor.
         quantizers: for each weight, or one for all; None is the weight's own.
@@ -63,8 +64,9 @@ def cast_master_weights_to_fp8(
             no process group initialized, this process holds all there is.
         start_offsets: index of each shard's first element in the flattened weight; None where there is no shard.
             Without the list, masters are whole, or have the rows of a DTensor.
-        fsdp_shard_model_weights: where the part is not to be written into the weight itself: a quantized tensor that is
-            the part, or its bytes (uint8), one tensor for each direction that has data of its own. Entries may be None.
+        fsdp_shard_model_weights: where the shard is not to be written into the weight itself: a quantized tensor that
+            is the shard, or its bytes (uint8), one tensor for each direction that has data of its own. Entries may be
+            None, and so may both of a pair.
         manual_post_all_gather_processing: leave what derives from the bytes, a transpose, to
             :func:`post_all_gather_processing`; otherwise the next forward pass makes it.
 
@@ -117,11 +119,11 @@ class MasterWeights:
             weights = check_batch(*self._given)
             for weight in weights:
                 if weight.storage is not weight.weight:
-                    # An uneven shard is a part of a padded one. The padding is zeros at any scale: it is on its own.
+                    # An uneven shard is a view of a padded one, whose padding is zeros at any scale: it is on its own.
                     weight.storage._whole = None
             self._group = default_group(weights, self._group_given)
             jobs = make_jobs(weights)
-            self._batches = make_batches(jobs)
+            self._batches = ShardBatches.of(jobs)
         self._holders = list(
             {id(h): h for w, j in zip(weights, jobs, strict=True) for h in (w.storage, j.output.holder)}.values()
         )
@@ -140,7 +142,7 @@ class MasterWeights:
         return [*held, *map(_data_ptr, self._masters), *(id(holder._quantizer) for holder in self._holders)]
 
     def quantize(self) -> None:
-        """Write this rank's parts of the weights, and all scales, from the master weights as they are now.
+        """Write this rank's shards of the weights, and all scales, from the master weights as they are now.
 
         Raises:
             ShapeError, OptionError, DTypeError, UsageError, DeviceError: something that was replaced does not fit.
@@ -148,7 +150,7 @@ class MasterWeights:
         if not self._keeps or self._addresses() != self._seen:
             self._look()
         with torch.no_grad():
-            quantize_batches(self._batches, self._group)
+            self._batches.quantize(self._group)
         for holder in self._holders:
             holder.rebuilds_derived = self._automatic
 
@@ -180,7 +182,7 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
 
 
 def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor | Sequence[torch.Tensor]) -> None:
-    """Move the elements of a quantized tensor into a buffer, for example a part of a contiguous one for all weights.
+    """Move the elements of a quantized tensor into a buffer, for example a range of a contiguous one for all weights.
 
     Values and everything else of the tensor stay as they are; what was an alias of it keeps the old bytes.
 
@@ -197,7 +199,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor 
     buffers = list(new_raw_data) if isinstance(new_raw_data, (list, tuple)) else [new_raw_data]
     if tensor._whole is not None:
         raise UsageError(
-            f"this {type(tensor).__name__} is a part of another, whose data it shares",
+            f"this {type(tensor).__name__} is a view of another, whose data it shares",
             expected="a whole tensor",
             remedy="replace the data of the whole",
         )

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ottava.errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.errors import CheckpointError, OptionError, UsageError
 from ottava.kernels import HIGH_PRECISION
+from ottava.nn.checks import autocast_dtype, checked_dtype
 from ottava.nn.function import LinearPlan, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.main_grad import into_main_grad, main_grad_of
@@ -23,22 +24,7 @@ from ottava.recipes.stepping import begin_step, may_begin
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import any_autocast_enabled, graph_task_id, local_tensor, set_local_tensor
-
-# Asked once, for the types of devices that layers run on: the compiler of torch 2.11 cannot trace the question.
-_WITH_AUTOCAST = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind)
-)
-
-
-def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """What torch.autocast computes in where ``tensor`` is; None outside of it."""
-    # One cheap question first; compiled code asks the others only.
-    if not torch.compiler.is_compiling() and not any_autocast_enabled():
-        return None
-    device_type = tensor.device.type
-    enabled = device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if enabled else None
+from ottava.torch_private import graph_task_id, local_tensor, set_local_tensor
 
 
 def _backward_task() -> int:
@@ -232,8 +218,8 @@ class Linear(torch.nn.Linear):
             return self._high_precision(input)
         # Looked up once: a module looks for its parameters in several places.
         weight = self.weight
-        autocast_dtype = _autocast_dtype(weight)
-        dtype = self._check(input, weight, autocast_dtype)
+        amp_dtype = autocast_dtype(weight)
+        dtype = checked_dtype(self, input, weight, amp_dtype)
         state = self._state_for(recipe, group)
         if state.stateful:
             self._take_part(state, group, weight)
@@ -255,7 +241,7 @@ class Linear(torch.nn.Linear):
             kept_weight = self._kept_weight(state, dtype, is_first_microbatch, recording)
         main_grad = main_grad_of(self, grad_enabled) if self.fuse_wgrad_accumulation else None
         plan = LinearPlan(state, dtype, grad_enabled, recording, main_grad)
-        if autocast_dtype is None:
+        if amp_dtype is None:
             return quantized_linear(input, weight, self.bias, kept_weight, plan)
         with torch.autocast(device_type=weight.device.type, enabled=False):
             return quantized_linear(input, weight, self.bias, kept_weight, plan)
@@ -349,7 +335,7 @@ class Linear(torch.nn.Linear):
     def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
         weight = self._plain_weight() if main_grad is None else into_main_grad(self.weight, main_grad)
-        return high_precision_linear(input, weight, self.bias, _autocast_dtype(weight))
+        return high_precision_linear(input, weight, self.bias, autocast_dtype(weight))
 
     def _kept_weight(
         self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool, recording: bool
@@ -365,41 +351,6 @@ class Linear(torch.nn.Linear):
                 kept.update_quantizer(None)
             self._quantized_weight = kept
         return self._quantized_weight
-
-    def _check(self, input: torch.Tensor, weight: torch.Tensor, autocast_dtype: torch.dtype | None) -> torch.dtype:
-        """Refuse what does not fit; returns the dtype to compute in."""
-        if not isinstance(input, torch.Tensor):
-            raise DTypeError(f"input is a {type(input).__name__}", expected="a torch.Tensor")
-        if input.dim() == 0 or input.shape[-1] != self.in_features:
-            raise ShapeError(
-                f"input of {self._label()} has shape {tuple(input.shape)}",
-                expected=f"a last dimension of {self.in_features}",
-                remedy="check the layer before this one",
-            )
-        if input.device != weight.device:
-            raise DeviceError(
-                f"input of {self._label()} is on {input.device}, its weight on {weight.device}",
-                expected="one device",
-                remedy=f"move one of them, for example input.to({str(weight.device)!r})",
-            )
-        dtype = input.dtype
-        same = dtype == weight.dtype
-        if dtype not in HIGH_PRECISION or not (same or weight.dtype in HIGH_PRECISION):
-            what, wrong = ("weight", weight.dtype) if dtype in HIGH_PRECISION else ("input", dtype)
-            raise DTypeError(
-                f"{what} of {self._label()} has dtype {wrong}",
-                expected="torch.float32, torch.bfloat16 or torch.float16",
-                remedy="convert it first, for example with .to(torch.bfloat16)",
-            )
-        if autocast_dtype is not None:
-            return autocast_dtype
-        if not same:
-            raise DTypeError(
-                f"input of {self._label()} has dtype {dtype}, its weight {weight.dtype}",
-                expected="one dtype",
-                remedy="convert one of them, or run inside torch.autocast",
-            )
-        return dtype
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # ``.half()`` and its like dequantize; a module's weight keeps its codes and changes its nominal dtype.

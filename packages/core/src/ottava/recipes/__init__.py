@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "Explanation": "ottava.recipes.explanation",
     "FactorySpec": "ottava.recipes.spec",
-    "QuantizerRequest": "ottava.recipes.request",
+    "QuantizerRequest": "ottava.recipes.base",
     "QuantizerRole": "ottava.recipes.role",
     "Recipe": "ottava.recipes.base",
     "RecipeRule": "ottava.recipes.explanation",
@@ -32,6 +32,7 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from ottava.recipes.base import QuantizerRequest as QuantizerRequest
     from ottava.recipes.base import Recipe as Recipe
     from ottava.recipes.explanation import Explanation as Explanation
     from ottava.recipes.explanation import RecipeRule as RecipeRule
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from ottava.recipes.registry import list_quantizer_factories as list_quantizer_factories
     from ottava.recipes.registry import list_recipes as list_recipes
     from ottava.recipes.registry import plugin_statuses as plugin_statuses
-    from ottava.recipes.request import QuantizerRequest as QuantizerRequest
     from ottava.recipes.role import QuantizerRole as QuantizerRole
     from ottava.recipes.spec import FactorySpec as FactorySpec
     from ottava.recipes.spec import RecipeSpec as RecipeSpec

@@ -1,16 +1,16 @@
-"""``Recipe``: which quantizer serves which tensor."""
+"""``Recipe``: which quantizer serves which tensor; and recipes by name."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ottava.errors import DTypeError, OptionError
-from ottava.recipes import registry
-from ottava.recipes.explanation import Explanation, RecipeRule, describe
-from ottava.recipes.request import QuantizerRequest
+from ottava.recipes.explanation import Explanation, RecipeRule, words
+from ottava.recipes.provided import build_recipe, get_quantizer_factory
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 
@@ -18,20 +18,6 @@ if TYPE_CHECKING:
     from ottava.tensors import Quantizer
 
 QuantizerFactory = Callable[[QuantizerRole], Any]
-
-
-def check_group(group: Any) -> None:
-    """Refuse what is not a process group, the name of one, or None.
-
-    Raises:
-        OptionError: it is something else, a group that this process is not in included.
-    """
-    if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
-        raise OptionError(
-            f"amax_reduction_group is {group!r}",
-            expected="a process group that this process is in, or None",
-            remedy="pass what torch.distributed.new_group() returned on a member",
-        )
 
 
 class Recipe(ABC):
@@ -62,7 +48,7 @@ class Recipe(ABC):
             RecipeNotFoundError, PluginError: as of :func:`ottava.get_quantizer_factory`.
         """
         if isinstance(factory, str):
-            factory = registry.get_quantizer_factory(factory)
+            factory = get_quantizer_factory(factory)
         if factory is not None and not callable(factory):
             raise DTypeError(
                 f"the factory is a {type(factory).__name__}", expected="a callable factory(role), or a name"
@@ -122,7 +108,13 @@ class Recipe(ABC):
 
     def explain(self, role: QuantizerRole | str) -> Explanation:
         """What serves ``role``, in words: by default a description of the quantizer that is made for it."""
-        return describe(self, QuantizerRole.of(role))
+        role = QuantizerRole.of(role)
+        given = self.given(role)
+        if isinstance(given, QuantizerRequest):
+            return given.recipe.explain(role)
+        name = self.name or type(self).__name__ if given is None else ""
+        quantizer = self.make_quantizer(role) if given is None else given
+        return Explanation(words(quantizer.for_usage(False), name), words(quantizer.for_usage(True), name))
 
     def rules(self) -> tuple[RecipeRule, ...]:
         """The rules that :meth:`explain` may name, in their order: none, unless the recipe has any."""
@@ -151,6 +143,41 @@ class Recipe(ABC):
         return RecipeState(self, roles, amax_reduction_group=amax_reduction_group)
 
 
+@dataclass(frozen=True)
+class QuantizerRequest:
+    """What a quantizer factory returns to ask for what ``recipe`` would use for the role.
+
+    A recipe that keeps state (delayed scaling, say) cannot be served by a quantizer that a factory makes: its state
+    belongs to the layer. The layer answers the requests that name equal recipes with one state.
+
+    Attributes:
+        recipe: a recipe; the name of an installed one is built with its defaults.
+
+    Raises:
+        DTypeError, RecipeNotFoundError: ``recipe`` is no recipe.
+    """
+
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", as_recipe(self.recipe))
+
+
+def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
+    """Build the recipe registered as ``name``, or from the recipe file whose path it is.
+
+    A path has a suffix, which no name has: the recipe whose spec lists the suffix in ``file_suffixes`` reads the file.
+
+    Raises:
+        RecipeNotFoundError: no installed package provides it; the message has the nearest names.
+        DuplicateRecipeError: several packages claim the name.
+        OptionError: an option that the recipe does not take, one that is missing, or a value that it refuses.
+        PluginError: the package that provides it cannot be imported, or does not build a recipe.
+    """
+    made: Recipe = build_recipe(name, Recipe, options)
+    return made
+
+
 def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
     """A recipe object, built with its defaults when given by name, or from the file whose path it is.
 
@@ -159,7 +186,7 @@ def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
         RecipeNotFoundError, OptionError: as of :func:`ottava.get_recipe`.
     """
     if isinstance(recipe, (str, os.PathLike)):
-        return registry.get_recipe(recipe)
+        return get_recipe(recipe)
     if not isinstance(recipe, Recipe):
         raise DTypeError(
             f"recipe is a {type(recipe).__name__}: {recipe!r}",

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ottava.recipes.request import QuantizerRequest
-from ottava.recipes.role import QuantizerRole
-
 if TYPE_CHECKING:
-    from ottava.recipes.base import Recipe
-    from ottava.tensors import Quantizer
+    from ottava.tensors.quantizer import Quantizer
 
 
 @dataclass(frozen=True)
@@ -41,16 +37,6 @@ class Explanation:
     columnwise: str
     line: int | None = None
     rule: RecipeRule | None = None
-
-
-def describe(recipe: Recipe, role: QuantizerRole) -> Explanation:
-    """What ``recipe`` uses for ``role``, from the quantizer that it gives."""
-    given = recipe.given(role)
-    if isinstance(given, QuantizerRequest):
-        return given.recipe.explain(role)
-    name = recipe.name or type(recipe).__name__ if given is None else ""
-    quantizer = recipe.make_quantizer(role) if given is None else given
-    return Explanation(words(quantizer.for_usage(False), name), words(quantizer.for_usage(True), name))
 
 
 def words(quantizer: Quantizer, name: str = "") -> str:

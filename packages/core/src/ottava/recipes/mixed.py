@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from ottava.errors import UsageError
-from ottava.recipes.base import Recipe
-from ottava.recipes.request import QuantizerRequest
+from ottava.recipes.base import QuantizerRequest, Recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 from ottava.tensors.quantizer import Quantizer

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from ottava.collectives import check_group
 from ottava.errors import OptionError
 from ottava.recipes import registry
-from ottava.recipes.base import Recipe, as_recipe, check_group
+from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.stepping import Cohort, begin_step, cohort_for, may_begin, states_of
-from ottava.tensors.fsdp import sharded_modules
+from ottava.tensors.slots import above
 from ottava.torch_private import constant_to_compiler, graph_task_id
 
 
@@ -178,7 +179,8 @@ def _module_of(layer: torch.nn.Module) -> torch.nn.Module | None:
     module = None if known is None else known()
     if module is not None:
         return module
-    for sharded in sharded_modules():
+    modules: list[torch.nn.Module] = above("fsdp2").sharded_modules()
+    for sharded in modules:
         for module in sharded.modules():
             hooked = enter_module in module._forward_pre_hooks.values()
             if hooked and any(inner is layer for inner in module.modules()):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ottava.recipes.role import QuantizerRole
 
 if TYPE_CHECKING:
     import torch
 
-    from ottava.recipes.base import Recipe
-    from ottava.tensors import Quantizer
+    from ottava.tensors.quantizer import Quantizer
 
 _USAGES = ((True, False), (False, True), (True, True))
 
@@ -23,6 +22,18 @@ _REDUCED_BY_MAX: set[str] = set()
 def is_reduced_by_max(name: str) -> bool:
     """Whether a name in a state dict is that of a buffer with :attr:`RecipeState.reduced_by_max`."""
     return ".recipe_state." in f".{name}" and name.rpartition(".")[2] in _REDUCED_BY_MAX
+
+
+class StateRecipe(Protocol):
+    """What a state asks of its recipe, an :class:`ottava.Recipe`, which says what each does."""
+
+    name: ClassVar[str]
+    _factory: Any
+
+    def quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Quantizer: ...
+    def same_as(self, other: Any) -> bool: ...
+    def has_factory(self, factory: Any) -> bool: ...
+    def update_states(self, states: Any, amax_reduction_group: Any) -> None: ...
 
 
 class RecipeState:
@@ -39,7 +50,7 @@ class RecipeState:
     #: on another number of ranks has these for all of them; of other buffers it has those of the first rank.
     reduced_by_max: ClassVar[tuple[str, ...]] = ()
 
-    recipe: Recipe
+    recipe: StateRecipe
     # The quantizer factory that was put over the recipe when this was made.
     factory: Any = None
     amax_reduction_group: Any
@@ -54,7 +65,9 @@ class RecipeState:
         super().__init_subclass__(**kwargs)
         _REDUCED_BY_MAX.update(cls.reduced_by_max)
 
-    def __init__(self, recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
+    def __init__(
+        self, recipe: StateRecipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
+    ) -> None:
         self.recipe, self.factory = recipe, recipe._factory
         self.amax_reduction_group = amax_reduction_group
         self.quantizers: dict[tuple[str, bool, bool], Quantizer] = {}
@@ -66,11 +79,11 @@ class RecipeState:
                 variant.internal = True
                 self.quantizers[role.tensor_type, rowwise, columnwise] = variant
 
-    def serves(self, recipe: Recipe, amax_reduction_group: Any) -> bool:
+    def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """Whether this is the state for that recipe and process group."""
         return self.is_of(recipe) and self.amax_reduction_group is amax_reduction_group
 
-    def is_of(self, recipe: Recipe) -> bool:
+    def is_of(self, recipe: Any) -> bool:
         """Whether it was made by an equal recipe, under the factory that the recipe has now."""
         return self.recipe.same_as(recipe) and recipe.has_factory(self.factory)
 

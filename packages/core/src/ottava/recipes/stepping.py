@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ottava.recipes.base import Recipe
-from ottava.recipes.state import RecipeState
+from ottava.recipes.state import RecipeState, StateRecipe
 from ottava.torch_private import graph_task_id
 
 
@@ -23,7 +23,7 @@ def begin_step(states: Iterable[RecipeState], amax_reduction_group: Any) -> None
     whole = list(states)
     # A state that consists of several may be found by itself and as a part.
     parts = {id(part): part for state in whole for part in state.parts()}
-    by_recipe: list[tuple[Recipe, list[RecipeState]]] = []
+    by_recipe: list[tuple[StateRecipe, list[RecipeState]]] = []
     for state in parts.values():
         for recipe, together in by_recipe:
             if recipe.same_as(state.recipe):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ottava.errors import UsageError
-from ottava.tensors.shards import requantize
+from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import schema_of, tree_map
 
@@ -65,7 +65,7 @@ def dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if op.namespace == "c10d":
         raise UsageError(
             f"the collective {schema_of(op).name} was called with a quantized tensor",
-            expected="plain tensors: its codes and scales, or its values",
+            expected="plain tensors: its data and scales, or its values",
             remedy="load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
             "ottava.checkpoint.load_sharded",
         )
@@ -81,7 +81,12 @@ def dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     result = op(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
     written = _written(op, args, kwargs)
-    requantize([(value, plain[id(value)]) for value in written])
+    if len(written) > 1 and any(getattr(value, "_shard_group", None) is not None for value in written):
+        # Shards: one collective serves all whose scales are shared.
+        above("rules").requantize([(value, plain[id(value)]) for value in written])
+    else:
+        for value in written:
+            value.quantize_(plain[id(value)])
     returned: dict[int, Any] = {id(plain[id(value)]): value for value in written}
     if not returned:
         return result

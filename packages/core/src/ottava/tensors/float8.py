@@ -16,16 +16,10 @@ from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
 from ottava.tensors.blocks import GemmCache
 from ottava.tensors.codes import as_codes
-from ottava.tensors.freshness import DerivedTensor, WriteCount, bump_version
+from ottava.tensors.declaration import InnerTensor, StaticField, StorageQuantizer, check_values_dtype
+from ottava.tensors.freshness import DerivedTensor, WriteCount
 from ottava.tensors.layout import columnwise_is_transpose
-from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import (
-    InnerTensor,
-    QuantizedTensorStorage,
-    StaticField,
-    StorageSpec,
-    check_values_dtype,
-)
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import make_wrapper_subclass
 
@@ -89,7 +83,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         fp8_dtype: torch.dtype,
         dtype: torch.dtype = torch.float32,
         data_transpose: torch.Tensor | None = None,
-        quantizer: Quantizer | None = None,
+        quantizer: StorageQuantizer | None = None,
     ) -> None:
         self._dtype = dtype
         codes, transposed, scale_inv = _checked_parts(data, data_transpose, fp8_scale_inv, fp8_dtype, dtype)
@@ -103,7 +97,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         scale_inv: torch.Tensor,
         fp8_dtype: torch.dtype,
         dtype: torch.dtype,
-        quantizer: Quantizer | None,
+        quantizer: StorageQuantizer | None,
     ) -> Float8TensorStorage:
         """A bare storage of parts that fit together because a kernel made them: nothing is checked."""
         made = object.__new__(Float8TensorStorage)
@@ -141,7 +135,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         fp8_scale_inv: torch.Tensor | None,
         fp8_dtype: torch.dtype,
         data_transpose: torch.Tensor | None,
-        quantizer: Quantizer | None,
+        quantizer: StorageQuantizer | None,
     ) -> None:
         self._writes = WriteCount()
         self._derived: DerivedTensor | None = None
@@ -178,52 +172,17 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return transposed.movedim(0, -1)
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
-        if self._whole is not None and isinstance(src, QuantizedTensorStorage):
-            self._write_part(src, noop_flag)
-            return
         if isinstance(src, Float8TensorStorage) and src._fp8_dtype != self._fp8_dtype:
             raise DTypeError(f"source holds {src._fp8_dtype}", expected=str(self._fp8_dtype))
-        derived = self._derived if self._transpose is not None else None
+        whole = self._whole if isinstance(self._whole, Float8TensorStorage) else None
+        # The write reaches the transposed codes where ``src`` has them too, or where a view is one of them.
+        holder = self if whole is None else whole
+        reached = whole is None or whole._data is None
+        derived = holder._derived if reached and holder._transpose is not None else None
         super().copy_from_storage(src, noop_flag=noop_flag)
         if derived is not None:
-            # The write above reached the transposed codes too: they are fresh again, for every alias.
-            derived.refresh(self._data, self._writes)
-
-    def _has_scale_of(self, other: QuantizedTensorStorage) -> bool:
-        """Whether the codes of ``other`` mean the same here: format and scale are equal."""
-        if not isinstance(other, Float8TensorStorage) or other._data is None or other._fp8_dtype != self._fp8_dtype:
-            return False
-        mine, theirs = self._scale_inv, other._scale_inv
-        # Comparing values would break a graph that is being traced.
-        return mine is theirs or (not torch.compiler.is_compiling() and torch.equal(mine, theirs.to(mine.device)))
-
-    def _write_part(self, src: QuantizedTensorStorage, noop_flag: torch.Tensor | None) -> None:
-        """Write to a part: its codes where the scales are equal, else the whole is quantized again."""
-        whole, part = self._whole, self._data
-        if not isinstance(whole, Float8TensorStorage) or part is None:
-            raise UsageError("this part cannot be written in place", remedy="write to the whole tensor instead")
-        if noop_flag is None and self._has_scale_of(src):
-            part.copy_(src._data)  # type: ignore[attr-defined]
-            whole._written_through(part)
-            return
-        codes = whole._codes()
-        # The values in the memory order of the codes, so that the part is found by its strides and offset.
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(codes.shape, codes.stride(), strict=True))
-        memory = torch.zeros(extent, dtype=whole.dtype, device=codes.device)
-        values = memory.as_strided(codes.shape, codes.stride(), 0)
-        values.copy_(Float8TensorStorage.dequantize(whole))
-        memory.as_strided(part.shape, part.stride(), part.storage_offset() - codes.storage_offset()).copy_(
-            src.dequantize().detach()
-        )
-        whole.quantize_(values, noop_flag=noop_flag)
-
-    def _written_through(self, part: torch.Tensor) -> None:
-        """Codes were written through a view of them: what is derived from them is stale, what they are is not."""
-        bump_version(part)
-        derived = self._derived if self._data is None else None
-        self.mark_written()
-        if derived is not None:
-            derived.refresh(None, self._writes)
+            # They are fresh again, for every alias.
+            derived.refresh(holder._data, holder._writes)
 
     # -- the elements as bytes --
 
@@ -378,7 +337,7 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
         fp8_dtype: torch.dtype,
         fp8_scale_inv: torch.Tensor,
         data_transpose: torch.Tensor | None = None,
-        quantizer: Quantizer | None = None,
+        quantizer: StorageQuantizer | None = None,
         requires_grad: bool = False,
     ) -> Float8Tensor:
         codes, transposed, _ = _checked_parts(data, data_transpose, fp8_scale_inv, fp8_dtype, dtype)
@@ -397,6 +356,7 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
             dtype=dtype,
             device=held.device,
             requires_grad=requires_grad,
+            storage_size=0,
         )
         return made
 
@@ -409,7 +369,7 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
         fp8_dtype: torch.dtype,
         fp8_scale_inv: torch.Tensor,
         data_transpose: torch.Tensor | None = None,
-        quantizer: Quantizer | None = None,
+        quantizer: StorageQuantizer | None = None,
         requires_grad: bool = False,
     ) -> None:
         codes, transposed, scale_inv = _checked_parts(data, data_transpose, fp8_scale_inv, fp8_dtype, dtype)
@@ -432,73 +392,8 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
             isinstance(other, Float8Tensor)
             and other._fp8_dtype == self._fp8_dtype
             and other.shape == self.shape
-            and (self._whole is None or self._has_scale_of(other))
+            and (self._whole is None or self.shares_scales(other))
             and self._data is not None
             and other._data is not None
             and (self._transpose is None or other._transpose is not None)
         )
-
-
-class Float8QuantizerBase(Quantizer):
-    """What quantizers with one scale a tensor share: the format, empty results and wrapping of kernel outputs."""
-
-    def __init__(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        fp8_format(fp8_dtype)
-        self.fp8_dtype = fp8_dtype
-
-    def needs(self, device: torch.device) -> tuple[bool, bool]:
-        """``(data, transpose)``: which buffers the usages set need on ``device``."""
-        transposed = self.columnwise_usage and columnwise_is_transpose(device)
-        return self.rowwise_usage or not transposed, transposed
-
-    def wrap(
-        self,
-        data: torch.Tensor | None,
-        transpose: torch.Tensor | None,
-        scale_inv: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> QuantizedTensorStorage:
-        """Codes as a storage when ``internal``, else as a :class:`Float8Tensor`."""
-        cls = Float8TensorStorage if self.internal else Float8Tensor
-        return cls(
-            data=data,
-            fp8_scale_inv=scale_inv,
-            fp8_dtype=self.fp8_dtype,
-            dtype=dtype,
-            data_transpose=transpose,
-            quantizer=self,
-        )
-
-    def wrap_made(
-        self,
-        data: torch.Tensor | None,
-        transpose: torch.Tensor | None,
-        scale_inv: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> QuantizedTensorStorage:
-        """:meth:`wrap` of what one call of a kernel made, which fits together: a bare storage is not checked."""
-        if self.internal:
-            return Float8TensorStorage.around(data, transpose, scale_inv, self.fp8_dtype, dtype, self)
-        return self.wrap(data, transpose, scale_inv, dtype)
-
-    def make_empty(
-        self,
-        shape: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-    ) -> QuantizedTensorStorage:
-        shape, place = self.check_empty(shape, dtype, device, requires_grad)
-        with_data, with_transpose = self.needs(place)
-        if with_transpose and len(shape) == 0:
-            with_data, with_transpose = True, False
-        codes = torch.empty(shape, dtype=torch.uint8, device=place) if with_data else None
-        transposed = None
-        if with_transpose:
-            transposed = torch.empty((shape[-1], *shape[:-1]), dtype=torch.uint8, device=place)
-        made = self.wrap(codes, transposed, torch.ones((), dtype=torch.float32, device=place), dtype)
-        if requires_grad and isinstance(made, torch.Tensor):
-            made.requires_grad_(True)
-        return made

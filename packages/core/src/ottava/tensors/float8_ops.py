@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 
 def _alias(
-    tensor: Float8Tensor, codes: torch.Tensor, *, transpose: torch.Tensor | None = None, part: bool = False
+    tensor: Float8Tensor, codes: torch.Tensor, *, transpose: torch.Tensor | None = None, less: bool = False
 ) -> Float8Tensor:
     """A view of ``tensor`` around ``codes``, a view of its codes: writes to either reach both."""
     view = Float8Tensor(
@@ -27,9 +27,9 @@ def _alias(
     )
     view._writes = tensor._writes
     view._transpose = transpose
-    # Writing to less than the whole rescales the whole; so does writing through a view of transposed codes.
-    part = part or tensor._data is None or codes.numel() != tensor.numel()
-    view._whole = tensor if tensor._whole is None and part else tensor._whole
+    # The scale is that of the rest of the tensor too, and transposed codes are a copy of nothing that a view has.
+    less = less or tensor._data is None or codes.numel() != tensor.numel()
+    view._whole = tensor if tensor._whole is None and less else tensor._whole
     return view
 
 
@@ -70,7 +70,7 @@ def _as_strided(op: Any, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> Any
     codes = tensor._codes()
     view = op(codes, *args, **kwargs)
     same = view.stride() == codes.stride() and view.storage_offset() == codes.storage_offset()
-    return _alias(tensor, view, part=view.shape != codes.shape or not same)
+    return _alias(tensor, view, less=view.shape != codes.shape or not same)
 
 
 @implements(
@@ -81,7 +81,7 @@ def _as_strided(op: Any, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> Any
     _aten.unbind.int,
 )
 def _split(op: Any, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> Any:
-    return [_alias(tensor, part) for part in op(tensor._codes(), *args, **kwargs)]
+    return [_alias(tensor, view) for view in op(tensor._codes(), *args, **kwargs)]
 
 
 @implements(Float8Tensor, _aten.clone.default)
@@ -103,7 +103,7 @@ def _nominal(kwargs: dict[str, Any], tensor: Float8Tensor) -> torch.dtype | None
     return None if plain else dtype
 
 
-# A new tensor keeps the scale: parts of the old one can be copied into parts of it without loss (sharding does).
+# A new tensor keeps the scale: rows of the old one can be copied into rows of it without loss (sharding does).
 def _new(tensor: Float8Tensor, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Float8Tensor:
     quantizer = None if tensor._quantizer is None else tensor._quantizer.copy()
     return Float8Tensor(dtype=dtype, data=codes, fp8_dtype=tensor._fp8_dtype, fp8_scale_inv=scale, quantizer=quantizer)

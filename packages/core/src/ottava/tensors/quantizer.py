@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -11,8 +10,8 @@ import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
-from ottava.tensors.shards import ShardBatch, ShardOutput, values_as_amaxes, values_from_amaxes
-from ottava.tensors.storage import QuantizedTensorStorage, check_noop_flag
+from ottava.tensors.declaration import check_noop_flag
+from ottava.tensors.storage import QuantizedTensorStorage
 
 _USAGE_FLAGS = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
 
@@ -31,18 +30,13 @@ class Quantizer(ABC):
     stateful: ClassVar[bool] = False
     #: True for a user-defined quantizer whose :meth:`qgemm` is to be used instead of the shared GEMM.
     custom: bool = False
-    #: What quantizes many shards at once, for quantizers of this class.
-    shard_batch: ClassVar[type[ShardBatch]] = ShardBatch
-    #: Options that all quantizers of this class must have in common where shards are quantized together.
-    batch_options: ClassVar[tuple[str, ...]] = ()
     #: Attributes that belong to the processes of a training: no file has them.
     process_attributes: ClassVar[tuple[str, ...]] = ()
-    #: Whether a tensor has one scale, which follows from its amax or is known.
-    scale_per_tensor: ClassVar[bool] = False
     #: Whether an internal result may hold the operand itself, and change with it.
     keeps_operands: bool = False
-    #: Rows of a matrix, or a multiple of them, that are quantized the same alone and in the whole. None: no number.
-    independent_rows: int | None = None
+    #: What the class declares of the shards of a weight, an :class:`ottava.distributed.ShardRule`. It holds for the
+    #: :meth:`quantize_impl` of the class that declares it: a subclass with another one declares its own, or none.
+    shards: ClassVar[Any] = None
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage = _flag("rowwise", rowwise)
@@ -53,21 +47,6 @@ class Quantizer(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
-        cls._forget_shards()
-
-    @classmethod
-    def _forget_shards(cls) -> None:
-        """What a class says of shards holds for its own :meth:`quantize_impl`: a subclass with another says it anew."""
-        own = cls.__dict__
-        if "shard_batch" in own or "shard_scales" in own:
-            return
-        if "shard_amaxes" in own or "cast_shard" in own:
-            cls.shard_batch = ShardBatch
-        elif "quantize_impl" in own:
-            cls.shard_batch, cls.scale_per_tensor, cls.batch_options = ShardBatch, False, ()
-            cls.independent_rows = own.get("independent_rows")
-            cls.shard_amaxes = Quantizer.shard_amaxes  # type: ignore[method-assign]
-            cls.cast_shard = Quantizer.cast_shard  # type: ignore[method-assign]
 
     # -- what a subclass defines --
 
@@ -132,13 +111,13 @@ class Quantizer(ABC):
             dtype: nominal dtype of the result, the tensor's own by default.
 
         Raises:
-            DTypeError: the tensor is not of a high-precision dtype.
+            DTypeError: the tensor is not of a high-precision dtype, or nested.
             OptionError: neither usage is set.
             ShapeError, DeviceError: ``out`` does not fit.
         """
         if isinstance(tensor, QuantizedTensorStorage):
             tensor = tensor.dequantize()
-        check_high_precision(tensor)
+        _check_values(tensor, "tensor")
         if dtype is not None and dtype not in HIGH_PRECISION:
             raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
         if out is not None:
@@ -178,7 +157,7 @@ class Quantizer(ABC):
             raise DTypeError(f"destination is a {type(dst).__name__}", expected="a quantized tensor or storage")
         if isinstance(src, QuantizedTensorStorage):
             src = src.dequantize()
-        check_high_precision(src, "source")
+        _check_values(src, "source")
         if tuple(src.shape) != tuple(dst.size()):
             raise ShapeError(f"source has shape {tuple(src.shape)}", expected=str(tuple(dst.size())))
         if src.device != dst.device:
@@ -201,7 +180,8 @@ class Quantizer(ABC):
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether :meth:`quantize` takes this tensor."""
-        return isinstance(tensor, torch.Tensor) and tensor.dtype in HIGH_PRECISION and tensor.layout == torch.strided
+        right = isinstance(tensor, torch.Tensor) and tensor.dtype in HIGH_PRECISION
+        return right and tensor.layout == torch.strided and not tensor.is_nested
 
     def is_requantization_safe(self) -> bool:
         """Whether quantizing dequantized values gives the same bytes again."""
@@ -245,40 +225,6 @@ class Quantizer(ABC):
         reduces over ``group``; the default is for quantizers whose scales do not, and returns this one.
         """
         return self
-
-    # -- shards of a weight on several ranks --
-
-    def shard_amaxes(self, shard: torch.Tensor, weight: Any, start_offset: int) -> torch.Tensor:
-        """What this rank contributes to the scales of ``weight``: a flat float32 tensor, reduced by MAX over all ranks.
-
-        The default serves every quantizer whose result depends on the values alone: it contributes the values
-        themselves, 4 bytes for each element of the whole weight (8 in float32). A subclass that can do with fewer
-        numbers overrides this and :meth:`cast_shard`.
-
-        Args:
-            shard: flat, in the weight's nominal dtype; empty where this rank holds nothing.
-            weight: the whole weight: its ``shape`` and ``dtype`` can be asked for.
-            start_offset: index of the shard's first element in the flattened weight.
-
-        Returns:
-            As many numbers on every rank, zeros where it holds nothing.
-        """
-        return values_as_amaxes(shard, math.prod(weight.shape), start_offset)
-
-    def cast_shard(
-        self, shard: torch.Tensor, weight: Any, start_offset: int, amaxes: torch.Tensor, out: ShardOutput
-    ) -> None:
-        """Write this rank's part of the quantized weight, and the scales.
-
-        Args:
-            shard, weight, start_offset: as of :meth:`shard_amaxes`.
-            amaxes: what that returned, reduced over all ranks.
-            out: where the bytes and the scales go.
-        """
-        whole = values_from_amaxes(amaxes, shard.dtype).view(tuple(weight.shape))
-        usages = out.holder.get_usages()
-        quantizer = self.with_usage(usages["rowwise"], usages["columnwise"])
-        out.write(quantizer.quantize_impl(whole, shard.dtype), start_offset)
 
     def copy(self) -> Self:
         """A quantizer with the same configuration whose usages can be set by themselves."""
@@ -385,6 +331,21 @@ def as_device(device: torch.device | str | int) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise DeviceError(f"device {device!r}", expected="the name of a device, such as 'cpu' or 'cuda:0'") from error
+
+
+def _check_values(tensor: torch.Tensor, what: str) -> None:
+    """Refuse what cannot be quantized.
+
+    Raises:
+        DTypeError: it is not of a high-precision dtype, or its rows are tensors of different lengths.
+    """
+    if isinstance(tensor, torch.Tensor) and tensor.is_nested:
+        raise DTypeError(
+            f"the {what} is nested ({tensor.layout})",
+            expected="one tensor with a shape",
+            remedy="quantize tensor.values(), in which all rows lie one after the other, or a padded tensor",
+        )
+    check_high_precision(tensor, what)
 
 
 def _flag(name: str, value: Any) -> bool:

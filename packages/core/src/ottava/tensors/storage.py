@@ -5,50 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
-from ottava.tensors.blocks import GemmCache
+from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
+from ottava.tensors.blocks import Operand
+from ottava.tensors.declaration import InnerTensor as InnerTensor
+from ottava.tensors.declaration import StaticField as StaticField
+from ottava.tensors.declaration import StorageQuantizer, Usage, check_noop_flag
 from ottava.tensors.freshness import bump_version
-from ottava.tensors.parts import shares_scales, write_rows
-
-if TYPE_CHECKING:
-    from ottava.tensors.quantizer import Quantizer
-
-Usage = Literal["rowwise", "columnwise", "both"]
-
-
-@dataclass(frozen=True)
-class InnerTensor:
-    """One inner tensor of a storage class.
-
-    Attributes:
-        attribute: where the storage keeps it, for example ``"_data"``.
-        argument: the constructor's keyword for it, for example ``"data"``.
-        usage: the GEMM usage that it serves; ``"both"`` is never dropped by ``update_usage``.
-        gather: whether a sharded weight gathers it (otherwise it is the same on every shard).
-        block_rows: rows of the tensor, as a matrix, that share one row of this inner tensor. None: it has the rows of
-            the tensor itself.
-        native: the 8-bit dtype of its bytes, or the attribute that holds it, for files that other tools read. None: the
-            dtype that it has.
-    """
-
-    attribute: str
-    argument: str
-    usage: Usage = "both"
-    gather: bool = False
-    block_rows: int | None = None
-    native: torch.dtype | str | None = None
-
-
-@dataclass(frozen=True)
-class StaticField:
-    """One immutable, hashable value of a storage class: attribute and constructor keyword."""
-
-    attribute: str
-    argument: str
 
 
 @dataclass(frozen=True)
@@ -57,7 +23,7 @@ class StorageSpec:
 
     cls: type[QuantizedTensorStorage]
     static: tuple[Any, ...]
-    quantizer: Quantizer | None
+    quantizer: StorageQuantizer | None
     whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
 
     def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
@@ -67,8 +33,7 @@ class StorageSpec:
             arguments[inner.argument] = tensor
         for declared, value in zip(self.cls.all_static_fields(), self.static, strict=True):
             arguments[declared.argument] = value
-        make: Any = self.cls
-        built: QuantizedTensorStorage = make(**arguments, quantizer=self.quantizer)
+        built = self.cls(**arguments, quantizer=self.quantizer)
         if self.whole is not None:
             built._whole = self.whole
         return built
@@ -82,7 +47,7 @@ class StorageSpec:
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 
 
-class QuantizedTensorStorage:
+class QuantizedTensorStorage(Operand):
     """Quantized data without the tensor interface.
 
     A subclass sets :attr:`inner_tensors` and :attr:`static_fields`, and defines :meth:`dequantize`. Its constructor
@@ -104,12 +69,12 @@ class QuantizedTensorStorage:
     #: Whether the next forward pass makes what derives from the elements and is outdated.
     rebuilds_derived: bool = True
 
-    _quantizer: Quantizer | None
+    _quantizer: Any
     _dtype: torch.dtype
-    # The storage that this one is a part of (a slice, say), when they share what a write to the part would change.
+    # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
     _whole: QuantizedTensorStorage | None = None
 
-    def __init__(self, *, quantizer: Quantizer | None = None, **declared: Any) -> None:
+    def __init__(self, *, quantizer: StorageQuantizer | None = None, **declared: Any) -> None:
         self._take_declared(declared, type(self).static_fields)
         self._quantizer = quantizer
 
@@ -259,7 +224,7 @@ class QuantizedTensorStorage:
         return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer)
 
     def _for_pickling(self) -> QuantizedTensorStorage:
-        """This storage, or a copy of a part: unpickled, it would not know of its whole."""
+        """This storage, or a copy of a view: unpickled, it would not know of its whole."""
         if all(tensor is None for tensor in self.inner_list()):
             raise UsageError(f"{type(self).__name__} holds no data to pickle", remedy="it was cleared or saved")
         return self if self._whole is None else self.clone_storage()
@@ -323,40 +288,6 @@ class QuantizedTensorStorage:
         """High-precision values, in ``dtype`` or the nominal dtype."""
         raise NotImplementedError(f"{type(self).__name__} must define dequantize()")
 
-    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This tensor as a GEMM operand ``[rows, columns]`` in ``dtype``, and a float32 scalar still to multiply.
-
-        The default dequantizes in high precision and leaves no factor. A storage whose elements are exact in
-        ``dtype`` returns the bare elements and its scale.
-        """
-        values = self.dequantize(dtype)
-        return values.reshape(-1, values.shape[-1]), None
-
-    def block_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This tensor as a GEMM operand in MX blocks, or None for :meth:`gemm_operand`, as is the default.
-
-        Returns:
-            Elements of an FP8 dtype, ``[rows, columns]``, and the E8M0 codes of their scales, uint8 and unpadded:
-            ``[rows, ceil(columns / 32)]``, or with ``columnwise`` ``[ceil(rows / 32), columns]``.
-
-        Raises:
-            UsageError: the data held does not serve the usage.
-        """
-        return None
-
-    def scaled_lines(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """This tensor for hardware that multiplies FP8, or None for :meth:`gemm_operand`, as is the default.
-
-        Returns:
-            Elements of an FP8 dtype ``[rows, columns]``, or with ``columnwise`` ``[columns, rows]``, best contiguous;
-            and the float32 scales still to multiply: one element, one for each of these lines, or None.
-        """
-        return None
-
-    def gemm_cache(self) -> GemmCache | None:
-        """Where the GEMM keeps what it makes of an operand, shared by all aliases that count writes."""
-        return None
-
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> QuantizedTensorStorage:
         """Overwrite the values with ``tensor``, quantized by this object's quantizer.
 
@@ -379,15 +310,19 @@ class QuantizedTensorStorage:
         Raises:
             DTypeError: ``src`` is of another kind.
             ShapeError: ``src`` has another shape.
-            UsageError: ``src`` lacks an inner tensor that this object holds, or this object holds none.
+            UsageError: ``src`` lacks an inner tensor that this object holds, or this object holds none; or it is a
+                view, and ``src`` has another scale than the rest of its tensor.
         """
         if not isinstance(src, QuantizedTensorStorage) or src.inner_tensors != self.inner_tensors:
             raise DTypeError(f"cannot copy a {type(src).__name__} into a {type(self).__name__}", expected="one kind")
         if tuple(src.size()) != tuple(self.size()):
             raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
-        if self._whole is not None and not shares_scales(self, src):
-            write_rows(self, src, noop_flag)
-            return
+        if self._whole is not None and not self.shares_scales(src) and not self._rest_is_zero():
+            raise UsageError(
+                f"a write to a view of a {type(self).__name__} would change the scale of the rest of the tensor",
+                expected="values that are quantized with the scale that it has",
+                remedy="assign with tensor[index] = values, or write to the whole: all of it is quantized again",
+            )
         pairs = []
         for inner, mine, theirs in zip(self.inner_tensors, self.inner_list(), src.inner_list(), strict=True):
             if mine is None:
@@ -415,6 +350,30 @@ class QuantizedTensorStorage:
         self.mark_written()
         if self._whole is not None:
             self._whole.mark_written()
+
+    # -- views, which share scales with the rest of their tensor --
+
+    def shared_inner(self) -> list[InnerTensor]:
+        """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
+        held = zip(self.inner_tensors, self.inner_list(), strict=True)
+        return [inner for inner, tensor in held if inner.usage == "both" and not inner.gather and tensor is not None]
+
+    def shares_scales(self, other: QuantizedTensorStorage) -> bool:
+        """Whether what all rows have in common is equal in ``other``, so that its rows mean the same here."""
+        return all(
+            _equal(getattr(self, inner.attribute), getattr(other, inner.attribute)) for inner in self.shared_inner()
+        )
+
+    def _rest_is_zero(self) -> bool:
+        """Whether the rest of the tensor that this is a view of holds zeros alone, as the padding of a shard does.
+
+        Zeros are zeros at any scale, so that one may be written that suits the view.
+        """
+        mine, whole = (getattr(s, s.raw_inner()[0].attribute) for s in (self, self._whole) if s is not None)
+        # What is made like a tensor without gaps and overlaps has its strides.
+        if torch.compiler.is_compiling() or torch.empty_like(mine, device="meta").stride() != mine.stride():
+            return False
+        return bool(torch.count_nonzero(mine) == torch.count_nonzero(whole))
 
     def mark_written(self) -> None:
         """Called after the values changed in place, for storages that keep something derived from them."""
@@ -449,7 +408,7 @@ class QuantizedTensorStorage:
         With ``force`` also what looks up to date: a collective may write bytes without counting it as a write.
         """
 
-    def update_quantizer(self, quantizer: Quantizer | None) -> None:
+    def update_quantizer(self, quantizer: StorageQuantizer | None) -> None:
         """Replace the quantizer used by in-place updates.
 
         Raises:
@@ -473,11 +432,26 @@ def storage_classes() -> dict[str, type[QuantizedTensorStorage]]:
 
 
 def same_kind(one: QuantizedTensorStorage, other: QuantizedTensorStorage) -> bool:
-    """Whether two storages have the same declaration, static values and nominal dtype, whatever their shapes."""
+    """Whether two storages have the same declaration, nominal dtype and static values, whatever their shapes.
+
+    Values that describe the data of a usage count where both hold data for it.
+    """
     if one.inner_tensors != other.inner_tensors or one.dtype != other.dtype:
         return False
-    names = {f.attribute for cls in (type(one), type(other)) for f in cls.static_fields}
+    mine, theirs = one.get_usages(), other.get_usages()
+    fields = {field for cls in (type(one), type(other)) for field in cls.static_fields}
+    names = {f.attribute for f in fields if f.usage == "both" or (mine[f.usage] and theirs[f.usage])}
     return all(getattr(one, name, None) == getattr(other, name, None) for name in names)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two scales are equal; those on the meta device have no values to differ in."""
+    if one is other or other is None:
+        return one is other
+    if one.is_meta or other.is_meta:
+        return one.is_meta and other.is_meta
+    # Comparing values would break a graph that is being traced.
+    return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))
 
 
 def native_dtype(storage: QuantizedTensorStorage, inner: InnerTensor) -> torch.dtype | None:
@@ -486,35 +460,11 @@ def native_dtype(storage: QuantizedTensorStorage, inner: InnerTensor) -> torch.d
     return getattr(storage, native) if isinstance(native, str) else native
 
 
-def check_values_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse what values cannot be dequantized to.
-
-    Raises:
-        DTypeError: ``dtype`` is neither None nor a floating-point dtype.
-    """
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise DTypeError(f"cannot dequantize to {dtype!r}", expected="a floating-point dtype or None")
-
-
-def check_noop_flag(noop_flag: torch.Tensor, device: torch.device) -> None:
-    """Refuse a ``noop_flag`` that is not a float32 tensor with one element on ``device``.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: it is not.
-    """
-    if not isinstance(noop_flag, torch.Tensor) or noop_flag.dtype != torch.float32:
-        raise DTypeError("noop_flag is not a float32 tensor", expected="torch.ones(1)")
-    if noop_flag.numel() != 1:
-        raise ShapeError(f"noop_flag has shape {tuple(noop_flag.shape)}", expected="one element")
-    if noop_flag.device != device:
-        raise DeviceError(f"noop_flag is on {noop_flag.device}", expected=f"{device}, where the values are")
-
-
 def rebuild_storage(
     cls: type[QuantizedTensorStorage],
     tensors: Sequence[torch.Tensor | None],
     static: Sequence[Any],
-    quantizer: Quantizer | None,
+    quantizer: StorageQuantizer | None,
     extra: Mapping[str, Any] | None = None,
 ) -> QuantizedTensorStorage:
     """What a pickle calls: it runs no code but the constructor of a registered storage class."""

@@ -7,25 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
+from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.tensors import aten
-from ottava.tensors.fsdp import asked_by_fsdp
-from ottava.tensors.parts import shares_scales
-from ottava.tensors.sharding import GatherPlan, post_all_gather, pre_all_gather
-from ottava.tensors.storage import (
-    QuantizedTensorStorage,
-    StaticField,
-    check_values_dtype,
-    rebuild_storage,
-    same_kind,
-)
-from ottava.torch_private import aten_overloads, disabled_torch_function, make_wrapper_subclass, to_copy
+from ottava.tensors.declaration import StaticField, StorageQuantizer, check_values_dtype
+from ottava.tensors.slots import above
+from ottava.tensors.storage import QuantizedTensorStorage, rebuild_storage, same_kind
+from ottava.torch_private import disabled_torch_function, make_wrapper_subclass
 
-if TYPE_CHECKING:
-    from ottava.tensors.quantizer import Quantizer
-
-_aten = torch.ops.aten
 # Python attributes of a parameter that copying and pickling carry along.
 _EXTRA_ATTRIBUTES = ("_is_param", "_high_precision_init_val")
 
@@ -60,7 +49,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         *,
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
-        quantizer: Quantizer | None = None,
+        quantizer: StorageQuantizer | None = None,
         requires_grad: bool = False,
         **declared: Any,
     ) -> Any:
@@ -77,14 +66,17 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
                 expected=", ".join(inner.argument for inner in cls.inner_tensors),
             )
         size = held[0].shape if shape is None else tuple(shape)
-        return make_wrapper_subclass(cls, size, dtype=dtype, device=of_device.device, requires_grad=requires_grad)
+        # It owns no memory: who asks for its storage (FSDP2 compares addresses) finds one of no bytes, at address 0.
+        return make_wrapper_subclass(
+            cls, size, dtype=dtype, device=of_device.device, requires_grad=requires_grad, storage_size=0
+        )
 
     def __init__(
         self,
         *,
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
-        quantizer: Quantizer | None = None,
+        quantizer: StorageQuantizer | None = None,
         requires_grad: bool = False,
         **declared: Any,
     ) -> None:
@@ -217,7 +209,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             return False
         pairs = [(a, b) for a, b in zip(self.inner_list(), other.inner_list(), strict=True) if a is not None]
         alike = all(b is not None and b.shape == a.shape for a, b in pairs)
-        return alike and (self._whole is None or shares_scales(self, other))
+        return alike and (self._whole is None or self.shares_scales(other))
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         """Share whatever tracks staleness with ``other``, an alias of the same data."""
@@ -277,33 +269,27 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: torch.Size, stride: Sequence[int], module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """What ``fully_shard`` gathers of this shard, as bytes, and what :meth:`fsdp_post_all_gather` needs.
 
         Raises:
             UsageError: the shards of the weight have different scales.
             ShapeError: they are uneven, or cut blocks in two, and an inner tensor cannot be padded.
         """
-        return pre_all_gather(self, mesh, orig_size, module)
+        sent: tuple[tuple[torch.Tensor, ...], Any] = above("hooks").pre_all_gather(self, mesh, orig_size, module)
+        return sent
 
     def fsdp_post_all_gather(
         self,
         outputs: Sequence[torch.Tensor],
-        metadata: GatherPlan,
+        metadata: Any,
         param_dtype: torch.dtype,
         *,
         out: QuantizedTensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
         """The whole tensor of dtype ``param_dtype`` around the gathered bytes, or ``out`` brought up to date."""
-        return post_all_gather(metadata, outputs, param_dtype, out)
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """As of ``torch.Tensor``; FSDP gets that of the first inner tensor, to compare addresses."""
-        if asked_by_fsdp():
-            for tensor in self.inner_list():
-                if tensor is not None:
-                    return tensor.untyped_storage()
-        return super().untyped_storage()
+        whole: Any = above("hooks").post_all_gather(metadata, outputs, param_dtype, out)
+        return whole  # type: ignore[no-any-return]
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UsageError: the values lie in no memory that another library could read."""
@@ -314,10 +300,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         )
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """``tensor[index] = value``: the whole is quantized again, unless the index gives a part that is quantized."""
-        if isinstance(self.detach()[index], QuantizedTensor):
-            super().__setitem__(index, value)
-            return
+        """``tensor[index] = value``: all of it is quantized again, unless these are rows with scales of their own."""
+        view = self.detach()[index]
+        if isinstance(view, QuantizedTensor):
+            adopts = isinstance(value, QuantizedTensor) and view.adopts_bytes_of(value)
+            if adopts or view._whole is None or not view.shared_inner():
+                super().__setitem__(index, value)
+                return
         values = self.detach().dequantize()
         values[index] = value.dequantize() if isinstance(value, QuantizedTensor) else value
         self.copy_(values)
@@ -410,58 +399,3 @@ class _ToDtype(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0].to(ctx.dtype), None
-
-
-@aten.implements(QuantizedTensor, _aten.detach.default, _aten.alias.default)
-def _detach(op: Any, tensor: QuantizedTensor) -> Any:
-    return tensor.make_like(tensor)
-
-
-@aten.implements(QuantizedTensor, _aten.as_strided.default)
-def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    # FSDP puts what was gathered into its shape, which it has. Any other layout is for a subclass to define.
-    same = tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset
-    return tensor.make_like(tensor) if same else NotImplemented
-
-
-@aten.implements(QuantizedTensor, _aten.clone.default)
-def _clone(op: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> Any:
-    return tensor.clone_storage()
-
-
-@aten.implements(QuantizedTensor, *aten_overloads("_pin_memory"))
-def _pin_memory(op: Any, tensor: QuantizedTensor, device: Any = None) -> Any:
-    return tensor.apply_to_inner(lambda t: t.pin_memory())
-
-
-@aten.implements(QuantizedTensor, _aten.is_pinned.default)
-def _is_pinned(op: Any, tensor: QuantizedTensor, device: Any = None) -> bool:
-    return all(t.is_pinned() for t in tensor.inner_list() if t is not None)
-
-
-@aten.implements(QuantizedTensor, *aten_overloads("_to_copy"))
-def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
-    dtype = kwargs.pop("dtype", None) or tensor.dtype
-    if dtype not in HIGH_PRECISION or kwargs.get("layout") not in (None, torch.strided):
-        return NotImplemented
-    kwargs.pop("memory_format", None)
-    moved: Any = tensor.apply_to_inner(lambda t: to_copy(t, **kwargs))
-    return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
-
-
-@aten.implements(QuantizedTensor, _aten.copy_.default)
-def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
-    if not isinstance(dst, QuantizedTensor):
-        return dst.copy_(src.dequantize(), non_blocking)
-    if isinstance(src, QuantizedTensor) and dst.adopts_bytes_of(src):
-        dst.copy_from_storage(src)
-    else:
-        values = src.dequantize() if isinstance(src, QuantizedTensor) else src
-        if values.is_meta and not dst.is_meta:
-            raise DeviceError("the source is on meta and has no values", expected="a tensor with values")
-        try:
-            values = values.expand(dst.shape)
-        except RuntimeError as error:
-            raise ShapeError(f"source has shape {tuple(values.shape)}", expected=str(tuple(dst.shape))) from error
-        dst.quantize_(values.to(dst.device))
-    return dst

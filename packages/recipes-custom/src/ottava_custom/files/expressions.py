@@ -9,9 +9,8 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from ottava.errors import OptionError
-from ottava.recipes.base import Recipe
+from ottava.recipes.base import QuantizerRequest, Recipe
 from ottava.recipes.explanation import words
-from ottava.recipes.request import QuantizerRequest
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import Quantizer
 from ottava_custom.files.source import Source
@@ -89,7 +88,7 @@ class Identity(Expression):
 
     def serve(self, role: QuantizerRole) -> Quantizer:
         """An identity quantizer."""
-        from ottava_custom import IdentityQuantizer
+        from ottava_custom.identity import IdentityQuantizer
 
         return IdentityQuantizer()
 
@@ -181,7 +180,7 @@ class Hybrid(Expression):
         Raises:
             OptionError: one direction gives none, or one that keeps state.
         """
-        from ottava_custom import HybridQuantizer
+        from ottava_custom.hybrid import HybridQuantizer
 
         rowwise, columnwise = self.rowwise.quantizer(role), self.columnwise.quantizer(role)
         with self.source.at(self.index):

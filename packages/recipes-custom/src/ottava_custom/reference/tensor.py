@@ -250,7 +250,13 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
         if held is None:
             raise UsageError("a CurrentScalingTensorRef needs data", expected="data or data_t")
         made: CurrentScalingTensorRef = make_wrapper_subclass(
-            cls, held.shape, strides=held.stride(), dtype=dtype, device=held.device, requires_grad=requires_grad
+            cls,
+            held.shape,
+            strides=held.stride(),
+            dtype=dtype,
+            device=held.device,
+            requires_grad=requires_grad,
+            storage_size=0,
         )
         return made
 

@@ -80,6 +80,7 @@ class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
             dtype=dtype,
             device=held.device,
             requires_grad=requires_grad,
+            storage_size=0,
         )
         return made
 

@@ -20,14 +20,17 @@ from ottava_testing.checks.files import load
 from ottava_testing.compare import CheckFailed, held, normal, plain, relative, require, same, wide
 from ottava_testing.runner import describe
 from ottava_testing.subject import Subject
-from ottava_testing.table import DETERMINISTIC, QUANTIZED_WEIGHTS, REDUCES, Needs, check, list_checks
+from ottava_testing.table import (
+    DETERMINISTIC,
+    QUANTIZED_WEIGHTS,
+    RANK_BODIES,
+    REDUCES,
+    Needs,
+    RankBody,
+    check,
+    list_checks,
+)
 from ottava_testing.worker import import_from
-
-#: What a rank does: the subject, the device mesh, and the folder that the launching process filled.
-RankBody = Callable[[Subject, Any, Path], None]
-
-#: The bodies by the names of their checks.
-RANK_BODIES: dict[str, RankBody] = {}
 
 
 def rank_check(name: str, promise: str, *needs: Needs) -> Callable[[RankBody], RankBody]:

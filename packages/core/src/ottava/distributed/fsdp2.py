@@ -1,15 +1,15 @@
-"""What FSDP2 keeps to itself: what it does with a module's parameters after the forward pass.
+"""What FSDP2 keeps to itself, asked for here and nowhere else: which parameters it gathers together, and what it does
+with them after the forward pass.
 
-All that is private in FSDP2 is asked for here, of objects that differ between versions. Nothing of it is needed for a
-right result. Where the objects are not as they are known (torch 2.11 to 2.14), quantized weights are gathered for both
-passes in each, each weight's scales are reduced by themselves, and a flat copy of each shard stays in memory.
+The names are those of torch 2.11 to 2.14, with which they were tried. No right result needs them. Where a version has
+other ones, quantized weights are gathered for both passes in each pass, the scales of each weight are reduced by
+themselves, and a flat copy of each shard in high precision stays in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
+# What is raised where the objects are others.
+_OTHERWISE = (AttributeError, ImportError, TypeError)
 # Module that owns a parameter -> the group of parameters that FSDP gathers it with, and the state that has the group.
 _groups: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
@@ -51,8 +53,9 @@ def _group_and_state(module: Any) -> tuple[Any, Any]:
     return group, state
 
 
-def _group_of(module: Any) -> Any:
-    return _group_and_state(module)[0]
+def _parameters(module: Any) -> Any:
+    group = _group_and_state(module)[0]
+    return () if group is None else group.fsdp_params
 
 
 def sharded_modules() -> list[torch.nn.Module]:
@@ -61,7 +64,7 @@ def sharded_modules() -> list[torch.nn.Module]:
     Where FSDP's own list is not as it is known, all objects are looked through: that is asked once for a layer.
     """
     known: list[torch.nn.Module] = []
-    with contextlib.suppress(AttributeError, ImportError, TypeError):
+    with contextlib.suppress(*_OTHERWISE):
         known = [module for state in _states() for module in getattr(state, "_modules", ())]
     if known:
         return known
@@ -91,42 +94,29 @@ class GatheredParameter:
 
 def gathered_together(module: Any) -> list[GatheredParameter]:
     """The parameters that are gathered in one collective with those of ``module``, if that can be known."""
-    try:
-        group = _group_of(module)
+    with contextlib.suppress(*_OTHERWISE):
         return [
             GatheredParameter(local_tensor(known.sharded_param), known._orig_size, known._module_info.module)
-            for known in (() if group is None else group.fsdp_params)
+            for known in _parameters(module)
         ]
-    except (AttributeError, ImportError, TypeError):
-        return []
+    return []
 
 
 def drop_flat_copies(module: Any) -> None:
     """FSDP flattens each shard; of a tensor without flat views that is a copy, in high precision. Nothing reads it."""
-    with contextlib.suppress(AttributeError, ImportError, TypeError):
-        group = _group_of(module)
-        for parameter in () if group is None else group.fsdp_params:
+    with contextlib.suppress(*_OTHERWISE):
+        for parameter in _parameters(module):
             shard = parameter._sharded_local_tensor
             quantized = parameter._module_info.module is module and isinstance(shard, QuantizedTensorStorage)
             if quantized and not isinstance(parameter._sharded_param_data, QuantizedTensorStorage):
                 parameter._sharded_param_data = shard
 
 
-def asked_by_fsdp(depth: int = 2) -> bool:
-    """Whether the caller's caller is FSDP.
-
-    It compares the storage of a shard with that of its flat view. A quantized tensor has no storage, and whoever else
-    asks for it (tracing does) has to learn that.
-    """
-    return str(sys._getframe(depth).f_globals.get("__name__", "")).startswith("torch.distributed.fsdp.")
-
-
 def resharded_to_fewer(module: Any) -> bool:
     """Whether the parameters of ``module`` are sharded over fewer ranks after the forward pass."""
-    try:
-        return bool(_group_of(module)._use_post_forward_mesh)
-    except (AttributeError, ImportError, TypeError):
-        return False
+    with contextlib.suppress(*_OTHERWISE):
+        return bool(_group_and_state(module)[0]._use_post_forward_mesh)
+    return False
 
 
 # What was found at the first gather: FSDP makes the memory for all gathers then.
@@ -141,10 +131,9 @@ def resharded_after_forward(module: Any) -> bool:
     if not isinstance(module, torch.nn.Module):
         return False
     if module not in _resharded:
-        try:
+        _resharded[module] = False
+        with contextlib.suppress(*_OTHERWISE):
             group, state = _group_and_state(module)
             given_up = group is not None and bool(group._reshard_after_forward and group.reshard_after_backward)
             _resharded[module] = given_up and not _will_be_kept(state)
-        except (AttributeError, ImportError, TypeError):
-            _resharded[module] = False
     return _resharded[module]

@@ -1,4 +1,4 @@
-"""FSDP2's hooks for quantized tensors, derived from the storage declaration.
+"""FSDP2's hooks of quantized tensors, derived from the storage declaration.
 
 A gather moves the inner tensors that are declared with ``gather=True``, as bytes, and builds the whole tensor around
 them. Where rows and columns have data of their own, the gather of the forward pass moves the rowwise and that of the
@@ -15,25 +15,25 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ottava.collectives import all_reduce_max
+from ottava.distributed.fsdp2 import drop_flat_copies, gathered_together, resharded_after_forward, resharded_to_fewer
+from ottava.distributed.rules import rule_of
 from ottava.errors import ShapeError, UsageError
-from ottava.tensors.collectives import all_reduce_max
-from ottava.tensors.fsdp import drop_flat_copies, gathered_together, resharded_after_forward, resharded_to_fewer
-from ottava.tensors.parts import shared_inner
-from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec
+from ottava.tensors.declaration import InnerTensor
+from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import graph_task_id
-
-if TYPE_CHECKING:
-    from ottava.tensors.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
-class GatheredPart:
-    """One inner tensor that comes: its declaration, the shape of each rank's part, and whether that is padded."""
+class GatheredInner:
+    """One inner tensor that comes: its declaration, the shape of a rank's shard of it, and whether that is padded."""
 
     inner: InnerTensor
     shape: torch.Size
@@ -44,7 +44,7 @@ class GatheredPart:
 class GatherPlan:
     """What the hook after a gather needs to know: which inner tensors come, and everything that does not."""
 
-    parts: tuple[GatheredPart, ...]
+    inner: tuple[GatheredInner, ...]
     shared: dict[str, torch.Tensor | None]
     spec: StorageSpec
     size: torch.Size
@@ -73,7 +73,7 @@ def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
 def pre_all_gather(
     tensor: QuantizedTensor, mesh: Any, size: torch.Size, module: Any
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
-    """This rank's part of what is gathered, padded to the length of the longest, and the plan.
+    """What this rank sends, padded to the length of the longest shard, and the plan.
 
     Raises:
         ShapeError: the shards cut blocks in two, or they are uneven and an inner tensor has rows of its own kind, which
@@ -93,13 +93,13 @@ def pre_all_gather(
     _check_rows(tensor, size, world)
     # With one rank nothing is gathered: FSDP copies the first input, and no other.
     sent = gathered if world > 1 else gathered[:1]
-    inputs, parts = [], []
+    inputs, coming = [], []
     for inner in sent:
         data: torch.Tensor = getattr(tensor, inner.attribute)
         if inner.block_rows is None and data.shape[0] != rows:
             data = torch.nn.functional.pad(data, [0, 0] * (data.dim() - 1) + [0, rows - data.shape[0]])
         missing = _sent_length(tensor, inner, gathered) - data.numel() if world > 1 else 0
-        parts.append(GatheredPart(inner, data.shape, missing > 0))
+        coming.append(GatheredInner(inner, data.shape, missing > 0))
         if missing > 0:
             data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
         inputs.append(data.contiguous().view(torch.uint8) if data.element_size() == 1 else data.contiguous())
@@ -109,14 +109,14 @@ def pre_all_gather(
         if inner not in sent
     }
     spec = tensor.flatten_storage()[1]
-    return tuple(inputs), GatherPlan(tuple(parts), shared, spec, size)
+    return tuple(inputs), GatherPlan(tuple(coming), shared, spec, size)
 
 
 def post_all_gather(
     plan: GatherPlan, outputs: Sequence[torch.Tensor], dtype: torch.dtype, out: QuantizedTensor | None
 ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
     """The whole tensor around the gathered bytes; with ``out``, its bytes were refilled and the rest follows."""
-    whole = {part.inner.argument: _whole(part, output, plan) for part, output in zip(plan.parts, outputs, strict=True)}
+    whole = {each.inner.argument: _whole(each, out_, plan) for each, out_ in zip(plan.inner, outputs, strict=True)}
     if out is not None:
         for inner in out.inner_tensors:
             if inner.argument in whole:
@@ -135,13 +135,13 @@ def post_all_gather(
     return built, ()
 
 
-def _whole(part: GatheredPart, output: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
+def _whole(gathered: GatheredInner, output: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
     """The inner tensor of the whole from what all ranks sent."""
-    if part.padded:
-        # One row a rank.
-        output = output[:, : part.shape.numel()].reshape(-1, *part.shape[1:])
-    # Padding lies at the end: ranks before the last non-empty one are full.
-    return output[: plan.size[0]] if part.inner.block_rows is None else output
+    if gathered.padded:
+        # Each rank sent its shard as one row, with the padding at its end.
+        output = output[:, : gathered.shape.numel()].reshape(-1, *gathered.shape[1:])
+    # Rows of padding lie at the end: ranks before the last non-empty one are full.
+    return output[: plan.size[0]] if gathered.inner.block_rows is None else output
 
 
 def _replace(out: QuantizedTensor, inner: InnerTensor, data: torch.Tensor) -> None:
@@ -191,7 +191,7 @@ def _sent_length(tensor: QuantizedTensor, inner: InnerTensor, gathered: Sequence
 
 
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
-    """Refuse shards whose parts of an inner tensor do not make that of the whole, whichever pass is the first."""
+    """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the first."""
     rows = math.ceil(size[0] / world)
     matrix_rows = rows * math.prod(size[1:-1])
     for inner in tensor.inner_tensors:
@@ -251,7 +251,7 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
     shared = [
         (shard, inner, getattr(shard, inner.attribute).float().reshape(-1))
         for shard in shards
-        for inner in shared_inner(shard)
+        for inner in shard.shared_inner()
     ]
     if shared:
         values = torch.cat([value for _, _, value in shared])
@@ -278,19 +278,17 @@ def _share(shard: QuantizedTensor, group: Any) -> None:
     Raises:
         UsageError: it does not know how.
     """
-    from ottava.tensors.quantizer import Quantizer
-
-    quantizer = shard._quantizer
+    quantizer: Any = shard._quantizer
     silent = quantizer is not None and type(quantizer).for_shards is Quantizer.for_shards
-    if silent and shared_inner(shard) and quantizer is not None and quantizer.independent_rows is None:
+    if silent and shard.shared_inner() and rule_of(quantizer).independent_rows(quantizer) is None:
         raise UsageError(
-            f"the shards of a {type(shard).__name__} share {shared_inner(shard)[0].argument!r}, and a "
+            f"the shards of a {type(shard).__name__} share {shard.shared_inner()[0].argument!r}, and a "
             f"{type(quantizer).__name__} does not say how they are to keep one value",
             expected="a quantizer that defines for_shards(group)",
-            remedy="define it, or derive from ottava.tensors.PerTensorShards; or keep the weights in high precision",
+            remedy="define it, or keep the weights in high precision",
         )
-    if shard._quantizer is not None:
-        shard.update_quantizer(shard._quantizer.for_shards(group.group_name))
+    if quantizer is not None:
+        shard.update_quantizer(quantizer.for_shards(group.group_name))
     shard._shard_group = group.group_name
-    # An uneven shard is a part of a padded one. The padding is zeros, the same at any scale: it is on its own.
+    # An uneven shard is a view of a padded one, whose padding is zeros, the same at any scale: it is on its own.
     shard._whole = None

@@ -1,0 +1,115 @@
+"""The two collectives that anyone may call: all-reduce(MAX) for scales, and all-gather for values."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ottava.errors import OptionError, UsageError
+from ottava.torch_private import resolve_process_group
+
+# Hold the last tensors of collectives as their ``grad``. gloo's thread lets go of a tensor a moment after the
+# collective has returned; if Python's is the only reference left then, the thread needs the interpreter, and a process
+# that ends in this moment aborts. A reference held in C++ spares it that.
+_keepers: deque[torch.Tensor] = deque(maxlen=16)
+
+
+def process_groups_ready() -> bool:
+    """Whether there is a process group to reduce over."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def check_group(group: Any) -> None:
+    """Refuse what is not a process group, the name of one, or None.
+
+    Raises:
+        OptionError: it is something else, a group that this process is not in included.
+    """
+    if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
+        raise OptionError(
+            f"amax_reduction_group is {group!r}",
+            expected="a process group that this process is in, or None",
+            remedy="pass what torch.distributed.new_group() returned on a member",
+        )
+
+
+def find_group(group: Any) -> Any:
+    """The process group itself, of a group or the name of one; None stays None.
+
+    Raises:
+        UsageError: no process group is initialized, or none has the name.
+    """
+    if group is None:
+        return None
+    if not process_groups_ready():
+        raise UsageError(
+            f"the group {group!r} was given but no process group is initialized",
+            expected="torch.distributed.init_process_group() before, or no group",
+        )
+    if not isinstance(group, str):
+        return group
+    try:
+        return resolve_process_group(group)
+    except (RuntimeError, LookupError) as error:
+        raise UsageError(f"no process group has the name {group!r}", expected="a group's group_name") from error
+
+
+def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The elementwise maximum of ``values`` over the ranks of ``group``, a new tensor.
+
+    Args:
+        values: float32, any shape; not changed.
+        group: a process group or its name (a name keeps no group alive); None is the default group.
+
+    Raises:
+        UsageError: no process group is initialized.
+    """
+    group = _ready(group)
+    if dist.get_world_size(group) == 1:
+        return values
+    reduced = values.clone()
+    _keep(reduced)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    return reduced
+
+
+def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The ``values`` of all ranks of ``group``, in the order of the ranks: ``[ranks, *values.shape]``.
+
+    Args:
+        values: of one shape and dtype on all ranks; bytes, for 8-bit float dtypes.
+        group: as of :func:`all_reduce_max`.
+
+    Raises:
+        UsageError: no process group is initialized.
+    """
+    group = _ready(group)
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return values.unsqueeze(0)
+    sent = values.contiguous().view(-1)
+    gathered = sent.new_empty(ranks * sent.numel())
+    _keep(sent)
+    _keep(gathered)
+    dist.all_gather_into_tensor(gathered, sent, group=group)
+    return gathered.view(ranks, *values.shape)
+
+
+def _ready(group: Any) -> Any:
+    if not process_groups_ready():
+        raise UsageError(
+            "a reduction over processes was asked for but no process group is initialized",
+            expected="torch.distributed.init_process_group() before training",
+            remedy="initialize it, or set with_amax_reduction=False",
+        )
+    return find_group(group)
+
+
+def _keep(tensor: torch.Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        keeper = torch.empty_like(tensor)
+        keeper.grad = tensor
+        _keepers.append(keeper)

@@ -1,0 +1,279 @@
+"""What a class of quantizers declares of the shards of a weight, and how the shards of many weights are quantized.
+
+Quantizing all shards gives the data and scales of the whole weight. Where scales follow from amaxes, each rank gives
+those of its shard, one all-reduce(MAX) makes them those of the whole, and each rank casts its shard. For every other
+quantizer the shards are gathered, in one all-gather, and each rank quantizes the whole weight.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ottava import kernels
+from ottava.collectives import all_gather, all_reduce_max, process_groups_ready
+from ottava.distributed.shards import ShardJob, shard_output
+from ottava.errors import DTypeError
+from ottava.tensors.freshness import bump_versions
+from ottava.tensors.quantizer import Quantizer
+from ottava.torch_private import foreach_copy_
+
+
+class ShardBatch(ABC):
+    """Shards whose quantizers are of one class, to be quantized together from amaxes, once or many times."""
+
+    def __init__(self, jobs: Sequence[ShardJob]) -> None:
+        self.jobs = list(jobs)
+        self._written: list[torch.Tensor] | None = None
+
+    @abstractmethod
+    def amaxes(self) -> torch.Tensor:
+        """What this rank contributes, of all shards one after the other: flat, float32, as many on every rank."""
+
+    @abstractmethod
+    def cast(self, amaxes: torch.Tensor) -> None:
+        """Write data and scales from the result of :meth:`amaxes`, of this or an equal batch, reduced over all ranks."""
+
+    def written(self) -> None:
+        """Tell all holders that their values changed."""
+        if self._written is None:
+            self._written = [t for job in self.jobs for t in job.output.written_tensors() if not t.is_inference()]
+        bump_versions(self._written)
+        for job in self.jobs:
+            job.output.holder.mark_written()
+
+
+class ShardRule:
+    """What a class of quantizers declares of the shards of a weight, as its attribute ``shards``.
+
+    This one declares nothing, and serves every quantizer whose result depends on the values alone: shards of master
+    weights are gathered, and FSDP2 gathers high precision.
+
+    Args:
+        options: names of options that all quantizers of a batch must have in common.
+        rows: that many rows of a matrix, or a multiple of them, are quantized the same alone and in the whole: FSDP2
+            then gathers bytes, and nothing is reduced. None: no number.
+    """
+
+    #: What quantizes many shards from their amaxes; None: their values are gathered.
+    batch: ClassVar[type[ShardBatch] | None] = None
+
+    def __init__(self, *, options: Sequence[str] = (), rows: int | None = None) -> None:
+        self.options = tuple(options)
+        self._rows = rows
+
+    def independent_rows(self, quantizer: Any) -> int | None:
+        """Rows that are quantized the same alone and in the whole by this quantizer of the class."""
+        return self._rows
+
+
+class PerTensorShards(ShardRule):
+    """Declared by quantizers with one scale a tensor, which follows from its amax or is known.
+
+    They derive from :class:`ottava.tensors.Float8QuantizerBase`. One amax of each weight is reduced, and all shards are
+    cast in one call.
+
+    Args:
+        scales: ``scales(jobs, amaxes)`` gives ``(scale, scale_inv)`` of many weights from their amaxes, float32
+            ``[jobs]`` each; :func:`scales_by_format` is one.
+        options: as of :class:`ShardRule`.
+    """
+
+    def __init__(
+        self,
+        scales: Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        *,
+        options: Sequence[str] = (),
+    ) -> None:
+        super().__init__(options=options)
+        self.scales = scales
+
+
+class PerTensorBatch(ShardBatch):
+    """Many shards in a call of a kernel for the amaxes, and one for the casts."""
+
+    def __init__(self, jobs: Sequence[ShardJob]) -> None:
+        super().__init__(jobs)
+        rule: Any = rule_of(jobs[0].quantizer)
+        self._scales = rule.scales
+        self._shards, self._dtypes = [job.shard for job in jobs], [job.dtype for job in jobs]
+        self._formats = [_format_of(job) for job in jobs]
+        self._data = [job.output.data[0] for job in jobs]
+        holders: list[Any] = [job.output.holder for job in jobs]
+        self._scale_invs = [holder._scale_inv for holder in holders]
+        # After a call that raised nothing the same arguments are not looked at again.
+        self._seen, self._cast = False, False
+
+    def amaxes(self) -> torch.Tensor:
+        amaxes = kernels.multi_amax(self._shards, self._dtypes, checked=self._seen)
+        self._seen = True
+        return amaxes
+
+    def cast(self, amaxes: torch.Tensor) -> None:
+        scale, scale_inv = self._scales(self.jobs, amaxes)
+        kernels.multi_cast(self._shards, self._dtypes, scale, self._formats, self._data, checked=self._cast)
+        self._cast = True
+        foreach_copy_(self._scale_invs, list(scale_inv.unbind()))
+        self.written()
+
+
+PerTensorShards.batch = PerTensorBatch
+
+
+def _format_of(job: ShardJob) -> torch.dtype:
+    quantizer: Any = job.quantizer
+    fp8_dtype: torch.dtype = quantizer.fp8_dtype
+    return fp8_dtype
+
+
+def scales_by_format(
+    jobs: Sequence[ShardJob], amaxes: torch.Tensor, epsilon: float = 0.0, force_pow_2: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`ottava.kernels.scale_from_amax` of many weights, one call for each FP8 format among them."""
+    places: dict[torch.dtype, list[int]] = {}
+    for place, job in enumerate(jobs):
+        places.setdefault(_format_of(job), []).append(place)
+    if len(places) == 1:
+        return kernels.scale_from_amax(amaxes, next(iter(places)), epsilon, force_pow_2)
+    scale, scale_inv = torch.empty_like(amaxes), torch.empty_like(amaxes)
+    for fp8_dtype, own in places.items():
+        index = torch.tensor(own, device=amaxes.device)
+        scale[index], scale_inv[index] = kernels.scale_from_amax(amaxes[index], fp8_dtype, epsilon, force_pow_2)
+    return scale, scale_inv
+
+
+_SILENT = ShardRule()
+
+
+def rule_of(quantizer: Quantizer) -> ShardRule:
+    """What the class of ``quantizer`` declares, if the declaration is of its ``quantize_impl`` and not of an older one.
+
+    Raises:
+        DTypeError: what it declares is no rule.
+    """
+    for cls in type(quantizer).__mro__:
+        found = vars(cls).get("shards")
+        if isinstance(found, ShardRule):
+            return found
+        if found is not None:
+            raise DTypeError(
+                f"{cls.__name__}.shards is a {type(found).__name__}",
+                expected="an ottava.distributed.ShardRule, or None",
+            )
+        if "quantize_impl" in vars(cls):
+            break
+    return _SILENT
+
+
+class GatheredBatch:
+    """Shards whose values every rank needs, because their quantizers declare nothing that says less would do."""
+
+    #: What is sent is padded to multiples of this many bytes, which are counted exactly in a float32.
+    UNIT: ClassVar[int] = 4096
+
+    def __init__(self, jobs: Sequence[ShardJob]) -> None:
+        self.jobs = list(jobs)
+
+    def values(self) -> torch.Tensor:
+        """This rank's shards as bytes: where each begins and how many elements it has, then all of them."""
+        places = [number for job in self.jobs for number in (job.start_offset, job.shard.numel())]
+        sent = [torch.tensor(places, device=self.jobs[0].shard.device), *(job.rounded() for job in self.jobs)]
+        # Of one element, contiguous() keeps strides that no view as bytes takes.
+        return torch.cat([v.clone(memory_format=torch.contiguous_format).view(torch.uint8) for v in sent])
+
+    def cast(self, ranks: Sequence[torch.Tensor]) -> None:
+        """Quantize the weights from what all ranks sent; an element that no rank holds counts as 0."""
+        wholes = [torch.zeros(math.prod(j.shape), dtype=j.dtype, device=j.shard.device) for j in self.jobs]
+        for sent in ranks:
+            at = 16 * len(wholes)
+            places = sent[:at].view(torch.int64).tolist()
+            for whole, start, count in zip(wholes, places[::2], places[1::2], strict=True):
+                end = at + count * whole.element_size()
+                # Copied, since bytes need not lie where a wider dtype may begin.
+                whole[start : start + count] = sent[at:end].clone().view(whole.dtype)
+                at = end
+        for job, whole in zip(self.jobs, wholes, strict=True):
+            usages = job.output.holder.get_usages()
+            quantizer = job.quantizer.with_usage(usages["rowwise"], usages["columnwise"])
+            job.output.write(quantizer.quantize_impl(whole.view(job.shape), job.dtype), job.start_offset)
+
+
+@dataclass(frozen=True)
+class ShardBatches:
+    """Shards of any mix of quantizers: those of a class together where amaxes suffice, all others together."""
+
+    reduced: tuple[ShardBatch, ...]
+    gathered: GatheredBatch | None
+
+    @classmethod
+    def of(cls, jobs: Sequence[ShardJob]) -> ShardBatches:
+        """The jobs by what their quantizers declare."""
+        classes: dict[type[Quantizer], list[ShardJob]] = {}
+        others: list[ShardJob] = []
+        for job in jobs:
+            together = others if rule_of(job.quantizer).batch is None else classes.setdefault(type(job.quantizer), [])
+            together.append(job)
+        made = [(rule_of(together[0].quantizer).batch, together) for together in classes.values()]
+        batches = tuple(batch(together) for batch, together in made if batch is not None)
+        return cls(batches, GatheredBatch(others) if others else None)
+
+    def quantize(self, group: Any) -> None:
+        """Quantize all shards: one all-reduce over ``group`` for all amaxes, one all-gather for all values needed."""
+        if self.gathered is None:
+            self.cast(self.amaxes(group))
+            return
+        sent = self.gathered.values()
+        if not process_groups_ready():
+            self.cast(self.amaxes(group))
+            self.gathered.cast([sent])
+            return
+        # How much a rank sends is known to it alone: the largest count travels with the amaxes.
+        unit = self.gathered.UNIT
+        units = torch.full((1,), float(math.ceil(sent.numel() / unit)), device=sent.device)
+        *amaxes, units = self.amaxes(group, units)
+        self.cast(amaxes)
+        padded = sent.new_zeros(int(units.item()) * unit)
+        padded[: sent.numel()] = sent
+        self.gathered.cast(list(all_gather(padded, group)))
+
+    def amaxes(self, group: Any, *more: torch.Tensor) -> list[torch.Tensor]:
+        """What the ranks of ``group`` contribute to each batch, and ``more``, in one all-reduce(MAX)."""
+        own = [*(batch.amaxes() for batch in self.reduced), *more]
+        if not own:
+            return []
+        packed = own[0] if len(own) == 1 else torch.cat(own)
+        if process_groups_ready():
+            packed = all_reduce_max(packed, group)
+        return list(packed.split([amaxes.numel() for amaxes in own]))
+
+    def cast(self, amaxes: Sequence[torch.Tensor]) -> None:
+        """Write the shards whose amaxes these are."""
+        for batch, own in zip(self.reduced, amaxes, strict=True):
+            batch.cast(own)
+
+
+def requantize(written: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    """Quantize new values into tensors; shards whose scales are shared are reduced together, once for each group."""
+    together: dict[Any, list[ShardJob]] = {}
+    for target, values in written:
+        group, quantizer = target._shard_group, target._quantizer
+        rule = None if group is None or quantizer is None else rule_of(quantizer)
+        if not isinstance(rule, PerTensorShards):
+            target.quantize_(values)
+            continue
+        usages = target.get_usages()
+        quantizer = quantizer.with_usage(usages["rowwise"], usages["columnwise"])
+        options = tuple(getattr(quantizer, name) for name in rule.options)
+        # Its scale follows from one amax: as far as that goes, the shard may stand for the whole.
+        shape, flat = tuple(target.shape), values.detach().reshape(-1)
+        output = shard_output(target, shape, 0, flat.numel(), None, "a shard")
+        job = ShardJob(quantizer, flat, shape, values.dtype, 0, output)
+        together.setdefault((group, type(quantizer), options), []).append(job)
+    for (group, *_), jobs in together.items():
+        with torch.no_grad():
+            ShardBatches.of(jobs).quantize(group)

@@ -1,0 +1,176 @@
+"""One shard of a weight to be quantized: its values, and where its data and scales go.
+
+A shard is a range of the flattened weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ottava.errors import ShapeError, UsageError
+from ottava.tensors.declaration import InnerTensor
+from ottava.tensors.freshness import bump_version, bump_versions
+from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.storage import QuantizedTensorStorage
+
+
+@dataclass(frozen=True)
+class ShardOutput:
+    """Where the quantized shard of a weight goes.
+
+    Attributes:
+        holder: takes what is not elements, the scales: the whole weight, or a tensor that is this rank's shard of it.
+        data: the bytes of the shard's elements, flat, one tensor for each of ``holder.raw_inner()``.
+        rows: the rows of the weight, along its first dimension, that ``holder`` has.
+    """
+
+    holder: QuantizedTensorStorage
+    data: tuple[torch.Tensor, ...]
+    rows: range
+
+    def write(self, whole: QuantizedTensorStorage, start_offset: int) -> None:
+        """Copy this rank's shard of ``whole``, the quantized weight: its own range of the elements, and the scales."""
+        raw = self.holder.raw_inner()
+        for inner, data in zip(raw, self.data, strict=True):
+            elements: torch.Tensor = getattr(whole, inner.attribute)
+            data.copy_(elements.reshape(-1)[start_offset : start_offset + data.numel()])
+        for inner in self.holder.inner_tensors:
+            if inner not in raw and not self.holder.is_derived(inner):
+                self.write_inner(inner, getattr(whole, inner.attribute))
+        self.written()
+
+    def write_inner(self, inner: InnerTensor, whole: torch.Tensor | None) -> None:
+        """Copy an inner tensor of the whole weight that is not its elements, or the rows of it that are held."""
+        held: torch.Tensor | None = getattr(self.holder, inner.attribute)
+        if held is None or whole is None:
+            return
+        if held.shape != whole.shape:
+            step = inner.block_rows or 1
+            leading = math.prod(self.holder.size()[1:-1]) if inner.block_rows is not None else 1
+            first = self.rows.start * leading // step
+            whole = whole[first : first + held.shape[0]]
+        held.copy_(whole)
+        bump_version(held)
+
+    def written_tensors(self) -> list[torch.Tensor]:
+        """Whose versions change when the elements are written, so that autograd sees it."""
+        tensors = [getattr(self.holder, inner.attribute) for inner in self.holder.raw_inner()]
+        return [*tensors, self.holder] if isinstance(self.holder, torch.Tensor) else tensors
+
+    def written(self) -> None:
+        """Tell the holder that its values changed, so that nothing derived from the old ones is read."""
+        bump_versions([tensor for tensor in self.written_tensors() if not tensor.is_inference()])
+        self.holder.mark_written()
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One shard to quantize.
+
+    Attributes:
+        quantizer: the weight's.
+        shard: flat, contiguous, of a high-precision dtype; empty where this rank holds nothing of the weight.
+        shape: of the whole weight.
+        dtype: nominal dtype of the weight: what the shard is rounded to before anything else.
+        start_offset: index of the shard's first element in the flattened weight.
+        output: where the result goes.
+    """
+
+    quantizer: Quantizer
+    shard: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start_offset: int
+    output: ShardOutput
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape as rows and columns."""
+        return (math.prod(self.shape[:-1]), self.shape[-1]) if self.shape else (1, 1)
+
+    def rounded(self) -> torch.Tensor:
+        """The shard in the weight's nominal dtype."""
+        return self.shard.to(self.dtype)
+
+
+def shard_output(
+    weight: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, out: Any, what: str
+) -> ShardOutput:
+    """Where a shard of ``count`` elements from ``start_offset`` on of a weight of ``shape`` goes.
+
+    Args:
+        weight: the whole weight, or the tensor that is this rank's shard of it.
+        out: None to write into ``weight``; another tensor that is the shard, or its bytes: one uint8 tensor for each of
+            ``weight.raw_inner()``, with ``count`` elements.
+
+    Raises:
+        ShapeError, UsageError: the shard does not fit.
+    """
+    holder = out if isinstance(out, QuantizedTensorStorage) else weight
+    raw = holder.raw_inner()
+    if isinstance(out, QuantizedTensorStorage) or out is None:
+        tensors = [getattr(holder, inner.attribute) for inner in raw]
+        if not all(tensor.is_contiguous() and tensor.shape == holder.shape for tensor in tensors):
+            raise UsageError(
+                f"the bytes of {what} are not in the order of its elements",
+                expected="contiguous data that is not transposed",
+                remedy="keep the rowwise usage of weights that are cast from shards",
+            )
+        tensors = [tensor.view(-1) for tensor in tensors]
+    else:
+        given = list(out) if isinstance(out, (list, tuple)) else [out]
+        # One tensor of bytes serves a weight with data for each usage, if the other usage's is in the weight itself.
+        if len(given) != len(raw):
+            raise ShapeError(
+                f"{what} has {len(given)} tensors of bytes",
+                expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}",
+            )
+        tensors = [_bytes(tensor, what) for tensor in given]
+        for tensor in tensors:
+            if tensor.numel() != count:
+                raise ShapeError(f"{what} has {tensor.numel()} bytes", expected=f"{count}, as its master weight")
+        return ShardOutput(holder, tuple(tensors), range(shape[0] if shape else 1))
+    if tuple(holder.size()) == tuple(shape):
+        own = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
+        return ShardOutput(holder, own, range(shape[0] if shape else 1))
+    return ShardOutput(holder, tuple(tensors), _rows(holder, shape, start_offset, count, what))
+
+
+def _bytes(tensor: Any, what: str) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor) or tensor.element_size() != 1 or not tensor.is_contiguous():
+        raise UsageError(f"{what} is no contiguous tensor of bytes", expected="torch.uint8 or an 8-bit float dtype")
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _rows(holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, what: str) -> range:
+    """The rows of the weight that ``holder`` is; a tensor that is a shard has whole rows, and cuts no blocks."""
+    row = math.prod(shape[1:])
+    own = tuple(holder.size())
+    if own[1:] != tuple(shape[1:]) or count != math.prod(own) or (count and start_offset % row):
+        raise ShapeError(
+            f"{what} has shape {own}, its share of the weight {count} elements from {start_offset} on",
+            expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has",
+        )
+    rows = range(start_offset // row if row else 0, (start_offset // row if row else 0) + own[0])
+    leading = math.prod(shape[1:-1])
+    for inner in holder.inner_tensors:
+        if inner.block_rows is not None and len(shape) < 2:
+            raise ShapeError(
+                f"{what} is a shard of a vector, which is one row of the blocks of {inner.argument!r}",
+                expected="a weight with rows and columns",
+                remedy="keep the weight whole and cast the shard into its bytes",
+            )
+        blocks = inner.block_rows or 1
+        inside = rows.stop < shape[0] and rows.stop * leading % blocks
+        if inner.gather and count and (rows.start * leading % blocks or inside):
+            raise ShapeError(
+                f"{what} has rows {rows.start} to {rows.stop}, which cut the blocks of {inner.argument!r}",
+                expected=f"multiples of {blocks}",
+                remedy="shard over fewer ranks, or keep the weight whole and cast the shard into its bytes",
+            )
+    return rows

@@ -1,0 +1,157 @@
+"""Aten ops on quantized tensors of any class, derived from the storage declaration; rows are what sharding needs.
+
+A view of rows shares its inner tensors with the whole. Classes that define an op of their own decide by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ottava.errors import DeviceError, ShapeError
+from ottava.kernels import HIGH_PRECISION
+from ottava.tensors.aten import defines, implements
+from ottava.tensors.declaration import InnerTensor
+from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.tensor import QuantizedTensor
+from ottava.torch_private import aten_overloads, to_copy
+
+_aten = torch.ops.aten
+
+
+@implements(QuantizedTensor, _aten.detach.default, _aten.alias.default)
+def _detach(op: Any, tensor: QuantizedTensor) -> Any:
+    return tensor.make_like(tensor)
+
+
+@implements(QuantizedTensor, _aten.as_strided.default)
+def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    # FSDP puts what was gathered into its shape, which it has. Any other layout is for a subclass to define.
+    same = tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset
+    return tensor.make_like(tensor) if same else NotImplemented
+
+
+@implements(QuantizedTensor, _aten.clone.default)
+def _clone(op: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> Any:
+    return tensor.clone_storage()
+
+
+@implements(QuantizedTensor, *aten_overloads("_pin_memory"))
+def _pin_memory(op: Any, tensor: QuantizedTensor, device: Any = None) -> Any:
+    return tensor.apply_to_inner(lambda t: t.pin_memory())
+
+
+@implements(QuantizedTensor, _aten.is_pinned.default)
+def _is_pinned(op: Any, tensor: QuantizedTensor, device: Any = None) -> bool:
+    return all(t.is_pinned() for t in tensor.inner_list() if t is not None)
+
+
+@implements(QuantizedTensor, *aten_overloads("_to_copy"))
+def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
+    dtype = kwargs.pop("dtype", None) or tensor.dtype
+    if dtype not in HIGH_PRECISION or kwargs.get("layout") not in (None, torch.strided):
+        return NotImplemented
+    kwargs.pop("memory_format", None)
+    moved: Any = tensor.apply_to_inner(lambda t: to_copy(t, **kwargs))
+    return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
+
+
+@implements(QuantizedTensor, _aten.copy_.default)
+def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(dst, QuantizedTensor):
+        return dst.copy_(src.dequantize(), non_blocking)
+    if isinstance(src, QuantizedTensor) and dst.adopts_bytes_of(src):
+        dst.copy_from_storage(src)
+    else:
+        values = src.dequantize() if isinstance(src, QuantizedTensor) else src
+        if values.is_meta and not dst.is_meta:
+            raise DeviceError("the source is on meta and has no values", expected="a tensor with values")
+        try:
+            values = values.expand(dst.shape)
+        except RuntimeError as error:
+            raise ShapeError(f"source has shape {tuple(values.shape)}", expected=str(tuple(dst.shape))) from error
+        dst.quantize_(values.to(dst.device))
+    return dst
+
+
+# -- rows --
+
+
+def _span(tensor: QuantizedTensor, inner: InnerTensor, start: int, stop: int) -> slice | None:
+    """The rows of an inner tensor that belong to these rows of the tensor; None where they cut a block."""
+    if inner.block_rows is None:
+        return slice(start, stop)
+    step = inner.block_rows
+    if tensor.dim() != 2 or start % step or (stop % step and stop != tensor.shape[0]):
+        return None
+    return slice(start // step, -(-stop // step))
+
+
+def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
+    """A view of the rows ``start`` to ``stop`` of ``tensor``; NotImplemented where its declaration forbids it."""
+    if (start, stop) == (0, tensor.shape[0]):
+        return tensor.make_like(tensor)
+    taken: dict[str, Any] = {}
+    for inner in tensor.inner_tensors:
+        value: torch.Tensor | None = getattr(tensor, inner.attribute)
+        if value is None or (not inner.gather and inner.usage == "both"):
+            taken[inner.argument] = value
+        elif tensor.is_derived(inner):
+            taken[inner.argument] = None
+        else:
+            span = _span(tensor, inner, start, stop)
+            if span is None or (inner.block_rows is None and value.shape[:1] != tensor.shape[:1]):
+                return NotImplemented
+            taken[inner.argument] = value[span]
+    rows = tensor.make_like(tensor, shape=(stop - start, *tensor.shape[1:]), **taken)
+    rows._whole = tensor if tensor._whole is None else tensor._whole
+    return rows
+
+
+def _allowed(op: Any, tensor: QuantizedTensor, dim: int) -> bool:
+    return tensor.dim() > 0 and dim in (0, -tensor.dim()) and not defines(type(tensor), op, below=QuantizedTensor)
+
+
+@implements(QuantizedTensor, _aten.slice.Tensor)
+def _slice(op: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    if not _allowed(op, tensor, dim) or step != 1:
+        return NotImplemented
+    first, last, _ = slice(start, end).indices(tensor.shape[0])
+    return rows_of(tensor, first, max(first, last))
+
+
+@implements(QuantizedTensor, _aten.split.Tensor, _aten.split_with_sizes.default)
+def _split(op: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
+    if not _allowed(op, tensor, dim):
+        return NotImplemented
+    # torch says which rows come together, and refuses sizes that are wrong.
+    views, first = [], 0
+    for own in op(torch.arange(tensor.shape[0]), sizes):
+        rows = rows_of(tensor, first, first + len(own))
+        if rows is NotImplemented:
+            return NotImplemented
+        views.append(rows)
+        first += len(own)
+    return views
+
+
+@implements(QuantizedTensor, _aten.new_zeros.default, _aten.new_empty.default)
+def _new_rows(op: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Any:
+    """Zeros with another number of rows: what pads an uneven shard. What all rows share is that of ``tensor``."""
+    if not _allowed(op, tensor, 0) or tuple(size[1:]) != tuple(tensor.shape[1:]) or not size:
+        return NotImplemented
+    device = torch.device(kwargs.get("device") or tensor.device)
+    plain = (kwargs.get("dtype") or tensor.dtype) != tensor.dtype or kwargs.get("layout") not in (None, torch.strided)
+    quantizer = tensor._quantizer
+    if plain or device != tensor.device or not isinstance(quantizer, Quantizer) or tensor.dtype not in HIGH_PRECISION:
+        return NotImplemented
+    usages = tensor.get_usages()
+    made = quantizer.with_usage(usages["rowwise"], usages["columnwise"]).make_empty(
+        size, dtype=tensor.dtype, device=device
+    )
+    if type(made) is not type(tensor):
+        return NotImplemented
+    for inner in tensor.shared_inner():
+        getattr(made, inner.attribute).copy_(getattr(tensor, inner.attribute))
+    return made

@@ -1,0 +1,141 @@
+"""Imports go down: no circles in any package, and in core only from a room to those below it.
+
+Every import counts: those under ``TYPE_CHECKING`` and inside functions, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).parents[2] / "packages"
+SOURCES = sorted(path for path in PACKAGES.glob("*/src/*") if (path / "__init__.py").exists())
+CORE = PACKAGES / "core" / "src" / "ottava"
+#: From the ground up; what a line names may import one another.
+ROOMS = (
+    "errors formats layout collectives torch_private",
+    "kernels",
+    "tensors",
+    "gemm gemm_blocks gemm_scaled",
+    "recipes",
+    "nn",
+    "distributed",
+    "debug",
+    "checkpoint",
+    "cli",
+)
+#: The one module that finds another by its name, upwards.
+SLOTS = "ottava.tensors.slots"
+COMPILED = ("_cpu", "_cuda")
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """The modules of a package by name."""
+    found = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """What a module imports of its own package, wherever in it the import stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            above = name.split(".")[: -node.level + (path.name == "__init__.py") or None] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{origin}.{alias.name}"
+                if inner in known:
+                    yield inner
+                elif origin in known and alias.name not in COMPILED:
+                    yield origin
+
+
+def graph(package: Path) -> dict[str, set[str]]:
+    known = modules(package)
+    return {name: set(imported(name, path, known)) - {name} for name, path in known.items()}
+
+
+def circles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """The groups of modules that import one another, directly or through others."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = edges[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reach = {name: reached(name) for name in edges}
+    found: list[set[str]] = []
+    for name in edges:
+        together = {other for other in reach[name] if name in reach[other]}
+        if name in together and together not in found:
+            found.append(together)
+    return found
+
+
+@pytest.mark.parametrize("package", SOURCES, ids=lambda path: path.name)
+def test_there_are_no_circles(package: Path) -> None:
+    assert circles(graph(package)) == []
+
+
+def test_every_package_is_counted() -> None:
+    assert {"ottava", "ottava_current", "ottava_delayed", "ottava_mxfp8", "ottava_custom", "ottava_testing"} <= {
+        path.name for path in SOURCES
+    }
+    assert len(graph(CORE)) > 90
+
+
+PLANTED = {
+    "at the top": "from planted.one import value\n",
+    "relative": "from .one import value\n",
+    "of a module": "from planted import one\n",
+    "plain": "import planted.one\n",
+    "under TYPE_CHECKING": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from planted.one import value\n",
+    "inside a function": "def ask():\n    from planted.one import value\n    return value\n",
+    "through the package": "def ask():\n    from planted import value\n    return value\n",
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_circle_is_found(planted: str, tmp_path: Path) -> None:
+    package = tmp_path / "planted"
+    package.mkdir()
+    (package / "__init__.py").write_text("from planted.one import value\n")
+    (package / "one.py").write_text("from planted.two import ask\nvalue = 1\n")
+    (package / "two.py").write_text("ask = None\n")
+    assert circles(graph(package)) == []
+    (package / "two.py").write_text(PLANTED[planted])
+    (found,) = circles(graph(package))
+    assert {"planted.one", "planted.two"} <= found
+
+
+def room(module: str) -> int:
+    return next(number for number, names in enumerate(ROOMS) if module.split(".")[1] in names.split())
+
+
+def test_rooms_of_core_import_what_is_below_them() -> None:
+    edges = {(name, other) for name, others in graph(CORE).items() for other in others if "ottava" not in (name, other)}
+    assert [edge for edge in edges if room(edge[1]) > room(edge[0])] == []
+    # The package itself, which names everything, is for the commands.
+    assert {name.split(".")[1] for name, others in graph(CORE).items() if "ottava" in others} <= {"cli"}
+
+
+def test_one_module_finds_another_upwards_by_its_name() -> None:
+    """Elsewhere a name that is imported at run time is one of the module's own room, or of another package."""
+    found = []
+    for name, path in modules(CORE).items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.unparse(node) if isinstance(node, ast.Call) else ""
+            if text.startswith(("importlib.import_module(", "__import__(")) and "ottava." in text:
+                found.append(name)
+    assert sorted(found) == ["ottava", SLOTS]
