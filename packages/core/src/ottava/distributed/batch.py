@@ -17,7 +17,7 @@ from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava.tensors.storage import native_dtype, same_kind
+from ottava.tensors.declaration import native_dtype, same_kind
 from ottava.torch_private import is_distributed, local_tensor
 
 

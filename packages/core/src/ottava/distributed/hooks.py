@@ -119,8 +119,11 @@ def post_all_gather(
     whole = {each.inner.argument: _whole(each, out_, plan) for each, out_ in zip(plan.inner, outputs, strict=True)}
     if out is not None:
         for inner in out.inner_tensors:
-            if inner.argument in whole:
-                _replace(out, inner, whole[inner.argument])
+            data = whole.get(inner.argument)
+            if data is not None:
+                held = getattr(out, inner.attribute)
+                if held is None or held.data_ptr() != data.data_ptr() or held.shape != data.shape:
+                    setattr(out, inner.attribute, data)
             elif inner.usage == "both" or inner.gather:
                 setattr(out, inner.attribute, plan.shared[inner.argument])
         out.mark_written()
@@ -142,12 +145,6 @@ def _whole(gathered: GatheredInner, output: torch.Tensor, plan: GatherPlan) -> t
         output = output[:, : gathered.shape.numel()].reshape(-1, *gathered.shape[1:])
     # Rows of padding lie at the end: ranks before the last non-empty one are full.
     return output[: plan.size[0]] if gathered.inner.block_rows is None else output
-
-
-def _replace(out: QuantizedTensor, inner: InnerTensor, data: torch.Tensor) -> None:
-    held = getattr(out, inner.attribute)
-    if held is None or held.data_ptr() != data.data_ptr() or held.shape != data.shape:
-        setattr(out, inner.attribute, data)
 
 
 def _candidates(tensor: QuantizedTensorStorage) -> tuple[InnerTensor, ...]:
@@ -192,37 +189,28 @@ def _sent_length(tensor: QuantizedTensor, inner: InnerTensor, gathered: Sequence
 
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the first."""
-    rows = math.ceil(size[0] / world)
-    matrix_rows = rows * math.prod(size[1:-1])
-    for inner in tensor.inner_tensors:
-        held = getattr(tensor, inner.attribute) is not None or tensor.rowwise_serves_columnwise
-        if not inner.gather or not held or world == 1:
+    matrix_rows = math.ceil(size[0] / world) * math.prod(size[1:-1])
+    for inner in tensor.inner_tensors if world > 1 else ():
+        value, blocks = getattr(tensor, inner.attribute), inner.block_rows
+        if not inner.gather or (value is None and not tensor.rowwise_serves_columnwise):
             continue
-        if inner.block_rows is None:
-            value = getattr(tensor, inner.attribute)
-            if size[0] % world and value is not None and value.shape[1:] != tensor.shape[1:]:
-                raise ShapeError(
-                    f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size",
-                    expected=f"a number of rows that {world} divides",
-                )
-            continue
-        if len(size) < 2:
+        if blocks is not None and len(size) < 2:
             raise ShapeError(
                 f"a vector is sharded over {world} ranks, and is one row of the blocks of {inner.argument!r}",
                 expected="a weight with rows and columns",
                 remedy="keep it in high precision",
             )
-        if size[0] % world != 0:
-            # FSDP asks for the padded size of the parameter itself.
+        # FSDP asks for the padded size of the parameter itself.
+        if size[0] % world and (blocks or (value is not None and value.shape[1:] != tensor.shape[1:])):
             raise ShapeError(
                 f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size",
                 expected=f"a number of rows that {world} divides",
             )
-        if matrix_rows % inner.block_rows != 0:
+        if blocks is not None and matrix_rows % blocks:
             raise ShapeError(
                 f"a {type(tensor).__name__} with {size[0]} rows on {world} ranks has {matrix_rows} on each, which cut "
                 f"the blocks of {inner.argument!r}",
-                expected=f"a multiple of {inner.block_rows} on each",
+                expected=f"a multiple of {blocks} on each",
                 remedy="shard over fewer ranks, or keep this weight in high precision: it is quantized when it is used",
             )
 

@@ -37,7 +37,7 @@ class ShardBatch(ABC):
 
     @abstractmethod
     def cast(self, amaxes: torch.Tensor) -> None:
-        """Write data and scales from the result of :meth:`amaxes`, of this or an equal batch, reduced over all ranks."""
+        """Write data and scales from the :meth:`amaxes` of this or an equal batch, reduced over all ranks."""
 
     def written(self) -> None:
         """Tell all holders that their values changed."""

@@ -1,4 +1,4 @@
-"""What a storage class declares, and what a storage is given."""
+"""What a storage class declares, what follows from it for storages of any class, and what a storage is given."""
 
 from __future__ import annotations
 
@@ -84,3 +84,22 @@ def check_noop_flag(noop_flag: torch.Tensor, device: torch.device) -> None:
         raise ShapeError(f"noop_flag has shape {tuple(noop_flag.shape)}", expected="one element")
     if noop_flag.device != device:
         raise DeviceError(f"noop_flag is on {noop_flag.device}", expected=f"{device}, where the values are")
+
+
+def same_kind(one: Any, other: Any) -> bool:
+    """Whether two storages have the same declaration, nominal dtype and static values, whatever their shapes.
+
+    Values that describe the data of a usage count where both hold data for it.
+    """
+    if one.inner_tensors != other.inner_tensors or one.dtype != other.dtype:
+        return False
+    mine, theirs = one.get_usages(), other.get_usages()
+    fields = {field for cls in (type(one), type(other)) for field in cls.static_fields}
+    names = {f.attribute for f in fields if f.usage == "both" or (mine[f.usage] and theirs[f.usage])}
+    return all(getattr(one, name, None) == getattr(other, name, None) for name in names)
+
+
+def native_dtype(storage: Any, inner: InnerTensor) -> torch.dtype | None:
+    """The 8-bit dtype that the bytes of an inner tensor have, for those who read them without Ottava."""
+    native = inner.native
+    return getattr(storage, native) if isinstance(native, str) else native

@@ -12,8 +12,8 @@ import torch
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors.blocks import Operand
 from ottava.tensors.declaration import InnerTensor as InnerTensor
-from ottava.tensors.declaration import StaticField as StaticField
-from ottava.tensors.declaration import StorageQuantizer, Usage, check_noop_flag
+from ottava.tensors.declaration import StaticField, StorageQuantizer, Usage, check_noop_flag
+from ottava.tensors.declaration import native_dtype as native_dtype
 from ottava.tensors.freshness import bump_version
 
 
@@ -28,11 +28,11 @@ class StorageSpec:
 
     def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
         """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
-        arguments: dict[str, Any] = {}
-        for inner, tensor in zip(self.cls.inner_tensors, tensors, strict=True):
-            arguments[inner.argument] = tensor
-        for declared, value in zip(self.cls.all_static_fields(), self.static, strict=True):
-            arguments[declared.argument] = value
+        arguments: dict[str, Any] = {
+            inner.argument: tensor for inner, tensor in zip(self.cls.inner_tensors, tensors, strict=True)
+        }
+        fields = self.cls.all_static_fields()
+        arguments |= {field_.argument: value for field_, value in zip(fields, self.static, strict=True)}
         built = self.cls(**arguments, quantizer=self.quantizer)
         if self.whole is not None:
             built._whole = self.whole
@@ -43,6 +43,8 @@ class StorageSpec:
         return self.build(tensors) if self.whole is not None else self.cls.rebuilt(self, tensors)
 
 
+# What an inner tensor may be.
+_HELD = (torch.Tensor, type(None))
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 
@@ -88,7 +90,7 @@ class QuantizedTensorStorage(Operand):
             raise OptionError(f"{type(self).__name__} was given {what}", expected=", ".join(sorted(known)))
         for inner in self.inner_tensors:
             tensor = declared.get(inner.argument)
-            if tensor is not None and not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, _HELD):
                 raise DTypeError(f"{inner.argument!r} is a {type(tensor).__name__}", expected="a tensor or None")
             setattr(self, inner.attribute, tensor)
         for field_ in fields:
@@ -132,17 +134,13 @@ class QuantizedTensorStorage(Operand):
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
-        metadata = {inner.argument: getattr(self, inner.attribute) for inner in self.inner_tensors}
-        for declared in type(self).all_static_fields():
-            metadata[declared.argument] = getattr(self, declared.attribute)
-        metadata["quantizer"] = self._quantizer
-        return metadata
+        declared: list[InnerTensor | StaticField] = [*self.inner_tensors, *type(self).all_static_fields()]
+        return {each.argument: getattr(self, each.attribute) for each in declared} | {"quantizer": self._quantizer}
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], QuantizedTensorStorage]:
         """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""
         tensors = self.inner_list()
-        for inner in self.inner_tensors:
-            setattr(self, inner.attribute, None)
+        self.clear()
         return tensors, self
 
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -152,9 +150,7 @@ class QuantizedTensorStorage(Operand):
             ShapeError: fewer tensors than this storage declares.
         """
         count = len(self.inner_tensors)
-        if not isinstance(tensors, (list, tuple)) or not all(
-            tensor is None or isinstance(tensor, torch.Tensor) for tensor in tensors[:count]
-        ):
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, _HELD) for t in tensors[:count]):
             raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
         if len(tensors) < count:
             raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
@@ -206,9 +202,10 @@ class QuantizedTensorStorage(Operand):
     def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
         """A new storage with ``function`` applied to each inner tensor held; the quantizer is copied."""
         tensors, spec = self.flatten_storage()
-        moved = [None if t is None else function(t) for t in tensors]
         quantizer = None if spec.quantizer is None else spec.quantizer.copy()
-        return StorageSpec(spec.cls, spec.static, quantizer).build(moved)
+        return StorageSpec(spec.cls, spec.static, quantizer).build(
+            [None if t is None else function(t) for t in tensors]
+        )
 
     def clone_storage(self) -> QuantizedTensorStorage:
         """A copy that shares nothing."""
@@ -334,9 +331,8 @@ class QuantizedTensorStorage(Operand):
                     remedy="quantize it with the usages of the destination",
                 )
             if theirs.shape != mine.shape:
-                raise ShapeError(
-                    f"{inner.argument!r} of the source has shape {tuple(theirs.shape)}", expected=str(tuple(mine.shape))
-                )
+                what = f"{inner.argument!r} of the source has shape {tuple(theirs.shape)}"
+                raise ShapeError(what, expected=str(tuple(mine.shape)))
             pairs.append((mine, theirs))
         if not pairs:
             raise UsageError(f"{type(self).__name__} holds no data to write to", remedy="it was cleared or saved")
@@ -347,9 +343,9 @@ class QuantizedTensorStorage(Operand):
             bump_version(mine)
         if isinstance(self, torch.Tensor):
             bump_version(self)
-        self.mark_written()
-        if self._whole is not None:
-            self._whole.mark_written()
+        for written in (self, self._whole):
+            if written is not None:
+                written.mark_written()
 
     # -- views, which share scales with the rest of their tensor --
 
@@ -360,15 +356,11 @@ class QuantizedTensorStorage(Operand):
 
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
         """Whether what all rows have in common is equal in ``other``, so that its rows mean the same here."""
-        return all(
-            _equal(getattr(self, inner.attribute), getattr(other, inner.attribute)) for inner in self.shared_inner()
-        )
+        shared = [inner.attribute for inner in self.shared_inner()]
+        return all(_equal(getattr(self, name), getattr(other, name)) for name in shared)
 
     def _rest_is_zero(self) -> bool:
-        """Whether the rest of the tensor that this is a view of holds zeros alone, as the padding of a shard does.
-
-        Zeros are zeros at any scale, so that one may be written that suits the view.
-        """
+        """Whether the rest of the tensor holds zeros alone, as the padding of a shard does: they suit any scale."""
         mine, whole = (getattr(s, s.raw_inner()[0].attribute) for s in (self, self._whole) if s is not None)
         # What is made like a tensor without gaps and overlaps has its strides.
         if torch.compiler.is_compiling() or torch.empty_like(mine, device="meta").stride() != mine.stride():
@@ -431,19 +423,6 @@ def storage_classes() -> dict[str, type[QuantizedTensorStorage]]:
     return dict(_CLASSES)
 
 
-def same_kind(one: QuantizedTensorStorage, other: QuantizedTensorStorage) -> bool:
-    """Whether two storages have the same declaration, nominal dtype and static values, whatever their shapes.
-
-    Values that describe the data of a usage count where both hold data for it.
-    """
-    if one.inner_tensors != other.inner_tensors or one.dtype != other.dtype:
-        return False
-    mine, theirs = one.get_usages(), other.get_usages()
-    fields = {field for cls in (type(one), type(other)) for field in cls.static_fields}
-    names = {f.attribute for f in fields if f.usage == "both" or (mine[f.usage] and theirs[f.usage])}
-    return all(getattr(one, name, None) == getattr(other, name, None) for name in names)
-
-
 def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Whether two scales are equal; those on the meta device have no values to differ in."""
     if one is other or other is None:
@@ -452,12 +431,6 @@ def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
         return one.is_meta and other.is_meta
     # Comparing values would break a graph that is being traced.
     return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))
-
-
-def native_dtype(storage: QuantizedTensorStorage, inner: InnerTensor) -> torch.dtype | None:
-    """The 8-bit dtype that the bytes of an inner tensor have, for those who read them without Ottava."""
-    native = inner.native
-    return getattr(storage, native) if isinstance(native, str) else native
 
 
 def rebuild_storage(

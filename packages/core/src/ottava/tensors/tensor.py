@@ -10,9 +10,9 @@ import torch
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.tensors import aten
-from ottava.tensors.declaration import StaticField, StorageQuantizer, check_values_dtype
+from ottava.tensors.declaration import StaticField, StorageQuantizer, check_values_dtype, same_kind
 from ottava.tensors.slots import above
-from ottava.tensors.storage import QuantizedTensorStorage, rebuild_storage, same_kind
+from ottava.tensors.storage import QuantizedTensorStorage, rebuild_storage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass
 
 # Python attributes of a parameter that copying and pickling carry along.
