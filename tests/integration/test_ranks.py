@@ -25,7 +25,7 @@ TABLE = {
         "sharded_masters",
         # Mixed recipes, hybrids and a third party's tensors.
         "custom_fsdp_cases": "mixed_recipes scales_that_nobody_keeps_equal",
-        # Shards of master weights are quantized as the whole weight, after one all-reduce.
+        # Shards of master weights are quantized as the whole weight, after one all-reduce and one all-gather at most.
         "sharded_weights_cases": "random_shards",
     },
     "4": {

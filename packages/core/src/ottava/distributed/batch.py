@@ -127,8 +127,8 @@ def _shard(master: Any, device: torch.device, what: str) -> torch.Tensor:
     local = local_tensor(master)
     if not isinstance(local, torch.Tensor) or isinstance(local, QuantizedTensorStorage):
         raise DTypeError(f"the master of {what} is a {type(master).__name__}", expected="a tensor or None")
-    if local.layout != torch.strided:
-        raise DTypeError(f"the master of {what} is {local.layout}", expected="a dense tensor")
+    if local.layout != torch.strided or local.is_nested:
+        raise DTypeError(f"the master of {what} is {local.layout}, or nested", expected="a dense tensor")
     if local.dtype not in HIGH_PRECISION:
         raise DTypeError(f"the master of {what} is of {local.dtype}", expected="torch.float32, or None for no shard")
     if local.device != device:
@@ -225,9 +225,9 @@ def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
     """Refuse a quantizer whose results are of another kind than the weight; ``fitting`` has what was found before."""
     storage, quantizer = weight.storage, weight.quantizer
     static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
-    key = (type(storage), static, storage.dtype, len(weight.shape), quantizer)
+    usages = storage.get_usages()
+    key = (type(storage), static, tuple(usages.values()), storage.dtype, len(weight.shape), quantizer)
     if key not in fitting:
-        usages = storage.get_usages()
         example = quantizer.with_usage(usages["rowwise"], usages["columnwise"]).make_empty(
             (1,) * len(weight.shape), dtype=storage.dtype, device=storage.device
         )

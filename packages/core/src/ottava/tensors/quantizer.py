@@ -117,7 +117,9 @@ class Quantizer(ABC):
         """
         if isinstance(tensor, QuantizedTensorStorage):
             tensor = tensor.dequantize()
-        _check_values(tensor, "tensor")
+        if isinstance(tensor, torch.Tensor) and tensor.is_nested:
+            raise _nested(tensor, "tensor")
+        check_high_precision(tensor)
         if dtype is not None and dtype not in HIGH_PRECISION:
             raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
         if out is not None:
@@ -157,7 +159,9 @@ class Quantizer(ABC):
             raise DTypeError(f"destination is a {type(dst).__name__}", expected="a quantized tensor or storage")
         if isinstance(src, QuantizedTensorStorage):
             src = src.dequantize()
-        _check_values(src, "source")
+        if isinstance(src, torch.Tensor) and src.is_nested:
+            raise _nested(src, "source")
+        check_high_precision(src, "source")
         if tuple(src.shape) != tuple(dst.size()):
             raise ShapeError(f"source has shape {tuple(src.shape)}", expected=str(tuple(dst.size())))
         if src.device != dst.device:
@@ -333,19 +337,12 @@ def as_device(device: torch.device | str | int) -> torch.device:
         raise DeviceError(f"device {device!r}", expected="the name of a device, such as 'cpu' or 'cuda:0'") from error
 
 
-def _check_values(tensor: torch.Tensor, what: str) -> None:
-    """Refuse what cannot be quantized.
-
-    Raises:
-        DTypeError: it is not of a high-precision dtype, or its rows are tensors of different lengths.
-    """
-    if isinstance(tensor, torch.Tensor) and tensor.is_nested:
-        raise DTypeError(
-            f"the {what} is nested ({tensor.layout})",
-            expected="one tensor with a shape",
-            remedy="quantize tensor.values(), in which all rows lie one after the other, or a padded tensor",
-        )
-    check_high_precision(tensor, what)
+def _nested(tensor: torch.Tensor, what: str) -> DTypeError:
+    return DTypeError(
+        f"the {what} is nested ({tensor.layout})",
+        expected="one tensor with a shape",
+        remedy="quantize tensor.values(), in which all rows lie one after the other, or a padded tensor",
+    )
 
 
 def _flag(name: str, value: Any) -> bool:
