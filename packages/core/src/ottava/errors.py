@@ -22,6 +22,17 @@ class OttavaError(Exception):
         super().__init__(". ".join(part.rstrip(".") for part in parts) + ".")
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an exception that anyone may have raised: where its ``__str__`` raises, words that say so."""
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    # The text is somebody else's code, which may raise anything.
+    except BaseException:
+        return "an error whose text cannot be shown"
+
+
 class ShapeError(OttavaError, ValueError):
     """A tensor or a list has the wrong shape or length."""
 

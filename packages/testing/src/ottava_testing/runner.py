@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 import ottava
-from ottava.errors import DTypeError, OptionError
+from ottava.errors import DTypeError, OptionError, text_of
 from ottava.recipes.spec import RecipeSpec
 from ottava_testing.compare import CheckFailed
 from ottava_testing.subject import LAYER, Given, Subject
@@ -151,7 +151,7 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((*_FOREIGN, "<"))]
     frame = (own or list(frames) or [None])[-1]  # type: ignore[list-item]
-    lines = str(error).splitlines() or [""]
+    lines = text_of(error).splitlines() or [""]
     place = "" if frame is None else f", raised at {frame.filename}:{frame.lineno} in {frame.name}()"
     return f"{type(error).__name__}: {lines[0]}{place}"
 

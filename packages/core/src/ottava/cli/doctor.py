@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ottava
-from ottava.errors import OttavaError
+from ottava.errors import OttavaError, text_of
 from ottava.recipes.registry import (
     get_quantizer_factory,
     get_recipe,
@@ -133,14 +133,14 @@ def _recipe(name: str) -> Check:
             return Check(f"recipe {name}", True, f"not built, it needs options: {', '.join(required)}")
         return Check(f"recipe {name}", True, f"built, a {type(get_recipe(name)).__name__}")
     except OttavaError as error:
-        return Check(f"recipe {name}", False, str(error))
+        return Check(f"recipe {name}", False, text_of(error))
 
 
 def _factory(name: str) -> Check:
     try:
         get_quantizer_factory(name)
     except OttavaError as error:
-        return Check(f"quantizer factory {name}", False, str(error))
+        return Check(f"quantizer factory {name}", False, text_of(error))
     return Check(f"quantizer factory {name}", True, "imported")
 
 

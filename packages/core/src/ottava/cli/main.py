@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import ottava
-from ottava.errors import OttavaError, UsageError
+from ottava.errors import OttavaError, UsageError, text_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch.")
 
@@ -23,7 +23,7 @@ def _told() -> Iterator[None]:
     try:
         yield
     except OttavaError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {text_of(error)}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint
 from typing import Any, TypeVar
 
 import pluggy
 
-from ottava.errors import DuplicateRecipeError, PluginError
+from ottava.errors import DuplicateRecipeError, PluginError, text_of
 from ottava.recipes import hookspecs
 from ottava.recipes.discovery import Found, canonical, disabled, discover, strict
 from ottava.recipes.ownership import PluginStatus, settle
@@ -32,10 +31,7 @@ SpecT = TypeVar("SpecT", RecipeSpec, FactorySpec)
 
 def describe(error: BaseException) -> str:
     """Kind and text of an error, and where in a plugin's own code it comes from."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:
-        text = "an error whose text cannot be shown"
+    text = " ".join(text_of(error).split())
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [(path, line) for path, line in places if not path.startswith(("<", *_MACHINERY))]
     where = " ({}:{})".format(*own[-1]) if own else ""
@@ -89,29 +85,7 @@ def _read(plugin_name: str, entry: EntryPoint) -> tuple[tuple[RecipeSpec, ...], 
     )
 
 
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collects the user's interrupts, to tell them from a KeyboardInterrupt that a plugin raises by itself."""
-    seen: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield seen
-        return
-    handler = before
-
-    def note(number: int, frame: Any) -> None:
-        seen.append(number)
-        handler(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield seen
-    finally:
-        if signal.getsignal(signal.SIGINT) is note:
-            signal.signal(signal.SIGINT, before)
-
-
-def _status(found: Found, left_out: set[str], required: bool, interrupts: list[int]) -> PluginStatus:
+def _status(found: Found, left_out: set[str], required: bool) -> PluginStatus:
     name = f"{found.distribution}:{found.entry_point}"
     facts = (name, found.distribution, found.version, found.entry_point)
     if canonical(found.distribution) in left_out:
@@ -121,10 +95,10 @@ def _status(found: Found, left_out: set[str], required: bool, interrupts: list[i
     if found.entry is not None:
         try:
             recipes, factories = _read(name, found.entry)
-        # A plugin may raise anything, SystemExit and a test runner's own kinds as well.
+        except KeyboardInterrupt:
+            raise
+        # A plugin may raise anything else, SystemExit and a test runner's own kinds as well.
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and interrupts:
-                raise
             cause, text = error, describe(error)
         else:
             return PluginStatus(*facts, "ok", "", recipes, factories)
@@ -138,8 +112,8 @@ def _status(found: Found, left_out: set[str], required: bool, interrupts: list[i
 def _load() -> tuple[PluginStatus, ...]:
     left_out, required = disabled(), strict()
     # What plugins print must not get between the lines of a listing that is read by a program.
-    with contextlib.redirect_stdout(sys.stderr), _interrupts() as interrupts:
-        statuses = [_status(found, left_out, required, interrupts) for found in discover()]
+    with contextlib.redirect_stdout(sys.stderr):
+        statuses = [_status(found, left_out, required) for found in discover()]
     settled = settle(statuses)
     for status in settled:
         if status.refused and required:

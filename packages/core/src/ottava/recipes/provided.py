@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ottava.errors import DuplicateRecipeError, OptionError, OttavaError, PluginError, RecipeNotFoundError
+from ottava.errors import DuplicateRecipeError, OptionError, OttavaError, PluginError, RecipeNotFoundError, text_of
 from ottava.recipes import loader
 from ottava.recipes.discovery import canonical
 from ottava.recipes.ownership import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus
@@ -51,7 +51,8 @@ def build_recipe(name: str | os.PathLike[str], kind: type, options: dict[str, An
         raise  # the recipe's own word on its options
     except (Exception, SystemExit) as error:
         # A factory that takes any keyword may hand them to one that does not.
-        refused = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if type(error) is TypeError else None
+        said = text_of(error) if type(error) is TypeError else ""
+        refused = re.search(r"unexpected keyword argument '(\w+)'", said)
         if refused and refused[1] in options:
             raise OptionError(f"{provided} has no option {refused[1]!r}", expected=expected) from error
         raise provided.error(f"cannot be built: {loader.describe(error)}") from error

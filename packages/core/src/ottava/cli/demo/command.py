@@ -18,7 +18,7 @@ from ottava.cli.demo.data import load_corpus
 from ottava.cli.demo.model import SIZES
 from ottava.cli.demo.report import Skipped, check_libraries, table, write
 from ottava.cli.demo.training import Run, train
-from ottava.errors import DeviceError, OptionError, OttavaError, UsageError
+from ottava.errors import DeviceError, OptionError, OttavaError, UsageError, text_of
 from ottava.kernels.products import product_dtype
 from ottava.recipes.ownership import RECIPE
 from ottava.recipes.registry import plugin_statuses
@@ -68,7 +68,7 @@ def _choose(asked: list[str] | None) -> tuple[list[str], list[Skipped]]:
         try:
             ottava.get_recipe(name)
         except OttavaError as error:
-            skipped.append(Skipped(name, str(error)))
+            skipped.append(Skipped(name, text_of(error)))
         else:
             names.append(name)
     return names, skipped
@@ -175,7 +175,7 @@ def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, o
                 # A recipe nobody asked for by name must not cost the others their results.
                 if recipe is None or recipes:
                     raise
-                failed.append(Skipped(recipe, f"failed in training: {type(error).__name__}: {error}"))
+                failed.append(Skipped(recipe, f"failed in training: {type(error).__name__}: {text_of(error)}"))
                 errors.print(f"{recipe} {failed[-1].reason}", soft_wrap=True)
     console.print(table(runs, skipped + failed))
     summary = f"{size} model, {steps} steps, seed {seed}, on {place}, torch {torch.__version__}."
