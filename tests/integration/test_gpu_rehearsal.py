@@ -165,12 +165,12 @@ def test_float64_finds_one_bit(monkeypatch: pytest.MonkeyPatch, kernel: str) -> 
     assert outcome.failed > outcome.cases / 2
 
 
-@pytest.mark.parametrize("name", ["products, current", "products of small integers", "products beyond float32's range"])
+@pytest.mark.parametrize("name", ["products, current", "products of small integers"])
 def test_a_product_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     cases = model_cases.product_cases(small=True)[name][::4]
     assert runner.check(name, cases, PLACE).passed
     real = model_cases.gemm
-    monkeypatch.setattr(model_cases, "gemm", lambda *a, **k: real(*a, **k).mul_(1.02 if "integers" in name else 1.2))
+    monkeypatch.setattr(model_cases, "gemm", lambda *a, **k: real(*a, **k).mul_(1.02))
     assert runner.check(name, cases, PLACE).failed == len(cases)
 
 

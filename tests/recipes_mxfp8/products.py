@@ -35,11 +35,6 @@ def expected(a: Any, b: Any, kind: str) -> torch.Tensor:
     return {"fprop": lambda: left @ right.t(), "dgrad": lambda: left @ right, "wgrad": lambda: left.t() @ right}[kind]()
 
 
-def error_of_rows(got: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """The relative error of each row by itself: a large one must not hide a small one."""
-    return (got.double() - exact).norm(dim=1) / exact.norm(dim=1)
-
-
 def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
@@ -62,13 +57,3 @@ class PerTensor(Float8QuantizerBase):
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         return self.make(tensor, 1.0)
-
-
-# What puts an operand beyond bfloat16's range. Every one of them decodes to infinity, zero or a subnormal somewhere.
-EXTREMES = {
-    "near the top": lambda x: x.sign() * 3.3e38,
-    "infinite": lambda x: torch.where(x > 1.5, float("inf"), x),
-    "near the bottom": lambda x: x * 2.0**-130,
-    "subnormal": lambda x: x * 2.0**-140,
-}
-PARTS: dict[str, Any] = {"all": ..., "some rows": slice(5, 40), "a column": (slice(None), 3), "one element": (4, 9)}

@@ -90,10 +90,10 @@ void mx_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format,
                         at<uint8_t>(column_scales), threads_of(threads));
 }
 
-bool mx_decode(Address codes, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
+void mx_decode(Address codes, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
                int dtype, int threads) {
-    return ottava::mx_decode(at<const uint8_t>(codes), at<const uint8_t>(scales), fp8_of(format), size_of(rows),
-                             size_of(cols), columnwise, at<void>(out), dtype_of(dtype), threads_of(threads));
+    ottava::mx_decode(at<const uint8_t>(codes), at<const uint8_t>(scales), fp8_of(format), size_of(rows), size_of(cols),
+                      columnwise, at<void>(out), dtype_of(dtype), threads_of(threads));
 }
 
 void multi_amax(const std::vector<ottava::Source>& tensors, Address out, int threads) {

@@ -201,7 +201,6 @@ class Thread {
     uint32_t exchange(uint32_t value, int mask) const { return block_.exchange(index_, value, mask); }
     void raise(int32_t* to, int32_t value) const { *to = std::max(*to, value); }
     void add(int64_t* to, int64_t value) const { *to += value; }
-    void set_bits(int32_t* to, int32_t bits) const { *to |= bits; }
 };
 
 template <class Kernel>

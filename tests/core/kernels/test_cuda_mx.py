@@ -1,4 +1,4 @@
-"""The CUDA kernels on MX blocks and after products: any addresses, flags, the last step, exact lines."""
+"""The CUDA kernels on MX blocks and after products: any addresses, and the last step."""
 
 from __future__ import annotations
 
@@ -146,24 +146,6 @@ def blocks(shape: tuple[int, int], columnwise: bool, seed: int = 0) -> tuple[Ten
     return torch.from_numpy(random.integers(0, 256, shape, dtype=np.uint8)), torch.from_numpy(scales)
 
 
-def flag_of(codes: Tensor, scales: Tensor, fp8: torch.dtype, columnwise: bool) -> int:
-    """By the words of the interface."""
-    exact = reference_mx.mx_decode_exact(codes, scales, fp8, columnwise).abs()
-    finite = exact.isfinite() & (exact > 0)
-    beyond = finite & ((exact < 2.0**-126) | (exact > float(np.finfo(np.float32).max)))
-    far = ((scales >= 1) & (scales <= 63)) | (scales >= 191)
-    return int(beyond.any()) | 2 * int(far.any())
-
-
-def flagged(
-    grid: ModuleType, codes: Tensor, scales: Tensor, fp8: torch.dtype, out: Tensor, columnwise: bool, before: int = 0
-) -> int:
-    flags = torch.tensor([77, before, 77], dtype=torch.int32)
-    grid.mx_decode_flagged(codes, scales, fp8, out, columnwise, flags[1])
-    assert flags[0] == flags[2] == 77
-    return int(flags[1])
-
-
 @any_dtype
 @any_shape
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -180,52 +162,12 @@ def test_decode_at_any_address(grid: ModuleType, shape: tuple[int, int], dtype: 
         grid.mx_decode_out(at(codes, offsets[0]), at(scales, offsets[1]), fp8, out, columnwise)
         assert same_bytes(out, expected), (fp8, offsets)
         assert surroundings_kept(out)
-        found = flagged(grid, at(codes, offsets[0]), at(scales, offsets[1]), fp8, out, columnwise)
-        assert same_bytes(out, expected), (fp8, offsets)
-        assert found == flag_of(codes, scales, fp8, columnwise)
-
-
-# Scale, code of E4M3 (1 is 2^-9, 0x7e is 448, 0x7f is NaN), bits of the flag.
-FLAGS = [
-    (127, 0x7E, 0),
-    (64, 0x01, 0),
-    (190, 0xFE, 0),
-    (63, 0x7E, 2),
-    (191, 0x01, 2),
-    (0, 0x00, 0),  # a block of zeros
-    (0, 0x80, 0),
-    (0, 0x38, 1),  # 2^-127
-    (0, 0x40, 0),  # 2^-126
-    (9, 0x01, 3),  # 2^-127
-    (10, 0x01, 2),  # 2^-126
-    (246, 0x7E, 2),  # 448 * 2^119 is less than 2^128
-    (247, 0x7E, 3),
-    (247, 0x7F, 2),
-    (255, 0x38, 2),  # NaN
-    (255, 0x00, 2),
-]
-
-
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("place", [(0, 0), (34, 299), (31, 256), (32, 7)], ids=str)
-def test_flags(any_order: ModuleType, place: tuple[int, int], columnwise: bool) -> None:
-    """One block that is unlike the others, with one element in it that is."""
-    shape = (35, 300)
-    block = (place[0] // 32, place[1]) if columnwise else (place[0], place[1] // 32)
-    for scale, code, bits in FLAGS:
-        codes = torch.zeros(shape, dtype=torch.uint8)
-        scales = torch.full(mx_scale_shapes(shape)[int(columnwise)], 127, dtype=torch.uint8)
-        codes[place], scales[block] = code, scale
-        assert bits == flag_of(codes, scales, E4M3, columnwise), (scale, code)
-        out = torch.empty(shape, dtype=torch.bfloat16)
-        for before in (0, 3 ^ bits):
-            assert flagged(any_order, codes, scales, E4M3, out, columnwise, before) == bits | before, (scale, code)
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0)], ids=str)
 def test_nothing_to_do(grid: ModuleType, shape: tuple[int, int]) -> None:
     codes, scales = (torch.empty(s, dtype=torch.uint8) for s in (shape, mx_scale_shapes(shape)[0]))
-    assert flagged(grid, codes, scales, E4M3, torch.empty(shape), False) == 0
+    grid.mx_decode_out(codes, scales, E4M3, torch.empty(shape), False)
     grid.epilogue32(torch.empty(shape), None, None, None, torch.empty(shape))
 
 
@@ -285,134 +227,3 @@ def test_the_last_step_rounds_once(grid: ModuleType) -> None:
     exact = torch.empty(1, 3)
     grid.epilogue32(acc, torch.tensor(1 + 2.0**-23), None, bias, exact)
     assert exact[0, 2] == 2.0**-22  # a fused multiply-add would keep 2^-46
-
-
-# Exact lines
-
-Case = tuple[tuple[Any, ...], tuple[Any, ...], bool, bool]
-
-
-def operand(rows: int, cols: int, kind: str, seed: int) -> tuple[Any, ...]:
-    """With a few values beyond float32's range where it is made of blocks."""
-    if kind in ("float32", "bfloat16", "float16"):
-        return sample((rows, cols), torch.float16, seed).nan_to_num(0, 1, 1).to(getattr(torch, kind)), None, None, False
-    columnwise = kind == "columns"
-    random = np.random.default_rng([seed, rows, cols])
-    codes = torch.from_numpy(random.integers(0, 256, (rows, cols), dtype=np.uint8))
-    codes[codes & 0x7F == 0x7F] = 0x30  # some of each line are numbers
-    scales = torch.from_numpy(random.integers(120, 134, mx_scale_shapes((rows, cols))[int(columnwise)], dtype=np.uint8))
-    scales[random.random(scales.shape) < 0.1] = 0
-    scales[random.random(scales.shape) < 0.02] = 255
-    return codes, scales, E5M2 if columnwise else E4M3, columnwise
-
-
-def exact(case: tuple[Any, ...], transposed: bool) -> np.ndarray:
-    values, scales, fp8, columnwise = case
-    matrix = values.double() if scales is None else reference_mx.mx_decode_exact(values, scales, fp8, columnwise)
-    return (matrix.t() if transposed else matrix).numpy()
-
-
-def beyond_float32(matrix: np.ndarray, axis: int) -> np.ndarray:
-    magnitude = np.abs(matrix)
-    small, large = magnitude < 2.0**-126, magnitude > float(np.finfo(np.float32).max)
-    return np.isfinite(magnitude) & (magnitude > 0) & (small | large)
-
-
-def check_lines(
-    grid: ModuleType, case: Case, dtype: torch.dtype, scales: tuple[Any, Any], bias: Tensor | None, flags: list[int]
-) -> None:
-    a, b, transpose_a, transpose_b = case
-    left, right = exact(a, transpose_a), exact(b, transpose_b)
-    result = torch.full((left.shape[0], right.shape[1]), 12345.0, dtype=dtype)
-    before = result.clone()
-    grid.mx_exact_lines(result, *case, *scales, bias, torch.tensor(flags, dtype=torch.int32))
-    with np.errstate(all="ignore"):
-        expected, size = left @ right, np.abs(np.nan_to_num(left)) @ np.abs(np.nan_to_num(right))
-        for scale in scales:
-            expected, size = (v * (1.0 if scale is None else float(scale)) for v in (expected, size))
-        expected = expected + (0 if bias is None else bias.double().numpy())
-    if any(s is not None for s in scales):
-        touched = np.full(expected.shape, any(flags))
-    else:
-        rows = beyond_float32(left, 1).any(1) & bool(flags[0] & 1)
-        columns = beyond_float32(right, 0).any(0) & bool(flags[1] & 1)
-        touched = rows[:, None] | columns[None, :]
-    wanted = torch.from_numpy(expected).float().to(dtype).double()
-    step = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
-    close = (result.double() - wanted).abs() <= step * wanted.abs() + torch.from_numpy(size) * 2.0**-40
-    close |= (result.double() == wanted) | (result.isnan() & wanted.isnan())
-    mask = torch.from_numpy(touched)
-    assert bool(close[mask].all()), (flags, result[mask & ~close], wanted[mask & ~close])
-    assert torch.equal(result[~mask], before[~mask])
-
-
-KINDS = [("rows", "rows"), ("rows", "columns"), ("columns", "bfloat16"), ("float32", "rows")]
-# Every pair of kinds and transposes once, every kind and every transpose in every order.
-LINES = [
-    (kinds, transposes, grid_orders()[(i + j) % 3])
-    for i, kinds in enumerate(KINDS)
-    for j, transposes in enumerate(itertools.product((False, True), repeat=2))
-]
-
-
-@pytest.mark.parametrize(("kinds", "transposes", "order"), LINES, ids=str)
-def test_exact_lines(
-    grid: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    kinds: tuple[str, str],
-    transposes: tuple[bool, bool],
-    order: str,
-) -> None:
-    monkeypatch.setenv("OTTAVA_GRID_ORDER", order)
-    m, k, n = 37, 70, 41
-    a = operand(*((k, m) if transposes[0] else (m, k)), kinds[0], 1)
-    b = operand(*((n, k) if transposes[1] else (k, n)), kinds[1], 2)
-    scale = torch.tensor([0.25])
-    for flags, with_scale in itertools.product([[0, 0], [1, 0], [0, 3], [3, 1], [2, 0], [0, 2]], (False, True)):
-        scales = (None, None) if not with_scale else (scale, None) if flags[0] else (None, scale)
-        check_lines(grid, (a, b, *transposes), torch.float32, scales, None, flags)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        ((1, 1, 1), torch.float32),
-        ((3, 300, 2), torch.float32),  # a sum in several parts
-        ((3, 40, 300), torch.bfloat16),  # more columns than a block has threads
-        ((530, 33, 5), torch.float16),  # more lines than there are blocks
-    ],
-    ids=str,
-)
-def test_exact_lines_of_other_sizes(grid: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    m, k, n = shape
-    case = operand(m, k, "rows", 3), operand(k, n, "columns", 4), False, False
-    case[0][0][0, 0], case[0][1][0, 0] = 0x01, 0
-    biases = [sample((1, n), torch.float16, 5).nan_to_num(0, 1, 1).view(-1).to(d) for d in DTYPES]
-    for i, bias in enumerate(biases):
-        check_lines(grid, case, dtype, (None, None), bias, [1, i % 2])
-    check_lines(grid, case, dtype, (torch.tensor(3.0), torch.tensor(2.0**-20)), biases[1], [2, 0])
-
-
-def test_exact_lines_beyond_float32_in_between(grid: ModuleType) -> None:
-    """Elements and partial sums that float32 does not hold, with a result that it does."""
-    codes = torch.full((1, 64), 0x38, dtype=torch.uint8)  # ones
-    codes[0, 32:] = 0xB8
-    tall = (codes, torch.full((1, 2), 254, dtype=torch.uint8), E4M3, False)
-    other = (codes.abs().clone(), torch.tensor([[240, 240]], dtype=torch.uint8), E4M3, False)
-    other[0][0, 32:] = 0x38
-    other[0][0, 0] = 0x40
-    result = torch.zeros(1, 1)
-    flags = torch.tensor([3, 2], dtype=torch.int32)
-    grid.mx_exact_lines(result, tall, other, False, True, torch.tensor(2.0**-126), torch.tensor(2.0**-114), None, flags)
-    assert result.item() == 1.0  # (2 + 31 - 32) * 2^127 * 2^113 * 2^-126 * 2^-114
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0)], ids=str)
-def test_exact_lines_of_nothing(grid: ModuleType, shape: tuple[int, int, int]) -> None:
-    m, k, n = shape
-    case = operand(m, k, "rows", 6), operand(k, n, "columns", 7), False, False
-    flags, around = torch.tensor([3, 3], dtype=torch.int32), torch.full((16,), 7.0)
-    result = around[8 : 8 + m * n].view(m, n)
-    grid.mx_exact_lines(result, *case, None, None, None, flags)
-    assert flags.tolist() == [3, 3]
-    assert around.tolist() == [7.0] * 16

@@ -96,9 +96,8 @@ struct Kernels {
     void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream);
     void (*mx_scales)(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes);
     void (*mx_quantize)(const MxPanel& panel, Dtype dtype, Fp8 format);
-    // Whether a finite element other than zero has a result that is no normal float32 (nor bfloat16, then); `table` as for
-    // decode16, of the bare elements.
-    bool (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
+    // `table` as for decode16, of the bare elements.
+    void (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
     // `bias` is a row of float32, or null.
     void (*epilogue)(uint16_t* acc, int64_t n, float scale, const float* bias);
     // Elements count as rounded to `nominal`: for shards of weights whose values are kept in float32.
@@ -157,8 +156,7 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
                  uint8_t* row_codes, uint8_t* row_scales,        // optional
                  uint8_t* column_codes, uint8_t* column_scales,  // optional
                  int threads);
-// Returns whether a finite element other than zero has a result that is no normal float32, nor bfloat16 then.
-bool mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
+void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, int threads);
 void epilogue(uint16_t* acc, int64_t rows, int64_t cols,
               const float* scale_a,  // optional

@@ -12,24 +12,13 @@ OTTAVA_INLINE i32v load_codes(const uint8_t* from) {
 #endif
 }
 
-// Raised where a finite element other than zero has a result that is no normal float32.
-struct Unusual {
-    i32v lanes = {};
-    bool any() const {
-        int32_t seen = 0;
-        for (int k = 0; k < kLanes; ++k) seen |= lanes[k];
-        return seen != 0;
-    }
-};
-
 // kLanes results. The sign is put on last, as in dequantize_element.
 template <class Format, class Out>
-OTTAVA_INLINE void mx_decode_vector(i32v code, i32v scale, Out* out, Dtype dtype, Unusual& unusual) {
+OTTAVA_INLINE void mx_decode_vector(i32v code, i32v scale, Out* out, Dtype dtype) {
     const f32v element = widen<Format, f32v, i32v>(code & 0x7f);
     const f32v product = element * e8m0_value<f32v, i32v>(scale);
-    const i32v bits = bits_as<i32v>(product) & kMagnitude, bare = bits_as<i32v>(element);
+    const i32v bits = bits_as<i32v>(product) & kMagnitude;
     const i32v clean = bits > kInfinity ? i32v{} + kQuietNan : bits;
-    unusual.lanes |= (bare > 0) & (bare < kInfinity) & ((bits < (1 << 23)) | (bits == kInfinity));
     if constexpr (sizeof(Out) == 4) {
         store(out, clean | ((code & 0x80) << 24));
     } else {
@@ -42,12 +31,12 @@ OTTAVA_INLINE void mx_decode_vector(i32v code, i32v scale, Out* out, Dtype dtype
 
 // At most one block: `count` codes and results, any part of a vector.
 template <class Format, class Out>
-OTTAVA_INLINE void mx_decode_block(const uint8_t* codes, const uint8_t* scales, bool scale_each, int64_t count, Out* out,
-                                   Dtype dtype, Unusual& unusual) {
+OTTAVA_INLINE void mx_decode_block(const uint8_t* codes, const uint8_t* scales, bool scale_each, int64_t count,
+                                   Out* out, Dtype dtype) {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
         const i32v scale = scale_each ? load_codes(scales + i) : i32v{} + scales[0];
-        mx_decode_vector<Format>(load_codes(codes + i), scale, out + i, dtype, unusual);
+        mx_decode_vector<Format>(load_codes(codes + i), scale, out + i, dtype);
     }
     if (i == count) return;
     uint8_t last[kLanes] = {}, last_scales[kLanes] = {};
@@ -55,7 +44,7 @@ OTTAVA_INLINE void mx_decode_block(const uint8_t* codes, const uint8_t* scales, 
     memcpy(last, codes + i, static_cast<size_t>(count - i));
     if (scale_each) memcpy(last_scales, scales + i, static_cast<size_t>(count - i));
     const i32v scale = scale_each ? load_codes(last_scales) : i32v{} + scales[0];
-    mx_decode_vector<Format>(load_codes(last), scale, results, dtype, unusual);
+    mx_decode_vector<Format>(load_codes(last), scale, results, dtype);
     memcpy(out + i, results, static_cast<size_t>(count - i) * sizeof(Out));
 }
 
@@ -95,8 +84,7 @@ class FastBlock {
 #endif
 
 template <class Format, class Out>
-bool mx_decode_typed(const MxRun& run, const uint16_t* table, Out* out, Dtype dtype, bool stream) {
-    Unusual unusual;
+void mx_decode_typed(const MxRun& run, const uint16_t* table, Out* out, Dtype dtype, bool stream) {
     const int64_t per_block = run.scale_each ? kMxBlock : 1;
 #if defined(__AVX512BW__)
     const FastBlock<Format> fast(table);
@@ -116,19 +104,20 @@ bool mx_decode_typed(const MxRun& run, const uint16_t* table, Out* out, Dtype dt
                 continue;
         }
 #endif
-        mx_decode_block<Format>(run.codes + i, scales, run.scale_each, count, out + i, dtype, unusual);
+        mx_decode_block<Format>(run.codes + i, scales, run.scale_each, count, out + i, dtype);
     }
 #if defined(__AVX512BW__)
     if (streams) finish_streaming();
 #endif
-    return unusual.any();
 }
 
-bool mx_decode_run(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream) {
-    if (dtype == Dtype::float32)
-        return format == Fp8::e4m3
-                   ? mx_decode_typed<E4M3>(run, table, static_cast<uint32_t*>(out), dtype, stream)
-                   : mx_decode_typed<E5M2>(run, table, static_cast<uint32_t*>(out), dtype, stream);
-    return format == Fp8::e4m3 ? mx_decode_typed<E4M3>(run, table, static_cast<uint16_t*>(out), dtype, stream)
-                               : mx_decode_typed<E5M2>(run, table, static_cast<uint16_t*>(out), dtype, stream);
+void mx_decode_run(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream) {
+    auto* const wide = static_cast<uint32_t*>(out);
+    auto* const narrow = static_cast<uint16_t*>(out);
+    if (format == Fp8::e4m3)
+        dtype == Dtype::float32 ? mx_decode_typed<E4M3>(run, table, wide, dtype, stream)
+                                : mx_decode_typed<E4M3>(run, table, narrow, dtype, stream);
+    else
+        dtype == Dtype::float32 ? mx_decode_typed<E5M2>(run, table, wide, dtype, stream)
+                                : mx_decode_typed<E5M2>(run, table, narrow, dtype, stream);
 }

@@ -28,10 +28,10 @@ void bound_quantize(Address src, int dtype, int64_t rows, int64_t cols, int form
 }
 
 void bound_decode(Address codes, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
-                  int dtype, Address flag, int device, Address stream) {
+                  int dtype, int device, Address stream) {
     const OnDevice guard(device);
     mx_decode(at<const uint8_t>(codes), at<const uint8_t>(scales), fp8_of(format), size_of(rows), size_of(cols),
-              columnwise, at<void>(out), dtype_of(dtype), at<int32_t>(flag), stream_of(stream));
+              columnwise, at<void>(out), dtype_of(dtype), stream_of(stream));
 }
 
 // scale_a, scale_b, bias (0 where absent) and the bias's dtype.
@@ -54,27 +54,6 @@ void bound_epilogue32(Address acc, int64_t rows, int64_t cols, const Last& last,
                    stream_of(stream));
 }
 
-// Values, scales (0: the values are dense), the code of the format or of the dtype, columnwise, transposed.
-typedef std::tuple<Address, Address, int, bool, bool> Operand;
-
-MxOperand operand_of(const Operand& operand) {
-    const auto& [values, scales, code, columnwise, transposed] = operand;
-    const bool blocks = scales != 0;
-    return {at<const void>(values),
-            at<const uint8_t>(scales),
-            blocks ? fp8_of(code) : Fp8::e4m3,
-            blocks ? Dtype::float32 : dtype_of(code),
-            columnwise,
-            transposed};
-}
-
-void bound_exact_lines(Address out, int dtype, int64_t rows, int64_t cols, int64_t inner, const Operand& a,
-                       const Operand& b, const Last& last, Address flags, int device, Address stream) {
-    const OnDevice guard(device);
-    mx_exact_lines(at<void>(out), dtype_of(dtype), size_of(rows), size_of(cols), size_of(inner), operand_of(a),
-                   operand_of(b), finish_of(last), at<const int32_t>(flags), stream_of(stream));
-}
-
 }  // namespace
 
 void bind_mx(py::module_& m) {
@@ -83,7 +62,6 @@ void bind_mx(py::module_& m) {
     m.def("mx_decode", &bound_decode);
     m.def("epilogue", &bound_epilogue);
     m.def("epilogue32", &bound_epilogue32);
-    m.def("mx_exact_lines", &bound_exact_lines);
 }
 
 }  // namespace ottava::cuda

@@ -42,14 +42,14 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
 }
 
 void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
-               void* out, Dtype dtype, int32_t* flag, Stream stream) {
+               void* out, Dtype dtype, Stream stream) {
     const Grid grid(rows, cols, Strip::kRows, Strip::kCols);
     const bool groups = cols % kGroup == 0;
     with_source(dtype, [&](auto target) {
         with_format(format, [&](auto element) {
             const MxDecode<decltype(element), decltype(target)> kernel{
                 codes, scales, columnwise, rows, cols, static_cast<uint32_t>(grid.across), out,
-                groups && aligned(codes, 8) && aligned(out, 16), groups && aligned(scales, 8), flag};
+                groups && aligned(codes, 8) && aligned(out, 16), groups && aligned(scales, 8)};
             launch(kernel, grid.count, stream);
         });
     });

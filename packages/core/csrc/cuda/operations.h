@@ -47,11 +47,9 @@ struct MxCodes {
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
                  const MxCodes& by_row, const MxCodes& by_column, Stream stream);
 void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
-               void* out, Dtype dtype,
-               int32_t* flag,  // optional: gets bits of what was found, see kernels/mx_ops.py
-               Stream stream);
+               void* out, Dtype dtype, Stream stream);
 
-// The last step of a product, whose lines may be computed again.
+// The last step of a product.
 
 struct Finish {
     const float* scale_a;  // optional, as is scale_b
@@ -62,15 +60,6 @@ struct Finish {
 void finish_bfloat16(uint16_t* acc, int64_t rows, int64_t cols, const Finish& finish, Stream stream);  // in place
 void finish_float32(const float* acc, int64_t rows, int64_t cols, const Finish& finish, void* out, Dtype dtype,
                     Stream stream);
-struct MxOperand {
-    const void* values;
-    const uint8_t* scales;  // null: the values are dense, of `dtype`, else of `format`
-    Fp8 format;
-    Dtype dtype;
-    bool columnwise, transposed;
-};
-void mx_exact_lines(void* out, Dtype dtype, int64_t rows, int64_t cols, int64_t inner, const MxOperand& a,
-                    const MxOperand& b, const Finish& finish, const int32_t* flags, Stream stream);
 
 // Operations on many tensors (multi.cu, mx_shard.cu), in one launch for all that have one dtype and one format, as long
 // as they fit its table.

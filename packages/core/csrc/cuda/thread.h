@@ -42,7 +42,6 @@ struct Thread {
     OTTAVA_DEVICE void add(int64_t* to, int64_t value) const {
         atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(value));
     }
-    OTTAVA_DEVICE void set_bits(int32_t* to, int32_t bits) const { atomicOr(to, bits); }
 };
 
 #endif

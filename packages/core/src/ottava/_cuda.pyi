@@ -79,29 +79,14 @@ def mx_decode(
     columnwise: bool,
     out: int,
     out_dtype: int,
-    flag: int,
     device: int,
     stream: int,
 ) -> None: ...
 
-# After a product. `last` is scale_a, scale_b, bias and the code of the bias's dtype; an operand is values, scales (0:
-# the values are dense), the code of their format or dtype, columnwise, transposed.
+# After a product. `last` is scale_a, scale_b, bias and the code of the bias's dtype.
 def epilogue(acc: int, rows: int, cols: int, last: tuple[int, int, int, int], device: int, stream: int) -> None: ...
 def epilogue32(
     acc: int, rows: int, cols: int, last: tuple[int, int, int, int], out: int, out_dtype: int, device: int, stream: int
-) -> None: ...
-def mx_exact_lines(
-    out: int,
-    out_dtype: int,
-    rows: int,
-    cols: int,
-    inner: int,
-    a: tuple[int, int, int, bool, bool],
-    b: tuple[int, int, int, bool, bool],
-    last: tuple[int, int, int, int],
-    flags: int,
-    device: int,
-    stream: int,
 ) -> None: ...
 
 # Many tensors in one launch: of each its address, dtype, number of elements and the dtype it is rounded to; of a shard

@@ -2,7 +2,7 @@
 
 Where the hardware multiplies blocks with their scales (NVIDIA's compute capability 10 and later), torch's ``scaled_mm``
 does, on lines of codes along the reduced dimension and scales in the layout that it asks for. Elsewhere both operands
-are decoded and multiplied as dense matrices; values that the decoded dtype does not hold are seen to there.
+are decoded and multiplied as dense matrices.
 """
 
 from __future__ import annotations

@@ -325,10 +325,10 @@ def mx_quantize(
 
 def mx_decode_out(
     data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor, columnwise: bool
-) -> bool:
-    """:func:`mx_decode` into ``out``; whether an element other than zero is no normal float32 or bfloat16."""
+) -> None:
+    """:func:`mx_decode` into ``out``."""
     data, scales = data.contiguous(), scales.contiguous()
-    return _cpu.mx_decode(
+    _cpu.mx_decode(
         data.data_ptr(),
         scales.data_ptr(),
         fp8_format(fp8_dtype).code,

@@ -1,8 +1,4 @@
-"""The CUDA kernels on MX blocks, and the last step of a product.
-
-What decoding finds out about a matrix stays on the device: :func:`mx_decode_flagged` leaves it in a flag, for
-:func:`mx_exact_lines` to look at (see :mod:`ottava.kernels.mx_ops`).
-"""
+"""The CUDA kernels on MX blocks, and the last step of a product."""
 
 from __future__ import annotations
 
@@ -17,9 +13,6 @@ _CODES, _FLOATS = torch.uint8, torch.float32
 _ABSENT = (0, 0)
 
 Tensor = torch.Tensor
-#: Values, the scales of their blocks, the format of the values, and whether blocks lie along columns. Dense values have
-#: None for scales and format.
-Operand = tuple[Tensor, Tensor | None, torch.dtype | None, bool]
 
 
 def mx_scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, floor: bool) -> Tensor:
@@ -78,9 +71,8 @@ def mx_quantize(
     return row, row_scales, column, column_scales
 
 
-def _decode(
-    data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, out: Tensor, columnwise: bool, flag: Tensor | None
-) -> None:
+def mx_decode_out(data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, out: Tensor, columnwise: bool) -> None:
+    """:func:`mx_decode` into ``out``."""
     data, scales = data.contiguous(), scales.contiguous()
     _cuda.mx_decode(
         data.data_ptr(),
@@ -90,25 +82,8 @@ def _decode(
         columnwise,
         out.data_ptr(),
         DTYPE_CODES[out.dtype],
-        pointer(flag),
         *place(data),
     )
-
-
-def mx_decode_out(data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, out: Tensor, columnwise: bool) -> None:
-    """:func:`mx_decode` into ``out``. What others return besides is the flag of :func:`mx_decode_flagged`."""
-    _decode(data, scales, fp8_dtype, out, columnwise, None)
-
-
-def mx_decode_flagged(
-    codes: Tensor, scales: Tensor, fp8_dtype: torch.dtype, out: Tensor, columnwise: bool, flag: Tensor
-) -> None:
-    """:func:`mx_decode_out` that raises bits of ``flag``, an int32 tensor with one element, and never clears any.
-
-    1: an element other than zero came out as a finite value that is no normal float32. 2: a scale is a code from 1 to
-    63 or from 191 to 255.
-    """
-    _decode(codes, scales, fp8_dtype, out, columnwise, flag)
 
 
 def mx_decode(data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype, columnwise: bool) -> Tensor:
@@ -144,39 +119,3 @@ def epilogue32(acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias
     scale_a, scale_b, bias = _scalar(scale_a), _scalar(scale_b), None if bias is None else bias.contiguous()
     last = _last(scale_a, scale_b, bias)
     _cuda.epilogue32(acc.data_ptr(), *matrix(acc), last, out.data_ptr(), DTYPE_CODES[out.dtype], *place(acc))
-
-
-def _operand(operand: Operand, transpose: bool) -> tuple[int, int, int, bool, bool]:
-    values, scales, fp8_dtype, columnwise = operand
-    code = DTYPE_CODES[values.dtype] if fp8_dtype is None else fp8_format(fp8_dtype).code
-    return values.data_ptr(), pointer(scales), code, columnwise, transpose
-
-
-def mx_exact_lines(
-    result: Tensor,
-    a: Operand,
-    b: Operand,
-    transpose_a: bool,
-    transpose_b: bool,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    flags: Tensor,
-) -> None:
-    """The lines of ``result`` that :func:`mx_decode_flagged` has found values for, again, in float64.
-
-    Which they are and what the arguments mean says :mod:`ottava.kernels.mx_ops`. All tensors are contiguous.
-    """
-    rows, columns = result.shape
-    _cuda.mx_exact_lines(
-        result.data_ptr(),
-        DTYPE_CODES[result.dtype],
-        rows,
-        columns,
-        a[0].shape[0 if transpose_a else 1],
-        _operand(a, transpose_a),
-        _operand(b, transpose_b),
-        _last(scale_a, scale_b, bias),
-        flags.data_ptr(),
-        *place(result),
-    )

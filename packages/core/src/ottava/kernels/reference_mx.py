@@ -124,14 +124,6 @@ def mx_decode(
 
 def mx_decode_out(
     data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor, columnwise: bool
-) -> bool:
-    """:func:`mx_decode` into ``out``; whether an element other than zero is no normal float32 or bfloat16."""
-    exact = mx_decode_exact(data, scales, fp8_dtype, columnwise)
-    out.copy_(exact.to(torch.float32))
-    return bool(beyond_range(exact).any())
-
-
-def beyond_range(exact: torch.Tensor) -> torch.Tensor:
-    """Where finite float64 values other than zero are no normal float32, and then no normal bfloat16, values."""
-    magnitude, info = exact.abs(), torch.finfo(torch.float32)
-    return (magnitude > 0) & magnitude.isfinite() & ((magnitude < info.tiny) | (magnitude > info.max))
+) -> None:
+    """:func:`mx_decode` into ``out``."""
+    out.copy_(mx_decode(data, scales, fp8_dtype, out.dtype, columnwise))
