@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.timing import Row, Run, Timing
 from ottava import kernels
 from ottava.formats import mx_scale_shapes
+from ottava.kernels.backends import backend_module
 
 E4M3 = torch.float8_e4m3fn
 Tensor = torch.Tensor
@@ -41,6 +42,8 @@ class Set:
         self.own_scale, self.inverse, self.own_amax = (torch.empty((), device=device) for _ in range(3))
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
         self.codes = kernels.cast(self.x, self.scale, E4M3)
+        # The kernels' forms that write into given outputs, without checks or allocations.
+        self.into: Any = backend_module(device.type)
 
 
 def _torch_cast(s: Set) -> None:
@@ -99,55 +102,59 @@ def _torch_mx_decode(s: Set) -> None:
 
 def _quantize(s: Set, data: bool, turned: bool) -> None:
     out, out_t = s.out if data else None, s.turned if turned else None
-    kernels.quantize_out(s.x, E4M3, 0.0, False, out, out_t, s.own_scale, s.inverse, s.own_amax)
+    s.into.quantize_out(s.x, E4M3, 0.0, False, out, out_t, s.own_scale, s.inverse, s.own_amax)
 
 
 def _record(s: Set, transposed: bool) -> Any:
     return kernels.cast_amax(s.x, s.scale, s.amax, E4M3, saturated=s.saturated, transposed=transposed)
 
 
+def _mx(s: Set, rows: Buffers | None, columns: Buffers | None, square: bool = False) -> None:
+    s.into.mx_quantize_out(s.x, E4M3, rows, columns, square, False)
+
+
 def _mx_decode(s: Set, columnwise: bool) -> None:
-    kernels.mx_decode_out(s.codes, (s.columns if columnwise else s.rows)[1], E4M3, s.decoded, columnwise=columnwise)
+    s.into.mx_decode_out(s.codes, (s.columns if columnwise else s.rows)[1], E4M3, s.decoded, columnwise)
 
 
 _BLOCKS = 1 / 32
 #: Name -> bytes moved for an element whose own size is b (read plus written, each once), ours, and plain torch's.
 KERNELS: dict[str, tuple[Callable[[int], float], Callable[[Set], Any], Callable[[Set], Any] | None]] = {
-    "cast": (lambda b: b + 1, lambda s: kernels.cast_out(s.x, s.scale, E4M3, s.out), _torch_cast),
+    "cast": (lambda b: b + 1, lambda s: s.into.cast_out(s.x, s.scale, E4M3, s.out), _torch_cast),
     "cast, transpose": (lambda b: b + 2, lambda s: kernels.cast_transpose(s.x, s.scale, E4M3), _torch_cast_transpose),
     "cast recording amax": (lambda b: b + 1, lambda s: _record(s, False), None),
     "cast recording amax, transpose": (lambda b: b + 2, lambda s: _record(s, True), None),
-    "amax": (lambda b: b, lambda s: kernels.amax_out(s.x, s.own_amax), lambda s: s.x.abs().amax()),
+    "amax": (lambda b: b, lambda s: s.into.amax_out(s.x, s.own_amax), lambda s: s.x.abs().amax()),
     "current scaling": (lambda b: 2 * b + 1, lambda s: _quantize(s, True, False), _torch_quantize),
     "current scaling, transpose": (lambda b: 2 * b + 2, lambda s: _quantize(s, True, True), _torch_quantize_transpose),
     "current scaling, transpose alone": (lambda b: 2 * b + 1, lambda s: _quantize(s, False, True), None),
     "MX, rows and columns": (
         lambda b: b + 2 + 2 * _BLOCKS,
-        lambda s: kernels.mx_quantize_out(s.x, E4M3, s.rows, s.columns),
+        lambda s: _mx(s, s.rows, s.columns),
         _torch_mx,
     ),
     "MX, rows and columns, torch without NaN": (
         lambda b: b + 2 + 2 * _BLOCKS,
-        lambda s: kernels.mx_quantize_out(s.x, E4M3, s.rows, s.columns),
+        lambda s: _mx(s, s.rows, s.columns),
         _torch_mx_finite,
     ),
-    "MX, rows": (lambda b: b + 1 + _BLOCKS, lambda s: kernels.mx_quantize_out(s.x, E4M3, s.rows, None), None),
-    "MX, columns": (lambda b: b + 1 + _BLOCKS, lambda s: kernels.mx_quantize_out(s.x, E4M3, None, s.columns), None),
+    "MX, rows": (lambda b: b + 1 + _BLOCKS, lambda s: _mx(s, s.rows, None), None),
+    "MX, columns": (lambda b: b + 1 + _BLOCKS, lambda s: _mx(s, None, s.columns), None),
     "MX, squares": (
         lambda b: b + 2 + 2 * _BLOCKS,
-        lambda s: kernels.mx_quantize_out(s.x, E4M3, s.rows, s.columns, two_dimensional=True),
+        lambda s: _mx(s, s.rows, s.columns, square=True),
         None,
     ),
     "MX, decode": (lambda b: b + 1 + _BLOCKS, lambda s: _mx_decode(s, False), _torch_mx_decode),
     "MX, decode columns": (lambda b: b + 1 + _BLOCKS, lambda s: _mx_decode(s, True), None),
     "decode": (
         lambda b: b + 1,
-        lambda s: kernels.decode_out(s.codes, None, E4M3, s.decoded),
+        lambda s: s.into.decode_out(s.codes, None, E4M3, s.decoded),
         lambda s: s.decoded.copy_(s.codes.view(E4M3)),
     ),
     "transpose": (
         lambda b: 2,
-        lambda s: kernels.transpose_out(s.codes, s.turned),
+        lambda s: s.into.transpose_out(s.codes, s.turned),
         lambda s: s.turned.copy_(s.codes.t()),
     ),
 }
@@ -187,7 +194,7 @@ def check_same_bytes(s: Set) -> None:
     hard.view(-1)[1 :: s.x.numel() // 89] = float("-inf")
     for values, finite in ((s.x, True), (hard, False)):
         own = [tensor.clone() for pair in (s.rows, s.columns) for tensor in pair]
-        kernels.mx_quantize_out(values, E4M3, s.rows, s.columns)
+        s.into.mx_quantize_out(values, E4M3, s.rows, s.columns, False, False)
         torch_mx(values, (own[0], own[1]), (own[2], own[3]), finite)
         assert all(torch.equal(a, b) for a, b in zip((*s.rows, *s.columns), own, strict=True))
     _torch_cast(s)

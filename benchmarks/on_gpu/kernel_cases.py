@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import cycle, islice, product
 from operator import itemgetter
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors, fill, tensors
 from ottava import kernels
 from ottava.formats import mx_scale_shapes
-from ottava.kernels import parts
+from ottava.kernels import parts, reference
+from ottava.kernels.backends import backend_module
 
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
 SMALL_SHAPES: list[Shape] = [(), (0,), (1,), (0, 5), (3, 0), (3, 5), (16, 16), (33, 65), (129, 127), (2, 3, 41)]
@@ -287,8 +288,8 @@ EXACT: dict[str, Callable[..., Any]] = {
 }
 
 
-#: Every kernel that ``ottava.kernels`` offers, and the forms in which layers call some.
-_NAMES = {*kernels.__all__, *(name for name in vars(parts) if name.endswith("_parts"))}
+#: Every kernel that ``ottava.kernels`` offers, the forms in which layers call some, and those that write into outputs.
+_NAMES = {*kernels.__all__, *(name for name in (*vars(parts), *vars(reference)) if name.endswith(("_parts", "_out")))}
 _NAMES -= {"available_backends", "backend_for", "use_backend", "mx_amax_sizes", "HIGH_PRECISION"}
 KERNELS = sorted(name for name in _NAMES if not name.startswith("check_"))
 
@@ -301,6 +302,18 @@ def _asks(name: str, option: Args, dimensions: int) -> bool:
     return (dimensions > 0 or not matrix) and (free or not wanted or any(wanted))
 
 
+def _kernel(name: str) -> Callable[..., Any]:
+    """By its name; one that writes into given outputs is the backend's."""
+    if not name.endswith("_out"):
+        return getattr(kernels, name, None) or getattr(parts, name)
+
+    @wraps(getattr(reference, name))
+    def into(**arguments: Any) -> None:
+        getattr(backend_module(next(iter(arguments.values())).device.type), name)(**arguments)
+
+    return into
+
+
 def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any = "cpu") -> list[Case]:
     """A kernel's cases: for each first input ``each`` choices for the other arguments in turn.
 
@@ -309,7 +322,7 @@ def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any 
     Raises:
         KeyError: the table lacks an argument.
     """
-    call, own, plain = getattr(kernels, name, None) or getattr(parts, name), OWN.get(name, {}), callable(oracle)
+    call, own, plain = _kernel(name), OWN.get(name, {}), callable(oracle)
     declared = {key: p.annotation for key, p in inspect.signature(call).parameters.items() if key != "checked"}
     (first, *others), flags = declared, {key: (True, False) for key, kind in declared.items() if kind == "bool"}
     source, known = SOURCES.get(first), COMMON | flags | own

@@ -23,6 +23,7 @@ from benchmarks import checkout, gpu  # noqa: E402
 from benchmarks.on_gpu import kernel_cases, model_cases, runner, speed  # noqa: E402
 from benchmarks.on_gpu.runner import Rehearsal  # noqa: E402
 from ottava import kernels  # noqa: E402
+from ottava.kernels.backends import backend_module  # noqa: E402
 
 PLACE = Rehearsal("cpu")
 
@@ -35,7 +36,8 @@ def test_every_kernel_has_cases_and_one_without_fails() -> None:
 
 def planted(monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any]) -> None:
     """Have ``fault`` change what the kernel gives, on the checked side alone: the oracle is asked first."""
-    real, calls = getattr(kernels, kernel), [0]
+    owner = kernels if hasattr(kernels, kernel) else backend_module("cpu")
+    real, calls = getattr(owner, kernel), [0]
 
     def faulty(**arguments: Any) -> Any:
         calls[0] += 1
@@ -43,7 +45,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., A
         return fault(results, **arguments) if calls[0] % 2 == 0 else results
 
     faulty.__signature__ = inspect.signature(real)  # type: ignore[attr-defined]
-    monkeypatch.setattr(kernels, kernel, faulty)
+    monkeypatch.setattr(owner, kernel, faulty)
 
 
 def flipped(results: Any, **_: Any) -> Any:

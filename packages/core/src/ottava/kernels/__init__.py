@@ -13,7 +13,7 @@ import torch
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import ops as _ops
-from ottava.kernels.backends import available_backends, backend_for, backend_module, use_backend
+from ottava.kernels.backends import available_backends, backend_for, use_backend
 from ottava.kernels.checks import (
     HIGH_PRECISION,
     check_bias,
@@ -29,43 +29,34 @@ from ottava.kernels.multi import multi_amax, multi_cast, mx_amax_sizes, mx_multi
 from ottava.kernels.mx import (
     check_scale_rounding,
     mx_decode,
-    mx_decode_out,
     mx_quantize,
-    mx_quantize_out,
     mx_scale_from_amax,
 )
 
 __all__ = [
     "HIGH_PRECISION",
     "amax",
-    "amax_out",
     "available_backends",
     "backend_for",
     "cast",
     "cast_amax",
-    "cast_out",
     "cast_transpose",
     "check_epsilon",
     "check_high_precision",
     "check_scale_rounding",
     "decode",
-    "decode_out",
     "multi_amax",
     "multi_cast",
     "mx_amax_sizes",
     "mx_decode",
-    "mx_decode_out",
     "mx_multi_amax",
     "mx_multi_cast",
     "mx_quantize",
-    "mx_quantize_out",
     "mx_scale_from_amax",
     "quantize",
-    "quantize_out",
     "scale_from_amax",
     "scaled_mm",
     "transpose",
-    "transpose_out",
     "update_scales",
     "use_backend",
 ]
@@ -263,64 +254,3 @@ def scaled_mm(
         raise DTypeError(f"result dtype {out_dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
     result: torch.Tensor = torch.ops.ottava.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
     return result
-
-
-def amax_out(x: torch.Tensor, out: torch.Tensor) -> None:
-    """:func:`amax` into a float32 scalar (eager only, as all the ``_out`` functions)."""
-    check_high_precision(x)
-    check_out(out, (), torch.float32, x.device)
-    backend_module(x.device.type).amax_out(x, out)
-
-
-def cast_out(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor) -> None:
-    """:func:`cast` into ``out``."""
-    check_high_precision(x)
-    check_scalar(scale, x, "scale")
-    fp8_format(fp8_dtype)
-    check_out(out, tuple(x.shape), torch.uint8, x.device)
-    backend_module(x.device.type).cast_out(x, scale, fp8_dtype, out)
-
-
-def quantize_out(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    epsilon: float,
-    force_pow_2: bool,
-    data: torch.Tensor | None,
-    transpose: torch.Tensor | None,
-    scale: torch.Tensor,
-    scale_inv: torch.Tensor,
-    amax: torch.Tensor,
-) -> None:
-    """:func:`quantize` into existing buffers; ``data`` and ``transpose`` may be None."""
-    check_high_precision(x)
-    fp8_format(fp8_dtype)
-    check_epsilon(epsilon)
-    if data is not None:
-        check_out(data, tuple(x.shape), torch.uint8, x.device, "data")
-    if transpose is not None:
-        check_matrix(x)
-        check_out(transpose, (x.shape[-1], *x.shape[:-1]), torch.uint8, x.device, "transpose")
-    for value, what in ((scale, "scale"), (scale_inv, "scale_inv"), (amax, "amax")):
-        check_out(value, (), torch.float32, x.device, what)
-    backend = backend_module(x.device.type)
-    backend.quantize_out(x, fp8_dtype, float(epsilon), force_pow_2, data, transpose, scale, scale_inv, amax)
-
-
-def transpose_out(data: torch.Tensor, out: torch.Tensor) -> None:
-    """:func:`transpose` into ``out``."""
-    check_codes(data)
-    check_matrix(data)
-    check_out(out, (data.shape[-1], *data.shape[:-1]), torch.uint8, data.device)
-    backend_module(data.device.type).transpose_out(data, out)
-
-
-def decode_out(data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor) -> None:
-    """:func:`decode` into ``out``, whose dtype says what to round to."""
-    check_codes(data)
-    fp8_format(fp8_dtype)
-    if scale_inv is not None:
-        check_scalar(scale_inv, data, "scale_inv")
-    check_high_precision(out, "out")
-    check_out(out, tuple(data.shape), out.dtype, data.device)
-    backend_module(data.device.type).decode_out(data, scale_inv, fp8_dtype, out)

@@ -12,8 +12,7 @@ import torch
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format, mx_scale_shapes
 from ottava.kernels import mx_ops as _mx_ops
-from ottava.kernels.backends import backend_module
-from ottava.kernels.checks import HIGH_PRECISION, check_codes, check_device, check_high_precision, check_out
+from ottava.kernels.checks import HIGH_PRECISION, check_codes, check_device, check_high_precision
 
 SCALE_ROUNDINGS = ("up", "floor")
 
@@ -75,33 +74,6 @@ def mx_quantize(
     return result
 
 
-def mx_quantize_out(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: tuple[torch.Tensor, torch.Tensor] | None,
-    columnwise: tuple[torch.Tensor, torch.Tensor] | None,
-    *,
-    two_dimensional: bool = False,
-    scale_rounding: str = "up",
-) -> None:
-    """:func:`mx_quantize` into existing ``(codes, scales)`` of the directions wanted."""
-    _check_request(x, fp8_dtype, scale_rounding, rowwise is not None, columnwise is not None)
-    for name, pair, shape in zip(
-        ("rowwise", "columnwise"), (rowwise, columnwise), mx_scale_shapes(x.shape), strict=True
-    ):
-        if pair is not None:
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise ShapeError(f"{name} is no pair", expected="(codes, scales)")
-            check_out(pair[0], tuple(x.shape), torch.uint8, x.device, f"{name} codes")
-            check_out(pair[1], shape, torch.uint8, x.device, f"{name} scales")
-    if rowwise is not None and columnwise is not None and x.numel():
-        buffers = [tensor.data_ptr() for tensor in (*rowwise, *columnwise)]
-        if len(set(buffers)) < len(buffers):
-            raise OptionError("one buffer is given for two results", expected="four buffers of their own")
-    backend = backend_module(x.device.type)
-    backend.mx_quantize_out(x, fp8_dtype, rowwise, columnwise, two_dimensional, scale_rounding == "floor")
-
-
 def _check_blocks(data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, columnwise: bool) -> None:
     check_codes(data)
     check_codes(scales)
@@ -131,13 +103,3 @@ def mx_decode(
         raise DTypeError(f"cannot decode to {dtype}", expected="torch.float64, float32, bfloat16 or float16")
     result: torch.Tensor = _mx_ops.mx_decode(data, scales, fp8_dtype, dtype, columnwise)
     return result
-
-
-def mx_decode_out(
-    data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor, *, columnwise: bool = False
-) -> None:
-    """:func:`mx_decode` into ``out``, whose dtype says what to round to."""
-    _check_blocks(data, scales, fp8_dtype, columnwise)
-    check_high_precision(out, "out")
-    check_out(out, tuple(data.shape), out.dtype, data.device)
-    backend_module(data.device.type).mx_decode_out(data, scales, fp8_dtype, out, columnwise)
