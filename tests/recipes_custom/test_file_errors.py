@@ -1,4 +1,4 @@
-"""What is wrong in a recipe file is told with its line, in YAML and in TOML."""
+"""What is wrong in a recipe file is told with its place: a line and a column in YAML, the path of a key in TOML."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ottava_custom.files import load_factory
 
 @dataclass(frozen=True)
 class Case:
-    """A wrong text in either language, the place in each, and what is told."""
+    """A wrong text in either language, the place in each (0 or nothing: the whole file), and what is told."""
 
     said: str
     yaml: tuple[str, int, int] | None = None
-    toml: tuple[str, int, int] | None = None
+    toml: tuple[str, str] | None = None
     error: type[OttavaError] = OptionError
 
 
@@ -33,113 +33,125 @@ CASES = {
     "unknown key of the file": Case(
         "a file has no key 'layer'. Expected: one of default, layers. Remedy: use 'layers'.",
         ("default: alpha\nlayer:\n- {match: a, all: alpha}", 2, 1),
-        ('default = "alpha"\n[[layer]]\nmatch = "a"', 2, 3),
+        ('default = "alpha"\n[[layer]]\nmatch = "a"', "layer"),
     ),
     "unknown key of a rule": Case(
         "a rule has no key 'wieght'. Expected: one of match, all, forward, backward, input, weight, output, "
         "grad_output, grad_input. Remedy: use 'weight'.",
         ("default: alpha\nlayers:\n- match: a\n  wieght: alpha", 4, 3),
-        ("default = 'alpha'" + RULE + "# a\nwieght = 'alpha'", 5, 1),
+        ("default = 'alpha'" + RULE + "# a\nwieght = 'alpha'", "layers[0].wieght"),
     ),
     "unknown key of a quantizer": Case(
         "what serves a role has no key 'recipes'. Expected: one of recipe, factory, rowwise, columnwise. "
         "Remedy: use 'recipe'.",
         ("default:\n  recipes: alpha", 2, 3),
-        ("[default]\nrecipes = 'alpha'", 2, 1),
+        ("[default]\nrecipes = 'alpha'", "default.recipes"),
     ),
     "roles in the default": Case(
         "has no key 'forward'. Expected: one of recipe, factory, rowwise, columnwise. Remedy: roles are told apart in "
         'a rule; one with match "*" is for all layers',
         ("default: {forward: alpha}", 1, 11),
-        ("default = {forward = 'alpha'}", 1, 12),
+        ("default = {forward = 'alpha'}", "default.forward"),
     ),
     "a factory with options": Case(
         "a factory has no key 'flag'. Expected: one of factory.",
         ("default:\n  flag: 1\n  factory: weights", 2, 3),
-        ("default.flag = 1\ndefault.factory = 'weights'", 1, 9),
+        ("default.flag = 1\ndefault.factory = 'weights'", "default.flag"),
     ),
     "one direction only": Case(
         "columnwise is missing. Expected: rowwise and columnwise. Remedy: columnwise: identity keeps high precision.",
         ("default:\n  rowwise: alpha", 2, 3),
-        ("\ndefault = {rowwise = 'alpha'}", 2, 11),
+        ("\ndefault = {rowwise = 'alpha'}", "default"),
     ),
     "more than directions": Case(
         "a hybrid has no key 'row'. Expected: one of rowwise, columnwise. Remedy: use 'rowwise'.",
         ("default: {rowwise: alpha,\n  columnwise: alpha, row: 1}", 2, 22),
-        ("default = {rowwise = 'alpha', columnwise = 'alpha', row = 1}", 1, 53),
+        ("default = {rowwise = 'alpha', columnwise = 'alpha', row = 1}", "default.row"),
     ),
     "a hybrid in a hybrid": Case(
         "a hybrid inside a hybrid",
         ("default: {rowwise: {rowwise: alpha, columnwise: alpha}, columnwise: alpha}", 1, 20),
-        ("[default]\ncolumnwise = 'alpha'\n[default.rowwise]\nrowwise = 'alpha'\ncolumnwise = 'alpha'", 3, 1),
+        (
+            "[default]\ncolumnwise = 'alpha'\n[default.rowwise]\nrowwise = 'alpha'\ncolumnwise = 'alpha'",
+            "default.rowwise",
+        ),
     ),
     "a stateful recipe in a hybrid": Case(
         "a recipe that keeps state cannot serve one direction. Expected: recipes without state for rowwise and "
         "columnwise. Remedy: let it serve the whole role.",
         ("default:\n  rowwise: alpha\n  columnwise: keeper", 3, 15),
-        ("[default]\nrowwise = 'alpha'\ncolumnwise = 'keeper'", 3, 14),
+        ("[default]\nrowwise = 'alpha'\ncolumnwise = 'keeper'", "default.columnwise"),
     ),
     "a stateful recipe in a hybrid of a file": Case(
         "a recipe that keeps state cannot serve one direction",
         ("default:\n  rowwise: alpha\n  columnwise: {recipe: custom, file: FOLDER/stateful.yaml}", 3, 24),
-        ("[default]\nrowwise = 'alpha'\n[default.columnwise]\nrecipe = 'custom'\nfile = 'FOLDER/stateful.yaml'", 4, 10),
+        (
+            "[default]\nrowwise = 'alpha'\n[default.columnwise]\nrecipe = 'custom'\nfile = 'FOLDER/stateful.yaml'",
+            "default.columnwise.recipe",
+        ),
     ),
     "a key twice": Case(
         "key 'default' stands there twice, first in line 1. Expected: each key once.",
         ("default: alpha\nlayers: [{match: a, all: alpha}]\ndefault: identity", 3, 1),
-        ("default = 'alpha'\n\ndefault = '''\nidentity'''", 3, 1),
+    ),
+    "a key twice in TOML": Case(
+        "not TOML: Cannot overwrite a value (at ", None, ("default = 'alpha'\n\ndefault = '''\nidentity'''", "")
     ),
     "a key of a rule twice": Case(
         "key 'all' stands there twice, first in line 3",
         ("default: alpha\nlayers:\n- {match: a, all: alpha,\n  'all': alpha}", 4, 3),
-        ("default = 'alpha'\nlayers = [\n{match = 'a', all = 'x', 'all' = 'y'}]", 3, 26),
+    ),
+    "a key of a rule twice in TOML": Case(
+        "not TOML: Duplicate inline table key 'all' (at line 3, column 37)",
+        None,
+        ("default = 'alpha'\nlayers = [\n{match = 'a', all = 'x', 'all' = 'y'}]", ""),
     ),
     "a table twice": Case(
-        "key 'default' stands there twice, first in line 1",
+        "not TOML: Cannot declare ('default',) twice (at line 3, column 9)",
         None,
-        ("[default]\nrecipe = 'alpha'\n[default]\nflag = true", 3, 1),
+        ("[default]\nrecipe = 'alpha'\n[default]\nflag = true", ""),
     ),
     "a file that is a list": Case("a file is a list. Expected: a mapping with default, layers.", ("# x\n- a", 2, 1)),
     "a file that is a text": Case("a file is text, 'alpha'", ("alpha", 1, 1)),
     "layers that are a mapping": Case(
         "layers is a mapping. Expected: a list of rules.",
         ("default: alpha\nlayers: {match: a, all: alpha}", 2, 1),
-        ("default = 'alpha'\n[layers]\nmatch = 'a'", 2, 2),
+        ("default = 'alpha'\n[layers]\nmatch = 'a'", "layers"),
     ),
     "no rules": Case(
         "layers has no rules. Expected: a list of rules. Remedy: take the key out.",
         ("default: alpha\nlayers:\n", 2, 1),
-        ("default = 'alpha'\nlayers = []", 2, 1),
+        ("default = 'alpha'\nlayers = []", "layers"),
     ),
     "a rule that is text": Case(
         "a rule is text, 'alpha'. Expected: a mapping with match",
         ("default: alpha\nlayers:\n- alpha", 3, 3),
-        ("default = 'alpha'\nlayers = [\n  'alpha']", 3, 3),
+        ("default = 'alpha'\nlayers = [\n  'alpha']", "layers[0]"),
     ),
     "a rule without match": Case(
         "the rule has no match. Expected: a pattern of layer names",
         ("default: alpha\nlayers:\n\n- all: alpha", 4, 3),
-        ("default = 'alpha'\n[[layers]]\nall = 'alpha'", 2, 1),
+        ("default = 'alpha'\n[[layers]]\nall = 'alpha'", "layers[0]"),
     ),
     "a rule without roles": Case(
         "the rule serves no role. Expected: one of all, forward, backward, input,",
         ("default: alpha\nlayers:\n- match: a", 3, 3),
-        ("default = 'alpha'" + RULE, 2, 1),
+        ("default = 'alpha'" + RULE, "layers[0]"),
     ),
     "an empty list of patterns": Case(
         "match is an empty list. Expected: a pattern, or a list of patterns.",
         ("default: alpha\nlayers:\n- match: []\n  all: alpha", 3, 10),
-        ("default = 'alpha'\n[[layers]]\nall = 'alpha'\nmatch = []", 4, 9),
+        ("default = 'alpha'\n[[layers]]\nall = 'alpha'\nmatch = []", "layers[0].match"),
     ),
     "an empty pattern": Case(
         "match is empty. Expected: a pattern of layer names",
         ("default: alpha\nlayers:\n- match: [a,\n   '']\n  all: alpha", 4, 4),
-        ("default = 'alpha'\n[[layers]]\nall = 'alpha'\nmatch = [\n  'a', # '',\n  '']", 6, 3),
+        ("default = 'alpha'\n[[layers]]\nall = 'alpha'\nmatch = [\n  'a', # '',\n  '']", "layers[0].match[1]"),
     ),
     "a pattern that is a number": Case(
         "match is a number, 0. Expected: a pattern, or a list of patterns. Remedy: put it in quotes.",
         ("default: alpha\nlayers:\n- all: alpha\n  match: 0", 4, 10),
-        ("default = 'alpha'\n[[layers]]\nall = 'alpha'\nmatch = [ 0 ]", 4, 11),
+        ("default = 'alpha'\n[[layers]]\nall = 'alpha'\nmatch = [ 0 ]", "layers[0].match[0]"),
     ),
     "a pattern that is nothing": Case(
         "match is nothing. Expected: a pattern, or a list of patterns.",
@@ -148,90 +160,104 @@ CASES = {
     "a quantizer that is a number": Case(
         "this is a number, 8. Expected: the name of a recipe, identity, or a mapping with recipe, factory",
         ("default: 8", 1, 10),
-        ("\n\ndefault = 8", 3, 11),
+        ("\n\ndefault = 8", "default"),
     ),
     "a quantizer that is nothing": Case("this is nothing", ("default:\nlayers: [{match: a, all: alpha}]", 1, 9)),
-    "a quantizer that is a list": Case("this is a list", ("default: [alpha]", 1, 10), ("default = ['alpha']", 1, 11)),
-    "a quantizer that is a date": Case("this is a date or a time, 2020-01-01", None, ("default = 2020-01-01", 1, 11)),
-    "an empty quantizer": Case("this is an empty mapping", ("default: {}", 1, 10), ("default = {}", 1, 11)),
+    "a quantizer that is a list": Case(
+        "this is a list", ("default: [alpha]", 1, 10), ("default = ['alpha']", "default")
+    ),
+    "a quantizer that is a date": Case(
+        "this is a date or a time, 2020-01-01", None, ("default = 2020-01-01", "default")
+    ),
+    "an empty quantizer": Case("this is an empty mapping", ("default: {}", 1, 10), ("default = {}", "default")),
     "a name that is a number": Case(
         "recipe is a number, 1.5. Expected: a name.",
         ("default: {recipe: 1.5}", 1, 19),
-        ("default = {recipe = 1.5}", 1, 21),
+        ("default = {recipe = 1.5}", "default.recipe"),
     ),
     "a name that is none": Case(
         "'a/x.yaml' is no name. Expected: identity, a recipe or a factory.",
         ("default: a/x.yaml", 1, 10),
-        ("default = 'a/x.yaml'", 1, 11),
+        ("default = 'a/x.yaml'", "default"),
     ),
     "a recipe's name that is none": Case(
         "'x.yaml' is no name. Expected: the name of a recipe.",
         ("default: {recipe: x.yaml}", 1, 19),
-        ("default = {recipe = 'x.yaml'}", 1, 21),
+        ("default = {recipe = 'x.yaml'}", "default.recipe"),
     ),
     "an unknown name": Case(
         "no installed recipe or quantizer factory is named 'identiti'",
         ("default: identiti", 1, 10),
-        ("default = 'identiti'", 1, 11),
+        ("default = 'identiti'", "default"),
         RecipeNotFoundError,
     ),
     "an unknown recipe": Case(
         "no installed package provides recipe 'zzz'",
         ("default:\n  recipe: zzz", 2, 11),
-        ("[default]\nrecipe = 'zzz'", 2, 10),
+        ("[default]\nrecipe = 'zzz'", "default.recipe"),
         RecipeNotFoundError,
     ),
     "an unknown factory": Case(
         "no installed package provides quantizer factory 'wieghts'",
         ("default:\n  factory: wieghts", 2, 12),
-        ("[default]\nfactory = 'wieghts'", 2, 11),
+        ("[default]\nfactory = 'wieghts'", "default.factory"),
         RecipeNotFoundError,
     ),
     "an option that the recipe does not have": Case(
         "recipe 'alpha' has no option 'fp8'. Expected: fp8_format, flag, epsilon, shape, rounding.",
         ("default:\n  recipe: alpha\n  fp8: E4M3", 3, 3),
-        ("default = { fp8 = 'E4M3', recipe = 'alpha' }", 1, 13),
+        ("default = { fp8 = 'E4M3', recipe = 'alpha' }", "default.fp8"),
     ),
     "an option that the recipe refuses": Case(
         "flag is 3. Expected: True or False.",
         ("default:\n  recipe: alpha\n  epsilon: 1\n  flag: 3", 4, 3),
-        ("[default]\nrecipe = 'alpha'\nepsilon = 1\nflag = 3", 4, 1),
+        ("[default]\nrecipe = 'alpha'\nepsilon = 1\nflag = 3", "default.flag"),
     ),
     "a format that there is not": Case(
         "fp8_format is 'E9'. Expected: one of E4M3, E5M2, HYBRID.",
         ("default:\n  recipe: alpha\n  fp8_format: E9", 3, 15),
-        ("[default]\nrecipe = 'alpha'\nfp8_format = 'E9'", 3, 14),
+        ("[default]\nrecipe = 'alpha'\nfp8_format = 'E9'", "default.fp8_format"),
     ),
     "a missing option": Case(
         "recipe 'needy' needs the option 'scale'. Expected: scale.",
         ("default: alpha\nlayers:\n- match: a\n  all: needy", 4, 8),
-        ("default = 'alpha'" + RULE + "all = 'needy'", 4, 7),
+        ("default = 'alpha'" + RULE + "all = 'needy'", "layers[0].all"),
     ),
     "a recipe that cannot be built": Case(
         "cannot be built: ValueError: at build",
         ("default: raising", 1, 10),
-        ("default = {recipe = 'raising'}", 1, 21),
+        ("default = {recipe = 'raising'}", "default.recipe"),
         PluginError,
     ),
     "NaN": Case(
         "the number is NaN. Expected: a number that equals itself.",
         ("default:\n  recipe: alpha\n  epsilon: .nan", 3, 12),
-        ("[default]\nrecipe = 'alpha'\nepsilon = nan", 3, 11),
+        ("[default]\nrecipe = 'alpha'\nepsilon = nan", "default.epsilon"),
     ),
     "a number of too many digits": Case(
         "not a value: Exceeds the limit",
         ("default:\n  epsilon: " + "9" * 5000, 2, 12),
-        ("[default]\nepsilon = " + "9" * 5000, 2, 11),
+        ("[default]\nepsilon = " + "9" * 5000, "line 2, column 11"),
+    ),
+    "a number of many digits": Case(
+        "the number has 13288 bits. Expected: an integer of at most 64 bits.",
+        ("default:\n  recipe: alpha\n  epsilon: " + "9" * 4000, 3, 12),
+        ("[default]\nrecipe = 'alpha'\nepsilon = " + "9" * 4000, "default.epsilon"),
+    ),
+    "a hexadecimal number of many digits": Case(
+        "the number has 400000 bits",
+        ("default: {recipe: alpha, epsilon: 0x" + "f" * 100000 + "}", 1, 35),
+        ("default = {recipe = 'alpha', epsilon = 0x" + "f" * 100000 + "}", "default.epsilon"),
     ),
     "no default": Case(
         "there is no default, and nothing serves weight, grad_output of layers that no rule names. Expected: the key "
         "default. Remedy: add one; identity keeps high precision.",
-        ("layers:\n- {match: a, all: alpha}\n- {match: '*', input: alpha}", 1, 1),
-        ("[[layers]]\nmatch = 'a'\nall = 'alpha'\n[[layers]]\nmatch = '*'\ninput = 'alpha'", 1, 1),
+        ("layers:\n- {match: a, all: alpha}\n- {match: '*', input: alpha}", 0, 0),
+        ("[[layers]]\nmatch = 'a'\nall = 'alpha'\n[[layers]]\nmatch = '*'\ninput = 'alpha'", ""),
     ),
     "a factory for all": Case(
         "there is no default, and nothing serves input, weight, grad_output",
-        ("layers:\n- {match: '*', all: weights}", 1, 1),
+        ("layers:\n- {match: '*', all: weights}", 0, 0),
     ),
     "a rule that an earlier one covers": Case(
         "'weight' never serves: what begins in line 4 takes these layers and roles before. Expected: rules for few "
@@ -242,11 +268,14 @@ CASES = {
             7,
             3,
         ),
+    ),
+    "a rule that an earlier one covers in TOML": Case(
+        "'weight' never serves: what begins in layers[0] takes these layers and roles before.",
+        None,
         (
             "default = 'alpha'\n\n\n[[layers]]\nmatch = 'blocks.*'\nforward = 'alpha'\n"
             "[[layers]]\nmatch = ['blocks.0.up', 'blocks.?.down']\nweight = 'alpha'",
-            9,
-            1,
+            "layers[1].weight",
         ),
     ),
     "a rule that two earlier ones cover": Case(
@@ -262,15 +291,15 @@ CASES = {
         "'all' never serves: other keys of the rule take all its roles. Expected: a role that is left. Remedy: take "
         "one of the keys out.",
         ("default: alpha\nlayers:\n- match: a\n  all: alpha\n  forward: alpha\n  backward: alpha", 4, 3),
-        ("default = 'alpha'" + RULE + "all = 'alpha'\nforward = 'alpha'\nbackward = 'alpha'", 4, 1),
+        ("default = 'alpha'" + RULE + "all = 'alpha'\nforward = 'alpha'\nbackward = 'alpha'", "layers[0].all"),
     ),
-    "nothing": Case("the file is empty. Expected: the keys default and layers.", ("", 1, 1), ("", 1, 1)),
-    "comments": Case("the file is empty", ("# a\n\n# b", 1, 1), ("# a\n\n# b", 1, 1)),
-    "nothing in a document": Case("the file is empty", ("---\n...\n", 1, 1)),
+    "nothing": Case("the file is empty. Expected: the keys default and layers.", ("", 0, 0), ("", "")),
+    "comments": Case("the file is empty", ("# a\n\n# b", 0, 0), ("# a\n\n# b", "")),
+    "nothing in a document": Case("the file is empty", ("---\n...\n", 0, 0)),
     "no syntax": Case("not YAML: while parsing a flow", ("default: alpha\nlayers: [{match: a\n- b", 3, 4)),
-    "no syntax of TOML": Case("not TOML: Invalid value", None, ("default = 'alpha'\nlayers = alpha", 2, 10)),
-    "an end too early": Case("not TOML: Invalid value", None, ("default = 'alpha'\nlayers = [\n\n", 2, 11)),
-    "YAML in a file of TOML": Case("not TOML: Expected '='", None, ("default: alpha", 1, 8)),
+    "no syntax of TOML": Case("not TOML: Invalid value", None, ("default = 'alpha'\nlayers = alpha", "")),
+    "an end too early": Case("not TOML: Invalid value", None, ("default = 'alpha'\nlayers = [\n\n", "")),
+    "YAML in a file of TOML": Case("not TOML: Expected '='", None, ("default: alpha", "")),
     "a tab": Case(
         r"not YAML: while scanning for the next token found character '\t' that cannot start any token. "
         "Remedy: indent with spaces.",
@@ -279,7 +308,7 @@ CASES = {
     "a character": Case(
         r"character '\x07' is not allowed in YAML. Remedy: take it out.", ("default: alpha\n# \x07", 2, 3)
     ),
-    "a character in TOML": Case(r"not TOML: Found invalid character '\x07'", None, ("default = 'alpha'\n# \x07", 2, 3)),
+    "a character in TOML": Case(r"not TOML: Found invalid character '\x07'", None, ("default = 'alpha'\n# \x07", "")),
     "a tag": Case(
         "tag 'tag:yaml.org,2002:python/object/apply:os.system'. Expected: plain values. Remedy: take the tag",
         ("default: alpha\nlayers: !!python/object/apply:os.system ['touch FOLDER/hacked']", 2, 9),
@@ -313,12 +342,15 @@ CASES = {
     "a deep list": Case(
         "values are nested too deeply",
         ("default: alpha\nlayers: " + "[" * 60 + "]" * 60, 2, 42),
-        ("default = 'alpha'\nlayers = " + "[" * 60 + "]" * 60, 2, 42),
+        (
+            "default = 'alpha'\nlayers = " + "[" * 60 + "]" * 60,
+            "layers[0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0][0]",
+        ),
     ),
     "a very deep list": Case(
         "values are nested too deeply",
         ("default: " + "[" * 100000, 1, 43),
-        ("default = " + "[" * 100000, 1, 43),
+        ("default = " + "[" * 100000, ""),
     ),
 }
 PAIRS = [(name, kind) for name, case in CASES.items() for kind in ("yaml", "toml") if getattr(case, kind) is not None]
@@ -327,7 +359,8 @@ PAIRS = [(name, kind) for name, case in CASES.items() for kind in ("yaml", "toml
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, name: str, kind: str) -> None:
     case = CASES[name]
-    text, line, column = getattr(case, kind)
+    text, *place = getattr(case, kind)
+    where = "line {}, column {}".format(*place) if all(place) and kind == "yaml" else "" if kind == "yaml" else place[0]
     write(tmp_path, "default: keeper", "stateful.yaml")
     before = sorted(os.listdir(tmp_path))
     path = write(tmp_path, text.replace("FOLDER", str(tmp_path)), f"model.{kind}")
@@ -335,7 +368,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, name: str, kind: s
         load_factory(path)
     assert type(caught.value) is case.error
     message = str(caught.value)
-    assert message.startswith(f"{path}, line {line}, column {column}: "), message
+    assert message.startswith(f"{path}, {where}: " if where else f"{path}: "), message
     assert case.said.replace("FOLDER", str(tmp_path)) in message
     assert len(message) < 1000
     assert "\n" not in message

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from file_plugins import recipe_file_packages, write  # noqa: F401
 
-from ottava_custom.files import load_factory
+from ottava_custom.files import FileFactory, load_factory
 from ottava_custom.files.source import MAX_BYTES
 
 
@@ -28,7 +28,7 @@ from ottava_custom.files.source import MAX_BYTES
         ("default".encode("utf-32"), r"line 1: the file is in UTF-32"),
         (b"# \xc3\xa9\n# a\r\n# \xff", r"line 3, column 3: byte 0xff is not UTF-8"),
         ("default: alpha # \u00e9".encode("latin-1"), r"line 1, column 18: byte 0xe9 is not UTF-8"),
-        (b"default\x00", r"line 1, column 8: "),
+        (b"default\x00", r"line 1, column 8"),
         (b"#" * (MAX_BYTES + 1), rf"is larger than {MAX_BYTES} bytes"),
     ],
 )
@@ -96,3 +96,48 @@ def test_a_file_of_toml_takes_no_minutes(tmp_path: Path, text: str) -> None:
         load_factory(write(tmp_path, text, "model.toml"))
     assert time.process_time() - start < 10
     assert len(str(caught.value)) < 1000
+
+
+def calls(text: str, name: str) -> int:
+    """How many functions reading a file calls."""
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        FileFactory(name, text)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+# Pattern, and what serves, in YAML and in TOML.
+RULES = {
+    "names": ("blocks.{}.up", "identity", "'identity'"),
+    "wildcards": ("*.{}.up", "identity", "'identity'"),
+    "wildcards in the middle": ("blocks.*{}*.up", "identity", "'identity'"),
+    "hybrids": (
+        "blocks.{}",
+        "{rowwise: alpha, columnwise: identity}",
+        "{rowwise = 'alpha', columnwise = 'identity'}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["yaml", "toml"])
+@pytest.mark.parametrize("rules", RULES)
+def test_reading_grows_as_the_file_does(kind: str, rules: str) -> None:
+    """Four times as many rules take about four times as many calls, not sixteen times."""
+    pattern, *served = RULES[rules]
+
+    def text(count: int) -> str:
+        patterns = [pattern.format(number) for number in range(10_000, 10_000 + count)]
+        if kind == "yaml":
+            return "default: alpha\nlayers:\n" + "".join(f"- {{match: '{p}', all: {served[0]}}}\n" for p in patterns)
+        return "default = 'alpha'\n" + "".join(f"[[layers]]\nmatch = '{p}'\nall = {served[1]}\n" for p in patterns)
+
+    calls(text(100), f"model.{kind}")  # what is done once
+    assert calls(text(800), f"model.{kind}") < 5 * calls(text(200), f"model.{kind}")

@@ -63,19 +63,22 @@ grad_output = "keeper"
 rowwise = "alpha"
 columnwise = "identity"
 """
-# (layer, role) -> rowwise, columnwise, line in YAML, line in TOML, line of the rule in either.
+# (layer, role) -> rowwise, columnwise, line in YAML, path in TOML, line and path of the rule.
 EXPLAINED = {
-    ("head", "weight"): ("identity", "identity", 5, 6, 4, 4),
-    ("blocks.0.up", "grad_output"): ("identity", "identity", 5, 6, 4, 4),
-    ("blocks.1.up", "input"): ("alpha E4M3", "alpha E4M3", 7, 10, 6, 8),
-    ("blocks.1.up", "output"): ("alpha E4M3", "alpha E4M3", 7, 10, 6, 8),
-    ("blocks.1.up", "grad_output"): ("alpha E5M2, flag=True", "alpha E5M2, flag=True", 8, 11, 6, 8),
-    ("blocks.1.down", "input"): ("alpha E4M3", "identity", 13, 19, 12, 15),
-    ("blocks.1.down", "weight"): ("weights: Q E5M2", "weights: Q E5M2", 14, 17, 12, 15),
-    ("blocks.1.down", "grad_output"): ("keeper E4M3", "keeper E4M3", 15, 18, 12, 15),
-    ("blocks.1.down", "grad_input"): ("alpha E5M2", "alpha E5M2", 2, 2, None, None),
-    ("blocks.1.qkv", "weight"): ("alpha E4M3", "alpha E4M3", 2, 2, None, None),
-    ("", "input"): ("alpha E4M3", "alpha E4M3", 2, 2, None, None),
+    ("head", "weight"): ("identity", "identity", 5, "layers[0].all", 4, "layers[0]"),
+    ("blocks.0.up", "grad_output"): ("identity", "identity", 5, "layers[0].all", 4, "layers[0]"),
+    ("blocks.1.up", "input"): ("alpha E4M3", "alpha E4M3", 7, "layers[1].forward", 6, "layers[1]"),
+    ("blocks.1.up", "output"): ("alpha E4M3", "alpha E4M3", 7, "layers[1].forward", 6, "layers[1]"),
+    ("blocks.1.up", "grad_output"): (
+        *("alpha E5M2, flag=True", "alpha E5M2, flag=True"),
+        *(8, "layers[1].backward", 6, "layers[1]"),
+    ),
+    ("blocks.1.down", "input"): ("alpha E4M3", "identity", 13, "layers[2].input", 12, "layers[2]"),
+    ("blocks.1.down", "weight"): ("weights: Q E5M2", "weights: Q E5M2", 14, "layers[2].weight", 12, "layers[2]"),
+    ("blocks.1.down", "grad_output"): ("keeper E4M3", "keeper E4M3", 15, "layers[2].grad_output", 12, "layers[2]"),
+    ("blocks.1.down", "grad_input"): ("alpha E5M2", "alpha E5M2", 2, "default", None, None),
+    ("blocks.1.qkv", "weight"): ("alpha E4M3", "alpha E4M3", 2, "default", None, None),
+    ("", "input"): ("alpha E4M3", "alpha E4M3", 2, "default", None, None),
 }
 
 
@@ -91,12 +94,15 @@ def factory(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize(("name", "tensor_type"), list(EXPLAINED))
 def test_what_serves(factory: Any, name: str, tensor_type: str) -> None:
-    rowwise, columnwise, *lines = EXPLAINED[name, tensor_type]
-    line, rule = lines[1::2] if factory.path.endswith("toml") else lines[::2]
+    rowwise, columnwise, line, path, rule_line, rule_path = EXPLAINED[name, tensor_type]
+    toml = factory.path.endswith("toml")
     found = factory.explain(role(name, tensor_type))
-    assert (found.rowwise, found.columnwise, found.line) == (rowwise, columnwise, line)
-    assert (found.rule and found.rule.line) == rule
-    assert found.rule is None or found.rule in factory.rules()
+    assert (found.rowwise, found.columnwise) == (rowwise, columnwise)
+    assert (found.line, found.place) == ((None, path) if toml else (line, f"line {line}"))
+    assert (found.rule is None) == (rule_line is None)
+    if found.rule is not None:
+        assert (found.rule.line, found.rule.place) == ((None, rule_path) if toml else (rule_line, f"line {rule_line}"))
+        assert found.rule in factory.rules()
 
 
 def test_what_is_given(factory: Any) -> None:
@@ -220,7 +226,7 @@ def test_roles_that_nothing_serves(tmp_path: Path) -> None:
     complete = "layers: [{match: '*', input: alpha, weight: alpha, grad_output: alpha}]\n"
     made = load_factory(write(tmp_path, complete))
     assert made("weight").recipe.name == "alpha"
-    with pytest.raises(OptionError, match=r"line 1, column 1: nothing serves 'output' of layer 'a'"):
+    with pytest.raises(OptionError, match=r"model.yaml: nothing serves 'output' of layer 'a'"):
         made(role("a", "output"))
     empty = load_factory(write(tmp_path, "default:\n  weights\n"))
     with pytest.raises(OptionError, match=r"line 1, column 1: nothing serves 'input' of layer 'a'"):
@@ -290,10 +296,10 @@ def test_aliases(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
 def test_line_endings_and_the_byte_order_mark(tmp_path: Path, ending: str, bom: bytes) -> None:
-    for text, suffix, line in ((YAML, "yaml", 13), (TOML, "toml", 19)):
+    for text, suffix, place in ((YAML, "yaml", "line 13"), (TOML, "toml", "layers[2].input")):
         path = tmp_path / f"model.{suffix}"
         path.write_bytes(bom + text.replace("\n", ending).encode())
-        assert load_factory(path).explain(role("x.down", "input")).line == line
+        assert load_factory(path).explain(role("x.down", "input")).place == place
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])

@@ -118,7 +118,7 @@ def test_the_layers_of_the_demo_by_default() -> None:
     assert [row["role"] for row in rows] == ["input", "weight", "grad_output"] * len(demo_layers())
     assert {row["rowwise"] for row in rows if row["role"] != "grad_output"} == {"plain E4M3"}
     assert {row["columnwise"] for row in rows if row["role"] == "grad_output"} == {"plain E5M2"}
-    assert {(row["line"], row["rule"]) for row in rows} == {(None, None)}
+    assert {(row["line"], row["place"], row["rule"]) for row in rows} == {(None, None, None)}
 
 
 def test_the_layers_of_the_demo_are_those_that_it_converts(recipe: Any) -> None:
@@ -138,19 +138,20 @@ def test_a_recipe_tells_lines_and_rules() -> None:
         "rowwise": "rows of a.up",
         "columnwise": "columns",
         "line": 4,
+        "place": "line 4",
         "rule": "*.up [red]",
     }
     assert (rows["b", "input"]["line"], rows["b", "input"]["rule"]) == (1, None)
-    assert found["unused"] == [{"line": 7, "rule": "nothing"}]
+    assert found["unused"] == [{"line": 7, "place": "line 7", "rule": "nothing"}]
     assert [rule["line"] for rule in told("--explain", "model.rules", "--layer", "b")["unused"]] == [3, 7]
 
 
 def test_the_table() -> None:
     text = ask("--explain", "model.rules", "--layer", "a.up", "--layer", "b").output
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
-    assert rows[0] == ["a.up", "input", "rows of a.up", "columns", "4"]
+    assert rows[0] == ["a.up", "input", "rows of a.up", "columns", "line 4"]
     assert [row[0] for row in rows] == ["a.up", "", "", "b", "", ""]
-    assert rows[5] == ["", "grad_output", "same", "same", "1"]
+    assert rows[5] == ["", "grad_output", "same", "same", "line 1"]
     assert "unused: the rule in line 7, nothing, serves none of these layers" in text
     assert "[red]" in ask("--explain", "model.rules", "--layer", "b").output
     assert "│ -" in ask("--explain", "plain", "--layer", "b").output.replace("         ", " ")

@@ -32,11 +32,14 @@ def current_scaling_ref_quantizer_factory(role: QuantizerRole | str) -> CurrentS
     Raises:
         OptionError: the role has a tensor type that there is not.
     """
-    tensor_type = QuantizerRole.of(role).tensor_type
+    forward = _check_tensor_type(QuantizerRole.of(role).tensor_type) in _FORWARD_OPERANDS
+    return CurrentScalingQuantizerRef(torch.float8_e4m3fn if forward else torch.float8_e5m2)
+
+
+def _check_tensor_type(tensor_type: str) -> str:
     if tensor_type not in _TENSOR_TYPES:
         raise OptionError(f"tensor type {tensor_type!r}", expected=", ".join(_TENSOR_TYPES))
-    forward = tensor_type in _FORWARD_OPERANDS
-    return CurrentScalingQuantizerRef(torch.float8_e4m3fn if forward else torch.float8_e5m2)
+    return tensor_type
 
 
 #: The same under another name that is known for it.
@@ -90,23 +93,7 @@ def by_layer(patterns: Mapping[str, Factory | str], default: Factory | str) -> F
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise DTypeError(f"a pattern is a {type(pattern).__name__}", expected="a pattern of layer names")
-    return ByLayer(tuple((pattern, as_factory(f)) for pattern, f in patterns.items()), as_factory(default))
-
-
-@dataclass(frozen=True)
-class ByLayer:
-    """What :func:`by_layer` returns."""
-
-    patterns: tuple[tuple[str, Factory], ...]
-    default: Factory
-
-    def __call__(self, role: QuantizerRole | str) -> Given:
-        """What the factory of the layer gives."""
-        role = QuantizerRole.of(role)
-        for pattern, factory in self.patterns:
-            if matches(role.name, pattern):
-                return factory(role)
-        return self.default(role)
+    return Choice(_fits_layer, tuple((pattern, as_factory(f)) for pattern, f in patterns.items()), as_factory(default))
 
 
 def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
@@ -117,22 +104,30 @@ def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
         DTypeError, RecipeNotFoundError: as of :func:`by_layer`.
     """
     for tensor_type in tensors:
-        if tensor_type not in _TENSOR_TYPES:
-            raise OptionError(f"tensor type {tensor_type!r}", expected=", ".join(_TENSOR_TYPES))
-    return ByTensor(tuple((name, as_factory(f)) for name, f in tensors.items()), as_factory(default))
+        _check_tensor_type(tensor_type)
+    return Choice(_fits_tensor, tuple((name, as_factory(f)) for name, f in tensors.items()), as_factory(default))
 
 
 @dataclass(frozen=True)
-class ByTensor:
-    """What :func:`by_tensor` returns."""
+class Choice:
+    """What :func:`by_layer` and :func:`by_tensor` return: the first of ``choices`` that fits a role serves it."""
 
-    factories: tuple[tuple[str, Factory], ...]
+    fits: Callable[[QuantizerRole, str], bool]
+    choices: tuple[tuple[str, Factory], ...]
     default: Factory
 
     def __call__(self, role: QuantizerRole | str) -> Given:
-        """What the factory of the tensor type gives."""
+        """What the factory for the role gives."""
         role = QuantizerRole.of(role)
-        return dict(self.factories).get(role.tensor_type, self.default)(role)
+        return next((factory for word, factory in self.choices if self.fits(role, word)), self.default)(role)
+
+
+def _fits_layer(role: QuantizerRole, pattern: str) -> bool:
+    return matches(role.name, pattern)
+
+
+def _fits_tensor(role: QuantizerRole, tensor_type: str) -> bool:
+    return role.tensor_type == tensor_type
 
 
 def by_direction(forward: Factory | str, backward: Factory | str) -> Factory:

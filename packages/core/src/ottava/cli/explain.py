@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import Recipe
-from ottava.recipes.explanation import RecipeRule
+from ottava.recipes.explanation import Explanation, RecipeRule
 from ottava.recipes.registry import get_recipe
 from ottava.recipes.role import QuantizerRole
 
@@ -88,24 +88,29 @@ def _rows(recipe: Recipe, layers: list[str]) -> tuple[list[dict[str, Any]], list
                     "rowwise": explained.rowwise,
                     "columnwise": explained.columnwise,
                     "line": explained.line,
+                    "place": _place(explained),
                     "rule": None if explained.rule is None else explained.rule.text,
                 }
             )
     return rows, [rule for rule in recipe.rules() if rule not in used]
 
 
+def _place(found: Explanation | RecipeRule) -> str | None:
+    """Where a recipe's file says it, in words."""
+    return found.place or (None if found.line is None else f"line {found.line}")
+
+
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title)
-    for column in ("layer", "role", "rowwise", "columnwise", "from line"):
-        table.add_column(column, overflow="fold", justify="right" if column == "from line" else "left")
+    for column in ("layer", "role", "rowwise", "columnwise", "from"):
+        table.add_column(column, overflow="fold")
     before = ""
     for row in rows:
         first = row["layer"] != before
         before = row["layer"]
         if first and table.row_count:
             table.add_section()
-        line = "-" if row["line"] is None else str(row["line"])
-        table.add_row(before if first else "", row["role"], row["rowwise"], row["columnwise"], line)
+        table.add_row(before if first else "", row["role"], row["rowwise"], row["columnwise"], row["place"] or "-")
     return table
 
 
@@ -129,10 +134,10 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
     asked = [*layers, *(checkpoint_layers(checkpoint) if checkpoint is not None else [])] or demo_layers()
     rows, unused = _rows(recipe, list(dict.fromkeys(asked)))
     if as_json:
-        left = [{"line": rule.line, "rule": rule.text} for rule in unused]
+        left = [{"line": rule.line, "place": _place(rule), "rule": rule.text} for rule in unused]
         print(json.dumps({"recipe": name, "layers": rows, "unused": left}, indent=2))
         return
     console = Console(markup=False, emoji=False)
     console.print(_table(name, rows))
     for rule in unused:
-        console.print(f"unused: the rule in line {rule.line}, {rule.text}, serves none of these layers", soft_wrap=True)
+        console.print(f"unused: the rule in {_place(rule)}, {rule.text}, serves none of these layers", soft_wrap=True)

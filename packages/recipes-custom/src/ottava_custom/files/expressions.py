@@ -1,4 +1,7 @@
-"""What may stand for a quantizer in a recipe file, and what each gives for a role."""
+"""What may stand for a quantizer in a recipe file, and what each gives for a role.
+
+Whatever is wrong is an OptionError that names the place.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ottava.recipes.base import QuantizerRequest, Recipe
 from ottava.recipes.explanation import words
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import Quantizer
-from ottava_custom.files.source import Source
+from ottava_custom.files.source import Place, Source
 
 #: What keeps high precision.
 IDENTITY = "identity"
@@ -27,9 +30,11 @@ class Expression(ABC):
 
     #: Whether it gives something for every role.
     total: ClassVar[bool] = True
+    #: Whether what it gives does not depend on the layer's name.
+    certain: ClassVar[bool] = True
 
     source: Source
-    index: int
+    place: Place
 
     @abstractmethod
     def serve(self, role: QuantizerRole) -> Served | None:
@@ -39,47 +44,29 @@ class Expression(ABC):
     def words(self, role: QuantizerRole) -> tuple[str, str]:
         """What serves ``role`` along rows and along columns, for a role that is served."""
 
-    def check_part(self) -> None:
-        """Refuse what cannot serve one direction.
-
-        Raises:
-            OptionError: it is a hybrid, or keeps state.
-        """
-
-    @property
-    def certain(self) -> bool:
-        """Whether what it gives does not depend on the layer's name."""
-        return True
+    def check_direction(self) -> None:
+        """Refuse what cannot serve one direction: a hybrid, and what keeps state."""
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        """A quantizer by itself, for one direction of a hybrid.
-
-        Raises:
-            OptionError: it gives none, or one that keeps state.
-        """
+        """A quantizer by itself, for one direction of a hybrid; none, or one that keeps state, is refused."""
         served = self.serve(role)
         if isinstance(served, QuantizerRequest):
-            with self.source.at(self.index):
+            with self.source.at(self.place):
                 served = served.recipe.quantizer(role)
         if served is None:
-            raise self.source.error(
-                self.index,
-                f"nothing is given for {role.tensor_type!r} of layer {role.name!r}",
-                expected="a quantizer, for either direction",
-            )
+            what = f"nothing is given for {role.tensor_type!r} of layer {role.name!r}"
+            raise self.source.error(self.place, what, expected="a quantizer, for either direction")
         if served.stateful:
-            raise stateful_in_hybrid(self.source, self.index)
+            raise self._stateful()
         return served
 
-
-def stateful_in_hybrid(source: Source, index: int) -> OptionError:
-    """The error about a stateful recipe for one direction."""
-    return source.error(
-        index,
-        "a recipe that keeps state cannot serve one direction",
-        expected="recipes without state for rowwise and columnwise",
-        remedy="let it serve the whole role",
-    )
+    def _stateful(self) -> OptionError:
+        return self.source.error(
+            self.place,
+            "a recipe that keeps state cannot serve one direction",
+            expected="recipes without state for rowwise and columnwise",
+            remedy="let it serve the whole role",
+        )
 
 
 @dataclass(frozen=True)
@@ -87,13 +74,11 @@ class Identity(Expression):
     """High precision."""
 
     def serve(self, role: QuantizerRole) -> Quantizer:
-        """An identity quantizer."""
         from ottava_custom.identity import IdentityQuantizer
 
         return IdentityQuantizer()
 
     def words(self, role: QuantizerRole) -> tuple[str, str]:
-        """The word that the file has."""
         return IDENTITY, IDENTITY
 
 
@@ -104,20 +89,18 @@ class OfRecipe(Expression):
     recipe: Recipe
     options: tuple[tuple[str, Any], ...]
 
-    def check_part(self) -> None:
+    def check_direction(self) -> None:
         if self.recipe.stateful:
-            raise stateful_in_hybrid(self.source, self.index)
+            raise self._stateful()
 
     def serve(self, role: QuantizerRole) -> QuantizerRequest:
-        """A request for the recipe."""
         return QuantizerRequest(self.recipe)
 
     def words(self, role: QuantizerRole) -> tuple[str, str]:
         """The recipe's own words, and the options of this place; a format shows in the former."""
         explained = self.recipe.explain(role)
         options = [f"{key}={value}" for key, value in self.options if not isinstance(value, Enum)]
-        rowwise, columnwise = (", ".join([text, *options]) for text in (explained.rowwise, explained.columnwise))
-        return rowwise, columnwise
+        return ", ".join([explained.rowwise, *options]), ", ".join([explained.columnwise, *options])
 
 
 @dataclass(frozen=True)
@@ -125,26 +108,18 @@ class OfFactory(Expression):
     """What a published quantizer factory gives."""
 
     total: ClassVar[bool] = False
+    certain: ClassVar[bool] = False
 
     name: str
     factory: Callable[[QuantizerRole], Any]
 
-    @property
-    def certain(self) -> bool:
-        return False
-
     def serve(self, role: QuantizerRole) -> Served | None:
-        """What the factory gives.
-
-        Raises:
-            OptionError: it is neither a quantizer, nor a request, nor None.
-        """
-        with self.source.at(self.index):
+        with self.source.at(self.place):
             given = self.factory(role)
         if given is None or isinstance(given, Served):
             return given
         raise self.source.error(
-            self.index,
+            self.place,
             f"factory {self.name!r} gives a {type(given).__name__} for {role}",
             expected="an ottava.Quantizer, an ottava.QuantizerRequest or None",
             remedy="report it to the package's authors",
@@ -167,25 +142,19 @@ class Hybrid(Expression):
     rowwise: Expression
     columnwise: Expression
 
-    def check_part(self) -> None:
-        raise self.source.error(self.index, "a hybrid inside a hybrid", expected="one quantizer for one direction")
-
     @property
-    def certain(self) -> bool:
+    def certain(self) -> bool:  # type: ignore[override]
         return self.rowwise.certain and self.columnwise.certain
 
-    def serve(self, role: QuantizerRole) -> Quantizer:
-        """A hybrid quantizer.
+    def check_direction(self) -> None:
+        raise self.source.error(self.place, "a hybrid inside a hybrid", expected="one quantizer for one direction")
 
-        Raises:
-            OptionError: one direction gives none, or one that keeps state.
-        """
+    def serve(self, role: QuantizerRole) -> Quantizer:
         from ottava_custom.hybrid import HybridQuantizer
 
         rowwise, columnwise = self.rowwise.quantizer(role), self.columnwise.quantizer(role)
-        with self.source.at(self.index):
+        with self.source.at(self.place):
             return HybridQuantizer(rowwise, columnwise)
 
     def words(self, role: QuantizerRole) -> tuple[str, str]:
-        """Those of either direction."""
         return self.rowwise.words(role)[0], self.columnwise.words(role)[1]

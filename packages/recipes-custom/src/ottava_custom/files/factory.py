@@ -43,7 +43,7 @@ class FileFactory:
         text: what the file holds.
 
     Raises:
-        OptionError: something in the text is wrong; the message names the line.
+        OptionError: something in the text is wrong; the message names the place.
         RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the same.
     """
 
@@ -66,7 +66,7 @@ class FileFactory:
         return self._chosen(QuantizerRole.of(role))[2]
 
     def explain(self, role: QuantizerRole | str) -> Explanation:
-        """What serves a role, in words, with the line and the rule that say so.
+        """What serves a role, in words, with the place and the rule that say so.
 
         Raises:
             OptionError: nothing serves it.
@@ -74,12 +74,12 @@ class FileFactory:
         role = QuantizerRole.of(role)
         rule, entry, _ = self._chosen(role)
         rowwise, columnwise = entry.expression.words(role)
-        described = None if rule is None else rule.described(self._source)
-        return Explanation(rowwise, columnwise, self._source.place(entry.index).line, described)
+        described = None if rule is None else rule.described()
+        return Explanation(rowwise, columnwise, entry.place.line, described, entry.place.short)
 
     def rules(self) -> tuple[RecipeRule, ...]:
         """The rules, in the order of the file."""
-        return tuple(rule.described(self._source) for rule in self._rules.rules)
+        return tuple(rule.described() for rule in self._rules.rules)
 
     def _chosen(self, role: QuantizerRole) -> tuple[Rule | None, Entry, Served]:
         last: Entry | None = None
@@ -115,7 +115,7 @@ def load_factory(path: str | os.PathLike[str]) -> FileFactory:
 
     Raises:
         DTypeError: ``path`` is no path.
-        OptionError: the file cannot be read, or something in it is wrong; the message names the line.
+        OptionError: the file cannot be read, or something in it is wrong; the message names the place.
         RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the same.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):

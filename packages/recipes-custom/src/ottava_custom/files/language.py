@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 from ottava.errors import OptionError
 from ottava_custom.files.nodes import Node
-from ottava_custom.files.source import Source
+from ottava_custom.files.source import Place, Source
 from ottava_custom.files.toml_file import parse_toml
 from ottava_custom.files.yaml_file import parse_yaml
 
-_LANGUAGES: dict[str, Callable[[Source], Node | None]] = {
-    ".yaml": parse_yaml,
-    ".yml": parse_yaml,
-    ".toml": parse_toml,
-}
+_LANGUAGES = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": parse_toml}
 #: Suffixes of recipe files.
 SUFFIXES = tuple(_LANGUAGES)
 
@@ -40,5 +35,5 @@ def parse(source: Source) -> Node:
     """
     root = _LANGUAGES[check_suffix(source.path)](source)
     if root is None or root.value is None:
-        raise source.error(0, "the file is empty", expected="the keys default and layers")
+        raise source.error(Place(""), "the file is empty", expected="the keys default and layers")
     return root

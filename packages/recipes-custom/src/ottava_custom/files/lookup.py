@@ -14,87 +14,71 @@ from ottava.recipes.registry import get_quantizer_factory, get_recipe, list_quan
 from ottava.recipes.spec import is_name
 from ottava_custom.files.expressions import IDENTITY, Expression, Identity, OfFactory, OfRecipe
 from ottava_custom.files.nodes import Node, shown
-from ottava_custom.files.source import Source
+from ottava_custom.files.source import Place, Source
 
 #: Characters of the longest name that is looked for.
 MAX_NAME = 100
 
 
 class Lookup:
-    """Finds what the names in a file stand for; equal texts give the same recipe object."""
+    """Finds what the names in a file stand for; equal texts give the same recipe object.
+
+    What can be no name, and an option that a recipe does not take, is an OptionError; what cannot be had, a
+    RecipeNotFoundError or a PluginError; all name the place.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._recipes: dict[tuple[str, str], Recipe] = {}
 
-    def named(self, index: int, name: str) -> Expression:
-        """What a bare name stands for: ``identity``, a recipe, or else a factory.
-
-        Raises:
-            OptionError: it can be no name, or the recipe needs options.
-            RecipeNotFoundError, PluginError: nothing of that name can be had.
-        """
+    def named(self, place: Place, name: str) -> Expression:
+        """What a bare name stands for: ``identity``, a recipe, or else a factory."""
         if name == IDENTITY:
-            return Identity(self._source, index)
-        self._check(index, name, f"{IDENTITY}, a recipe or a factory")
-        factories = [spec.name for spec in list_quantizer_factories()]
+            return Identity(self._source, place)
+        self._check(place, name, f"{IDENTITY}, a recipe or a factory")
         try:
-            return self.recipe(index, name, {}, {})
+            return self.recipe(place, name, {}, {})
         except RecipeNotFoundError as missing:
+            factories = [spec.name for spec in list_quantizer_factories()]
             if name in factories:
-                return self.factory(index, name)
+                return self.factory(place, name)
             known = sorted({IDENTITY, *(spec.name for spec in list_recipes()), *factories})
             near = difflib.get_close_matches(name, known, n=3)
             # The name may be misspelled: it must not become a command that installs whatever has that name.
             remedy = f"use {near[0]!r}, or install the package that has {name!r}" if near else missing.remedy
             raise RecipeNotFoundError(
-                f"{self._source.where(index)}: no installed recipe or quantizer factory is named {name!r}",
+                f"{self._source.where(place)}: no installed recipe or quantizer factory is named {name!r}",
                 expected=f"one of {', '.join(known)}",
                 remedy=remedy,
             ) from missing
 
-    def factory(self, index: int, name: str) -> Expression:
-        """A published quantizer factory.
+    def factory(self, place: Place, name: str) -> Expression:
+        """A published quantizer factory."""
+        self._check(place, name, "the name of a factory")
+        with self._source.at(place):
+            return OfFactory(self._source, place, name, get_quantizer_factory(name))
 
-        Raises:
-            RecipeNotFoundError, PluginError: it cannot be had.
-        """
-        self._check(index, name, "the name of a factory")
-        with self._source.at(index):
-            return OfFactory(self._source, index, name, get_quantizer_factory(name))
-
-    def recipe(self, index: int, name: str, options: Mapping[str, Node], keys: Mapping[str, int]) -> Expression:
-        """A recipe with options.
-
-        Raises:
-            OptionError: it does not take an option, or not this value.
-            RecipeNotFoundError, PluginError: it cannot be had.
-        """
-        self._check(index, name, "the name of a recipe")
-        taken = self._adapted(name, options)
-        try:
-            recipe = self._built(name, taken)
-        except OptionError as error:
-            # Where the recipe's own words name an option, or what it is, that is the place.
-            said = next((key for key, node in options.items() if _is_named(key, node, error.what)), None)
-            with self._source.at(index if said is None else keys[said]):
-                raise
-        except Exception:
-            with self._source.at(index):
-                raise
-        return OfRecipe(self._source, index, recipe, tuple(taken.items()))
-
-    def _check(self, index: int, name: str, expected: str) -> None:
-        if not is_name(name) or len(name) > MAX_NAME:
-            raise self._source.error(index, f"{shown(name)} is no name", expected=expected)
-
-    def _adapted(self, name: str, options: Mapping[str, Node]) -> dict[str, Any]:
+    def recipe(self, place: Place, name: str, options: Mapping[str, Node], keys: Mapping[str, Place]) -> Expression:
+        """A recipe with options."""
+        self._check(place, name, "the name of a recipe")
         taken: dict[str, Any] = {}
         defaults = OptionDefaults(name) if options else None
         for key, node in options.items():
-            with self._source.at(node.index):
+            with self._source.at(node.place):
                 taken[key] = node.plain() if defaults is None else defaults.adapt(key, node.plain())
-        return taken
+        try:
+            recipe = self._built(name, taken)
+        except Exception as error:
+            # Where the recipe's own words name an option, or what it is, that is the place.
+            what = error.what if isinstance(error, OptionError) else ""
+            said = next((key for key, node in options.items() if _is_named(key, node, what)), None)
+            with self._source.at(place if said is None else keys[said]):
+                raise
+        return OfRecipe(self._source, place, recipe, tuple(taken.items()))
+
+    def _check(self, place: Place, name: str, expected: str) -> None:
+        if not is_name(name) or len(name) > MAX_NAME:
+            raise self._source.error(place, f"{shown(name)} is no name", expected=expected)
 
     def _built(self, name: str, options: dict[str, Any]) -> Recipe:
         if "name" in options:  # the one word that the registry keeps for itself

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ottava.errors import OptionError
-from ottava_custom.files.source import Source
+from ottava_custom.files.source import Place, Source
 
 _KINDS: dict[type, str] = {
     bool: "true or false",
@@ -20,6 +20,7 @@ _KINDS: dict[type, str] = {
     type(None): "nothing",
 }
 _SHOWN = 60
+_INTEGER_BITS = 64
 #: Levels of values inside values.
 MAX_DEPTH = 32
 
@@ -35,13 +36,13 @@ class Node:
 
     Attributes:
         value: a scalar; a list of nodes; or a mapping of nodes by key.
-        index: where it begins in the text.
-        keys: where the keys of a mapping begin.
+        place: where it begins.
+        keys: where the keys of a mapping stand.
     """
 
     value: Any
-    index: int
-    keys: Mapping[str, int] = field(default_factory=dict)
+    place: Place
+    keys: Mapping[str, Place] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -64,26 +65,21 @@ class Node:
         return self.value
 
 
-def check_scalar(source: Source, node: Node) -> None:
-    """Refuse a NaN: nothing equals it, so that no two recipes would be equal.
+def scalar(source: Source, value: Any, place: Place) -> Node:
+    """A node without nodes inside.
 
     Raises:
-        OptionError: the node is one.
+        OptionError: it is a NaN, which nothing equals, so that no two recipes would be equal; or an integer so large
+            that no option can hold it.
     """
-    if isinstance(node.value, float) and math.isnan(node.value):
-        raise source.error(node.index, "the number is NaN", expected="a number that equals itself")
+    if isinstance(value, float) and math.isnan(value):
+        raise source.error(place, "the number is NaN", expected="a number that equals itself")
+    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+        what = f"the number has {value.bit_length()} bits"
+        raise source.error(place, what, expected=f"an integer of at most {_INTEGER_BITS} bits")
+    return Node(value, place)
 
 
-def check_depth(source: Source, index: int, depth: int) -> None:
-    """Refuse what is nested deeper than any rule.
-
-    Raises:
-        OptionError: ``depth`` is more than :data:`MAX_DEPTH`.
-    """
-    if depth > MAX_DEPTH:
-        raise too_deep(source, index)
-
-
-def too_deep(source: Source, index: int) -> OptionError:
+def too_deep(source: Source, place: Place) -> OptionError:
     """The error about values that are nested deeper than any rule."""
-    return source.error(index, "values are nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+    return source.error(place, "values are nested too deeply", expected=f"at most {MAX_DEPTH} levels")

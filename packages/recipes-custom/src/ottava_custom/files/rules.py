@@ -11,13 +11,15 @@ from ottava.errors import OptionError
 from ottava.recipes.explanation import RecipeRule
 from ottava.recipes.role import QuantizerRole
 from ottava_custom.files.expressions import Expression
-from ottava_custom.files.source import Source
+from ottava_custom.files.source import Place, Source
 from ottava_custom.patterns import matches
 
 #: The roles that a rule can name.
 ROLES = ("input", "weight", "output", "grad_output", "grad_input")
 #: The keys of a rule that say what serves, and in words for which roles.
 SERVING = ("all", "forward", "backward", *ROLES)
+# How many patterns with wildcards are looked at, to tell whether they take all layers of a later one.
+_COMPARED = 64
 # What layers ask for.
 _ASKED = ("input", "weight", "grad_output")
 
@@ -53,12 +55,12 @@ class Entry:
 
     Attributes:
         key: the key.
-        index: where it stands.
+        place: where it stands.
         expression: what serves.
     """
 
     key: str
-    index: int
+    place: Place
     expression: Expression
 
 
@@ -69,12 +71,12 @@ class Rule:
     Attributes:
         patterns: of layers.
         entries: what serves, by key.
-        index: where the rule begins.
+        place: where the rule begins.
     """
 
     patterns: tuple[str, ...]
     entries: Mapping[str, Entry]
-    index: int
+    place: Place
 
     def matches(self, name: str) -> bool:
         """Whether it speaks of a layer."""
@@ -88,9 +90,35 @@ class Rule:
         """Whether it gives something for a role, whatever the layer."""
         return any(entry.expression.total for entry in self.entry_for(role))
 
-    def described(self, source: Source) -> RecipeRule:
+    def described(self) -> RecipeRule:
         """For listings."""
-        return RecipeRule(", ".join(self.patterns), source.place(self.index).line)
+        return RecipeRule(", ".join(self.patterns), self.place.line, self.place.short)
+
+
+class _Taken:
+    """Patterns whose layers are taken, for one role, each with the number of the first rule that has it."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, int] = {}
+        # To compare every pattern with all of these would take time that grows with the square of their number.
+        self._wild: list[str] = []
+
+    def add(self, patterns: Sequence[str], number: int) -> None:
+        """Take the layers of a rule."""
+        for pattern in patterns:
+            if pattern not in self._all:
+                self._all[pattern] = number
+                if _literal_start(pattern) != pattern and len(self._wild) < _COMPARED:
+                    self._wild.append(pattern)
+
+    def taker(self, pattern: str) -> int | None:
+        """The number of the first rule that takes all layers of a pattern, as far as that can be told."""
+        modules = [pattern[:at] for at, character in enumerate(pattern) if character == "."]
+        # A module's name takes what is in it; patterns with wildcards are compared.
+        found = [name for name in modules if name in self._all and _literal_start(name) == name]
+        found += [pattern] if pattern in self._all else []
+        found += [wide for wide in self._wild if covers(wide, pattern)]
+        return min((self._all[name] for name in found), default=None)
 
 
 @dataclass(frozen=True)
@@ -115,20 +143,24 @@ class Rules:
         Raises:
             OptionError: there is one.
         """
+        earlier = {name: _Taken() for name in ROLES}
         for number, rule in enumerate(self.rules):
             for entry in rule.entries.values():
-                self._check_entry(rule, entry, self.rules[:number])
+                self._check_entry(rule, entry, earlier)
+            for name, taken in earlier.items():
+                if rule.serves(QuantizerRole("linear", name)):
+                    taken.add(rule.patterns, number)
         if self.default is None:
             self._check_complete()
 
-    def _check_entry(self, rule: Rule, entry: Entry, earlier: Sequence[Rule]) -> None:
+    def _check_entry(self, rule: Rule, entry: Entry, earlier: Mapping[str, _Taken]) -> None:
         """See that something is left for an entry."""
         roles = [QuantizerRole("linear", name) for name in ROLES]
         spoken = [role for role in roles if entry.key in keys_of(role)]
         own = [role for role in spoken if not _is_served_before(rule, entry, role)]
         if not own:
             raise self.source.error(
-                entry.index,
+                entry.place,
                 f"{entry.key!r} never serves: other keys of the rule take all its roles",
                 expected="a role that is left",
                 remedy="take one of the keys out",
@@ -136,16 +168,14 @@ class Rules:
         takers: set[int] = set()
         for role in own:
             for pattern in rule.patterns:
-                taker = next(
-                    (e for e in earlier if any(covers(p, pattern) for p in e.patterns) and e.serves(role)), None
-                )
+                taker = earlier[role.tensor_type].taker(pattern)
                 if taker is None:
                     return
-                takers.add(self.source.place(taker.index).line)
-        lines = " and ".join(f"line {line}" for line in sorted(takers))
+                takers.add(taker)
+        places = " and ".join(dict.fromkeys(self.rules[number].place.short for number in sorted(takers)))
         raise self.source.error(
-            entry.index,
-            f"{entry.key!r} never serves: what begins in {lines} takes these layers and roles before",
+            entry.place,
+            f"{entry.key!r} never serves: what begins in {places} takes these layers and roles before",
             expected="rules for few layers before those for many",
             remedy="move this rule up, or take it out",
         )
@@ -155,7 +185,7 @@ class Rules:
         left = [n for n in _ASKED if not any(rule.serves(QuantizerRole("linear", n)) for rule in everywhere)]
         if left:
             raise self.source.error(
-                0,
+                Place(""),
                 f"there is no default, and nothing serves {', '.join(left)} of layers that no rule names",
                 expected="the key default",
                 remedy="add one; identity keeps high precision",
@@ -175,7 +205,7 @@ def _is_served_before(rule: Rule, entry: Entry, role: QuantizerRole) -> bool:
 def nothing_serves(source: Source, role: QuantizerRole, last: Entry | None) -> OptionError:
     """The error about a role that nobody serves."""
     return source.error(
-        0 if last is None else last.index,
+        Place("") if last is None else last.place,
         f"nothing serves {role.tensor_type!r} of layer {role.name!r}",
         expected="a default that serves every role",
         remedy="add a default" if last is None else "use a default that is no factory, or one that gives a quantizer",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from ottava.errors import OptionError
 from ottava.recipes.role import QuantizerRole
@@ -12,12 +11,15 @@ from ottava_custom.files.expressions import Expression, Hybrid
 from ottava_custom.files.lookup import Lookup
 from ottava_custom.files.nodes import Node, shown
 from ottava_custom.files.rules import ROLES, SERVING, Entry, Rule, Rules, keys_of
-from ottava_custom.files.source import Source
+from ottava_custom.files.source import Place, Source
 
 _ROOT = ("default", "layers")
 _RULE = ("match", *SERVING)
 _EXPRESSION = "the name of a recipe, identity, or a mapping with recipe, factory, or rowwise and columnwise"
+_PATTERNS = "a pattern, or a list of patterns"
 _USAGES = ("rowwise", "columnwise")
+# Characters of the longest pattern.
+_MAX_PATTERN = 1000
 
 
 def rules_of(source: Source, root: Node) -> Rules:
@@ -43,7 +45,7 @@ class _Schema:
         }
 
     def rules(self, root: Node) -> Rules:
-        self._mapping(root, "a file", _ROOT)
+        self._check_keys(root, "a file", _ROOT)
         default = self._entry(root, "default") if "default" in root.value else None
         rules = [self._rule(node) for node in self._layers(root)] if "layers" in root.value else []
         found = Rules(self._source, rules, default)
@@ -52,46 +54,43 @@ class _Schema:
             self._try(entry)
         return found
 
-    # -- the parts --
+    def _error(self, place: Place, what: str, expected: str, remedy: str = "") -> OptionError:
+        return self._source.error(place, what, expected=expected, remedy=remedy)
+
+    # -- rules --
 
     def _layers(self, root: Node) -> list[Node]:
         node: Node = root.value["layers"]
-        if not isinstance(node.value, list) or not node.value:
-            empty = node.value is None or node.value == []
-            what = "layers has no rules" if empty else f"layers is {node}"
-            remedy = "take the key out" if empty else ""
-            raise self._source.error(root.keys["layers"], what, expected="a list of rules", remedy=remedy)
-        return node.value
+        if isinstance(node.value, list) and node.value:
+            return node.value
+        empty = node.value is None or node.value == []
+        what = "layers has no rules" if empty else f"layers is {node}"
+        raise self._error(root.keys["layers"], what, "a list of rules", "take the key out" if empty else "")
 
     def _rule(self, node: Node) -> Rule:
-        self._mapping(node, "a rule", _RULE)
+        self._check_keys(node, "a rule", _RULE)
         if "match" not in node.value:
-            raise self._source.error(
-                node.index,
-                "the rule has no match",
-                expected="a pattern of layer names",
-                remedy='match: "*" is all layers',
-            )
+            remedy = 'match: "*" is all layers'
+            raise self._error(node.place, "the rule has no match", "a pattern of layer names", remedy)
         patterns = self._patterns(node.value["match"])
         entries = {key: self._entry(node, key) for key in node.value if key != "match"}
         if not entries:
-            raise self._source.error(node.index, "the rule serves no role", expected=f"one of {', '.join(SERVING)}")
-        return Rule(patterns, entries, node.index)
+            raise self._error(node.place, "the rule serves no role", f"one of {', '.join(SERVING)}")
+        return Rule(patterns, entries, node.place)
 
     def _patterns(self, match: Node) -> tuple[str, ...]:
         given = match.value if isinstance(match.value, list) else [match]
         if not given:
-            raise self._source.error(match.index, "match is an empty list", expected="a pattern, or a list of patterns")
+            raise self._error(match.place, "match is an empty list", _PATTERNS)
         for pattern in given:
             if not isinstance(pattern.value, str):
                 remedy = "" if isinstance(pattern.value, (dict, list, type(None))) else "put it in quotes"
-                raise self._source.error(
-                    pattern.index, f"match is {pattern}", expected="a pattern, or a list of patterns", remedy=remedy
-                )
+                raise self._error(pattern.place, f"match is {pattern}", _PATTERNS, remedy)
             if not pattern.value:
-                raise self._source.error(
-                    pattern.index, "match is empty", expected="a pattern of layer names", remedy='"*" is all layers'
-                )
+                raise self._error(pattern.place, "match is empty", "a pattern of layer names", '"*" is all layers')
+            if len(pattern.value) > _MAX_PATTERN:
+                what = f"match has {len(pattern.value)} characters"
+                raise self._error(pattern.place, what, f"a pattern of at most {_MAX_PATTERN}")
         return tuple(pattern.value for pattern in given)
 
     def _entry(self, parent: Node, key: str) -> Entry:
@@ -101,76 +100,62 @@ class _Schema:
 
     def _expression(self, node: Node) -> Expression:
         if isinstance(node.value, str):
-            return self._lookup.named(node.index, node.value)
+            return self._lookup.named(node.place, node.value)
         if not isinstance(node.value, dict):
-            raise self._source.error(node.index, f"this is {node}", expected=_EXPRESSION)
+            raise self._error(node.place, f"this is {node}", _EXPRESSION)
         for key, read in self._mappings.items():
             if key in node.value:
                 return read(node)
-        known = tuple(self._mappings)
-        if node.value:
-            key = next(iter(node.value))
-            remedy = 'roles are told apart in a rule; one with match "*" is for all layers' if key in SERVING else ""
-            raise self._unknown(node, key, "what serves a role", known, remedy)
-        raise self._source.error(node.index, "this is an empty mapping", expected=_EXPRESSION)
+        if not node.value:
+            raise self._error(node.place, "this is an empty mapping", _EXPRESSION)
+        key = next(iter(node.value))
+        remedy = 'roles are told apart in a rule; one with match "*" is for all layers' if key in SERVING else ""
+        raise self._unknown(node, key, "what serves a role", tuple(self._mappings), remedy)
 
     def _text(self, node: Node, key: str) -> str:
         value: Node = node.value[key]
         if not isinstance(value.value, str):
-            raise self._source.error(value.index, f"{key} is {value}", expected="a name")
+            raise self._error(value.place, f"{key} is {value}", "a name")
         return value.value
 
     def _recipe(self, node: Node) -> Expression:
         name = self._text(node, "recipe")
         options = {key: value for key, value in node.value.items() if key != "recipe"}
-        return self._lookup.recipe(node.value["recipe"].index, name, options, node.keys)
+        return self._lookup.recipe(node.value["recipe"].place, name, options, node.keys)
 
     def _factory(self, node: Node) -> Expression:
-        self._mapping(node, "a factory", ("factory",))
-        return self._lookup.factory(node.value["factory"].index, self._text(node, "factory"))
+        self._check_keys(node, "a factory", ("factory",))
+        return self._lookup.factory(node.value["factory"].place, self._text(node, "factory"))
 
     def _hybrid(self, node: Node) -> Expression:
-        self._mapping(node, "a hybrid", _USAGES)
-        missing = [usage for usage in _USAGES if usage not in node.value]
-        if missing:
-            raise self._source.error(
-                node.index,
-                f"{missing[0]} is missing",
-                expected="rowwise and columnwise",
-                remedy=f"{missing[0]}: identity keeps high precision",
-            )
-        rowwise, columnwise = (self._part(node, usage) for usage in _USAGES)
-        return Hybrid(self._source, node.index, rowwise, columnwise)
-
-    def _part(self, node: Node, usage: str) -> Expression:
-        part = self._expression(node.value[usage])
-        part.check_part()
-        return part
+        self._check_keys(node, "a hybrid", _USAGES)
+        missing = next((usage for usage in _USAGES if usage not in node.value), None)
+        if missing is not None:
+            remedy = f"{missing}: identity keeps high precision"
+            raise self._error(node.place, f"{missing} is missing", "rowwise and columnwise", remedy)
+        rowwise, columnwise = (self._expression(node.value[usage]) for usage in _USAGES)
+        for expression in (rowwise, columnwise):
+            expression.check_direction()
+        return Hybrid(self._source, node.place, rowwise, columnwise)
 
     def _try(self, entry: Entry) -> None:
         """Make what a hybrid makes, to be told now what will not do."""
-        if not isinstance(entry.expression, Hybrid) or not entry.expression.certain:
-            return
-        for name in ROLES:
-            role = QuantizerRole("linear", name)
-            if entry.key == "default" or entry.key in keys_of(role):
-                entry.expression.serve(role)
+        if isinstance(entry.expression, Hybrid) and entry.expression.certain:
+            for role in (QuantizerRole("linear", name) for name in ROLES):
+                if entry.key == "default" or entry.key in keys_of(role):
+                    entry.expression.serve(role)
 
     # -- keys --
 
-    def _mapping(self, node: Node, owner: str, known: Iterable[str]) -> None:
+    def _check_keys(self, node: Node, owner: str, known: Iterable[str]) -> None:
         """Refuse what is no mapping, and keys that mean nothing."""
         if not isinstance(node.value, dict):
-            raise self._source.error(node.index, f"{owner} is {node}", expected=f"a mapping with {', '.join(known)}")
+            raise self._error(node.place, f"{owner} is {node}", f"a mapping with {', '.join(known)}")
         for key in node.value:
             if key not in known:
                 raise self._unknown(node, key, owner, tuple(known))
 
     def _unknown(self, node: Node, key: str, owner: str, known: tuple[str, ...], remedy: str = "") -> OptionError:
-        near: list[Any] = difflib.get_close_matches(key[:100], known, n=1)
-        return self._source.error(
-            node.keys[key],
-            f"{owner} has no key {shown(key)}",
-            expected=f"one of {', '.join(known)}",
-            remedy=remedy or (f"use {near[0]!r}" if near else ""),
-        )
+        near = difflib.get_close_matches(key[:100], known, n=1)
+        remedy = remedy or (f"use {near[0]!r}" if near else "")
+        return self._error(node.keys[key], f"{owner} has no key {shown(key)}", f"one of {', '.join(known)}", remedy)

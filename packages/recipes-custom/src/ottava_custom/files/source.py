@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from ottava.errors import OptionError, OttavaError
 
@@ -26,11 +25,17 @@ _BOMS = (
 )
 
 
-class Place(NamedTuple):
-    """A line and a column, from 1."""
+@dataclass(frozen=True)
+class Place:
+    """Where something stands: ``text`` in words, and its line, from 1, where the reader of the language tells it."""
 
-    line: int
-    column: int
+    text: str
+    line: int | None = None
+
+    @property
+    def short(self) -> str:
+        """The line, or else the words."""
+        return self.text if self.line is None else f"line {self.line}"
 
 
 @dataclass(frozen=True)
@@ -52,27 +57,26 @@ class Source:
     def place(self, index: int) -> Place:
         """The place of a character."""
         line = bisect.bisect_right(self._starts, index)
-        return Place(line, index - self._starts[line - 1] + 1)
+        return Place(f"line {line}, column {index - self._starts[line - 1] + 1}", line)
 
-    def where(self, index: int) -> str:
-        """A place in words."""
-        line, column = self.place(index)
-        return f"{self.path}, line {line}, column {column}"
+    def where(self, place: Place) -> str:
+        """The file and the place."""
+        return f"{self.path}, {place.text}" if place.text else self.path
 
-    def error(self, index: int, what: str, *, expected: str = "", remedy: str = "") -> OptionError:
+    def error(self, place: Place, what: str, *, expected: str = "", remedy: str = "") -> OptionError:
         """An error that names the place."""
-        return OptionError(f"{self.where(index)}: {what}", expected=expected, remedy=remedy)
+        return OptionError(f"{self.where(place)}: {what}", expected=expected, remedy=remedy)
 
     @contextlib.contextmanager
-    def at(self, index: int) -> Iterator[None]:
+    def at(self, place: Place) -> Iterator[None]:
         """What fails inside names the place too."""
         try:
             yield
         except OttavaError as error:
-            what = f"{self.where(index)}: {error.what}"
+            what = f"{self.where(place)}: {error.what}"
             raise type(error)(what, expected=error.expected, remedy=error.remedy) from error
         except Exception as error:
-            error.add_note(self.where(index))
+            error.add_note(self.where(place))
             raise
 
 
@@ -91,9 +95,9 @@ def read_source(path: str) -> Source:
             raise OptionError(f"{path} is {kind}", expected=expected)
         with Path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
+    except OptionError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, OttavaError):
-            raise
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise OptionError(
             f"{path} cannot be read: {reason}", expected=expected, remedy="check the path and the permissions"
@@ -109,13 +113,12 @@ def _decoded(path: str, data: bytes) -> str:
     if encoding is not None:
         raise OptionError(f"{path}, line 1: the file is in {encoding}", expected="UTF-8", remedy=remedy)
     try:
-        text = data.decode("utf-8-sig")
+        return _lines(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         # Of what stands before the byte, the line is known all the same.
         before = Source(path, _lines(data[: error.start].decode("utf-8-sig")))
         what = f"byte 0x{data[error.start]:02x} is not UTF-8"
-        raise before.error(len(before.text), what, expected="UTF-8", remedy=remedy) from error
-    return _lines(text)
+        raise before.error(before.place(len(before.text)), what, expected="UTF-8", remedy=remedy) from error
 
 
 def _lines(text: str) -> str:

@@ -1,4 +1,4 @@
-"""TOML as nodes: values from the standard library, places from the source."""
+"""TOML as nodes, by the standard library, which tells no lines: the place of a value is the path of its key."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import sys
 import tomllib
 from typing import Any
 
-from ottava.errors import OptionError
-from ottava_custom.files.nodes import Node, check_scalar, shown, too_deep
-from ottava_custom.files.source import Source
-from ottava_custom.files.toml_places import Path, Places, find_places
+from ottava_custom.files.nodes import MAX_DEPTH, Node, scalar, shown, too_deep
+from ottava_custom.files.source import Place, Source
 
-_AT = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+# A dotted key, for which the standard library takes time that grows with the square of its length.
+_DEEP = re.compile(rf"(?:\.[ \t]*[\w\"'-]+[ \t]*){{{MAX_DEPTH}}}")
 
 
 def parse_toml(source: Source) -> Node | None:
@@ -21,44 +20,35 @@ def parse_toml(source: Source) -> Node | None:
     Raises:
         OptionError: it is no TOML, or has a key twice.
     """
-    places = find_places(source.text)
-    # The standard library takes time that grows with the square of the depth.
-    if places.deep is not None:
-        raise too_deep(source, places.deep)
+    deep = _DEEP.search(source.text)
+    if deep is not None:
+        raise too_deep(source, source.place(deep.start()))
     try:
         found = tomllib.loads(source.text)
     except tomllib.TOMLDecodeError as error:
-        raise _told(source, str(error)) from error
+        raise source.error(Place(""), f"not TOML: {error}") from error
+    except RecursionError as error:
+        raise too_deep(source, Place("")) from error
     except ValueError as error:
         # Python refuses to convert a number of thousands of digits, wherever it stands.
-        digits = re.search(rf"\d{{{sys.get_int_max_str_digits() or 1},}}", source.text)
-        raise source.error(digits.start() if digits else 0, f"not a value: {error}") from error
-    return _node(source, found, (), places) if found else None
+        digits = re.search(rf"[\d_]{{{sys.get_int_max_str_digits() or 1},}}", source.text)
+        place = source.place(digits.start()) if digits else Place("")
+        raise source.error(place, f"not a value: {error}") from error
+    return _node(source, found, "", 0) if found else None
 
 
-def _told(source: Source, message: str) -> OptionError:
-    found = _AT.search(message)
-    problem = message[: found.start()] if found else message
-    index = len(source.text.rstrip())
-    if found and found[1]:
-        index = sum(len(line) + 1 for line in source.text.split("\n")[: int(found[1]) - 1]) + int(found[2]) - 1
-    twice = find_places(source.text[:index]).twice
-    if twice is not None:
-        key, first, again = twice
-        line = source.place(first).line
-        return source.error(
-            again, f"key {shown(key)} stands there twice, first in line {line}", expected="each key once"
-        )
-    return source.error(index, f"not TOML: {problem}")
-
-
-def _node(source: Source, value: Any, path: Path, places: Places) -> Node:
-    index = places.values[path]
+def _node(source: Source, value: Any, path: str, depth: int) -> Node:
+    place = Place(path)
+    if depth > MAX_DEPTH:
+        raise too_deep(source, place)
     if isinstance(value, dict):
-        below = {key: _node(source, inner, (*path, key), places) for key, inner in value.items()}
-        return Node(below, index, {key: places.keys[*path, key] for key in value})
+        paths = {key: f"{path}.{_written(key)}".lstrip(".") for key in value}
+        below = {key: _node(source, inner, paths[key], depth + 1) for key, inner in value.items()}
+        return Node(below, place, {key: Place(written) for key, written in paths.items()})
     if isinstance(value, list):
-        return Node([_node(source, inner, (*path, at), places) for at, inner in enumerate(value)], index)
-    node = Node(value, index)
-    check_scalar(source, node)
-    return node
+        return Node([_node(source, inner, f"{path}[{at}]", depth + 1) for at, inner in enumerate(value)], place)
+    return scalar(source, value, place)
+
+
+def _written(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]{1,60}", key, re.A) else shown(key)

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from ottava_custom.files.nodes import MAX_DEPTH, Node, check_depth, check_scalar, shown, too_deep
-from ottava_custom.files.source import Source
+from ottava_custom.files.nodes import MAX_DEPTH, Node, scalar, shown, too_deep
+from ottava_custom.files.source import Place, Source
 
 # Values once aliases are replaced by what they stand for: a few lines can stand for billions.
 _MAX_VALUES = 50_000
@@ -76,30 +76,30 @@ def parse_yaml(source: Source) -> Node | None:
         loader = _Loader(source.text)
         root = loader.get_single_node()
     except TooDeep as error:
-        raise too_deep(source, _index_of(source, error)) from None
+        raise too_deep(source, _place_of(source, error)) from None
     except yaml.MarkedYAMLError as error:
         raise _told(source, error) from error
     except yaml.reader.ReaderError as error:
         what = f"character {chr(error.character)!r} is not allowed in YAML"
-        raise source.error(error.position, what, remedy="take it out") from error
+        raise source.error(source.place(error.position), what, remedy="take it out") from error
     finally:
         if loader is not None:
             loader.dispose()
     return None if root is None else _Reader(source).read(root)
 
 
-def _index_of(source: Source, error: yaml.MarkedYAMLError) -> int:
+def _place_of(source: Source, error: yaml.MarkedYAMLError) -> Place:
     mark = error.problem_mark or error.context_mark
-    return 0 if mark is None else min(mark.index, len(source.text))
+    return source.place(0 if mark is None else min(mark.index, len(source.text)))
 
 
 def _told(source: Source, error: yaml.MarkedYAMLError) -> Exception:
-    index = _index_of(source, error)
-    problem = " ".join(str(part) for part in (error.context, error.problem) if part)
+    place, mark = _place_of(source, error), error.problem_mark
+    problem = " ".join(str(words) for words in (error.context, error.problem) if words)
     if "single document" in problem:
-        return source.error(index, "a second document begins", expected="one document", remedy="use one file for each")
-    remedy = "indent with spaces" if source.text[index : index + 1] == "\t" else ""
-    return source.error(index, f"not YAML: {problem}", remedy=remedy)
+        return source.error(place, "a second document begins", expected="one document", remedy="use one file for each")
+    tab = mark is not None and source.text[mark.index : mark.index + 1] == "\t"
+    return source.error(place, f"not YAML: {problem}", remedy="indent with spaces" if tab else "")
 
 
 class _Reader:
@@ -119,82 +119,65 @@ class _Reader:
         """
         return self._read(given)[0]
 
-    def _index(self, given: Any) -> int:
-        return int(given.start_mark.index)
+    def _place(self, given: Any) -> Place:
+        return self._source.place(given.start_mark.index)
 
     def _read(self, given: Any) -> tuple[Node, int]:
         """The node, and the number of values in it."""
         if id(given) in self._known:
             return self._known[id(given)]
         if id(given) in self._open:
-            raise self._source.error(self._index(given), "an alias stands for what it is in", expected="no such circle")
+            raise self._source.error(self._place(given), "an alias stands for what it is in", expected="no such circle")
         self._open.add(id(given))
-        check_depth(self._source, self._index(given), len(self._open))
-        tag = given.tag.removeprefix(_PREFIX)
-        read = self._containers.get(tag, self._scalar)
-        node, count = read(given)
+        if len(self._open) > MAX_DEPTH:
+            raise too_deep(self._source, self._place(given))
+        node, count = self._containers.get(given.tag.removeprefix(_PREFIX), self._scalar)(given)
         if count > _MAX_VALUES:
             what = f"these are {count} values, those that aliases stand for included"
-            raise self._source.error(node.index, what, expected=f"at most {_MAX_VALUES}")
+            raise self._source.error(node.place, what, expected=f"at most {_MAX_VALUES}")
         self._open.discard(id(given))
         self._known[id(given)] = node, count
         return node, count
 
     def _scalar(self, given: Any) -> tuple[Node, int]:
-        tag, index = given.tag.removeprefix(_PREFIX), self._index(given)
+        tag, place = given.tag.removeprefix(_PREFIX), self._place(given)
         if not isinstance(given, yaml.ScalarNode) or (tag not in _SCALARS and tag != "str"):
-            raise self._source.error(
-                index,
-                f"tag {shown(given.tag)}",
-                expected="plain values",
-                remedy="take the tag (what begins with !) out",
-            )
-        return self._of_kind(given.value, tag, index), 1
-
-    def _of_kind(self, text: str, tag: str, index: int) -> Node:
-        if tag == "str":
-            return Node(text, index)
-        pattern, _, convert = _SCALARS[tag]
-        # With an explicit tag, or more digits than Python converts.
-        try:
-            if re.fullmatch(pattern, text) is None:
-                raise ValueError(f"{shown(text)} is no {tag}")
-            node = Node(convert(text), index)
-        except ValueError as error:
-            raise self._source.error(index, f"not a value: {error}") from error
-        check_scalar(self._source, node)
-        return node
+            remedy = "take the tag (what begins with !) out"
+            raise self._source.error(place, f"tag {shown(given.tag)}", expected="plain values", remedy=remedy)
+        value: Any = given.value
+        if tag != "str":
+            pattern, _, convert = _SCALARS[tag]
+            # With an explicit tag, or more digits than Python converts.
+            try:
+                if re.fullmatch(pattern, value) is None:
+                    raise ValueError(f"{shown(value)} is no {tag}")
+                value = convert(value)
+            except ValueError as error:
+                raise self._source.error(place, f"not a value: {error}") from error
+        return scalar(self._source, value, place), 1
 
     def _sequence(self, given: Any) -> tuple[Node, int]:
         if not isinstance(given, yaml.SequenceNode):
             return self._scalar(given)
         items = [self._read(item) for item in given.value]
-        return Node([node for node, _ in items], self._index(given)), 1 + sum(count for _, count in items)
+        return Node([node for node, _ in items], self._place(given)), 1 + sum(count for _, count in items)
 
     def _mapping(self, given: Any) -> tuple[Node, int]:
         if not isinstance(given, yaml.MappingNode):
             return self._scalar(given)
         values: dict[str, Node] = {}
-        keys: dict[str, int] = {}
+        keys: dict[str, Place] = {}
         total = 1
         for key_node, value_node in given.value:
             key, _ = self._read(key_node)
             # An alias as a key stands where it stands, but is known by what it stands for.
             if not isinstance(key.value, str):
-                raise self._source.error(
-                    key.index,
-                    f"a key is {key}",
-                    expected="text",
-                    remedy="put it in quotes" if key.kind != "a list" else "",
-                )
+                remedy = "put it in quotes" if key.kind != "a list" else ""
+                raise self._source.error(key.place, f"a key is {key}", expected="text", remedy=remedy)
             if key.value in keys:
-                first = self._source.place(keys[key.value]).line
-                raise self._source.error(
-                    key.index,
-                    f"key {shown(key.value)} stands there twice, first in line {first}",
-                    expected="each key once",
-                )
+                what = f"key {shown(key.value)} stands there twice, first in {keys[key.value].short}"
+                raise self._source.error(key.place, what, expected="each key once")
             node, count = self._read(value_node)
-            values[key.value], keys[key.value] = node, key.index
+            values[key.value], keys[key.value] = node, key.place
             total += count
-        return Node(values, self._index(given), keys), total
+        return Node(values, self._place(given), keys), total

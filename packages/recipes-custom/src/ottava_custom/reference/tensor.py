@@ -80,28 +80,16 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         columnwise: bool | None = None,
         quantizer: Quantizer | None = None,
     ) -> None:
-        self._dtype = dtype
-        self._hold(data, scale, data_t, scale_t, quant_dtype, original_shape, columnwise, quantizer)
-
-    def _hold(
-        self,
-        data: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        data_t: torch.Tensor | None,
-        scale_t: torch.Tensor | None,
-        quant_dtype: torch.dtype,
-        original_shape: Sequence[int] | None,
-        columnwise: bool | None,
-        quantizer: Quantizer | None,
-    ) -> None:
-        codes, codes_t, scale = checked(data, scale, data_t, scale_t, quant_dtype, original_shape)
-        self._columnwise = codes_t is not None if columnwise is None else columnwise
-        self._codes, self._codes_t = codes, codes_t if codes is None else None
+        if not isinstance(self, torch.Tensor):
+            self._dtype = dtype
+        data, data_t, scale = checked(data, scale, data_t, scale_t, quant_dtype, original_shape)
+        self._columnwise = data_t is not None if columnwise is None else columnwise
+        self._codes, self._codes_t = data, data_t if data is None else None
         self._scale = scale  # type: ignore[assignment]
         self.quant_dtype = quant_dtype
         self._quantizer = quantizer
 
-    # -- the parts by the names of the reference --
+    # -- the data by the names of the reference --
 
     @property
     def data(self) -> torch.Tensor | None:
@@ -229,31 +217,17 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     """
 
     @staticmethod
-    def __new__(
-        cls,
-        data: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-        data_t: torch.Tensor | None = None,
-        scale_t: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        quant_dtype: torch.dtype = torch.float8_e4m3fn,
-        original_shape: Sequence[int] | None = None,
-        *,
-        shape: Sequence[int] | None = None,
-        columnwise: bool | None = None,
-        quantizer: Quantizer | None = None,
-        requires_grad: bool = False,
-    ) -> CurrentScalingTensorRef:
-        shape = original_shape if shape is None else shape
-        codes, codes_t, _ = checked(data, scale, data_t, scale_t, quant_dtype, shape)
-        held = codes if codes is not None or codes_t is None else codes_t.movedim(0, -1)
+    def __new__(cls, *given: Any, requires_grad: bool = False, **named: Any) -> CurrentScalingTensorRef:
+        fields = _fields(*given, **named)
+        data, data_t, _ = checked(*fields[:4], *fields[5:])
+        held = data_t.movedim(0, -1) if data is None and data_t is not None else data
         if held is None:
             raise UsageError("a CurrentScalingTensorRef needs data", expected="data or data_t")
         made: CurrentScalingTensorRef = make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
-            dtype=dtype,
+            dtype=fields[4],
             device=held.device,
             requires_grad=requires_grad,
             storage_size=0,
@@ -262,21 +236,14 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
 
     def __init__(
         self,
-        data: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-        data_t: torch.Tensor | None = None,
-        scale_t: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        quant_dtype: torch.dtype = torch.float8_e4m3fn,
-        original_shape: Sequence[int] | None = None,
-        *,
-        shape: Sequence[int] | None = None,
+        *given: Any,
         columnwise: bool | None = None,
         quantizer: Quantizer | None = None,
         requires_grad: bool = False,
+        **named: Any,
     ) -> None:
-        shape = original_shape if shape is None else shape
-        self._hold(data, scale, data_t, scale_t, quant_dtype, shape, columnwise, quantizer)
+        fields = _fields(*given, **named)
+        CurrentScalingTensorRefStorage.__init__(self, *fields, columnwise=columnwise, quantizer=quantizer)
 
     @property
     def data(self) -> Any:
@@ -285,6 +252,22 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         QuantizedTensor.data.fset(self, value)  # type: ignore[attr-defined]
+
+
+def _fields(
+    data: Any = None,
+    scale: Any = None,
+    data_t: Any = None,
+    scale_t: Any = None,
+    dtype: torch.dtype = torch.float32,
+    quant_dtype: torch.dtype = torch.float8_e4m3fn,
+    original_shape: Sequence[int] | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    **_: Any,
+) -> tuple[Any, ...]:
+    """What a tensor's constructor shares with its storage's, in order."""
+    return data, scale, data_t, scale_t, dtype, quant_dtype, original_shape if shape is None else shape
 
 
 def transposed(codes: torch.Tensor) -> torch.Tensor:
