@@ -14,7 +14,7 @@ from ottava.kernels.checks import check_bias
 from ottava.kernels.products import mm
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.reference.arithmetic import amax, cast, inverse, scale_from_amax
-from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage, transposed
+from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage
 
 # GEMM -> (columnwise usage of the left, of the right), (transpose the left, the right).
 _GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {
@@ -80,11 +80,11 @@ class CurrentScalingQuantizerRef(Quantizer):
         codes = cast(tensor, scale, self.dtype).contiguous()
         make = CurrentScalingTensorRefStorage if self.internal else CurrentScalingTensorRef
         return make(
-            data=codes if self.rowwise_usage else None,
-            data_t=None if self.rowwise_usage else transposed(codes),
+            data=codes,
             scale=inverse(scale),
             dtype=dtype,
             quant_dtype=self.dtype,
+            rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
             quantizer=self,
         )

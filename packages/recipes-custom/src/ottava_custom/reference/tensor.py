@@ -1,7 +1,7 @@
-"""``CurrentScalingTensorRef``: FP8 elements and a scale, along rows, along columns, or both.
+"""``CurrentScalingTensorRef``: FP8 elements and a scale, for rows, for columns, or both.
 
 Invariant: ``original ≈ float32(data) * scale``. Here ``scale`` multiplies when dequantizing, as those who know the name
-expect.
+expect. Rows and columns have the same elements: these are held once, in the order of rows.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         data: elements ``[*leading, K]`` of ``quant_dtype``, or their bytes (uint8); None without the rowwise usage.
         scale: float32 with one element; multiplies when dequantizing.
         data_t: elements ``[K, *leading]``; None without the columnwise usage. Where ``data`` is given too, it says only
-            that there is a columnwise usage: its values are those of ``data``, and no copy is kept.
+            that there is a columnwise usage: its values are those of ``data``.
         scale_t: the scale of ``data_t``; there is one scale for both.
         dtype: nominal dtype.
         quant_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         original_shape: shape of the tensor that was quantized, where ``data`` is a matrix of its rows.
-        columnwise: whether there is a columnwise usage; None: if ``data_t`` is given.
+        rowwise, columnwise: whether there is such a usage; None: if ``data`` or ``data_t`` is given.
         quantizer: used by in-place updates.
 
     Raises:
-        DTypeError, ShapeError: the parts do not fit together.
+        DTypeError, ShapeError: the arguments do not fit together.
     """
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
-        InnerTensor("_codes", "data", usage="rowwise", gather=True, native="quant_dtype"),
-        InnerTensor("_codes_t", "data_t", usage="columnwise", native="quant_dtype"),
+        InnerTensor("_codes", "data", gather=True, native="quant_dtype"),
         InnerTensor("_scale", "scale"),
     )
     static_fields: ClassVar[tuple[StaticField, ...]] = (
         StaticField("_dtype", "dtype"),
         StaticField("quant_dtype", "quant_dtype"),
+        StaticField("_rowwise", "rowwise"),
         StaticField("_columnwise", "columnwise"),
     )
     # Its products are its quantizer's.
@@ -61,8 +61,8 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
     rowwise_serves_columnwise = True
 
     _codes: torch.Tensor | None
-    _codes_t: torch.Tensor | None
     _scale: torch.Tensor
+    _rowwise: bool
     _columnwise: bool
     #: Format of the elements.
     quant_dtype: torch.dtype
@@ -77,15 +77,16 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         quant_dtype: torch.dtype = torch.float8_e4m3fn,
         original_shape: Sequence[int] | None = None,
         *,
+        rowwise: bool | None = None,
         columnwise: bool | None = None,
         quantizer: Quantizer | None = None,
     ) -> None:
         if not isinstance(self, torch.Tensor):
             self._dtype = dtype
-        data, data_t, scale = checked(data, scale, data_t, scale_t, quant_dtype, original_shape)
+        self._rowwise = data is not None if rowwise is None else rowwise
         self._columnwise = data_t is not None if columnwise is None else columnwise
-        self._codes, self._codes_t = data, data_t if data is None else None
-        self._scale = scale  # type: ignore[assignment]
+        self._codes, found = checked(data, scale, data_t, scale_t, quant_dtype, original_shape)
+        self._scale = found  # type: ignore[assignment]
         self.quant_dtype = quant_dtype
         self._quantizer = quantizer
 
@@ -94,27 +95,24 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
     @property
     def data(self) -> torch.Tensor | None:
         """Elements ``[*leading, K]`` of ``quant_dtype``, or None."""
-        return None if self._codes is None else self._codes.view(self.quant_dtype)
+        return self._codes.view(self.quant_dtype) if self._codes is not None and self._rowwise else None
 
     @property
     def data_t(self) -> torch.Tensor | None:
-        """Elements ``[K, *leading]`` of ``quant_dtype``, or None; a view of ``data`` where there is that."""
-        if not self._has_columns():
+        """Elements ``[K, *leading]`` of ``quant_dtype``, a view; or None."""
+        if self._codes is None or not self._columnwise:
             return None
-        codes = (
-            self._codes_t if self._codes is None else self._codes.movedim(-1, 0) if self._codes.dim() else self._codes
-        )
-        return None if codes is None else codes.view(self.quant_dtype)
+        return (self._codes.movedim(-1, 0) if self._codes.dim() else self._codes).view(self.quant_dtype)
 
     @property
     def scale(self) -> torch.Tensor | None:
         """What multiplies ``data`` when dequantizing, or None without a rowwise usage."""
-        return None if self._codes is None else self._scale
+        return self._scale if self.get_usages()["rowwise"] else None
 
     @property
     def scale_t(self) -> torch.Tensor | None:
         """What multiplies ``data_t`` when dequantizing, or None without a columnwise usage."""
-        return self._scale if self._has_columns() else None
+        return self._scale if self.get_usages()["columnwise"] else None
 
     @property
     def _scale_inv(self) -> torch.Tensor:
@@ -126,50 +124,34 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         """Shape of the tensor that was quantized."""
         return tuple(self.size())
 
-    # -- usages --
-
-    def _has_columns(self) -> bool:
-        return self._codes_t is not None or (self._columnwise and self._codes is not None)
+    # -- usages and values --
 
     def get_usages(self) -> dict[str, bool]:
-        return {"rowwise": self._codes is not None, "columnwise": self._has_columns()}
+        held = self._codes is not None
+        return {"rowwise": held and self._rowwise, "columnwise": held and self._columnwise}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop the data of a usage (False), ask for one (True), or leave it (None). Either gives the other.
+        """Drop a usage (False), ask for one (True), or leave it (None). The elements serve both.
 
         Raises:
             UsageError: it holds no data.
             OptionError: neither usage would be left.
         """
-        rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
-        if self._codes is None and self._codes_t is None:
-            raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
-        if self._codes is None and rowwise:
-            self._codes = self._all_codes().contiguous()
-        elif self._codes is not None and not rowwise:
-            self._codes_t = transposed(self._codes)
-            self._codes = None
-        if self._codes is not None:
-            self._codes_t = None
-        self._columnwise = columnwise
+        self._held()
+        self._rowwise, self._columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
 
-    # -- values --
-
-    def _all_codes(self) -> torch.Tensor:
-        """The codes in the order of the values."""
-        if self._codes is not None:
-            return self._codes
-        if self._codes_t is None:
+    def _held(self) -> torch.Tensor:
+        if self._codes is None:
             raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
-        return self._codes_t.movedim(0, -1)
+        return self._codes
 
     def size(self, dim: int | None = None) -> Any:
-        shape = self._all_codes().shape
+        shape = self._held().shape
         return shape if dim is None else shape[dim]
 
     def elements(self) -> torch.Tensor:
         """The elements as float32 ``[*leading, K]``, exactly, without the scale."""
-        return decode(self._all_codes(), self.quant_dtype)
+        return decode(self._held(), self.quant_dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``float32(element) * scale``, rounded once to ``dtype`` or the nominal dtype.
@@ -186,7 +168,7 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         Raises:
             UsageError: rows are asked for, and only columns are held.
         """
-        if self._codes is None and not columnwise:
+        if not self._rowwise and not columnwise:
             raise UsageError(
                 f"a {type(self).__name__} without rowwise data in a product that reads it",
                 expected="an operand quantized for the usage",
@@ -206,21 +188,20 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     gradient.
 
     Args:
-        data, scale, data_t, scale_t, dtype, quant_dtype, original_shape, columnwise, quantizer: see
+        data, scale, data_t, scale_t, dtype, quant_dtype, original_shape, rowwise, columnwise, quantizer: see
             :class:`CurrentScalingTensorRefStorage`.
         shape: as ``original_shape``.
         requires_grad: as of any tensor.
 
     Raises:
-        DTypeError, ShapeError: the parts do not fit together.
+        DTypeError, ShapeError: the arguments do not fit together.
         UsageError: there is neither ``data`` nor ``data_t``.
     """
 
     @staticmethod
     def __new__(cls, *given: Any, requires_grad: bool = False, **named: Any) -> CurrentScalingTensorRef:
         fields = _fields(*given, **named)
-        data, data_t, _ = checked(*fields[:4], *fields[5:])
-        held = data_t.movedim(0, -1) if data is None and data_t is not None else data
+        held, _ = checked(*fields[:4], *fields[5:])
         if held is None:
             raise UsageError("a CurrentScalingTensorRef needs data", expected="data or data_t")
         made: CurrentScalingTensorRef = make_wrapper_subclass(
@@ -237,13 +218,13 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     def __init__(
         self,
         *given: Any,
+        rowwise: bool | None = None,
         columnwise: bool | None = None,
         quantizer: Quantizer | None = None,
-        requires_grad: bool = False,
         **named: Any,
     ) -> None:
-        fields = _fields(*given, **named)
-        CurrentScalingTensorRefStorage.__init__(self, *fields, columnwise=columnwise, quantizer=quantizer)
+        usages = {"rowwise": rowwise, "columnwise": columnwise}
+        CurrentScalingTensorRefStorage.__init__(self, *_fields(*given, **named), **usages, quantizer=quantizer)
 
     @property
     def data(self) -> Any:
@@ -266,37 +247,36 @@ def _fields(
     shape: Sequence[int] | None = None,
     **_: Any,
 ) -> tuple[Any, ...]:
-    """What a tensor's constructor shares with its storage's, in order."""
+    """What a tensor's constructor has in common with its storage's, in order."""
     return data, scale, data_t, scale_t, dtype, quant_dtype, original_shape if shape is None else shape
-
-
-def transposed(codes: torch.Tensor) -> torch.Tensor:
-    """``[*leading, K]`` as ``[K, *leading]``, a copy in memory of its own."""
-    return codes.movedim(-1, 0).contiguous() if codes.dim() else codes
 
 
 def checked(
     data: Any, scale: Any, data_t: Any, scale_t: Any, quant_dtype: torch.dtype, shape: Sequence[int] | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Codes, transposed codes and a scale without dimensions, or a typed error for what does not fit together."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Bytes in the order of rows and a scale without dimensions, or a typed error for what does not fit together."""
     fp8_format(quant_dtype)
     codes, codes_t = as_codes(data, quant_dtype, "data"), as_codes(data_t, quant_dtype, "data_t")
     scale = scale_t if scale is None else scale
-    if codes is not None and shape is not None and tuple(codes.shape) != tuple(shape):
-        if codes.numel() != math.prod(shape):
-            raise ShapeError(f"data has shape {tuple(codes.shape)}", expected=f"the elements of {tuple(shape)}")
-        codes = codes.reshape(tuple(shape))
-    own = None if codes is None else (codes.shape[-1:] + codes.shape[:-1])
-    if codes is None and codes_t is not None and shape is not None and len(shape):
-        own = torch.Size((*tuple(shape)[-1:], *tuple(shape)[:-1]))
-    if codes_t is not None and own is not None and codes_t.shape != own:
-        if codes_t.numel() != math.prod(own):
-            raise ShapeError(f"data_t has shape {tuple(codes_t.shape)}", expected=str(tuple(own)))
-        codes_t = codes_t.reshape(own)
-    if codes is None and codes_t is None and scale is None:
-        return None, None, None
+    if codes is not None:
+        codes = _shaped(codes, shape, "data")
+    if codes_t is not None:
+        wanted = tuple(codes.shape) if codes is not None else None if shape is None else tuple(shape)
+        codes_t = _shaped(codes_t, None if wanted is None else (*wanted[-1:], *wanted[:-1]), "data_t")
+        if codes is None:
+            codes = codes_t.movedim(0, -1).contiguous() if codes_t.dim() else codes_t
+    if codes is None and scale is None:
+        return None, None
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
         raise DTypeError("scale is not a float32 tensor", expected="a float32 tensor with one element")
     if scale.numel() != 1:
         raise ShapeError(f"scale has shape {tuple(scale.shape)}", expected="one element")
-    return codes, codes_t, scale if scale.dim() == 0 else scale.reshape(())
+    return codes, scale.reshape(())
+
+
+def _shaped(codes: torch.Tensor, shape: Sequence[int] | None, name: str) -> torch.Tensor:
+    if shape is None or tuple(codes.shape) == tuple(shape):
+        return codes
+    if codes.numel() != math.prod(shape):
+        raise ShapeError(f"{name} has shape {tuple(codes.shape)}", expected=f"the elements of {tuple(shape)}")
+    return codes.reshape(tuple(shape))
