@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ottava import kernels
 from ottava.cli.demo.data import batch, load_corpus
-from ottava.cli.demo.model import GPT, VOCABULARY, Size
+from ottava.cli.demo.model import Size
+from ottava.cli.demo.training import Trainee
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 32
@@ -52,28 +52,9 @@ def synthetic(seed: int) -> dict[str, torch.Tensor]:
 
 def trained() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Tensors of the step after a short training, BF16, and that training's first and last loss."""
-    torch.manual_seed(0)
     data, random = load_corpus().train, torch.Generator().manual_seed(0)
-    model = GPT(SIZE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-
-    def backward() -> float:
-        x, y = batch(data, SIZE.batch, SIZE.length, random)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = model(x)
-        loss = F.cross_entropy(logits.float().view(-1, VOCABULARY), y.reshape(-1))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        return loss.item()
-
-    losses = []
-    for _ in range(STEPS):
-        losses.append(backward())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-
+    trainee = Trainee(None, size=SIZE)
+    losses = [trainee.step(batch(data, SIZE.batch, SIZE.length, random)) for _ in range(STEPS)]
     tensors: dict[str, torch.Tensor] = {}
 
     def keep(name: str, tensor: torch.Tensor) -> None:
@@ -87,10 +68,10 @@ def trained() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         layer.register_forward_hook(hook)
 
     for kind, path in LAYERS.items():
-        layer = model.get_submodule(path)
+        layer = trainee.model.get_submodule(path)
         keep(f"{kind} weight", layer.get_parameter("weight"))
         watch(kind, layer)
-    losses.append(backward())
+    losses.append(trainee.backward(batch(data, SIZE.batch, SIZE.length, random)))
     ordered = {
         f"{kind} {what}": tensors[f"{kind} {what}"] for what in ("weight", "input", "gradient") for kind in LAYERS
     }

@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tiny_gpt import GPT, Checkpoints, Text, arguments, digest, initial_values, leave, loss_of, mean, ranks, say
+from common import Checkpoints, Text, arguments, digest, initial_values, leave, make_gpt, mean, ranks, say
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import clip_grad_norm_
 
 import ottava
+from ottava.cli.demo.training import loss_of
 from ottava.distributed import gather_quantized, quantize_master_weights
 from ottava.tensors import QuantizedTensorStorage
 
@@ -36,7 +37,7 @@ def make_model(options: Any, mesh: DeviceMesh) -> torch.nn.Module:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.mixed_precision else MixedPrecisionPolicy()
     primary = options.weights == "primary"
     with torch.device("meta"), ottava.quantized_model_init(recipe) if primary else contextlib.nullcontext():
-        model = GPT(options.width, options.layers, options.length, dtype)
+        model = make_gpt(options, dtype)
     # The order: convert, gather_quantized, compile, fully_shard; then memory, the optimizer, values.
     ottava.convert(model, recipe, exclude="head")
     if not primary:
@@ -124,17 +125,17 @@ def train(options: Any, mesh: DeviceMesh) -> None:
     """The training loop, from the latest checkpoint on if there is one."""
     model = make_model(options, mesh)
     optimizer = ShardedAdamW(model, options.seed, options.lr, options.max_norm)
-    text = Text(options.batch, options.length, options.seed)
+    text = Text(options)
 
     checkpoints = Checkpoints(model, optimizer, options)
     for step in range(checkpoints.resume(), options.steps):
         total = torch.zeros((), device=mesh.device_type)
         # One region for all microbatches: scales that come of past steps change once in a step.
         with ottava.autocast():
-            for number, windows in enumerate(text.part(step, mesh, options.accumulate), 1):
+            for number, (x, y) in enumerate(text.batches(step, mesh), 1):
                 # Gradients are reduced in the last backward pass of a step.
                 model.set_requires_gradient_sync(number == options.accumulate)
-                loss = loss_of(model, windows) / options.accumulate
+                loss = loss_of(model, x, y) / options.accumulate
                 loss.backward()
                 total += loss.detach()
         optimizer.step()

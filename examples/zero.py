@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny_gpt import GPT, Checkpoints, Text, arguments, digest, leave, loss_of, mean, ranks, say
+from common import Checkpoints, Text, arguments, digest, leave, make_gpt, mean, ranks, say
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ottava
+from ottava.cli.demo.training import loss_of
 from ottava.distributed import MasterWeights, replace_raw_data
 from ottava.errors import UsageError
 from ottava.tensors import QuantizedTensorStorage
@@ -211,18 +212,18 @@ def train(options: Any, mesh: DeviceMesh) -> None:
     recipe = ottava.get_recipe(options.recipe, **options.options)
     torch.manual_seed(options.seed)
     with ottava.quantized_model_init(recipe):
-        model = GPT(options.width, options.layers, options.length, torch.bfloat16).to(mesh.device_type)
+        model = make_gpt(options, torch.bfloat16).to(mesh.device_type)
     ottava.convert(model, recipe, exclude="head")
     optimizer = ZeroOptimizer(model, mesh, stage=options.stage, lr=options.lr)
-    text = Text(options.batch, options.length, options.seed)
+    text = Text(options)
 
     checkpoints = Checkpoints(model, optimizer, options)
     for step in range(checkpoints.resume(), options.steps):
         total = torch.zeros((), device=mesh.device_type)
         # One region for all microbatches: scales that come of past steps change once in a step.
         with ottava.autocast():
-            for left, windows in enumerate(text.part(step, mesh, options.accumulate), 1 - options.accumulate):
-                loss = loss_of(model, windows) / options.accumulate
+            for left, (x, y) in enumerate(text.batches(step, mesh), 1 - options.accumulate):
+                loss = loss_of(model, x, y) / options.accumulate
                 loss.backward()
                 total += loss.detach()
                 if options.stage == 2 or left == 0:

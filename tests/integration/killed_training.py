@@ -25,8 +25,8 @@ from ottava.tensors import QuantizedTensorStorage
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+from common import Checkpoints
 from fsdp2 import ShardedAdamW
-from tiny_gpt import Checkpoints
 from zero import ZeroOptimizer
 
 #: Of each way to train: a recipe and its options. Rows are whole blocks on four ranks.

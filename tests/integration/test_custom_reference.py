@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ottava
 from ottava import kernels
 from ottava.cli.demo.data import batch, load_corpus
-from ottava.cli.demo.model import GPT, SIZES, VOCABULARY
+from ottava.cli.demo.model import SIZES
+from ottava.cli.demo.training import Trainee
 from ottava_current import Float8CurrentScalingQuantizer
 from ottava_custom import (
     CurrentScalingQuantizerRef,
@@ -79,19 +79,9 @@ def test_any_values(values: Any, dtype: Any, quant_dtype: Any, options: Any, col
 
 def losses(recipe: Any, dtype: torch.dtype, steps: int = 12) -> list[float]:
     """Training of the demo's model; every linear layer of the blocks runs under the recipe."""
-    torch.manual_seed(0)
-    model = ottava.convert(GPT(SIZES["tiny"]).to(dtype), recipe, exclude="head")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    corpus, generator = load_corpus(), torch.Generator().manual_seed(1)
-    seen = []
-    for _ in range(steps):
-        x, y = batch(corpus.train, SIZES["tiny"].batch, SIZES["tiny"].length, generator)
-        loss = torch.nn.functional.cross_entropy(model(x).float().view(-1, VOCABULARY), y.reshape(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        seen.append(loss.item())
-    return seen
+    size, corpus, generator = SIZES["tiny"], load_corpus(), torch.Generator().manual_seed(1)
+    trainee = Trainee(recipe, size=size, dtype=dtype)
+    return [trainee.step(batch(corpus.train, size.batch, size.length, generator)) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

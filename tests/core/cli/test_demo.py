@@ -86,7 +86,7 @@ def test_a_slow_product_is_nowhere_in_the_model() -> None:
                 dtypes.update(x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_floating_point())
             return func(*args, **(kwargs or {}))
 
-    trainee = training._Trainee(None, size="tiny", device="cpu", seed=0)
+    trainee = training.Trainee(None, size=SIZES["tiny"])
     tokens = torch.randint(0, 256, (2, 9))
     with cpu_products(torch.float32), Seen():
         trainee.step((tokens[:, 1:], tokens[:, :-1]))
@@ -181,8 +181,8 @@ def test_extreme_seeds_train() -> None:
 
 def test_the_first_step_of_all_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    step, clock = training._Trainee.step, training.time.perf_counter
-    monkeypatch.setattr(training._Trainee, "step", lambda *a: (events.append("step"), step(*a))[1])
+    step, clock = training.Trainee.step, training.time.perf_counter
+    monkeypatch.setattr(training.Trainee, "step", lambda *a: (events.append("step"), step(*a))[1])
     monkeypatch.setattr(training.time, "perf_counter", lambda: (events.append("clock"), clock())[1])
     train(None, load_corpus(300_000), size="tiny", steps=2, device="cpu", seed=0)
     assert events == ["step", "clock", "step", "step", "clock"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ottava.kernels.products import product_dtype
+from ottava.tensors import QuantizedTensorStorage
 
 VOCABULARY = 256
 
@@ -34,14 +36,14 @@ SIZES = {
 class Block(nn.Module):
     """Attention and feed-forward, both with a norm before and a residual around."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, linear: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
         self.heads = size.heads
         self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        self.qkv = nn.Linear(size.width, 3 * size.width)
-        self.proj = nn.Linear(size.width, size.width)
-        self.up = nn.Linear(size.width, 4 * size.width)
-        self.down = nn.Linear(4 * size.width, size.width)
+        self.qkv = linear(size.width, 3 * size.width)
+        self.proj = linear(size.width, size.width)
+        self.up = linear(size.width, 4 * size.width)
+        self.down = linear(4 * size.width, size.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, length, width]`` to the same."""
@@ -58,18 +60,24 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits over the next byte out. The embedding is tied to ``head``, which stays in BF16."""
+    """Bytes in, logits over the next byte out. The embedding is tied to ``head``, which stays in high precision.
 
-    def __init__(self, size: Size) -> None:
+    Args:
+        size: its shape.
+        linear: makes the linear layers of the blocks, ``linear(features_in, features_out)``.
+    """
+
+    def __init__(self, size: Size, linear: Callable[[int, int], nn.Module] = nn.Linear) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, size.width)
         self.positions = nn.Embedding(size.length, size.width)
-        self.blocks = nn.ModuleList([Block(size) for _ in range(size.layers)])
+        self.blocks = nn.ModuleList([Block(size, linear) for _ in range(size.layers)])
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            # A quantized weight keeps the values that it was made with.
+            if parameter.dim() == 2 and not isinstance(parameter, QuantizedTensorStorage):
                 depth = (2 * size.layers) ** -0.5 if name.endswith(("proj.weight", "down.weight")) else 1.0
                 nn.init.normal_(parameter, std=0.02 * depth)
 

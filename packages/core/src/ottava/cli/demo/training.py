@@ -11,8 +11,12 @@ import torch.nn.functional as F
 
 import ottava
 from ottava.cli.demo.data import Corpus, batch
-from ottava.cli.demo.model import GPT, SIZES, VOCABULARY
+from ottava.cli.demo.model import GPT, SIZES, Size
 from ottava.kernels.products import product_dtype
+from ottava.recipes import Recipe
+
+#: Bytes, and the next bytes.
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 _VALIDATION_BATCHES = 8
 _LEARNING_RATE = 1e-3
@@ -41,16 +45,14 @@ class Run:
     peak_bytes: int | None = None
 
 
-def _loss(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor], device: str) -> torch.Tensor:
-    x, y = (t.to(device) for t in data)
-    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
-        logits = model(x)
-    return F.cross_entropy(logits.float().view(-1, VOCABULARY), y.reshape(-1))
+def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean loss over the next bytes."""
+    return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
 
 
-def _saved_bytes(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor], device: str) -> int:
+def _saved_bytes(trainee: Trainee, data: Batch) -> int:
     """Distinct memory held for backward, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    own = {p.untyped_storage().data_ptr() for p in trainee.model.parameters()}
     held: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +62,7 @@ def _saved_bytes(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = _loss(model, data, device)
+        loss = trainee.loss(data)
     del loss
     return sum(held.values())
 
@@ -73,13 +75,28 @@ def _multiply_fast(model: torch.nn.Module) -> None:
                 setattr(parent, name, ottava.nn.Linear.from_linear(child))
 
 
-class _Trainee:
-    """A model from the seed's weights, with its optimizer and schedule."""
+class Trainee:
+    """A model from the seed's weights, with its optimizer and schedule.
 
-    def __init__(self, recipe: str | None, *, size: str, device: str, seed: int) -> None:
+    Args:
+        recipe: bound to the linear layers of the blocks; None for none.
+        size: of the model and its batches.
+        device, seed: where it is, and what its weights are drawn from.
+        dtype: of parameters and products; None: float32 parameters, and BF16 autocast.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str | None,
+        *,
+        size: Size,
+        device: str = "cpu",
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         torch.manual_seed(seed)
-        self.device = device
-        self.model = GPT(SIZES[size]).to(device)
+        self.device, self._autocast = device, dtype is None
+        self.model = GPT(size).to(device, dtype)
         if recipe is not None:
             ottava.convert(self.model, recipe, exclude="head")
         _multiply_fast(self.model)
@@ -88,15 +105,26 @@ class _Trainee:
         )
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min(1.0, (step + 1) / _WARMUP))
 
-    def step(self, data: tuple[torch.Tensor, torch.Tensor]) -> float:
-        """One optimizer step; the loss before it."""
-        loss = _loss(self.model, data, self.device)
+    def loss(self, data: Batch) -> torch.Tensor:
+        """The loss on a batch, for a backward pass."""
+        x, y = (t.to(self.device) for t in data)
+        with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16, enabled=self._autocast):
+            return loss_of(self.model, x, y)
+
+    def backward(self, data: Batch) -> float:
+        """The loss on a batch, its gradients left in the parameters."""
+        loss = self.loss(data)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        return loss.item()
+
+    def step(self, data: Batch) -> float:
+        """One optimizer step; the loss before it."""
+        loss = self.backward(data)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._schedule.step()
-        return loss.item()
+        return loss
 
 
 def train(
@@ -115,12 +143,12 @@ def train(
     held_out = torch.Generator().manual_seed(seed + 1)
     checks = [batch(corpus.validation, shape.batch, shape.length, held_out) for _ in range(_VALIDATION_BATCHES)]
     # What torch and the kernels do only once is no part of the rate. A model of its own takes the step for it.
-    first = _Trainee(recipe, size=size, device=device, seed=seed)
-    saved = _saved_bytes(first.model, checks[0], device)
+    first = Trainee(recipe, size=shape, device=device, seed=seed)
+    saved = _saved_bytes(first, checks[0])
     first.step(checks[0])
     del first
 
-    trainee = _Trainee(recipe, size=size, device=device, seed=seed)
+    trainee = Trainee(recipe, size=shape, device=device, seed=seed)
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -132,10 +160,9 @@ def train(
     elapsed = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
 
-    model = trainee.model
-    model.eval()
+    trainee.model.eval()
     with torch.no_grad():
-        validation = sum(_loss(model, check, device).item() for check in checks) / len(checks)
+        validation = sum(trainee.loss(check).item() for check in checks) / len(checks)
     rate = steps * shape.batch * shape.length / elapsed
     products = str(product_dtype(torch.bfloat16, torch.device(device))).removeprefix("torch.")
     return Run(recipe or "bf16", losses, validation, rate, saved, products, peak)

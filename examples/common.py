@@ -1,71 +1,37 @@
-"""What the examples share: a small GPT over bytes, its data, the process group and the command line."""
+"""What the examples share: the demo's model and text, checkpoints, the process group and the command line."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import hashlib
-import inspect
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ottava
 from ottava.checkpoint import latest_checkpoint, load_sharded, save_step
+from ottava.cli.demo.data import batch, load_corpus
+from ottava.cli.demo.model import GPT, Size
 from ottava.tensors import QuantizedTensorStorage
 
-VOCABULARY = 256
+# The width of an attention head.
+HEAD = 32
 
 
-class Block(nn.Module):
-    """Attention and feed-forward, both with a norm before and a residual around."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width, dtype=dtype), nn.LayerNorm(width, dtype=dtype)
-        self.qkv = ottava.nn.Linear(width, 3 * width, dtype=dtype)
-        self.proj = ottava.nn.Linear(width, width, dtype=dtype)
-        self.up = ottava.nn.Linear(width, 4 * width, dtype=dtype)
-        self.down = ottava.nn.Linear(4 * width, width, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, length, width]`` to the same."""
-        q, k, v = (part.unflatten(-1, (-1, 32)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        hidden: torch.Tensor = self.down(F.gelu(self.up(self.norm2(x))))
-        return x + hidden
-
-
-class GPT(nn.Module):
-    """Bytes in, logits over the next byte out. The embedding is tied to ``head``; both stay in high precision."""
-
-    def __init__(self, width: int, layers: int, length: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width, dtype=dtype)
-        self.positions = nn.Embedding(length, width, dtype=dtype)
-        self.blocks = nn.ModuleList([Block(width, dtype) for _ in range(layers)])
-        self.norm = nn.LayerNorm(width, dtype=dtype)
-        self.head = nn.Linear(width, VOCABULARY, bias=False, dtype=dtype)
-        self.head.weight = self.tokens.weight
-        for embedding in (self.tokens, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[batch, length]`` bytes to ``[batch, length, 256]`` logits."""
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+def make_gpt(options: argparse.Namespace, dtype: torch.dtype) -> GPT:
+    """The demo's model, its layers in ``dtype``; inside ``quantized_model_init`` their weights are quantized."""
+    size = Size(options.layers, options.width, options.width // HEAD, options.length, options.batch)
+    return GPT(size, partial(ottava.nn.Linear, dtype=dtype)).to(dtype)
 
 
 def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
@@ -80,31 +46,22 @@ def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Parame
 
 
 class Text:
-    """Batches of text: the source code of Python's own ``argparse``.
+    """Batches of the demo's text, the source code of Python's standard library.
 
     Args:
-        batch: sequences in a step, over all ranks and microbatches.
-        length: bytes in a sequence.
-        seed: of the random places that are drawn; those of a step do not depend on the steps before.
+        options: sequences in a step, over all ranks and microbatches; bytes in a sequence; and the seed of the random
+            places that are drawn. Those of a step do not depend on the steps before.
     """
 
-    def __init__(self, batch: int, length: int, seed: int) -> None:
-        self.batch, self.length, self.seed = batch, length, seed
-        self.data = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8)
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.data = options, load_corpus(1_000_000).train
 
-    def part(self, step: int, mesh: DeviceMesh, microbatches: int = 1) -> Iterator[torch.Tensor]:
-        """This rank's part of the batch of a step, one microbatch after the other: ``[*, length + 1]``, int64."""
-        generator = torch.Generator().manual_seed(1_000_000 * self.seed + step)
-        starts = torch.randint(len(self.data) - self.length - 1, (self.batch,), generator=generator)
-        windows = torch.stack([self.data[s : s + self.length + 1] for s in starts.tolist()]).long()
-        mine = windows.chunk(mesh.size())[mesh.get_local_rank()]
-        return (part.to(mesh.device_type) for part in mine.chunk(microbatches))
-
-
-def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
-    """Mean loss over the next bytes."""
-    logits = model(windows[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+    def batches(self, step: int, mesh: DeviceMesh) -> Iterator[tuple[torch.Tensor, ...]]:
+        """This rank's share of the batch of a step, one microbatch after the other: bytes, and the next bytes."""
+        options, generator = self.options, torch.Generator().manual_seed(1_000_000 * self.options.seed + step)
+        whole = batch(self.data, options.batch, options.length, generator)
+        mine = [t.chunk(mesh.size())[mesh.get_local_rank()].to(mesh.device_type) for t in whole]
+        return zip(*(t.chunk(options.accumulate) for t in mine), strict=True)
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -139,8 +96,8 @@ def ranks(options: argparse.Namespace) -> Iterator[DeviceMesh]:
     elif own:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore())
     world = dist.get_world_size()
-    if options.batch % (world * options.accumulate) or options.width % 32:
-        raise SystemExit(f"--batch has to be a multiple of {world * options.accumulate}, and --width one of 32")
+    if options.batch % (world * options.accumulate) or options.width % HEAD:
+        raise SystemExit(f"--batch has to be a multiple of {world * options.accumulate}, and --width one of {HEAD}")
     try:
         yield init_device_mesh(device, (world,))
     finally:
