@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.timing import Row, Run, Timing
 from ottava import kernels
 from ottava.formats import mx_scale_shapes
-from ottava.kernels.backends import backend_module
+from ottava.kernels import table as operations
 
 E4M3 = torch.float8_e4m3fn
 Tensor = torch.Tensor
@@ -42,8 +42,6 @@ class Set:
         self.own_scale, self.inverse, self.own_amax = (torch.empty((), device=device) for _ in range(3))
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
         self.codes = kernels.cast(self.x, self.scale, E4M3)
-        # The kernels' forms that write into given outputs, without checks or allocations.
-        self.into: Any = backend_module(device.type)
 
 
 def _torch_cast(s: Set) -> None:
@@ -102,7 +100,7 @@ def _torch_mx_decode(s: Set) -> None:
 
 def _quantize(s: Set, data: bool, turned: bool) -> None:
     out, out_t = s.out if data else None, s.turned if turned else None
-    s.into.quantize_out(s.x, E4M3, 0.0, False, out, out_t, s.own_scale, s.inverse, s.own_amax)
+    operations.quantize.into([out, out_t, s.own_scale, s.inverse, s.own_amax], s.x, E4M3, 0.0, False, data, turned)
 
 
 def _record(s: Set, transposed: bool) -> Any:
@@ -110,21 +108,23 @@ def _record(s: Set, transposed: bool) -> Any:
 
 
 def _mx(s: Set, rows: Buffers | None, columns: Buffers | None, square: bool = False) -> None:
-    s.into.mx_quantize_out(s.x, E4M3, rows, columns, square, False)
+    outputs = [*(rows or (None, None)), *(columns or (None, None))]
+    operations.mx_quantize.into(outputs, s.x, E4M3, square, False, rows is not None, columns is not None)
 
 
 def _mx_decode(s: Set, columnwise: bool) -> None:
-    s.into.mx_decode_out(s.codes, (s.columns if columnwise else s.rows)[1], E4M3, s.decoded, columnwise)
+    scales = (s.columns if columnwise else s.rows)[1]
+    operations.mx_decode.into([s.decoded], s.codes, scales, E4M3, columnwise, s.decoded.dtype)
 
 
 _BLOCKS = 1 / 32
 #: Name -> bytes moved for an element whose own size is b (read plus written, each once), ours, and plain torch's.
 KERNELS: dict[str, tuple[Callable[[int], float], Callable[[Set], Any], Callable[[Set], Any] | None]] = {
-    "cast": (lambda b: b + 1, lambda s: s.into.cast_out(s.x, s.scale, E4M3, s.out), _torch_cast),
+    "cast": (lambda b: b + 1, lambda s: operations.cast.into([s.out], s.x, s.scale, E4M3), _torch_cast),
     "cast, transpose": (lambda b: b + 2, lambda s: kernels.cast_transpose(s.x, s.scale, E4M3), _torch_cast_transpose),
     "cast recording amax": (lambda b: b + 1, lambda s: _record(s, False), None),
     "cast recording amax, transpose": (lambda b: b + 2, lambda s: _record(s, True), None),
-    "amax": (lambda b: b, lambda s: s.into.amax_out(s.x, s.own_amax), lambda s: s.x.abs().amax()),
+    "amax": (lambda b: b, lambda s: operations.amax.into([s.own_amax], s.x), lambda s: s.x.abs().amax()),
     "current scaling": (lambda b: 2 * b + 1, lambda s: _quantize(s, True, False), _torch_quantize),
     "current scaling, transpose": (lambda b: 2 * b + 2, lambda s: _quantize(s, True, True), _torch_quantize_transpose),
     "current scaling, transpose alone": (lambda b: 2 * b + 1, lambda s: _quantize(s, False, True), None),
@@ -149,12 +149,12 @@ KERNELS: dict[str, tuple[Callable[[int], float], Callable[[Set], Any], Callable[
     "MX, decode columns": (lambda b: b + 1 + _BLOCKS, lambda s: _mx_decode(s, True), None),
     "decode": (
         lambda b: b + 1,
-        lambda s: s.into.decode_out(s.codes, None, E4M3, s.decoded),
+        lambda s: operations.decode.into([s.decoded], s.codes, None, E4M3, s.decoded.dtype),
         lambda s: s.decoded.copy_(s.codes.view(E4M3)),
     ),
     "transpose": (
         lambda b: 2,
-        lambda s: s.into.transpose_out(s.codes, s.turned),
+        lambda s: operations.transpose.into([s.turned], s.codes),
         lambda s: s.turned.copy_(s.codes.t()),
     ),
 }
@@ -194,7 +194,7 @@ def check_same_bytes(s: Set) -> None:
     hard.view(-1)[1 :: s.x.numel() // 89] = float("-inf")
     for values, finite in ((s.x, True), (hard, False)):
         own = [tensor.clone() for pair in (s.rows, s.columns) for tensor in pair]
-        s.into.mx_quantize_out(values, E4M3, s.rows, s.columns, False, False)
+        operations.mx_quantize.into([*s.rows, *s.columns], values, E4M3, False, False, True, True)
         torch_mx(values, (own[0], own[1]), (own[2], own[3]), finite)
         assert all(torch.equal(a, b) for a, b in zip((*s.rows, *s.columns), own, strict=True))
     _torch_cast(s)

@@ -10,7 +10,7 @@ from benchmarks.kernels import Buffers, copies, torch_mx
 from benchmarks.timing import Row, Run, Timing
 from ottava import kernels
 from ottava.formats import mx_scale_shapes
-from ottava.kernels.backends import backend_module
+from ottava.kernels import table as operations
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 COUNT, SIZE = 400, 10_000
@@ -32,7 +32,7 @@ def _single(xs: Tensors, outs: Tensors) -> None:
     for x, out in zip(xs, outs, strict=True):
         values = x.bfloat16()
         scale, _ = kernels.scale_from_amax(kernels.amax(values), E4M3)
-        backend_module("cpu").cast_out(values, scale, E4M3, out)
+        operations.cast.into([out], values, scale, E4M3)
 
 
 def _multi(xs: Tensors, outs: Tensors) -> None:
@@ -48,7 +48,7 @@ def _mx_eager(xs: Tensors, rowwise: list[Buffers], columnwise: list[Buffers]) ->
 
 def _mx_single(xs: Tensors, rowwise: list[Buffers], columnwise: list[Buffers]) -> None:
     for x, by_row, by_column in zip(xs, rowwise, columnwise, strict=True):
-        backend_module("cpu").mx_quantize_out(x.bfloat16(), E4M3, by_row, by_column, False, False)
+        operations.mx_quantize.into([*by_row, *by_column], x.bfloat16(), E4M3, False, False, True, True)
 
 
 def _mx_multi(xs: Tensors, row_codes: Tensors, column_codes: Tensors) -> tuple[Tensors, Tensors]:

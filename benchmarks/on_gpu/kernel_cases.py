@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, wraps
+from functools import partial
 from itertools import cycle, islice, product
 from operator import itemgetter
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors, fill, tensors
 from ottava import kernels
 from ottava.formats import mx_scale_shapes
-from ottava.kernels import parts, reference
-from ottava.kernels.backends import backend_module
+from ottava.kernels import for_layers
+from ottava.kernels.table import OPERATIONS
 
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
 SMALL_SHAPES: list[Shape] = [(), (0,), (1,), (0, 5), (3, 0), (3, 5), (16, 16), (33, 65), (129, 127), (2, 3, 41)]
@@ -109,10 +109,7 @@ def _room(d: Draw, n: int, shape: Sequence[int], dtype: torch.dtype = U8) -> Ten
 
 
 def _pairs(d: Draw, a: Args, n: int, direction: int) -> Any:
-    """Room for codes and scales, or None; of shards the scales of whole matrices and room for the shard's codes."""
-    if "xs" not in a:
-        shapes = a["x"].shape, mx_scale_shapes(a["x"].shape)[direction]
-        return None if _one_of(n, 3) == 1 + direction else tuple(_room(d, n, shape) for shape in shapes)
+    """For each shard None, or the scales of its whole matrix and room for its data."""
     scales = (d.bits(mx_scale_shapes(shape)[direction], U8) for shape in a["shapes"])
     pairs = zip(scales, (d.result((x.numel(),), U8, i % 3) for i, x in enumerate(a["xs"])), strict=True)
     return [pair if i % 3 != 1 + direction else None for i, pair in enumerate(pairs)]
@@ -152,23 +149,13 @@ COMMON: Arguments = {
     "starts": lambda d, a, n: [
         _one_of(n + i, math.prod(a["shapes"][i]) - x.numel() + 1) for i, x in enumerate(a["xs"])
     ],
-    "out": lambda d, a, n: _room(d, n, a["x" if "x" in a else "data"].shape, a.get("_to", U8)),
     "outs": lambda d, a, n: [d.result(x.shape, U8, i % 3) for i, x in enumerate(a["xs"])],
 }
 #: Kernel -> its arguments that are not as usual. Those that begin with _ are not given to it.
 OWN: dict[str, Arguments] = {
-    "cast_parts": {"amax": lambda d, a, n: torch.tensor(0.5) if _one_of(n, 2) else None},  # with "saturated"
-    "amax_out": {"out": lambda d, a, n: _room(d, n, (), F32)},
-    "transpose_out": {"out": lambda d, a, n: _room(d, n, a["data"].movedim(-1, 0).shape)},
-    "decode_out": {"_to": FLOATS},
+    "for_layers.cast": {"amax": lambda d, a, n: torch.tensor(0.5) if _one_of(n, 2) else None},  # with "saturated"
     "mx_decode": {"dtype": (*FLOATS, torch.float64)},
-    "mx_decode_out": {"_to": FLOATS},
     "multi_cast": {"scales": lambda d, a, n: d.values((len(a["xs"]),), F32)},
-    "quantize_out": {
-        "data": lambda d, a, n: _room(d, n, a["x"].shape) if _one_of(n, 3) != 1 else None,
-        "transpose": lambda d, a, n: _room(d, n, a["x"].movedim(-1, 0).shape) if _one_of(n, 3) != 2 else None,
-        **{name: lambda d, a, n: _room(d, n, (), F32) for name in ("scale", "scale_inv", "amax")},
-    },
     "update_scales": {
         "_length": (1, 2, 16, 1024),
         "_counts": ((1,), (3, 1, 5), (0, 2), (3,) * 40, (300,)),
@@ -288,30 +275,39 @@ EXACT: dict[str, Callable[..., Any]] = {
 }
 
 
-#: Every kernel that ``ottava.kernels`` offers, the forms in which layers call some, and those that write into outputs.
-_NAMES = {*kernels.__all__, *(name for name in (*vars(parts), *vars(reference)) if name.endswith(("_parts", "_out")))}
+#: Every kernel that ``ottava.kernels`` offers, the forms that layers call, and those that write into given outputs.
+_NAMES = {*kernels.__all__, *(f"for_layers.{name}" for name in ("cast", "mx_quantize", "quantize"))}
+_NAMES |= {f"{name} into" for name in OPERATIONS}
 _NAMES -= {"available_backends", "backend_for", "use_backend", "mx_amax_sizes", "HIGH_PRECISION"}
 KERNELS = sorted(name for name in _NAMES if not name.startswith("check_"))
 
 
 def _asks(name: str, option: Args, dimensions: int) -> bool:
     """Whether a kernel can be asked for this."""
-    matrix = name in ("cast_transpose", "transpose", "transpose_out", "quantize_out") or option.get("transposed")
+    matrix = name.split()[0] in ("cast_transpose", "transpose") or option.get("transposed")
     wanted = [option[key] for key in ("rowwise", "columnwise", "transposed") if key in option]
-    free = name in ("quantize", "cast_amax", "mx_decode", "mx_decode_out")
+    free = name.split()[0] in ("quantize", "cast_amax", "mx_decode")
     return (dimensions > 0 or not matrix) and (free or not wanted or any(wanted))
 
 
-def _kernel(name: str) -> Callable[..., Any]:
-    """By its name; one that writes into given outputs is the backend's."""
-    if not name.endswith("_out"):
-        return getattr(kernels, name, None) or getattr(parts, name)
+def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
+    """By its name; what it declares of its arguments, and what else is drawn."""
+    if not name.endswith(" into"):
+        call = getattr(for_layers, name[11:]) if name.startswith("for_layers.") else getattr(kernels, name)
+        return call, {k: p.annotation for k, p in inspect.signature(call).parameters.items() if k != "checked"}, {}
+    row = OPERATIONS[name.removesuffix(" into")]
+    flags = dict.fromkeys(("force_pow_2", "floor", "two_dimensional", "rowwise", "columnwise", "transposed"), "bool")
 
-    @wraps(getattr(reference, name))
-    def into(**arguments: Any) -> None:
-        getattr(backend_module(next(iter(arguments.values())).device.type), name)(**arguments)
+    def outputs(d: Draw, a: Args, n: int) -> list[Tensor | None]:
+        given = [a[key].to("meta") if isinstance(a[key], Tensor) else a[key] for key in row.arguments]
+        made = row.outputs(*given)
+        made = [made] if isinstance(made, Tensor) else made
+        return [None if x is None else _room(d, n, x.shape, x.dtype) for x in made]
 
-    return into
+    def into(outputs: list[Tensor | None], **arguments: Any) -> None:
+        row.into(outputs, *arguments.values())
+
+    return into, {key: flags.get(key, "") for key in (*row.arguments, "outputs")}, {"outputs": outputs}
 
 
 def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any = "cpu") -> list[Case]:
@@ -322,8 +318,8 @@ def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any 
     Raises:
         KeyError: the table lacks an argument.
     """
-    call, own, plain = _kernel(name), OWN.get(name, {}), callable(oracle)
-    declared = {key: p.annotation for key, p in inspect.signature(call).parameters.items() if key != "checked"}
+    (call, declared, drawn), plain = _kernel(name), callable(oracle)
+    own = OWN.get(name.removesuffix(" into"), {}) | drawn
     (first, *others), flags = declared, {key: (True, False) for key, kind in declared.items() if kind == "bool"}
     source, known = SOURCES.get(first), COMMON | flags | own
     needed = [*(key for key in own if key.startswith("_")), *([] if source else [first]), *others]
@@ -343,8 +339,8 @@ def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any 
         for option in islice(turns, min(each, len(options)) if source else len(options)):
             if _asks(name, option, dimensions):
                 words = ", ".join(f"{key} {str(value)[:40]}" for key, value in option.items())
-                drawn = partial(make, given=given, option=option, number=len(found))
-                found.append(Case(f"{label} {words}", drawn, lambda a: call(**a), oracle))
+                arguments = partial(make, given=given, option=option, number=len(found))
+                found.append(Case(f"{label} {words}", arguments, lambda a: call(**a), oracle))
     return found
 
 

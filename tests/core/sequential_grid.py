@@ -73,7 +73,7 @@ def module() -> ModuleType:
 @cache
 def backend() -> ModuleType:
     """``ottava.kernels.cuda`` on top of that module; the real one, if there is one, is left alone."""
-    names = ("cuda", "cuda_native", "cuda_memory", "cuda_mx", "cuda_multi")
+    names = ("cuda", "cuda_native")
     real = {f"ottava.kernels.{name}": sys.modules.pop(f"ottava.kernels.{name}", None) for name in names}
     native = (getattr(ottava, "_cuda", None), sys.modules.get("ottava._cuda"))
     ottava._cuda = sys.modules["ottava._cuda"] = module()  # type: ignore[attr-defined]

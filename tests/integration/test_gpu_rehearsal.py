@@ -23,29 +23,29 @@ from benchmarks import checkout, gpu  # noqa: E402
 from benchmarks.on_gpu import kernel_cases, model_cases, runner, speed  # noqa: E402
 from benchmarks.on_gpu.runner import Rehearsal  # noqa: E402
 from ottava import kernels  # noqa: E402
-from ottava.kernels.backends import backend_module  # noqa: E402
+from ottava.kernels.table import OPERATIONS  # noqa: E402
 
 PLACE = Rehearsal("cpu")
 
 
 def test_every_kernel_has_cases_and_one_without_fails() -> None:
     assert [name for name, cases in kernel_cases.byte_cases(small=True).items() if not cases] == []
-    assert {"cast", "amax_out", "quantize_parts", "mx_multi_cast", "update_scales"} <= set(kernel_cases.KERNELS)
+    assert {"cast", "amax into", "for_layers.quantize", "mx_multi_cast", "update_scales"} <= set(kernel_cases.KERNELS)
     assert not runner.check("nothing", [], PLACE).passed
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any]) -> None:
     """Have ``fault`` change what the kernel gives, on the checked side alone: the oracle is asked first."""
-    owner = kernels if hasattr(kernels, kernel) else backend_module("cpu")
-    real, calls = getattr(owner, kernel), [0]
+    row = OPERATIONS.get(kernel.removesuffix(" into")) if kernel.endswith(" into") else None
+    real, calls = row.into if row else getattr(kernels, kernel), [0]
 
-    def faulty(**arguments: Any) -> Any:
+    def faulty(*given: Any, **arguments: Any) -> Any:
         calls[0] += 1
-        results = real(**arguments)
-        return fault(results, **arguments) if calls[0] % 2 == 0 else results
+        results = real(*given, **arguments)
+        return fault(results, *given[:1], **arguments) if calls[0] % 2 == 0 else results
 
     faulty.__signature__ = inspect.signature(real)  # type: ignore[attr-defined]
-    monkeypatch.setattr(owner, kernel, faulty)
+    monkeypatch.setattr(row or kernels, "into" if row else kernel, faulty)
 
 
 def flipped(results: Any, **_: Any) -> Any:
@@ -56,9 +56,9 @@ def flipped(results: Any, **_: Any) -> Any:
     return results
 
 
-def written(results: None, **arguments: Any) -> None:
+def written(results: None, outputs: Any = None, **arguments: Any) -> None:
     """The same in what the kernel has written."""
-    out = arguments.get("out", arguments.get("outs", [None])[-1])
+    out = (outputs or arguments["outs"])[-1]
     if out.numel():
         out.view(-1).view(torch.uint8)[-1] ^= 1
 
@@ -67,7 +67,8 @@ def unwritten(results: torch.Tensor, **_: Any) -> torch.Tensor:
     return torch.empty_like(results)
 
 
-def beyond(results: None, data: torch.Tensor, out: torch.Tensor) -> None:
+def beyond(results: None, outputs: list[torch.Tensor]) -> None:
+    (out,) = outputs
     out.as_strided((1,), (1,), out.storage_offset() + out.numel()).zero_()
 
 
@@ -84,8 +85,8 @@ def into_the_input(results: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             (kernel, flipped)
             for kernel in ("cast", "cast_transpose", "quantize", "mx_quantize", "mx_decode", "multi_amax")
         ],
-        *[("multi_cast", written), ("decode_out", written)],
-        *[("transpose", unwritten), ("transpose_out", beyond), ("amax", into_the_input)],
+        *[("multi_cast", written), ("decode into", written)],
+        *[("transpose", unwritten), ("transpose into", beyond), ("amax", into_the_input)],
     ],
 )
 @pytest.mark.parametrize("mode", ["some bytes", "stream"])

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava import kernels
-from ottava.kernels.parts import cast_parts
+from ottava.kernels import for_layers
 from ottava.nn import Linear
-from ottava_delayed import DelayedScaling, DelayedScalingState, quantizer, scaling_statistics
+from ottava_delayed import DelayedScaling, DelayedScalingState, scaling_statistics
 
 LENGTH = 4
 
@@ -157,7 +157,8 @@ def recomputed_forward(net: torch.nn.Sequential, x: torch.Tensor, use_reentrant:
 def test_microbatches_quantize_the_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Linear(16, 8, recipe=delayed())
     casts: list[tuple[int, ...]] = []
-    monkeypatch.setattr(quantizer, "cast_parts", lambda x, *a: (casts.append(tuple(x.shape)), cast_parts(x, *a))[1])
+    cast = for_layers.cast
+    monkeypatch.setattr(for_layers, "cast", lambda x, *a: (casts.append(tuple(x.shape)), cast(x, *a))[1])
     for first in (True, False, False):
         layer(batch(3), is_first_microbatch=first).sum().backward()
     assert casts.count((8, 16)) == 1

@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava.errors import DeviceError, DTypeError, OttavaError, ShapeError
 from ottava.formats import Format
-from ottava.kernels.parts import mx_quantize_parts
+from ottava.kernels import for_layers
 from ottava.nn import Linear
 from ottava_mxfp8 import MXFP8BlockScaling, MXFP8Quantizer, MXFP8Tensor
-from ottava_mxfp8 import quantizer as quantizer_module
 from tests.cases import told
 from tests.recipes_mxfp8.layers import E4M3, RECIPES, close, direction, layer_of, spread
 
@@ -104,13 +103,13 @@ def test_only_codes_are_saved(name: str) -> None:
 
 def test_what_needs_no_gradient_is_neither_quantized_nor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[tuple[int, ...], bool, bool]] = []
-    quantize = mx_quantize_parts
+    quantize = for_layers.mx_quantize
 
     def counting(x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, *options: Any) -> Any:
         made.append((tuple(x.shape), rowwise, columnwise))
         return quantize(x, fp8_dtype, rowwise, columnwise, *options)
 
-    monkeypatch.setattr(quantizer_module, "mx_quantize_parts", counting)
+    monkeypatch.setattr(for_layers, "mx_quantize", counting)
     x = torch.randn(64, 96, dtype=torch.bfloat16)
     for x_needs in (False, True):
         for w_needs in (False, True):

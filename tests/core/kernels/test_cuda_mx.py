@@ -14,7 +14,7 @@ import torch
 from sequential_grid import grid_orders, serving_cpu
 
 from ottava.formats import mx_scale_shapes
-from ottava.kernels import reference_mx
+from ottava.kernels import table, use_backend
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -75,6 +75,11 @@ def junk(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
     return at(torch.full((math.prod(shape) * dtype.itemsize,), 0x5A, dtype=torch.uint8).view(dtype).view(shape), offset)
 
 
+def by_reference(operation: table.Operation, *arguments: Any) -> Any:
+    with use_backend("reference"):
+        return operation(*arguments)
+
+
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     bits = BITS.get(a.dtype, a.dtype)
     return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
@@ -87,13 +92,12 @@ def check_quantized(
     grid: ModuleType, x: Tensor, fp8: torch.dtype, directions: tuple[bool, bool], options: Any, offsets: tuple[int, ...]
 ) -> None:
     """``offsets`` of the source, of the codes and of the scales."""
-    expected = reference_mx.mx_quantize(x, fp8, *directions, *options)
+    expected = by_reference(table.mx_quantize, x, fp8, *options, *directions)
     shapes = [s for scales in mx_scale_shapes(x.shape) for s in (tuple(x.shape), scales)]
     outs = [junk(s, torch.uint8, offsets[1 + i % 2]) for i, s in enumerate(shapes)]
     row, column = directions
-    grid.mx_quantize_out(
-        at(x, offsets[0]), fp8, (outs[0], outs[1]) if row else None, (outs[2], outs[3]) if column else None, *options
-    )
+    wanted = [out if directions[n // 2] else None for n, out in enumerate(outs)]
+    grid.mx_quantize(at(x, offsets[0]), fp8, *options, *wanted)
     for out, result, wanted in zip(outs, expected, (row, row, column, column), strict=True):
         assert torch.equal(out, result) if wanted else bool((out == 0x5A).all()), (directions, options, offsets)
         assert surroundings_kept(out)
@@ -132,8 +136,9 @@ def test_blocks_that_one_element_decides(grid: ModuleType) -> None:
 def test_scales_at_any_address(grid: ModuleType, fp8: torch.dtype) -> None:
     amax = sample((7, 331), torch.float32, 2).abs()
     for offset, floor in itertools.product((0, 1, 4), (False, True)):
-        got = grid.mx_scale_from_amax(at(amax, offset), fp8, floor)
-        assert torch.equal(got, reference_mx.mx_scale_from_amax(amax, fp8, floor))
+        out = junk(tuple(amax.shape), torch.uint8, offset)
+        grid.mx_scale_from_amax(at(amax, offset), fp8, floor, out)
+        assert torch.equal(out, by_reference(table.mx_scale_from_amax, amax, fp8, floor))
 
 
 # Decoding
@@ -152,14 +157,14 @@ def blocks(shape: tuple[int, int], columnwise: bool, seed: int = 0) -> tuple[Ten
 def test_decode_at_any_address(grid: ModuleType, shape: tuple[int, int], dtype: torch.dtype, columnwise: bool) -> None:
     codes, scales = blocks(shape, columnwise)
     for fp8, offsets in itertools.product((E4M3, E5M2), [(0, 0, 0), (1, 0, 0), (8, 1, 0), (0, 8, 1)]):
-        expected = reference_mx.mx_decode(codes, scales, fp8, dtype, columnwise)
+        expected = by_reference(table.mx_decode, codes, scales, fp8, columnwise, dtype)
         # NaN has one pattern and the sign of its code.
         negative = torch.where(codes >= 128, -1.0, 1.0).to(dtype)
         expected = torch.where(
             expected.isnan(), torch.copysign(torch.full_like(expected, math.nan), negative), expected
         )
         out = junk(shape, dtype, offsets[2])
-        grid.mx_decode_out(at(codes, offsets[0]), at(scales, offsets[1]), fp8, out, columnwise)
+        grid.mx_decode(at(codes, offsets[0]), at(scales, offsets[1]), fp8, columnwise, out)
         assert same_bytes(out, expected), (fp8, offsets)
         assert surroundings_kept(out)
 
@@ -167,7 +172,7 @@ def test_decode_at_any_address(grid: ModuleType, shape: tuple[int, int], dtype: 
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0)], ids=str)
 def test_nothing_to_do(grid: ModuleType, shape: tuple[int, int]) -> None:
     codes, scales = (torch.empty(s, dtype=torch.uint8) for s in (shape, mx_scale_shapes(shape)[0]))
-    grid.mx_decode_out(codes, scales, E4M3, torch.empty(shape), False)
+    grid.mx_decode(codes, scales, E4M3, False, torch.empty(shape))
     grid.epilogue32(torch.empty(shape), None, None, None, torch.empty(shape))
 
 

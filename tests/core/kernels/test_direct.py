@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, ShapeError
+from ottava.kernels import for_layers
 from ottava.kernels.direct import is_direct
-from ottava.kernels.parts import cast_parts, mx_quantize_parts, quantize_parts
 from tests.core.conftest import FP8_DTYPES
 from tests.core.sequential_grid import serving_cpu
 
@@ -51,7 +51,7 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], A
     ),
     "cast_amax": (
         lambda x: kernels.cast_amax(x, scalar(3.0), scalar(0.0), E4M3, transposed=True),
-        lambda x: torch.ops.ottava.cast_amax(x, scalar(3.0), scalar(0.0), None, E4M3, True),
+        lambda x: torch.ops.ottava.cast_amax(x, scalar(3.0), scalar(0.0), None, E4M3, True, True),
     ),
     "transpose": (
         lambda x: kernels.transpose(x.to(torch.uint8)),
@@ -62,13 +62,12 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], A
         lambda x: torch.ops.ottava.decode(x.to(torch.uint8), scalar(0.5), E4M3, torch.bfloat16),
     ),
 }
-PARTS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "quantize": lambda x: quantize_parts(x, E4M3, 0.0, False, True, True),
-    "cast_amax": lambda x: cast_parts(x, scalar(3.0), scalar(0.0), None, E4M3, True, True),
-    "cast_transpose": lambda x: cast_parts(x, scalar(3.0), None, None, E4M3, True, True),
-    "mx_quantize": lambda x: mx_quantize_parts(x, E4M3, True, True, False, False),
+FOR_LAYERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "quantize": lambda x: for_layers.quantize(x, E4M3, 0.0, False, True, True),
+    "cast_amax": lambda x: for_layers.cast(x, scalar(3.0), scalar(0.0), None, E4M3, True, True),
+    "mx_quantize": lambda x: for_layers.mx_quantize(x, E4M3, True, True, False, False),
 }
-EVERY = [*((name, calls[0]) for name, calls in CALLS.items()), *PARTS.items()]
+EVERY = [*((name, calls[0]) for name, calls in CALLS.items()), *FOR_LAYERS.items()]
 every_call = pytest.mark.parametrize(("name", "call"), EVERY, ids=[f"{n}-{i}" for i, (n, _) in enumerate(EVERY)])
 
 
@@ -149,7 +148,9 @@ def test_fake_tensors_stay_fake(name: str, call: Callable[[torch.Tensor], Any]) 
     assert [(type(m), m.shape, m.dtype) for m in made] == [(FakeTensor, e.shape, e.dtype) for e in expected]
 
 
-@pytest.mark.parametrize("call", [CALLS["amax"][0], CALLS["quantize"][0], PARTS["quantize"], PARTS["mx_quantize"]])
+@pytest.mark.parametrize(
+    "call", [CALLS["amax"][0], CALLS["quantize"][0], FOR_LAYERS["quantize"], FOR_LAYERS["mx_quantize"]]
+)
 def test_meta_tensors_stay_on_meta(call: Callable[[torch.Tensor], Any]) -> None:
     assert all(made.is_meta for made in leaves(call(values().to("meta"))))
 
@@ -213,59 +214,61 @@ def test_what_is_direct() -> None:
 def test_a_negation_that_is_still_to_be_done_is_done() -> None:
     x = values()
     assert torch.equal(kernels.cast(torch._neg_view(x), scalar(), E4M3), kernels.cast(-x, scalar(), E4M3))
-    assert torch.equal(PARTS["quantize"](torch._neg_view(x))[0], PARTS["quantize"](-x)[0])
+    assert torch.equal(FOR_LAYERS["quantize"](torch._neg_view(x))[0], FOR_LAYERS["quantize"](-x)[0])
 
 
 SHAPES = [(), (1,), (0,), (0, 5), (3, 0), (5, 7), (64, 96), (2, 3, 5)]
 USAGES = [(True, False), (False, True), (True, True)]
 
 
-def test_parts_equal_the_kernels(code_path: str, fmt: str) -> None:
+def test_what_layers_get_equals_the_kernels(code_path: str, fmt: str) -> None:
     for shape, dtype, (rowwise, transposed) in itertools.product(
         SHAPES, (torch.float32, torch.bfloat16, torch.float16), USAGES
     ):
         # A scalar has no transpose.
         if shape or not transposed:
-            check_parts(shape, dtype, FP8_DTYPES[fmt], rowwise, transposed)
+            check_for_layers(shape, dtype, FP8_DTYPES[fmt], rowwise, transposed)
 
 
-def check_parts(shape: tuple[int, ...], dtype: torch.dtype, fp8: torch.dtype, rowwise: bool, transposed: bool) -> None:
+def check_for_layers(
+    shape: tuple[int, ...], dtype: torch.dtype, fp8: torch.dtype, rowwise: bool, transposed: bool
+) -> None:
     note = (shape, dtype, rowwise, transposed)
     x = (100 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
     x.view(-1)[:3] = torch.tensor([math.nan, math.inf, -0.0])[: x.numel()]
     data, transpose, _, scale_inv, _ = kernels.quantize(x, fp8, 0.0, True, rowwise=True, transposed=transposed)
     expected = data if rowwise else None, transpose if transposed else None, scale_inv
-    assert_parts(quantize_parts(x, fp8, 0.0, True, rowwise, transposed), expected, note)
+    assert_contiguous(for_layers.quantize(x, fp8, 0.0, True, rowwise, transposed), expected, note)
     # Another order in memory.
     other = x.t().contiguous().t() if x.dim() == 2 else x
-    assert_parts(quantize_parts(other, fp8, 0.0, True, rowwise, transposed), expected, note)
+    assert_contiguous(for_layers.quantize(other, fp8, 0.0, True, rowwise, transposed), expected, note)
 
     scale, amaxes, counts = scalar(3.0), [scalar(2.0), scalar(2.0)], [torch.tensor(5), torch.tensor(5)]
     data, transpose, scale_inv = kernels.cast_amax(x, scale, amaxes[0], fp8, saturated=counts[0], transposed=transposed)
     expected = data if rowwise else None, transpose if transposed else None, scale_inv
-    made = cast_parts(x, scale, amaxes[1], counts[1], fp8, rowwise, transposed)
-    assert_parts(made, expected, note)
+    made = for_layers.cast(x, scale, amaxes[1], counts[1], fp8, rowwise, transposed)
+    assert_contiguous(made, expected, note)
     assert_same((amaxes[1], counts[1]), (amaxes[0], counts[0]), note=note)
     # Without a place for the amax nothing is recorded.
-    assert_parts(cast_parts(x, scale, None, None, fp8, rowwise, transposed), expected, note)
+    assert_contiguous(for_layers.cast(x, scale, None, None, fp8, rowwise, transposed), expected, note)
     assert scale == 3.0
 
 
-def assert_parts(made: Any, expected: Any, note: Any) -> None:
+def assert_contiguous(made: Any, expected: Any, note: Any) -> None:
     assert all(mine is None or mine.is_contiguous() for mine in made), note
     assert_same(made, expected, note=note)
 
 
-def test_parts_in_blocks(code_path: str) -> None:
+def test_what_layers_get_in_blocks(code_path: str) -> None:
     shapes = [(), (5,), (0, 5), (3, 0), (33, 65), (2, 3, 40)]
     for shape, (rowwise, columnwise), square in itertools.product(shapes, USAGES, (False, True)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         expected = kernels.mx_quantize(x, E4M3, rowwise=rowwise, columnwise=columnwise, two_dimensional=square)
-        made = mx_quantize_parts(x, E4M3, rowwise, columnwise, square, False)
+        made = for_layers.mx_quantize(x, E4M3, rowwise, columnwise, square, False)
         for wanted, mine, other in zip((rowwise, columnwise), made, (expected[:2], expected[2:]), strict=True):
             assert (mine is not None) == wanted
             if mine is not None:
-                assert_parts(mine, other, (shape, rowwise, columnwise, square))
+                assert_contiguous(mine, other, (shape, rowwise, columnwise, square))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +286,7 @@ def test_parts_in_blocks(code_path: str) -> None:
 )
 def test_state_that_does_not_fit(scale: Any, amax: Any, saturated: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        cast_parts(values(), scale, amax, saturated, E4M3, True, False)
+        for_layers.cast(values(), scale, amax, saturated, E4M3, True, False)
 
 
 FIRST = """
@@ -328,19 +331,13 @@ def test_the_first_kernel_of_a_process_may_be_in_compiled_code() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_compiled_backends_offer_the_same() -> None:
-    from ottava.kernels import cpu
+def test_every_backend_has_every_operation() -> None:
+    from ottava.kernels import cpu, reference
+    from ottava.kernels.table import OPERATIONS
 
+    many = {"multi_amax", "multi_cast", "mx_multi_amax", "mx_multi_cast"}
+    assert {"amax", "quantize", "mx_decode"} < set(OPERATIONS)
     with serving_cpu() as cuda:
-        offered = [
-            {name for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
-            for module in (cpu, cuda)
-        ]
-    # What only a CPU has, and what only a GPU needs.
-    assert offered[0] - offered[1] <= {"isa", "BackendError", "mx_scale_shapes", "mx_decode_exact", "fp8_format"}
-    assert offered[1] - offered[0] <= {
-        "epilogue32",
-        "matrix",
-        "place",
-        "pointer",
-    }
+        for module in (cpu, cuda, reference):
+            names = {*OPERATIONS, *many, "update_scales", "epilogue"}
+            assert [name for name in names if not callable(getattr(module, name, None))] == [], module

@@ -51,10 +51,10 @@ def test_operators_are_well_formed(shape: tuple[int, ...]) -> None:
         (e5m2, True, False, True, True),
         (e4m3, False, True, False, True),
     ]:
-        arguments = (x, fp8, rowwise, columnwise, two_dimensional, floor)
+        arguments = (x, fp8, two_dimensional, floor, rowwise, columnwise)
         torch.library.opcheck(torch.ops.ottava.mx_quantize.default, arguments)
     torch.library.opcheck(torch.ops.ottava.mx_scale_from_amax.default, (x.abs(), e5m2, False))
     for columnwise, dtype, fp8 in ((False, torch.bfloat16, e4m3), (True, torch.float32, e5m2)):
         codes, scales = random_blocks(shape, columnwise)
         codes, scales = codes % 0x78, scales % 64 + 96  # no NaN: it differs from itself
-        torch.library.opcheck(torch.ops.ottava.mx_decode.default, (codes, scales, fp8, dtype, columnwise))
+        torch.library.opcheck(torch.ops.ottava.mx_decode.default, (codes, scales, fp8, columnwise, dtype))

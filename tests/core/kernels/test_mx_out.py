@@ -14,8 +14,7 @@ from mx_arrays import DTYPES, FP8, array_expected, by_arrays, check_decoded, che
 from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.formats import mx_scale_shapes
-from ottava.kernels import use_backend
-from ottava.kernels.backends import backend_module
+from ottava.kernels import table, use_backend
 
 
 def buffers(shape: tuple[int, ...]) -> list[torch.Tensor]:
@@ -42,18 +41,11 @@ def test_quantize_out(code_path: str, shape: tuple[int, ...]) -> None:
         expected = array_expected(shape, options)
         for rowwise, columnwise in ((True, True), (True, False), (False, True)):
             out = buffers(shape)
-            result = backend_module("cpu").mx_quantize_out(
-                x,
-                FP8[fmt],
-                (out[0], out[1]) if rowwise else None,
-                (out[2], out[3]) if columnwise else None,
-                square,
-                True,
-            )
-            assert result is None
+            wanted = [out[at] if (rowwise, columnwise)[at // 2] else None for at in range(4)]
+            table.mx_quantize.into(wanted, x, FP8[fmt], square, True, rowwise, columnwise)
             untouched = [torch.full_like(t, 85) for t in out]
-            wanted = [*(expected if rowwise else untouched)[:2], *(expected if columnwise else untouched)[2:]]
-            check_four(out, wanted, (options, rowwise, columnwise), x)
+            written = [*(expected if rowwise else untouched)[:2], *(expected if columnwise else untouched)[2:]]
+            check_four(out, written, (options, rowwise, columnwise), x)
             for view in out:
                 check_surroundings(view)
 
@@ -64,13 +56,11 @@ def test_out_at_the_size_of_streaming_stores(on_every_isa: Callable[..., None]) 
 
     def run() -> None:
         out = buffers(shape)
-        backend_module("cpu").mx_quantize_out(
-            sample(shape, "bfloat16"), FP8["e4m3"], (out[0], out[1]), (out[2], out[3]), False, False
-        )
+        table.mx_quantize.into(out, sample(shape, "bfloat16"), FP8["e4m3"], False, False, True, True)
         check_four(out, array_expected(shape, options))
         for fmt in FP8:
             decoded = inside((33, 65537), torch.bfloat16)
-            backend_module("cpu").mx_decode_out(codes, scales, FP8[fmt], decoded, False)
+            table.mx_decode.into([decoded], codes, scales, FP8[fmt], False, decoded.dtype)
             check_decoded(decoded, codes, scales, fmt, "bfloat16", False)
             out.append(decoded)
         for view in out:
@@ -82,7 +72,7 @@ def test_out_at_the_size_of_streaming_stores(on_every_isa: Callable[..., None]) 
 def test_quantize_out_of_strided_input(code_path: str, fmt: str) -> None:
     x = sample((75, 70), "bfloat16").t()
     out = buffers((70, 75))
-    backend_module("cpu").mx_quantize_out(x, FP8[fmt], (out[0], out[1]), (out[2], out[3]), False, False)
+    table.mx_quantize.into(out, x, FP8[fmt], False, False, True, True)
     check_four(out, by_arrays(x, fmt, "up"))
 
 
@@ -92,7 +82,7 @@ def test_decode_out(code_path: str, columnwise: bool) -> None:
     for shape, dtype, fmt in itertools.product(shapes, DTYPES, FP8):
         codes, scales = random_blocks(shape, columnwise)
         out = inside(shape, DTYPES[dtype])
-        backend_module("cpu").mx_decode_out(codes, scales, FP8[fmt], out, columnwise)
+        table.mx_decode.into([out], codes, scales, FP8[fmt], columnwise, out.dtype)
         check_decoded(out, codes, scales, fmt, dtype, columnwise)
         check_surroundings(out)
 

@@ -28,8 +28,8 @@ from torch.utils.flop_counter import register_flop_formula
 from ottava.kernels import transpose
 from ottava.kernels.devices import capability
 from ottava.kernels.direct import unobserved
-from ottava.kernels.ops import LIBRARY
 from ottava.kernels.products import finish
+from ottava.kernels.table import LIBRARY
 from ottava.tensors.blocks import GemmCache
 from ottava.torch_private import scaled_mm
 

@@ -11,8 +11,7 @@ from ottava import kernels
 from ottava.collectives import check_group
 from ottava.distributed import PerTensorShards, ShardJob, ShardRule, reduce_amax, scales_by_format
 from ottava.errors import OptionError
-from ottava.kernels import check_epsilon
-from ottava.kernels.parts import quantize_parts
+from ottava.kernels import check_epsilon, for_layers
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
 
 
@@ -88,7 +87,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
             with_data, with_transpose = True, False
         if self.with_amax_reduction:
             return self._quantize_reduced(tensor, dtype, with_data, with_transpose)
-        data, transpose, scale_inv = quantize_parts(
+        data, transpose, scale_inv = for_layers.quantize(
             tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, with_data, with_transpose
         )
         return self.wrap_made(data, transpose, scale_inv, dtype)

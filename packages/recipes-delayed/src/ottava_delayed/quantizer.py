@@ -12,7 +12,7 @@ from ottava import kernels
 from ottava.distributed import PerTensorShards, ShardJob, ShardRule, reduce_amax, scales_by_format
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
-from ottava.kernels.parts import cast_parts
+from ottava.kernels import for_layers
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
 from ottava.torch_private import foreach_maximum_
 
@@ -133,7 +133,7 @@ class Float8Quantizer(Float8QuantizerBase):
                 self.scale.copy_(own.reshape(scale.shape))
                 self.unset = False
             scale = torch.minimum(scale, own.reshape(scale.shape))
-        data, transpose, scale_inv = cast_parts(
+        data, transpose, scale_inv = for_layers.cast(
             tensor, scale, self.amax, self.saturated, self.fp8_dtype, with_data, with_transpose
         )
         return self.wrap_made(data, transpose, scale_inv, dtype)

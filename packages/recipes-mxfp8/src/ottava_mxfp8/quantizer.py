@@ -10,8 +10,8 @@ import torch
 from ottava import kernels
 from ottava.distributed import ShardRule
 from ottava.errors import OptionError
-from ottava.formats import fp8_format, mx_scale_shapes
-from ottava.kernels.parts import mx_quantize_parts
+from ottava.formats import MX_BLOCK, fp8_format, mx_scale_shapes
+from ottava.kernels import for_layers
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_mxfp8.shards import MXFP8Shards
 from ottava_mxfp8.tensors import MXFP8Tensor, MXFP8TensorStorage
@@ -54,7 +54,7 @@ class MXFP8Quantizer(Quantizer):
         self.scale_rounding = scale_rounding
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        rows, columns = mx_quantize_parts(
+        rows, columns = for_layers.mx_quantize(
             tensor,
             self.fp8_dtype,
             self.rowwise_usage,

@@ -1,7 +1,8 @@
 """Kernels: amax, scale, cast, transpose, decode and the scaled product, with checks before anything runs.
 
 Every function takes float32, bfloat16 or float16 tensors of any shape and any strides, and works under
-``torch.compile``. Codes are uint8 tensors. NaN, infinities and zeros follow the numerics page of the docs.
+``torch.compile``. Data, the bytes of elements, are uint8 tensors. NaN, infinities and zeros follow the numerics page of
+the docs.
 """
 
 from __future__ import annotations
@@ -11,17 +12,13 @@ from collections.abc import Sequence
 import torch
 
 from ottava.errors import DeviceError, DTypeError, ShapeError
-from ottava.formats import fp8_format
-from ottava.kernels import ops as _ops
+from ottava.kernels import table as _table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
 from ottava.kernels.checks import (
     HIGH_PRECISION,
     check_bias,
-    check_codes,
-    check_counter,
     check_epsilon,
     check_high_precision,
-    check_matrix,
     check_out,
     check_scalar,
 )
@@ -64,9 +61,7 @@ __all__ = [
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude as a float32 scalar on the device of ``x``; NaN is ignored, an empty tensor has 0."""
-    check_high_precision(x)
-    result: torch.Tensor = _ops.amax(x)
-    return result
+    return _table.amax.checked(x)  # type: ignore[no-any-return]
 
 
 def scale_from_amax(
@@ -75,34 +70,20 @@ def scale_from_amax(
     """``(scale, scale_inv)`` for every amax, float32, same shape.
 
     An amax below ``epsilon`` counts as ``epsilon``. ``scale = max / amax``, correctly rounded; 1 where that amax is 0,
-    infinite or NaN; at most the largest
-    finite float32; with ``force_pow_2`` floored to a power of two. ``scale_inv`` is the correctly rounded ``1/scale``.
+    infinite or NaN; at most the largest finite float32; with ``force_pow_2`` floored to a power of two. ``scale_inv``
+    is the correctly rounded ``1/scale``.
     """
-    fp8_format(fp8_dtype)
-    check_epsilon(epsilon)
-    if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
-        raise DTypeError("amax is not a float32 tensor", expected="a float32 tensor")
-    result: tuple[torch.Tensor, torch.Tensor] = _ops.scale_from_amax(amax, fp8_dtype, float(epsilon), bool(force_pow_2))
-    return result
+    return _table.scale_from_amax.checked(amax, fp8_dtype, epsilon, bool(force_pow_2))  # type: ignore[no-any-return]
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
-    """Codes of ``cast(float32(x) * scale)``: to nearest even, saturating, NaN to 0x7F, sign of zero kept."""
-    check_high_precision(x)
-    fp8_format(fp8_dtype)
-    check_scalar(scale, x, "scale")
-    result: torch.Tensor = _ops.cast(x, scale, fp8_dtype)
-    return result
+    """Data of ``cast(float32(x) * scale)``: to nearest even, saturating, NaN to 0x7F, sign of zero kept."""
+    return _table.cast.checked(x, scale, fp8_dtype)  # type: ignore[no-any-return]
 
 
 def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`cast` of ``x [*leading, K]`` with its transpose ``[K, *leading]``, in one pass."""
-    check_high_precision(x)
-    fp8_format(fp8_dtype)
-    check_scalar(scale, x, "scale")
-    check_matrix(x)
-    result: tuple[torch.Tensor, torch.Tensor] = _ops.cast_transpose(x, scale, fp8_dtype)
-    return result
+    return _table.cast_transpose.checked(x, scale, fp8_dtype)  # type: ignore[no-any-return]
 
 
 def quantize(
@@ -118,15 +99,7 @@ def quantize(
 
     What is not asked for comes back as an empty uint8 tensor.
     """
-    check_high_precision(x)
-    fp8_format(fp8_dtype)
-    check_epsilon(epsilon)
-    if transposed:
-        check_matrix(x)
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = _ops.quantize(
-        x, fp8_dtype, float(epsilon), bool(force_pow_2), rowwise, transposed
-    )
-    return result
+    return _table.quantize.checked(x, fp8_dtype, epsilon, bool(force_pow_2), rowwise, transposed)  # type: ignore[no-any-return]
 
 
 def cast_amax(
@@ -146,18 +119,8 @@ def cast_amax(
             counted in a second pass, which is made only when there are any.
         transposed: whether the transpose is wanted; an empty tensor comes back otherwise.
     """
-    check_high_precision(x)
-    fp8_format(fp8_dtype)
-    check_scalar(scale, x, "scale")
     check_scalar(amax, x, "amax")
-    if saturated is not None:
-        check_counter(saturated, x)
-    if transposed:
-        check_matrix(x)
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _ops.cast_amax(
-        x, scale, amax, saturated, fp8_dtype, transposed
-    )
-    return result
+    return _table.cast_amax.checked(x, scale, amax, saturated, fp8_dtype, True, transposed)  # type: ignore[no-any-return]
 
 
 def update_scales(
@@ -201,29 +164,19 @@ def update_scales(
         check_out(history, (length, slots), torch.float32, device, "amax history")
     if last is not None:
         check_out(last, (total,), torch.float32, device, "last")
-    _ops.update_scales(list(scales), list(histories), [float(maximum) for maximum in maxima], most_recent, last)
+    _table.update_scales(list(scales), list(histories), [float(maximum) for maximum in maxima], most_recent, last)
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
-    """Codes ``[*leading, K]`` to a contiguous ``[K, *leading]``."""
-    check_codes(data)
-    check_matrix(data)
-    result: torch.Tensor = _ops.transpose(data)
-    return result
+    """Data ``[*leading, K]`` to a contiguous ``[K, *leading]``."""
+    return _table.transpose.checked(data)  # type: ignore[no-any-return]
 
 
 def decode(
     data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``float32(q) * scale_inv`` rounded once to ``dtype``; without ``scale_inv`` the bare element values."""
-    check_codes(data)
-    fp8_format(fp8_dtype)
-    if scale_inv is not None:
-        check_scalar(scale_inv, data, "scale_inv")
-    if dtype not in HIGH_PRECISION:
-        raise DTypeError(f"cannot decode to {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
-    result: torch.Tensor = _ops.decode(data, scale_inv, fp8_dtype, dtype)
-    return result
+    """``float32(element) * scale_inv`` rounded once to ``dtype``; without ``scale_inv`` the bare element values."""
+    return _table.decode.checked(data, scale_inv, fp8_dtype, dtype)  # type: ignore[no-any-return]
 
 
 def scaled_mm(

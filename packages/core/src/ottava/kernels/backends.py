@@ -126,7 +126,8 @@ def _choose(device_type: str) -> str:
 
 def backend_module(device_type: str) -> ModuleType:
     """The module that implements the kernels for ``device_type``."""
-    return _loaded.get(name := backend_for(device_type)) or _loaded[_check(name, "use_backend")]
+    name = _chosen.get(device_type) or backend_for(device_type)
+    return _loaded.get(name) or _loaded[_check(name, "use_backend")]
 
 
 @contextmanager

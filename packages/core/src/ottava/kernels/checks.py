@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.formats import mx_scale_shapes
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,20 +48,26 @@ def check_scalar(scale: torch.Tensor, x: torch.Tensor, what: str) -> None:
     check_device(scale, x.device, what)
 
 
-def check_counter(counter: torch.Tensor, x: torch.Tensor) -> None:
+def check_counter(counter: torch.Tensor, x: torch.Tensor, what: str) -> None:
     """Refuse what is not an int64 tensor with one element on the device of ``x``."""
     if not isinstance(counter, torch.Tensor) or counter.dtype != torch.int64:
-        raise DTypeError("saturated is not an int64 tensor", expected="an int64 tensor with one element")
+        raise DTypeError(f"{what} is not an int64 tensor", expected="an int64 tensor with one element")
     if counter.numel() != 1:
-        raise ShapeError(f"saturated has shape {tuple(counter.shape)}", expected="one element")
-    check_device(counter, x.device, "saturated")
+        raise ShapeError(f"{what} has shape {tuple(counter.shape)}", expected="one element")
+    check_device(counter, x.device, what)
 
 
-def check_codes(data: torch.Tensor) -> None:
+def check_amaxes(amax: torch.Tensor) -> None:
+    """Refuse what is not a float32 tensor."""
+    if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
+        raise DTypeError("amax is not a float32 tensor", expected="a float32 tensor")
+
+
+def check_data(data: torch.Tensor) -> None:
     """Refuse what is not a uint8 tensor."""
     if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
         raise DTypeError(
-            f"codes are {getattr(data, 'dtype', type(data).__name__)}",
+            f"data is {getattr(data, 'dtype', type(data).__name__)}",
             expected="torch.uint8",
             remedy="view a float8 tensor with .view(torch.uint8)",
         )
@@ -70,6 +77,23 @@ def check_matrix(x: torch.Tensor) -> None:
     """Refuse a tensor without dimensions."""
     if x.dim() == 0:
         raise ShapeError("a 0-dimensional tensor has no transpose", expected="at least one dimension")
+
+
+def check_blocks(data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> None:
+    """Refuse scales that are not those of the blocks of ``data``."""
+    check_data(scales)
+    expected = mx_scale_shapes(data.shape)[int(columnwise)]
+    if tuple(scales.shape) != expected:
+        raise ShapeError(
+            f"scales of data {tuple(data.shape)} have shape {tuple(scales.shape)}", expected=f"{expected}, unpadded"
+        )
+    check_device(scales, data.device, "the scales")
+
+
+def check_wanted(rowwise: bool, columnwise: bool) -> None:
+    """Refuse a request for nothing."""
+    if not (rowwise or columnwise):
+        raise OptionError("neither rowwise nor columnwise blocks are asked for", expected="at least one")
 
 
 def check_epsilon(epsilon: float) -> None:

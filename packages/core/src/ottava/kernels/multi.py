@@ -1,7 +1,7 @@
-"""Many tensors in one call: the amaxes and the codes of shards of weights, whose values are kept in a wider dtype.
+"""Many tensors in one call: the amaxes and the data of shards of weights, whose values are kept in a wider dtype.
 
 An element counts as its value rounded to the dtype given for its tensor, to nearest even, and read as float32. So the
-shards of a weight, wherever it was cut, have the amaxes and the codes of the weight itself in that dtype: the amax of
+shards of a weight, wherever it was cut, have the amaxes and the data of the weight itself in that dtype: the amax of
 a whole is the largest of its shards' amaxes. Eager only; all the tensors of a call are on one device.
 """
 
@@ -18,7 +18,7 @@ from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import HIGH_PRECISION, check_device, check_high_precision, check_out
 
 _FP8 = (E4M3.torch_dtype, E5M2.torch_dtype)
-_CODES = torch.uint8
+_DATA = torch.uint8
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
 _TOO_LARGE = 2**62
 
@@ -41,8 +41,9 @@ def multi_amax(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], *, che
     if not len(xs):
         return torch.zeros(0, dtype=torch.float32)
     device = xs[0].device if checked else _check_sources(xs, dtypes)
-    result: torch.Tensor = backend_module(device.type).multi_amax(xs, dtypes)
-    return result
+    out = torch.zeros(len(xs), dtype=torch.float32, device=device)
+    backend_module(device.type).multi_amax(xs, dtypes, out)
+    return out
 
 
 def multi_cast(
@@ -54,7 +55,7 @@ def multi_cast(
     *,
     checked: bool = False,
 ) -> None:
-    """Codes of ``cast(float32(round(x)) * scale)`` of each tensor, as :func:`ottava.kernels.cast` has them.
+    """Data of ``cast(float32(round(x)) * scale)`` of each tensor, as :func:`ottava.kernels.cast` has them.
 
     Args:
         xs, dtypes: as in :func:`multi_amax`.
@@ -129,8 +130,10 @@ def mx_multi_amax(
     for i, square in enumerate(() if checked else two_dimensional):
         if not isinstance(square, bool):
             raise OptionError(f"two_dimensional[{i}] is {square!r}", expected="True or False")
-    result: torch.Tensor = backend_module(device.type).mx_multi_amax(xs, dtypes, shapes, starts, two_dimensional)
-    return result
+    sizes = [sum(mx_amax_sizes(*shape, square)) for shape, square in zip(shapes, two_dimensional, strict=True)]
+    out = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    backend_module(device.type).mx_multi_amax(xs, dtypes, shapes, starts, two_dimensional, out)
+    return out
 
 
 def mx_multi_cast(
@@ -144,12 +147,12 @@ def mx_multi_cast(
     *,
     checked: bool = False,
 ) -> None:
-    """Codes of ``cast(float32(round(x)) * 2^(127 - scale))`` of ranges of matrices, with scales that are known.
+    """Data of ``cast(float32(round(x)) * 2^(127 - scale))`` of ranges of matrices, with scales that are known.
 
     Args:
         xs, dtypes, shapes, starts: as in :func:`mx_multi_amax`.
         fp8_dtypes: the format of each.
-        rowwise: for each, None or ``(scales, out)``: uint8 codes of E8M0, contiguous, for the whole matrix, ``[rows,
+        rowwise: for each, None or ``(scales, out)``: bytes of E8M0 (uint8), contiguous, for the whole matrix, ``[rows,
             ceil(cols / 32)]``; and the result, uint8, contiguous, of any shape with as many elements as the range, at
             any address.
         columnwise: the same along columns, with scales ``[ceil(rows / 32), cols]``.
@@ -234,7 +237,7 @@ def _check_outs(outs: Sequence[torch.Tensor], counts: Sequence[int], device: tor
     taken: set[int] = set()
     for i, (out, count) in enumerate(zip(outs, counts, strict=True)):
         try:
-            fits = out.dtype is _CODES and out.numel() == count and out.is_contiguous() and out.device == device
+            fits = out.dtype is _DATA and out.numel() == count and out.is_contiguous() and out.device == device
             address = out.data_ptr()
         except (AttributeError, RuntimeError):  # no tensor, or of a layout that has no address
             fits, address = False, 0
@@ -261,11 +264,11 @@ def _check_pairs(
         scales, out = pair
         try:
             fits = (
-                scales.dtype is _CODES
+                scales.dtype is _DATA
                 and scales.shape == shape
                 and scales.is_contiguous()
                 and scales.device == device
-                and out.dtype is _CODES
+                and out.dtype is _DATA
                 and out.numel() == count
                 and out.is_contiguous()
                 and out.device == device

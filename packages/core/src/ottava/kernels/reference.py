@@ -1,11 +1,11 @@
-"""The oracle: every kernel in plain PyTorch, on any device, written for clarity."""
+"""The oracle: every kernel in plain PyTorch, on any device. What the functions do, the table of kernels says."""
 
 from __future__ import annotations
 
 import torch
 
 from ottava.formats import fp8_format
-from ottava.kernels.reference_codes import bits_of, encode
+from ottava.kernels.reference_data import bits_of, encode
 from ottava.kernels.reference_multi import (  # noqa: F401  (and those on many tensors)
     multi_amax,
     multi_cast,
@@ -14,16 +14,15 @@ from ottava.kernels.reference_multi import (  # noqa: F401  (and those on many t
 )
 from ottava.kernels.reference_mx import (  # noqa: F401  (the backend's kernels on MX blocks)
     mx_decode,
-    mx_decode_out,
     mx_quantize,
-    mx_quantize_out,
     mx_scale_from_amax,
 )
 
+Tensor = torch.Tensor
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def amax(x: torch.Tensor) -> torch.Tensor:
+def _largest(x: Tensor) -> Tensor:
     """max |x| as a float32 scalar; NaN is ignored, an empty or all-NaN tensor has 0."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
@@ -31,84 +30,101 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     return torch.where(magnitude.isnan(), torch.zeros_like(magnitude), magnitude).amax()
 
 
-# A name that no parameter hides.
-_amax = amax
+def _cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """``cast(float32(x) * scale)`` as data of the same shape."""
+    return encode(x.to(torch.float32) * scale.reshape(()), fp8_format(fp8_dtype)).view(x.shape)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    # torch.div of two tensors is correctly rounded; a Python scalar numerator would become a reciprocal.
+    return torch.div(torch.ones_like(scale), scale)
+
+
+def _write(out: Tensor | None, value: Tensor) -> None:
+    if out is not None:
+        out.copy_(value)
+
+
+def amax(x: Tensor, out: Tensor) -> None:
+    out.copy_(_largest(x))
 
 
 def scale_from_amax(
-    amax: torch.Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and its correctly rounded reciprocal, any shape of amaxes."""
+    amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, scale: Tensor, scale_inv: Tensor
+) -> None:
     fmt = fp8_format(fp8_dtype)
-    a = amax.to(torch.float32)
-    a = torch.where(a < epsilon, torch.full_like(a, epsilon), a)
+    a = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     usable = a.isfinite() & (a != 0)
-    # torch.div of two tensors is correctly rounded; a Python scalar numerator would become a reciprocal.
-    scale = torch.div(torch.full_like(a, fmt.max), torch.where(usable, a, torch.ones_like(a)))
-    scale = torch.where(usable, scale, torch.ones_like(a))
-    scale = torch.where(scale.isinf(), torch.full_like(a, _FLOAT32_MAX), scale)
+    made = torch.div(torch.full_like(a, fmt.max), torch.where(usable, a, torch.ones_like(a)))
+    made = torch.where(usable, made, torch.ones_like(a))
+    made = torch.where(made.isinf(), torch.full_like(a, _FLOAT32_MAX), made)
     if force_pow_2:
         # Clearing the mantissa floors to a power of two.
-        scale = (bits_of(scale) & -0x800000).view(torch.float32)
-    return scale, torch.div(torch.ones_like(scale), scale)
+        made = (bits_of(made) & -0x800000).view(torch.float32)
+    scale.copy_(made)
+    scale_inv.copy_(_inverse(made))
 
 
-def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
-    """``cast(float32(x) * scale)`` as codes of the same shape."""
-    return encode(x.to(torch.float32) * scale.to(torch.float32), fp8_format(fp8_dtype)).view(x.shape)
+def cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, data: Tensor) -> None:
+    data.copy_(_cast(x, scale, fp8_dtype))
 
 
-def transpose(data: torch.Tensor) -> torch.Tensor:
-    """``[*leading, K]`` to a contiguous ``[K, *leading]``."""
-    return data.movedim(-1, 0).contiguous()
+def transpose(data: Tensor, out: Tensor) -> None:
+    out.copy_(data.movedim(-1, 0))
 
 
-def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and their transpose."""
-    data = cast(x, scale, fp8_dtype)
-    return data, transpose(data)
+def cast_transpose(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, data: Tensor, transpose: Tensor) -> None:
+    data.copy_(_cast(x, scale, fp8_dtype))
+    transpose.copy_(data.movedim(-1, 0))
 
 
 def quantize(
-    x: torch.Tensor,
+    x: Tensor,
     fp8_dtype: torch.dtype,
     epsilon: float,
     force_pow_2: bool,
-    rowwise: bool,
-    transposed: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """amax, scale, cast and transpose: ``(data, transpose, scale, scale_inv, amax)``."""
-    seen = amax(x)
-    scale, scale_inv = scale_from_amax(seen, fp8_dtype, epsilon, force_pow_2)
-    data = cast(x, scale, fp8_dtype)
-    absent = data.new_empty(0)
-    return data if rowwise else absent, transpose(data) if transposed else absent, scale, scale_inv, seen
+    data: Tensor | None,
+    transpose: Tensor | None,
+    scale: Tensor | None,
+    scale_inv: Tensor,
+    amax: Tensor | None,
+) -> None:
+    seen = _largest(x)
+    factor = torch.empty_like(seen)
+    scale_from_amax(seen, fp8_dtype, epsilon, force_pow_2, factor, scale_inv)
+    made = _cast(x, factor, fp8_dtype)
+    _write(data, made)
+    if transpose is not None:
+        transpose.copy_(made.movedim(-1, 0))
+    _write(scale, factor)
+    _write(amax, seen)
 
 
 def cast_amax(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor,
-    saturated: torch.Tensor | None,
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    saturated: Tensor | None,
     fp8_dtype: torch.dtype,
-    transposed: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes with a known scale, their transpose and scale_inv; raises ``amax`` and counts what was clamped."""
+    data: Tensor | None,
+    transpose: Tensor | None,
+    scale_inv: Tensor,
+) -> None:
     factor = scale.reshape(()).clone()
-    data = cast(x, factor, fp8_dtype)
-    amax.copy_(torch.maximum(amax, _amax(x).reshape(amax.shape)))
+    made = _cast(x, factor, fp8_dtype)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, _largest(x).reshape(amax.shape)))
     if saturated is not None:
         beyond = (x.to(torch.float32) * factor).abs() > fp8_format(fp8_dtype).max
         saturated.add_(beyond.sum())
-    return data, transpose(data) if transposed else data.new_empty(0), torch.div(torch.ones_like(factor), factor)
+    _write(data, made)
+    if transpose is not None:
+        transpose.copy_(made.movedim(-1, 0))
+    scale_inv.copy_(_inverse(factor))
 
 
 def update_scales(
-    scales: list[torch.Tensor],
-    histories: list[torch.Tensor],
-    maxima: list[float],
-    most_recent: bool,
-    last: torch.Tensor | None,
+    scales: list[Tensor], histories: list[Tensor], maxima: list[float], most_recent: bool, last: Tensor | None
 ) -> None:
     """Every slot of every tensor. A slot whose first row is 0 saw nothing, and stays as it is."""
     done = 0
@@ -132,63 +148,17 @@ def update_scales(
         history.copy_(torch.where(moves, rolled, history))
 
 
-def decode(
-    data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, dtype: torch.dtype
-) -> torch.Tensor:
-    """``float32(q) * scale_inv``, rounded once to ``dtype``."""
+def decode(data: Tensor, scale_inv: Tensor | None, fp8_dtype: torch.dtype, out: Tensor) -> None:
     values = data.contiguous().view(fp8_dtype).to(torch.float32)
-    if scale_inv is not None:
-        values = values * scale_inv.to(torch.float32)
-    return values.to(dtype)
+    out.copy_(values if scale_inv is None else values * scale_inv.reshape(()))
 
 
-def epilogue(
-    acc: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, bias: torch.Tensor | None
-) -> None:
+def epilogue(acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> None:
     """In place: ``acc = round(float32(acc) * (scale_a * scale_b) + float32(bias))``."""
     values = acc.to(torch.float32)
     scales = [s.to(torch.float32) for s in (scale_a, scale_b) if s is not None]
     if scales:
-        product = scales[0] * scales[1] if len(scales) == 2 else scales[0]
-        values = values * product
+        values = values * (scales[0] * scales[1] if len(scales) == 2 else scales[0])
     if bias is not None:
         values = values + bias.to(torch.float32)
     acc.copy_(values)
-
-
-def amax_out(x: torch.Tensor, out: torch.Tensor) -> None:
-    """:func:`amax` into ``out``."""
-    out.copy_(amax(x))
-
-
-def cast_out(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor) -> None:
-    """:func:`cast` into ``out``."""
-    out.copy_(cast(x, scale, fp8_dtype))
-
-
-def quantize_out(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    epsilon: float,
-    force_pow_2: bool,
-    data: torch.Tensor | None,
-    transpose: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    scale_inv: torch.Tensor,
-    amax: torch.Tensor | None,
-) -> None:
-    """:func:`quantize` into existing buffers; None for what is not wanted."""
-    results = quantize(x, fp8_dtype, epsilon, force_pow_2, data is not None, transpose is not None)
-    for out, result in zip((data, transpose, scale, scale_inv, amax), results, strict=True):
-        if out is not None:
-            out.copy_(result)
-
-
-def transpose_out(data: torch.Tensor, out: torch.Tensor) -> None:
-    """:func:`transpose` into ``out``."""
-    out.copy_(transpose(data))
-
-
-def decode_out(data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, out: torch.Tensor) -> None:
-    """:func:`decode` into ``out``."""
-    out.copy_(decode(data, scale_inv, fp8_dtype, out.dtype))

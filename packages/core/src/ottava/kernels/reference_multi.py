@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ottava.formats import fp8_format
-from ottava.kernels.reference_codes import encode
+from ottava.kernels.reference_data import encode
 from ottava.kernels.reference_mx import block_amax, multiplier, spread
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
@@ -23,13 +23,11 @@ def _magnitudes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(magnitude.isnan(), torch.zeros_like(magnitude), magnitude)
 
 
-def multi_amax(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+def multi_amax(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], out: torch.Tensor) -> None:
     """The largest magnitude of each."""
-    amaxes = torch.zeros(len(xs), dtype=torch.float32, device=xs[0].device)
     for i, (x, dtype) in enumerate(zip(xs, dtypes, strict=True)):
         if x.numel():
-            amaxes[i] = _magnitudes(x, dtype).amax()
-    return amaxes
+            out[i] = _magnitudes(x, dtype).amax()
 
 
 def multi_cast(
@@ -39,7 +37,7 @@ def multi_cast(
     fp8_dtypes: Sequence[torch.dtype],
     outs: Sequence[torch.Tensor],
 ) -> None:
-    """Codes of each, with a scale of its own."""
+    """Data of each, with a scale of its own."""
     for x, dtype, scale, fp8_dtype, out in zip(xs, dtypes, scales.detach(), fp8_dtypes, outs, strict=True):
         out.copy_(encode(_values(x, dtype) * scale, fp8_format(fp8_dtype)).view(out.shape))
 
@@ -50,15 +48,16 @@ def mx_multi_amax(
     shapes: Sequence[tuple[int, int]],
     starts: Sequence[int],
     two_dimensional: Sequence[bool],
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     """The amaxes of whole matrices, whose elements that are not in the shard are zero."""
-    parts: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
     for x, dtype, shape, start, square in zip(xs, dtypes, shapes, starts, two_dimensional, strict=True):
         matrix = torch.zeros(tuple(shape), dtype=torch.float32, device=x.device)
         matrix.view(-1)[start : start + x.numel()] = _magnitudes(x, dtype)
         by_row = block_amax(matrix, 1)
-        parts += [block_amax(by_row, 0)] if square else [by_row, block_amax(matrix, 0)]
-    return torch.cat([part.reshape(-1) for part in parts])
+        found += [block_amax(by_row, 0)] if square else [by_row, block_amax(matrix, 0)]
+    out.copy_(torch.cat([amaxes.reshape(-1) for amaxes in found]))
 
 
 def mx_multi_cast(
@@ -70,7 +69,7 @@ def mx_multi_cast(
     rowwise: Sequence[Buffers | None],
     columnwise: Sequence[Buffers | None],
 ) -> None:
-    """Codes of each shard, with the scales of its matrix."""
+    """Data of each shard, with the scales of its matrix."""
     for x, dtype, (rows, cols), start, fp8_dtype, by_row, by_column in zip(
         xs, dtypes, shapes, starts, fp8_dtypes, rowwise, columnwise, strict=True
     ):

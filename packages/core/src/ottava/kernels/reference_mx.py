@@ -7,7 +7,7 @@ import math
 import torch
 
 from ottava.formats import E8M0, MX_BLOCK, FloatFormat, fp8_format
-from ottava.kernels.reference_codes import bits_of, encode, float_bits
+from ottava.kernels.reference_data import bits_of, encode, float_bits
 
 _MANTISSA = 0x7FFFFF
 _INF_BITS = 0x7F800000
@@ -16,8 +16,12 @@ _LARGEST_CODE = 254
 _TWO_TO_MINUS_127 = 0x00400000
 
 
-def mx_scale_from_amax(amax: torch.Tensor, fp8_dtype: torch.dtype, floor: bool) -> torch.Tensor:
-    """E8M0 codes of amaxes, any shape."""
+def mx_scale_from_amax(amax: torch.Tensor, fp8_dtype: torch.dtype, floor: bool, out: torch.Tensor) -> None:
+    """The E8M0 code of each amax."""
+    out.copy_(_scales(amax, fp8_dtype, floor))
+
+
+def _scales(amax: torch.Tensor, fp8_dtype: torch.dtype, floor: bool) -> torch.Tensor:
     fmt = fp8_format(fp8_dtype)
     magnitude = amax.contiguous().to(torch.float32).abs()
     code = _floor_code(magnitude, fmt) if floor else _up_code(magnitude, fmt)
@@ -68,40 +72,28 @@ def spread(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def mx_quantize(
-    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, two_dimensional: bool, floor: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes and scales along rows and columns."""
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    two_dimensional: bool,
+    floor: bool,
+    row: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+    column: torch.Tensor | None,
+    column_scales: torch.Tensor | None,
+) -> None:
+    """Data and scales along rows and columns."""
     fmt = fp8_format(fp8_dtype)
     matrix = _matrix(x).to(torch.float32)
     magnitude = matrix.abs()
     magnitude = torch.where(magnitude.isnan(), torch.zeros_like(magnitude), magnitude)
-    results: list[torch.Tensor] = []
-    for wanted, dim in ((rowwise, 1), (columnwise, 0)):
-        if not wanted:
-            results += [torch.empty(0, dtype=torch.uint8, device=x.device) for _ in range(2)]
+    for data, scales, dim in ((row, row_scales, 1), (column, column_scales, 0)):
+        if data is None or scales is None:
             continue
         amax = block_amax(magnitude, dim)
         if two_dimensional:
             amax = spread(block_amax(amax, 1 - dim), 1 - dim, matrix.shape[1 - dim])
-        scales = mx_scale_from_amax(amax, fp8_dtype, floor)
-        codes = encode(matrix * spread(multiplier(scales), dim, matrix.shape[dim]), fmt)
-        results += [codes.view(x.shape), scales]
-    return results[0], results[1], results[2], results[3]
-
-
-def mx_quantize_out(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: tuple[torch.Tensor, torch.Tensor] | None,
-    columnwise: tuple[torch.Tensor, torch.Tensor] | None,
-    two_dimensional: bool,
-    floor: bool,
-) -> None:
-    """:func:`mx_quantize` into existing buffers."""
-    results = mx_quantize(x, fp8_dtype, rowwise is not None, columnwise is not None, two_dimensional, floor)
-    for out, result in zip((*(rowwise or (None, None)), *(columnwise or (None, None))), results, strict=True):
-        if out is not None:
-            out.copy_(result)
+        scales.copy_(_scales(amax, fp8_dtype, floor))
+        data.copy_(encode(matrix * spread(multiplier(scales), dim, matrix.shape[dim]), fmt).view(x.shape))
 
 
 def mx_decode_exact(data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, columnwise: bool) -> torch.Tensor:
@@ -115,15 +107,8 @@ def mx_decode_exact(data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.d
 
 
 def mx_decode(
-    data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, dtype: torch.dtype, columnwise: bool
-) -> torch.Tensor:
-    """``element * 2^(scale - 127)``, rounded to ``dtype``. In float32 only what overflows it is not exact."""
-    exact = mx_decode_exact(data, scales, fp8_dtype, columnwise)
-    return exact if dtype == torch.float64 else exact.to(torch.float32).to(dtype)
-
-
-def mx_decode_out(
-    data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, out: torch.Tensor, columnwise: bool
+    data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, columnwise: bool, out: torch.Tensor
 ) -> None:
-    """:func:`mx_decode` into ``out``."""
-    out.copy_(mx_decode(data, scales, fp8_dtype, out.dtype, columnwise))
+    """``element * 2^(scale - 127)``, rounded to the dtype of ``out``; in float32 only what overflows is not exact."""
+    exact = mx_decode_exact(data, scales, fp8_dtype, columnwise)
+    out.copy_(exact if out.dtype == torch.float64 else exact.to(torch.float32))

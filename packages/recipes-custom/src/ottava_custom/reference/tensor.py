@@ -223,8 +223,9 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
         quantizer: Quantizer | None = None,
         **named: Any,
     ) -> None:
-        usages = {"rowwise": rowwise, "columnwise": columnwise}
-        CurrentScalingTensorRefStorage.__init__(self, *_fields(*given, **named), **usages, quantizer=quantizer)
+        CurrentScalingTensorRefStorage.__init__(
+            self, *_fields(*given, **named), rowwise=rowwise, columnwise=columnwise, quantizer=quantizer
+        )
 
     @property
     def data(self) -> Any:

@@ -1,4 +1,4 @@
-"""Bits of float32 values, and their rounding to small formats, for the reference kernels.
+"""Bits of float32 values, and their rounding to the data of small formats, for the reference kernels.
 
 The rounding is done on the bits of float32 values, so that nothing depends on how a torch build converts to
 float8 (its E5M2 conversion does not saturate, see the numerics page).
@@ -25,7 +25,7 @@ def float_bits(value: float) -> int:
 
 
 def encode(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """float32 to codes: round to nearest even, saturating, NaN to ``fmt.nan_code``, sign of zero kept."""
+    """float32 to data: round to nearest even, saturating, NaN to ``fmt.nan_code``, sign of zero kept."""
     bits = bits_of(x)
     magnitude = bits & _ABS_MASK
     clamped = magnitude.clamp(max=float_bits(fmt.max))

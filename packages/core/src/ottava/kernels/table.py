@@ -1,0 +1,298 @@
+"""The table of kernels: each operation once, with its schema, what it returns and what it refuses.
+
+A backend (``reference``, ``cpu``, ``cuda``) has a function of the same name for each row. It writes into given outputs,
+which are contiguous, and does nothing else: ``name(*arguments, *outputs)``, without the trailing arguments that only
+say which outputs there are; an output that is not wanted is None. Allocations, checks, the choice of the backend, and
+the operators ``ottava::name`` with their fake implementations, so that ``torch.compile(fullgraph=True)`` sees through
+them, are made here from the rows. Operators are defined with the low-level ``Library`` interface, whose calls cost a
+few microseconds; where nobody would see an operator, the backend is called without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ottava.errors import DTypeError
+from ottava.formats import fp8_format, mx_scale_shapes
+from ottava.kernels.backends import backend_module
+from ottava.kernels.checks import (
+    HIGH_PRECISION,
+    check_amaxes,
+    check_blocks,
+    check_counter,
+    check_data,
+    check_epsilon,
+    check_high_precision,
+    check_matrix,
+    check_scalar,
+    check_wanted,
+)
+from ottava.kernels.direct import is_direct
+from ottava.torch_private import graph_task_id, schema_of
+
+LIBRARY = torch.library.Library("ottava", "DEF")
+Tensor = torch.Tensor
+
+_DATA, _FLOATS = torch.uint8, torch.float32
+# For each device a float32 scalar to be like: sizes in a tuple take a microsecond longer than a tensor to be like.
+_scalars: dict[torch.device, Tensor] = {}
+
+
+# What makes outputs, still to be written, from the arguments of a call.
+
+
+def _scalar(x: Tensor, *_: Any) -> Tensor:
+    device = x.device
+    if type(x) is not Tensor:
+        return x.new_empty((), dtype=_FLOATS)
+    known = _scalars.get(device)
+    if known is not None:
+        return torch.empty_like(known)
+    made = torch.empty((), dtype=_FLOATS, device=device)
+    # What is made while a CUDA graph is captured belongs to the graph's memory, which it would keep.
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _scalars[device] = torch.empty_like(made)
+    return made
+
+
+def _data(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, dtype=_DATA, memory_format=torch.contiguous_format)
+
+
+def _bytes(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    # For a tensor of memory torch.empty takes half the time.
+    if type(x) is Tensor:
+        return torch.empty(shape, dtype=_DATA, device=x.device)
+    return x.new_empty(shape, dtype=_DATA)
+
+
+def _transposed(x: Tensor, *_: Any) -> Tensor:
+    shape = x.shape
+    return _bytes(x, (shape[-1], *shape[:-1]))
+
+
+def _values(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(x.shape, dtype=arguments[-1])
+
+
+def _quantized(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    rowwise, transposed = arguments[-2:]
+    data = torch.empty_like(x, dtype=_DATA, memory_format=torch.contiguous_format) if rowwise else None
+    return data, _transposed(x) if transposed else None, _scalar(x)
+
+
+def _quantized_anew(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    data, turned, scale_inv = _quantized(x, *arguments)
+    return data, turned, _scalar(x), scale_inv, _scalar(x)
+
+
+def _quantized_for_layer(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """Neither the scale nor the amax."""
+    data, turned, scale_inv = _quantized(x, *arguments)
+    return data, turned, None, scale_inv, None
+
+
+def _blocks(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    rowwise, columnwise = arguments[-2:]
+    of_rows, of_columns = mx_scale_shapes(x.shape)
+    row, row_scales = (_data(x), _bytes(x, of_rows)) if rowwise else (None, None)
+    column, column_scales = (_data(x), _bytes(x, of_columns)) if columnwise else (None, None)
+    return row, row_scales, column, column_scales
+
+
+# What is refused of an argument of a name; with words where the first argument and these are told too.
+_CHECKS: dict[str, tuple[Callable[..., object], str | None]] = {
+    "x": (check_high_precision, None),
+    "data": (check_data, None),
+    "fp8_dtype": (fp8_format, None),
+    "epsilon": (check_epsilon, None),
+    "scale": (check_scalar, "scale"),
+    "scale_inv": (check_scalar, "scale_inv"),
+    "amax": (check_scalar, "amax"),
+    "saturated": (check_counter, "saturated"),
+}
+
+
+class Operation:
+    """One row.
+
+    Args:
+        schema: of the operator; tensors come first, and the first of them is there always.
+        outputs: makes the result, or a tuple of results with None for what is not wanted, of the arguments.
+        asking: how many of the last arguments only say what is wanted: backends are not given them.
+        for_layers: the same as ``outputs`` without what layers have no use for.
+        check: refuses what the checks of single arguments do not, given all of them.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        outputs: Callable[..., Any],
+        *,
+        asking: int = 0,
+        for_layers: Callable[..., Any] | None = None,
+        check: Callable[..., None] | None = None,
+    ) -> None:
+        self.name = schema.partition("(")[0]
+        self.outputs, self._for_layers = outputs, for_layers or outputs
+        LIBRARY.define(schema)
+        LIBRARY.impl(self.name, self._written, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ottava::{self.name}", self._fake, lib=LIBRARY)
+        self._operator: Any = getattr(torch.ops.ottava, self.name)
+        given = schema_of(self._operator.default).arguments
+        #: The names of the arguments.
+        self.arguments = tuple(argument.name for argument in given)
+        self._given = len(given) - asking
+        self._single = schema.endswith("-> Tensor")
+        # Tensors come first.
+        self._tensors = sum("Tensor" in str(argument.type) for argument in given)
+        checks = [
+            (at, *_CHECKS[argument.name], str(argument.type).startswith("Optional"))
+            for at, argument in enumerate(given)
+            if argument.name in _CHECKS
+        ]
+        if self.arguments[0] == "amax":
+            checks[0] = (0, check_amaxes, None, False)
+        self._checks, self._check = tuple(checks), check
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The results: a tensor, or a tuple with empty tensors for what is not wanted. Nothing is checked."""
+        return self._written(*arguments) if is_direct(*arguments[: self._tensors]) else self._operator(*arguments)
+
+    def checked(self, *arguments: Any) -> Any:
+        """The results, of arguments that anyone may have given.
+
+        Raises:
+            DTypeError, ShapeError, DeviceError, OptionError: they do not fit together.
+        """
+        for at, check, what, optional in self._checks:
+            value = arguments[at]
+            if what is None:
+                check(value)
+            elif not (optional and value is None):
+                check(value, arguments[0], what)
+        if self._check is not None:
+            self._check(*arguments)
+        return self._written(*arguments) if is_direct(*arguments[: self._tensors]) else self._operator(*arguments)
+
+    def for_layer(self, *arguments: Any) -> Any:
+        """The results that a layer reads; None, or anything, for those that are not wanted. Nothing is checked."""
+        if not is_direct(*arguments[: self._tensors]):
+            return self._operator(*arguments)
+        made = self._for_layers(*arguments)
+        getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], *made)
+        return made
+
+    def into(self, outputs: Sequence[Tensor | None], *arguments: Any) -> None:
+        """Write the results into ``outputs``, None for what is not wanted. Nothing is checked, and nothing traced."""
+        getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], *outputs)
+
+    def _written(self, *arguments: Any) -> Any:
+        made = self.outputs(*arguments)
+        write = getattr(backend_module(arguments[0].device.type), self.name)
+        if self._single:
+            write(*arguments[: self._given], made)
+            return made
+        write(*arguments[: self._given], *made)
+        return self._with_empty(made) if any(result is None for result in made) else made
+
+    def _with_empty(self, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        found = next(result for result in made if result is not None)
+        return tuple([found.new_empty((0,), dtype=_DATA) if result is None else result for result in made])
+
+    def _fake(self, *arguments: Any) -> Any:
+        made = self.outputs(*arguments)
+        return made if self._single else self._with_empty(made)
+
+
+def _check_turned(x: Tensor, *arguments: Any) -> None:
+    """Of an operation whose last argument says whether the transpose is wanted."""
+    if arguments[-1]:
+        check_matrix(x)
+
+
+def _check_dtype(data: Tensor, *arguments: Any) -> None:
+    if arguments[-1] not in HIGH_PRECISION:
+        raise DTypeError(f"cannot decode to {arguments[-1]}", expected="torch.float32, torch.bfloat16 or torch.float16")
+
+
+def _check_mx_decode(data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, columnwise: bool, dtype: Any) -> None:
+    check_blocks(data, scales, columnwise)
+    if dtype not in (*HIGH_PRECISION, torch.float64):
+        raise DTypeError(f"cannot decode to {dtype}", expected="torch.float64, float32, bfloat16 or float16")
+
+
+amax = Operation("amax(Tensor x) -> Tensor", _scalar)
+scale_from_amax = Operation(
+    "scale_from_amax(Tensor amax, ScalarType fp8_dtype, float epsilon, bool force_pow_2) -> (Tensor, Tensor)",
+    lambda amax, *_: (amax.new_empty(amax.shape), amax.new_empty(amax.shape)),
+)
+cast = Operation("cast(Tensor x, Tensor scale, ScalarType fp8_dtype) -> Tensor", _data)
+cast_transpose = Operation(
+    "cast_transpose(Tensor x, Tensor scale, ScalarType fp8_dtype) -> (Tensor, Tensor)",
+    lambda x, *_: (_data(x), _transposed(x)),
+    check=lambda x, *_: check_matrix(x),
+)
+quantize = Operation(
+    "quantize(Tensor x, ScalarType fp8_dtype, float epsilon, bool force_pow_2, bool rowwise, bool transposed)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantized_anew,
+    asking=2,
+    for_layers=_quantized_for_layer,
+    check=_check_turned,
+)
+cast_amax = Operation(
+    "cast_amax(Tensor x, Tensor scale, Tensor(a!)? amax, Tensor(b!)? saturated, ScalarType fp8_dtype, bool rowwise,"
+    " bool transposed) -> (Tensor, Tensor, Tensor)",
+    _quantized,
+    asking=2,
+    check=_check_turned,
+)
+transpose = Operation("transpose(Tensor data) -> Tensor", _transposed, check=check_matrix)
+decode = Operation(
+    "decode(Tensor data, Tensor? scale_inv, ScalarType fp8_dtype, ScalarType dtype) -> Tensor",
+    _values,
+    asking=1,
+    check=_check_dtype,
+)
+mx_scale_from_amax = Operation("mx_scale_from_amax(Tensor amax, ScalarType fp8_dtype, bool floor) -> Tensor", _data)
+mx_quantize = Operation(
+    "mx_quantize(Tensor x, ScalarType fp8_dtype, bool two_dimensional, bool floor, bool rowwise, bool columnwise)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _blocks,
+    asking=2,
+    check=lambda x, *arguments: check_wanted(*arguments[-2:]),
+)
+mx_decode = Operation(
+    "mx_decode(Tensor data, Tensor scales, ScalarType fp8_dtype, bool columnwise, ScalarType dtype) -> Tensor",
+    _values,
+    asking=1,
+    check=_check_mx_decode,
+)
+#: Those that give tensors, by name.
+OPERATIONS = {row.name: row for row in list(globals().values()) if isinstance(row, Operation)}
+
+LIBRARY.define(
+    "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, Tensor? last) -> ()"
+)
+
+
+def _update_scales(scales: list[Tensor], *rest: Any) -> None:
+    # No step begins in a backward pass. Compiled code cannot tell, and is run again there by activation checkpointing.
+    if scales and graph_task_id() == -1:
+        backend_module(scales[0].device.type).update_scales(scales, *rest)
+
+
+LIBRARY.impl("update_scales", _update_scales, "CompositeExplicitAutograd")
+torch.library.register_fake("ottava::update_scales", lambda *_: None, lib=LIBRARY)
+
+
+def update_scales(
+    scales: list[Tensor], histories: list[Tensor], maxima: list[float], most_recent: bool, last: Tensor | None
+) -> None:
+    """As an :class:`Operation`, of many tensors in place."""
+    direct = is_direct(*scales, *histories, last)
+    (_update_scales if direct else torch.ops.ottava.update_scales)(scales, histories, maxima, most_recent, last)
