@@ -10,7 +10,7 @@ import torch
 from ottava import kernels
 from ottava.distributed import ShardRule
 from ottava.errors import OptionError
-from ottava.formats import MX_BLOCK, fp8_format, mx_scale_shapes
+from ottava.formats import fp8_format, mx_scale_shapes
 from ottava.kernels import for_layers
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_mxfp8.shards import MXFP8Shards
