@@ -14,7 +14,8 @@ from killed_training import KINDS, SAVE_EVERY, reshard, train
 from sampling import some
 from torch.distributed.device_mesh import DeviceMesh
 
-from ottava.checkpoint import ShardedSource, is_complete, latest_checkpoint
+from ottava.checkpoint import is_complete, latest_checkpoint
+from ottava.checkpoint.sources import open_source
 
 STEPS = some(24, 40)
 WORLD = 2
@@ -42,9 +43,9 @@ def latest_step(folder: Path) -> int:
     if found is None:
         return 0
     assert is_complete(found), found
-    source = ShardedSource(found)
-    assert len(source.names()) > 10
-    for name in source.names():
+    source = open_source(found)
+    assert len(source.sizes) > 10
+    for name in source.sizes:
         source.read(name)
     return int(found.name.removeprefix("step-"))
 

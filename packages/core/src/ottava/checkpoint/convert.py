@@ -1,27 +1,35 @@
-"""Files of tensors from one recipe to another, or to high precision, one tensor in memory at a time."""
+"""Files of tensors from one recipe to another, or to high precision."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA
-from ottava.checkpoint.header import DIGEST_KEY, METADATA_KEY
-from ottava.checkpoint.plan import Kind, Plan, Target, make_plan
-from ottava.checkpoint.reader import as_path, named
-from ottava.checkpoint.sources import TensorSource, UnderPrefix, open_source
-from ottava.checkpoint.writer import SafetensorsWriter
-from ottava.errors import DTypeError, OptionError
+from ottava.checkpoint.description import Described, flatten_tensor, origin_of_quantizer, unflatten_tensor
+from ottava.checkpoint.files import listed, named
+from ottava.checkpoint.model import save_file
+from ottava.checkpoint.paths import as_path, check_file_target
+from ottava.checkpoint.sources import Source, open_source
+from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, UsageError
+from ottava.kernels import HIGH_PRECISION
+from ottava.nn.conversion import convert
+from ottava.nn.linear import Linear
 from ottava.recipes.base import Recipe
 from ottava.recipes.registry import get_recipe
+from ottava.recipes.role import QuantizerRole
+from ottava.tensors.storage import QuantizedTensorStorage
 
 #: Names for high precision in the place of a recipe.
 HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_EMBEDDING = re.compile(r"embed|(^|\.)(emb|wte|wpe)(\.|$)", re.IGNORECASE)
+_STATE = "recipe_state"
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class Conversion:
         cast: tensors that are of another high-precision dtype now.
         copied: tensors whose bytes are as they were.
         dropped: scaling state that the target has no use for.
-        bytes_before, bytes_after: bytes of all tensors.
+        skipped: matrices that were not chosen because they are named as embeddings, or tied to one that is.
+        bytes_before, bytes_after: bytes of all tensors, each stored once.
     """
 
     recipe: str
@@ -44,6 +53,7 @@ class Conversion:
     cast: tuple[str, ...]
     copied: tuple[str, ...]
     dropped: tuple[str, ...]
+    skipped: tuple[str, ...]
     bytes_before: int
     bytes_after: int
 
@@ -56,16 +66,18 @@ def convert_file(
     options: Mapping[str, Any] | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
+    model: torch.nn.Module | None = None,
+    columnwise: bool = False,
     prefix: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
     """Write the tensors of ``source`` as one safetensors file, weights quantized by ``recipe`` or in high precision.
 
-    Tensors are read, checked, converted and written one by one. Values pass through float32. What is quantized by the
-    same recipe with the same options already keeps its bytes. For a recipe, what was quantized is quantized, and where
-    nothing was, floating-point matrices named ``weight`` or ``*.weight``; everything else keeps its dtype. For high
-    precision, every tensor of float32, bfloat16 or float16 gets that dtype, as of ``model.to``. Scaling state of other
-    recipes (``*.recipe_state.*``) is dropped.
+    Values pass through float32. What the same quantizer with the same options made keeps its bytes. For a recipe, what
+    was quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for
+    those named as embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of
+    float32, bfloat16 or float16 gets that dtype, as of ``model.to``. Scaling state of other recipes
+    (``*.recipe_state.*``) is dropped. The source is mapped where it can be; what is written is in memory as a whole.
 
     Args:
         source: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json``, a file of
@@ -76,87 +88,187 @@ def convert_file(
         include: patterns, as of ``fnmatch``, of the tensors to convert, in the place of the choice above.
         exclude: patterns of tensors that are not to be converted. Tensors that were quantized and are not chosen are
             in high precision afterwards, in their nominal dtype.
+        model: chosen are the weights of the layers that :func:`ottava.convert` swaps in it, which it does; ``include``
+            and ``exclude`` are then of modules, as of that. It may be on meta.
+        columnwise: whether data for the columnwise usage is written too, where that is data of its own: for a model
+            that goes on with its training. Serving needs rows alone.
         prefix: take only the tensors whose names begin with it, and take it off: ``"model."`` for the model in a
             checkpoint of a training.
         progress: called with the bytes that were read, and those to read in all.
 
     Raises:
-        CheckpointError: the source is damaged, or nothing that can be read; it names the file and the tensor.
+        CheckpointError: the source is damaged, nothing that can be read, or without a weight of ``model``.
         OptionError: options or patterns that do not fit.
         RecipeNotFoundError, PluginError: the recipe cannot be had.
         UsageError: the target cannot be written, or two tensors would have one name.
     """
-    chosen = _target(recipe, options)
-    path = as_path(source)
-    as_path(target)
+    given, path = dict(options or {}), as_path(source)
+    check_file_target(as_path(target))
+    for what, patterns in (("include", include), ("exclude", exclude)):
+        sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        if patterns is not None and not (sequence and all(isinstance(pattern, str) for pattern in patterns)):
+            raise DTypeError(f"{what} is {patterns!r}", expected="a list of patterns")
     if not isinstance(prefix, str):
         raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
+    to: Recipe | torch.dtype
+    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
+        name, to = recipe, get_recipe(recipe, **given)
+    elif given:
+        raise OptionError(f"options {', '.join(map(repr, given))} without the name of a recipe", expected="none")
+    elif isinstance(recipe, str):
+        name, to = recipe, HIGH_PRECISION_NAMES[recipe]
+    elif isinstance(recipe, Recipe):
+        name, to = recipe.name, recipe
+    else:
+        expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
+        raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
+    weights: set[str] | None = None
+    if model is not None:
+        if not isinstance(to, Recipe):
+            raise OptionError(f"a model, to convert to {name}", expected="a model for a recipe alone")
+        layers = convert(model, to, include=include, exclude=exclude).named_modules(remove_duplicate=False)
+        weights = {f"{layer}.weight".lstrip(".") for layer, m in layers if isinstance(m, Linear) and m.recipe is to}
+        include = exclude = None
     opened = open_source(path)
-    try:
-        if prefix:
-            opened = UnderPrefix(opened, prefix)
-        with named(path):
-            plan = make_plan(opened, chosen, _patterns("include", include), _patterns("exclude", exclude))
-        others = {k: v for k, v in opened.metadata.items() if k not in (METADATA_KEY, DIGEST_KEY)}
-        metadata = METADATA | others | {METADATA_KEY: plan.description.encode()}
-        with SafetensorsWriter(target, plan.specs, metadata) as writer:
-            for name, tensor in _converted(opened, path, plan, progress):
-                writer.write(name, tensor)
-    finally:
-        close = getattr(opened, "close", None)
-        if close is not None:
-            close()
-
-    def became(kind: Kind) -> tuple[str, ...]:
-        return tuple(name for name, found in plan.kinds.items() if found == kind)
-
-    return Conversion(
-        chosen.name,
-        became("quantized"),
-        became("dequantized"),
-        became("cast"),
-        became("copied"),
-        plan.dropped,
-        plan.bytes_before,
-        sum(spec.nbytes for spec in plan.specs.values()),
-    )
+    with named(path):
+        job = _Job(opened.under(prefix) if prefix else opened, to, columnwise)
+        job.choose(include, exclude, weights)
+        job.run(progress or (lambda done, total: None))
+    save_file(job.state, target, metadata=opened.metadata)
+    ways = ("quantized", "dequantized", "cast", "copied", "dropped")
+    became = [tuple(each for each, way in job.ways.items() if way == wanted) for wanted in ways]
+    return Conversion(name, *became, tuple(job.skipped), sum(job.source.sizes.values()), job.written)
 
 
-def _converted(
-    source: TensorSource, path: Path, plan: Plan, progress: Callable[[int, int], None] | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a plan makes of a source, by name; those of one quantized tensor follow each other."""
-    total, done = sum(step.nbytes for step in plan.steps), 0
-    for step in plan.steps:
-        if progress is not None:
-            progress(done, total)
-        with named(path):
-            made = step.run(source)
-        yield from made.items()
-        done += step.nbytes
-    if progress is not None:
+class _Job:
+    """A conversion: ``state`` by name in the end, and the way that each tensor went."""
+
+    def __init__(self, source: Source, to: Recipe | torch.dtype, columnwise: bool) -> None:
+        self.source, self.to, self.columnwise = source, to, columnwise
+        self.stored = source.description.located(source.sizes)
+        self.chosen: set[str] = set()
+        self.skipped: list[str] = []
+        self.ways: dict[str, str] = {}
+        self.state: dict[str, Any] = {}
+        self.written = 0
+
+    def _value(self, name: str) -> Any:
+        inner = {argument: self.source.read(there) for argument, there in self.stored[name].items()}
+        entry = self.source.description.quantized.get(name)
+        return inner[""] if entry is None else unflatten_tensor(name, entry, inner)
+
+    def choose(self, include: Sequence[str] | None, exclude: Sequence[str] | None, weights: set[str] | None) -> None:
+        """Settle which tensors are converted."""
+        able: dict[str, int] = {}
+        for name in self.stored:
+            with _of_any_class(name):
+                value = self._value(name)
+                if value.dtype in HIGH_PRECISION and _STATE not in name.split("."):
+                    able[name] = len(value.size())
+        for pattern in (*(include or ()), *(exclude or ())):
+            if not any(fnmatchcase(name, pattern) for name in able):
+                what, remedy = (
+                    f"pattern {pattern!r} fits no tensor that can be converted",
+                    f"names are like {[*able][:1]}",
+                )
+                raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
+        if weights is not None:
+            if missing := sorted(weights - set(able)):
+                raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
+            self.chosen = weights
+        elif include is not None:
+            self.chosen = {name for name in able if any(fnmatchcase(name, pattern) for pattern in include)}
+        elif isinstance(self.to, torch.dtype):
+            self.chosen = set(able)
+        elif set(able) & set(self.source.description.quantized):
+            self.chosen = set(able) & set(self.source.description.quantized)
+        else:
+            matrices = [name for name, dims in able.items() if dims == 2 and f".{name}".endswith(".weight")]
+            tables = [self.stored[name] for name in matrices if _EMBEDDING.search(name)]
+            self.skipped = [name for name in matrices if self.stored[name] in tables]
+            self.chosen = set(matrices) - set(self.skipped)
+        self.chosen = {n for n in self.chosen if not any(fnmatchcase(n, pattern) for pattern in exclude or ())}
+
+    def run(self, progress: Callable[[int, int], None]) -> None:
+        """Convert all tensors; those that are one tensor in the source and become the same are one."""
+        total, read = sum(self.source.sizes.values()), 0
+        keeps = self._keeps_state()
+        made: dict[Any, tuple[str, Any]] = {}
+        for name, inner in self.stored.items():
+            progress(read, total)
+            if _STATE in name.split(".") and not keeps:
+                self.ways[name] = "dropped"
+                continue
+            place = (*inner.items(), name in self.chosen)
+            if place not in made:
+                with _of_any_class(name), torch.no_grad():
+                    made[place] = self._converted(name, self._value(name))
+                self.written += made[place][1].nbytes
+                read += sum(self.source.sizes[there] for there in inner.values())
+            self.ways[name], self.state[name] = made[place]
         progress(total, total)
 
+    def _converted(self, name: str, value: Any) -> tuple[str, Any]:
+        quantized = isinstance(value, QuantizedTensorStorage)
+        if name not in self.chosen or isinstance(self.to, torch.dtype):
+            dtype = self.to if name in self.chosen and isinstance(self.to, torch.dtype) else value.dtype
+            way = "dequantized" if quantized else "copied" if dtype == value.dtype else "cast"
+            return way, value.dequantize(torch.float32).to(dtype) if quantized else value.to(dtype)
+        quantizer = self.to.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
+        quantizer.set_usage(rowwise=True, columnwise=self.columnwise)
+        quantizer.internal = False
+        try:
+            if quantized and self._alike(name, value, quantizer):
+                return "copied", value
+            values = value.dequantize(torch.float32) if quantized else value
+            quantizer.initialize(values)
+            return "quantized", quantizer.quantize(values, dtype=value.dtype)
+        except OttavaError:
+            raise
+        except Exception as error:
+            what = f"{name!r} of shape {tuple(value.shape)} cannot be quantized: {error}"
+            raise UsageError(what, remedy="exclude it, or report it to the authors of the recipe") from error
 
-def _target(recipe: Recipe | str, options: Mapping[str, Any] | None) -> Target:
-    given = dict(options or {})
-    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
-        return Target(recipe, get_recipe(recipe, **given))
-    if given:
-        raise OptionError(f"options {', '.join(map(repr, given))} without the name of a recipe", expected="none")
-    if isinstance(recipe, str):
-        return Target(recipe, HIGH_PRECISION_NAMES[recipe])
-    if not isinstance(recipe, Recipe):
-        raise DTypeError(
-            f"the recipe is a {type(recipe).__name__}",
-            expected=f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}",
-        )
-    return Target(recipe.name, recipe)
+    def _alike(self, name: str, value: Any, quantizer: Any) -> bool:
+        """Whether that quantizer with the same options has made a value, which gets the usages that are asked for."""
+        new = flatten_tensor(name, quantizer.make_empty(tuple(value.size()), dtype=value.dtype, device="meta"))[1]
+        old = self.source.description.quantized[name]
+        same = _of_one_class(old, new) and old.origin.get("options", {}) == new.origin.get("options", {})
+        if not same or (old.cls, old.static) != (new.cls, new.static):
+            return False
+        with suppress(UsageError):
+            value.update_usage(rowwise_usage=True, columnwise_usage=self.columnwise)
+        return bool(value.get_usages()["rowwise"]) and set(new.tensors) <= set(flatten_tensor(name, value)[0])
+
+    def _keeps_state(self) -> bool:
+        """Whether the scaling state of a file is that of the recipe that it is converted to."""
+        if not isinstance(self.to, Recipe) or not self.to.stateful:
+            return False
+        role = QuantizerRole("linear", "weight")
+        made = Described("", (), {}, origin_of_quantizer(self.to.quantizer(role)))
+        state: Any = self.to.make_state([role])
+        layers: dict[str, set[str]] = {}
+        for name in (name for name in self.stored if _STATE in name.split(".")):
+            layer, _, buffer = f".{name}".rpartition(f".{_STATE}.")
+            layers.setdefault(layer, set()).add(buffer)
+        known = set(state.state_dict()) if isinstance(state, torch.nn.Module) else set()
+        entries = self.source.description.quantized.values()
+        return all(found == known for found in layers.values()) and all(_of_one_class(entry, made) for entry in entries)
 
 
-def _patterns(what: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(p, str) for p in given):
-        raise DTypeError(f"{what} is {given!r}", expected="a list of patterns")
-    return tuple(given)
+def _of_one_class(old: Described, new: Described) -> bool:
+    """Whether quantizers of one class made both; of that, the first version named the package alone."""
+    key = "quantizer" if "quantizer" in old.origin else "package"
+    return bool(old.origin.get(key, "") == new.origin.get(key))
+
+
+@contextmanager
+def _of_any_class(name: str) -> Iterator[None]:
+    """A class that checks nothing meets values that a file made up."""
+    try:
+        yield
+    except OttavaError:
+        raise
+    except Exception as error:
+        what = f"{name!r} has no values: {type(error).__name__}: {error}"
+        raise CheckpointError(what, expected="a tensor that can be dequantized") from error

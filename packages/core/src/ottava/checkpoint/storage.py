@@ -6,15 +6,13 @@ DCP's plans travel between the live processes; of what lies in files, nothing is
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import shutil
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -23,53 +21,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.folder import as_path, check_target, fresh_token, locate, partial_name, publish
-from ottava.checkpoint.header import DTYPE_NAMES
-from ottava.checkpoint.index import (
-    INDEX_NAME,
-    Index,
-    StoredFile,
-    StoredPiece,
-    StoredTensor,
-    check_files,
-    read_index,
-)
-from ottava.checkpoint.pieces import PieceReader, as_bytes, blocks_of
+from ottava.checkpoint.description import Description
+from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, as_bytes, read_tensors, write_tensors
+from ottava.checkpoint.folder import check_target, publish
+from ottava.checkpoint.index import INDEX_NAME, Index, StoredShard, StoredTensor, read_index
+from ottava.checkpoint.paths import Partial, as_path, sync
 from ottava.errors import CheckpointError, DTypeError
-
-#: Bytes of a piece that one checksum covers, and that are held in memory at once while they are written.
-BLOCK_BYTES = 4 << 20
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What a rank tells the coordinator of a piece: where it is, and of the file that it is in."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    piece: StoredPiece
-    file: StoredFile
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What the coordinator tells a rank: the save's token, which rank it is, and of how many."""
-
-    token: str
-    rank: int
-    world_size: int
 
 
 class FolderWriter(StorageWriter):
@@ -84,19 +45,16 @@ class FolderWriter(StorageWriter):
 
     Raises:
         CheckpointError: ``path`` exists, or cannot be written; from whatever DCP calls.
-        DTypeError: a value is not a tensor of a dtype that safetensors has; from the planning.
+        DTypeError: a value is not a tensor; from the planning.
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        description: Mapping[str, Any] | None = None,
+        self, path: str | os.PathLike[str], *, overwrite: bool = False, description: Mapping[str, Any] | None = None
     ) -> None:
-        self.path = as_path(path)
-        self.overwrite, self.description = overwrite, dict(description or {})
-        self._place: _Place | None = None
+        self.path, self.overwrite, self.partial = as_path(path), overwrite, None
+        empty: dict[str, Any] = {"state": {"dict": []}, "quantized": {}, "per_rank": {}, "largest": []}
+        self.description = empty | dict(description or {})
+        self.partial: Partial | None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -104,7 +62,6 @@ class FolderWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.path = self.path if checkpoint_id is None else as_path(checkpoint_id)
-        self._place = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
@@ -112,70 +69,70 @@ class FolderWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-                raise DTypeError(
-                    f"{item.index.fqn!r} is not a tensor", expected="tensors", remedy="save it with save_sharded"
-                )
-            if item.tensor_data.properties.dtype not in DTYPE_NAMES:
-                raise DTypeError(
-                    f"{item.index.fqn!r} is of {item.tensor_data.properties.dtype}",
-                    expected="a dtype that safetensors has",
-                )
+            if item.type == WriteItemType.BYTE_IO:
+                raise DTypeError(f"{item.index.fqn!r} is not a tensor", expected="tensors", remedy="use save_sharded")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        token = fresh_token()
         with _written(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial_name(self.path, token).mkdir()
-        self._place = _Place(token, 0, len(plans))
-        return [replace(plan, storage_data=_Place(token, rank, len(plans))) for rank, plan in enumerate(plans)]
-
-    @property
-    def partial(self) -> Path | None:
-        """The hidden folder of this save, once planned."""
-        return None if self._place is None else partial_name(self.path, self._place.token)
+            self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
+            self.partial = Partial(self.path)
+        # Names of their own: a checkpoint that is replaced keeps its files until the index says otherwise.
+        token, world = secrets.token_hex(4), len(plans)
+        names = [f"rank-{rank:05d}-of-{world:05d}-{token}.safetensors" for rank in range(world)]
+        return [replace(p, storage_data=self.partial.path / name) for p, name in zip(plans, names, strict=True)]
 
     def discard(self) -> None:
         """Remove what a failed save has written so far."""
         if self.partial is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.discard()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._place = place = plan.storage_data
-        name = f"rank-{place.rank:05d}-of-{place.world_size:05d}.safetensors"
-        path = partial_name(self.path, place.token) / name
-        results: list[WriteResult] = []
-        if plan.items:
-            with _written(path), open(path, "xb") as file:
-                results = _write_items(file, name, plan.items, planner)
-                file.flush()
-                os.fsync(file.fileno())
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        path: Path = plan.storage_data
+        tensors: dict[str, torch.Tensor] = {}
+        stored: list[tuple[Any, Any, StoredShard]] = []
+        for item in plan.items:
+            about: Any = item.tensor_data
+            offsets, sizes = tuple(about.chunk.offsets), tuple(about.chunk.sizes)
+            if math.prod(sizes) == 0 and math.prod(about.size):
+                continue  # the empty shard of a rank that has no rows
+            key = item.index.fqn + ("" if sizes == tuple(about.size) else "@" + ",".join(map(str, offsets)))
+            if key in tensors:
+                raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
+            tensors[key] = planner.resolve_data(item)  # type: ignore[assignment]
+            stored.append((item, about, StoredShard(path.name, key, offsets, sizes)))
+        size, checksum = 0, ""
+        if tensors:
+            with _written(path):
+                checksum = write_tensors(path, tensors, {METADATA_KEY: Description().encode()})
+                size = path.stat().st_size
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [
+                WriteResult(item.index, size, (str(about.properties.dtype)[6:], tuple(about.size), shard, checksum))
+                for item, about, shard in stored
+            ]
+        )
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        place, partial = self._place, self.partial
-        if place is None or partial is None:
-            raise CheckpointError(f"{self.path} was not planned", expected="torch.distributed.checkpoint.save")
-        written = [(result.index.fqn, result.storage_data) for rank in results for result in rank]
         tensors: dict[str, StoredTensor] = {}
-        for name, part in written:
-            pieces = tensors[name].pieces if name in tensors else ()
-            tensors[name] = StoredTensor(part.dtype, part.shape, (*pieces, part.piece))
-        files = {part.piece.file: part.file for _, part in written}
-        index = Index(place.world_size, BLOCK_BYTES, files, tensors, self.description)
-        # Also where the ranks do not see each other's files.
-        check_files(partial, index)
+        files: dict[str, tuple[int, str]] = {}
+        for result in (result for rank in results for result in rank):
+            dtype, shape, shard, checksum = result.storage_data
+            before = tensors[result.index.fqn].shards if result.index.fqn in tensors else ()
+            tensors[result.index.fqn] = StoredTensor(dtype, shape, (*before, shard))
+            files[shard.file] = (result.size_in_bytes, checksum)
+        if self.partial is None:
+            raise CheckpointError(f"{self.path} was not planned", expected="torch.distributed.checkpoint.save")
         with _written(self.path):
-            with open(partial / INDEX_NAME, "xb") as file:
-                file.write(index.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            # What was just written is read once more before it may stand for a checkpoint.
-            read_index(partial)
-            publish(partial, self.path, place.token, self.overwrite)
+            with open(self.partial.path / INDEX_NAME, "xb") as file:
+                file.write(Index(len(results), files, tensors, self.description).encode())
+            sync(self.partial.path / INDEX_NAME)
+            # What was just written is read once more before it may stand for a checkpoint: also where the ranks do not
+            # see each other's files.
+            read_index(self.partial.path)
+            publish(self.partial, self.overwrite)
 
 
 @contextlib.contextmanager
@@ -183,97 +140,100 @@ def _written(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}", expected="a folder to write to") from error
-
-
-def _write_items(file: BinaryIO, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    """One safetensors file: its header, and the bytes of each piece, block by block."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begins, end = [], 0
-    # Larger elements first, so that every tensor is aligned.
-    items = sorted(items, key=lambda item: -_data(item).properties.dtype.itemsize)
-    for item in items:
-        data = _data(item)
-        sizes = list(data.chunk.sizes)
-        begins.append(end)
-        end += math.prod(sizes) * data.properties.dtype.itemsize
-        part = "" if sizes == list(data.size) else "@" + ",".join(map(str, data.chunk.offsets))
-        key = item.index.fqn + part
-        if key in header:
-            raise CheckpointError(f"two tensors of {name} would have the name {key!r}", remedy="rename one of them")
-        header[key] = {
-            "dtype": DTYPE_NAMES[data.properties.dtype],
-            "shape": sizes,
-            "data_offsets": [begins[-1], end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    file.write(head)
-    stored = StoredFile(len(head) + end, len(head), zlib.crc32(head))
-    results = []
-    for item, begin in zip(items, begins, strict=True):
-        data, checksums = _data(item), []
-        tensor: Any = planner.resolve_data(item)
-        for block in blocks_of(tensor, BLOCK_BYTES):
-            file.write(block)
-            checksums.append(zlib.crc32(block))
-        piece = StoredPiece(
-            name, len(head) + begin, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(checksums)
-        )
-        written = _Written(data.properties.dtype, tuple(data.size), piece, stored)
-        results.append(WriteResult(item.index, math.prod(piece.shape) * data.properties.dtype.itemsize, written))
-    return results
-
-
-def _data(item: WriteItem) -> Any:
-    return item.tensor_data
+        what = f"{path} cannot be written: {error}"
+        raise CheckpointError(what, expected="a folder to write to, and room in it") from error
 
 
 class FolderReader(StorageReader):
     """Reads what :class:`FolderWriter` wrote, for ``torch.distributed.checkpoint.load``; nothing is unpickled.
 
+    Files are mapped, and what is asked for is copied.
+
     Args:
         path: the folder of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, or not what was written; from whatever DCP calls.
+        CheckpointError: the checkpoint is not whole, or not what was written; or it was replaced while it was read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = as_path(path)
-        self._index: Index | None = None
-        self._folder = self.path
+        self._read: Index | None = None
+        self._files: dict[str, dict[str, torch.Tensor]] = {}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.path = self.path if checkpoint_id is None else as_path(checkpoint_id)
-        self._index = None
+        if checkpoint_id is not None:
+            self.path, self._read = as_path(checkpoint_id), None
 
     @property
     def index(self) -> Index:
-        """The index, read at the first use.
+        """The index, read at the first use."""
+        if self._read is None:
+            self._read, self._files = read_index(self.path), {}
+        return self._read
+
+    def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
+        """The tensors of one file, mapped.
 
         Raises:
-            CheckpointError: the checkpoint is not whole.
+            CheckpointError: it is damaged, or not the file that the index speaks of.
         """
-        if self._index is None:
-            self._folder = locate(self.path)
-            index = read_index(self._folder)
-            check_files(self._folder, index)
-            self._index = index
-        return self._index
+        if verify or name not in self._files:
+            try:
+                self._files[name], metadata = read_tensors(self.path / name, verify=verify)
+                if metadata.get("ottava.crc32") != self.index.files[name][1]:
+                    raise CheckpointError(f"{self.path / name} is another file than was written", expected="that one")
+            except CheckpointError as error:
+                if not self.current():
+                    what = f"{self.path} was replaced while it was read"
+                    raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from error
+                raise
+        return self._files[name]
 
-    def pieces(self) -> PieceReader:
-        """A reader of single pieces, to be used in a ``with`` block."""
-        index = self.index
-        return PieceReader(self._folder, index)
+    def current(self) -> bool:
+        """Whether the index is still the one that was read."""
+        try:
+            return read_index(self.path).crc32 == self.index.crc32
+        except CheckpointError:
+            return True
+
+    def shard(self, name: str, shard: StoredShard) -> torch.Tensor:
+        """A shard of the tensor ``name``, mapped."""
+        found = self.file(shard.file).get(shard.key)
+        if found is None or (str(found.dtype)[6:], found.shape) != (self.index.tensors[name].dtype, shard.shape):
+            what = f"{self.path / shard.file} does not have {shard.key!r} as {INDEX_NAME} says"
+            raise CheckpointError(what, expected=f"a tensor of shape {shard.shape}", remedy="load another checkpoint")
+        return found
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole of a tensor: mapped where it is in one file, else put together of its shards."""
+        tensor = self.index.tensors[name]
+        if len(tensor.shards) == 1:
+            return self.shard(name, tensor.shards[0])
+        made = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+        for shard in tensor.shards:
+            box = as_bytes(made)[tuple(slice(o, o + s) for o, s in zip(shard.offsets, shard.shape, strict=True))]
+            box.copy_(as_bytes(self.shard(name, shard)))
+        return made
+
+    def merged(self, name: str) -> torch.Tensor:
+        """The whole of a tensor; of what the next step would have reduced, the largest values of all ranks."""
+        made, about = self.whole(name), self.index.description
+        for other in about["per_rank"][name][1:] if name in about["largest"] else ():
+            made = torch.maximum(made, self.whole(other))
+        return made
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return Metadata({name: _metadata(tensor) for name, tensor in self.index.tensors.items()})
+        def stored(tensor: StoredTensor) -> TensorStorageMetadata:
+            chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
+            properties = TensorProperties(dtype=TORCH_DTYPES[tensor.dtype])
+            return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+
+        return Metadata({name: stored(tensor) for name, tensor in self.index.tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -285,23 +245,14 @@ class FolderReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with self.pieces() as reader:
-            for item in plan.items:
-                self._read_item(reader, item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _read_item(self, reader: PieceReader, item: ReadItem, planner: LoadPlanner) -> None:
-        name, offset = item.storage_index.fqn, item.storage_index.offset
-        pieces = self.index.tensors[name].pieces
-        piece = next(p for p in pieces if offset is None or p.offsets == tuple(offset))
-        values = reader.read(name, piece, item.storage_offsets, item.lengths)
-        target = planner.resolve_tensor(item)
-        as_bytes(target.detach()).copy_(values)
-        planner.commit_tensor(item, target)
-
-
-def _metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.shape)) for p in tensor.pieces]
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
+        for item in plan.items:
+            name, offsets = item.storage_index.fqn, item.storage_index.offset
+            shards = self.index.tensors[name].shards
+            shard = next(s for s in shards if offsets is None or s.offsets == tuple(offsets))
+            box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+            target = planner.resolve_tensor(item)
+            as_bytes(target.detach()).copy_(as_bytes(self.shard(name, shard))[box])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
