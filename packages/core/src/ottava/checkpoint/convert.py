@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ottava.checkpoint.description import Described, flatten_tensor, origin_of_quantizer, unflatten_tensor
-from ottava.checkpoint.files import listed, named
+from ottava.checkpoint.files import listed, named, of_any_class
 from ottava.checkpoint.model import save_file
 from ottava.checkpoint.paths import as_path, check_file_target
 from ottava.checkpoint.sources import Source, open_source
@@ -161,7 +161,7 @@ class _Job:
         """Settle which tensors are converted."""
         able: dict[str, int] = {}
         for name in self.stored:
-            with _of_any_class(name):
+            with of_any_class(name):
                 value = self._value(name)
                 if value.dtype in HIGH_PRECISION and _STATE not in name.split("."):
                     able[name] = len(value.size())
@@ -201,7 +201,7 @@ class _Job:
                 continue
             place = (*inner.items(), name in self.chosen)
             if place not in made:
-                with _of_any_class(name), torch.no_grad():
+                with of_any_class(name), torch.no_grad():
                     made[place] = self._converted(name, self._value(name))
                 self.written += made[place][1].nbytes
                 read += sum(self.source.sizes[there] for there in inner.values())
@@ -260,15 +260,3 @@ def _of_one_class(old: Described, new: Described) -> bool:
     """Whether quantizers of one class made both; of that, the first version named the package alone."""
     key = "quantizer" if "quantizer" in old.origin else "package"
     return bool(old.origin.get(key, "") == new.origin.get(key))
-
-
-@contextmanager
-def _of_any_class(name: str) -> Iterator[None]:
-    """A class that checks nothing meets values that a file made up."""
-    try:
-        yield
-    except OttavaError:
-        raise
-    except Exception as error:
-        what = f"{name!r} has no values: {type(error).__name__}: {error}"
-        raise CheckpointError(what, expected="a tensor that can be dequantized") from error

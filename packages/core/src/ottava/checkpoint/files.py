@@ -230,6 +230,18 @@ def named(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error.what}", expected=error.expected, remedy=error.remedy) from error
 
 
+@contextlib.contextmanager
+def of_any_class(name: str) -> Iterator[None]:
+    """The class of a quantized tensor may be anybody's, and what a file says to it anything: CheckpointError."""
+    try:
+        yield
+    except OttavaError:
+        raise
+    except Exception as error:
+        what = f"{name!r} has no values: {type(error).__name__}: {error}"
+        raise CheckpointError(what, expected="a tensor that can be loaded or dequantized") from error
+
+
 def listed(names: Sequence[str]) -> str:
     """Names for an error, the first few of many."""
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ottava.checkpoint.index import FILE_NAME, INDEX_NAME, read_index
 from ottava.checkpoint.paths import Partial, as_path, remove_leftovers, sync
-from ottava.errors import CheckpointError, OptionError
+from ottava.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -20,26 +20,19 @@ _STEP = re.compile(r"step-(\d+)")
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a whole sharded checkpoint: its index is in order and every file is there in full length.
 
-    The bytes of the tensors are not read here; loading checks them.
-
-    Raises:
-        DTypeError: ``path`` is no path.
+    The bytes of the tensors are not read here; loading checks them. Raises DTypeError where ``path`` is no path.
     """
     folder = as_path(path)
-    try:
-        read_index(folder)
-    except CheckpointError:
-        return False
-    return True
+    with contextlib.suppress(CheckpointError):
+        return bool(read_index(folder))
+    return False
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The whole checkpoint ``step-NUMBER`` with the highest number in ``folder``; None where there is none.
 
     What was not written to its end, or for which :func:`is_complete` is False, is passed over. Nothing is removed.
-
-    Raises:
-        DTypeError: ``folder`` is no path.
+    Raises DTypeError where ``folder`` is no path.
     """
     return next(_step_checkpoints(as_path(folder)), None)
 
@@ -50,32 +43,16 @@ def _step_checkpoints(folder: Path) -> Iterator[Path]:
     return (path for _, path in sorted(found, reverse=True) if is_complete(path))
 
 
-def step_name(step: int) -> str:
-    """The name of the checkpoint of a step, ``step-0000100`` for 100.
-
-    Raises:
-        OptionError: ``step`` is no number of a step.
-    """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise OptionError(f"step is {step!r}", expected="an integer from 0")
-    return f"step-{step:07d}"
-
-
 def check_target(target: Path, overwrite: bool) -> None:
-    """Refuse what a checkpoint may not be written over.
-
-    Raises:
-        CheckpointError: something has the name and ``overwrite`` is False, or it is no checkpoint.
-    """
-    if not os.path.lexists(target):
-        return
-    if not overwrite:
-        what, remedy = f"{target} exists", "pass overwrite=True to replace a checkpoint"
-        raise CheckpointError(what, expected="a new name", remedy=remedy)
-    folder = target.is_dir() and not target.is_symlink()
-    if not folder or (not (target / INDEX_NAME).exists() and any(target.iterdir())):
-        what, expected = f"{target} is not a sharded checkpoint and is not replaced", "a checkpoint or a new name"
-        raise CheckpointError(what, expected=expected, remedy="move it away")
+    """Raise CheckpointError where something has the name and ``overwrite`` is False, or it is no checkpoint."""
+    if os.path.lexists(target) and not overwrite:
+        remedy = "pass overwrite=True to replace a checkpoint"
+        raise CheckpointError(f"{target} exists", expected="a new name", remedy=remedy)
+    if os.path.lexists(target):
+        folder = target.is_dir() and not target.is_symlink()
+        if not folder or (not (target / INDEX_NAME).exists() and any(target.iterdir())):
+            what = f"{target} is not a sharded checkpoint and is not replaced"
+            raise CheckpointError(what, expected="a checkpoint or a new name", remedy="move it away")
 
 
 def publish(partial: Partial, overwrite: bool) -> None:
@@ -99,13 +76,13 @@ def publish(partial: Partial, overwrite: bool) -> None:
         check_target(target, overwrite)
         descriptor = os.open(target, os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):  # where locks are not to be had, one writer at a time is up to the user
+            with contextlib.suppress(OSError):  # where no locks are to be had, one writer at a time is up to the user
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             names = [entry.name for entry in partial.path.iterdir() if entry.name != INDEX_NAME]
-            for name in (*names, INDEX_NAME):
-                if name == INDEX_NAME:
-                    sync(target)
+            for name in names:
                 os.replace(partial.path / name, target / name)
+            sync(target)
+            os.replace(partial.path / INDEX_NAME, target / INDEX_NAME)
             sync(target)
             for entry in list(target.iterdir()):
                 if FILE_NAME.fullmatch(entry.name) and entry.name not in names:
@@ -117,10 +94,8 @@ def publish(partial: Partial, overwrite: bool) -> None:
 
 
 def prune(folder: Path, keep: int, written: Path) -> None:
-    """Remove the whole checkpoints of steps but ``written`` and the ``keep - 1`` others with the highest numbers.
-
-    What interrupted saves of steps have left goes too.
-    """
+    """Remove the whole checkpoints of steps but ``written`` and the ``keep - 1`` others with the highest numbers, and
+    what interrupted saves of steps have left."""
     remove_leftovers(folder / "step", ".step-")
     for path in [path for path in _step_checkpoints(folder) if path != written][keep - 1 :]:
         try:

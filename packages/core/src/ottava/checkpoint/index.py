@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -56,15 +55,8 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """What ``ottava.json`` says.
-
-    Attributes:
-        world_size: how many ranks wrote the checkpoint.
-        files: the length in bytes and the checksum of each file of tensors, by name.
-        tensors: the tensors by name.
-        description: what the state is made of besides tensors, see ``sharded.py``.
-        crc32: the checksum of the index itself.
-    """
+    """What ``ottava.json`` says: how many ranks wrote, the length in bytes and the checksum of each file, the tensors, and
+    what the state is made of besides (see ``sharded.py``); and its own checksum."""
 
     world_size: int
     files: Mapping[str, tuple[int, str]]
@@ -74,8 +66,9 @@ class Index:
 
     def encode(self) -> bytes:
         """The bytes of ``ottava.json``."""
-        body = {**asdict(self), "version": _VERSION}
-        rest = json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
+        rest = (
+            json.dumps({**asdict(self), "version": _VERSION}, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
+        )
         return f'{{"crc32":"{zlib.crc32(rest):08x}","checkpoint":'.encode() + rest
 
 
@@ -89,11 +82,8 @@ def read_index(folder: Path) -> Index:
     try:
         text = path.read_bytes()
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}",
-            expected="the folder of a whole sharded checkpoint",
-            remedy="latest_checkpoint() finds the newest one",
-        ) from error
+        what, expected = f"{path} cannot be read: {error}", "the folder of a whole sharded checkpoint"
+        raise CheckpointError(what, expected=expected, remedy="latest_checkpoint() finds the newest one") from error
     try:
         start = _START.match(text)
         if start is None or zlib.crc32(text[start.end() :]) != int(start[1], 16):
@@ -102,23 +92,19 @@ def read_index(folder: Path) -> Index:
         version = body["version"]
         index = _decoded(body, int(start[1], 16)) if version == _VERSION else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: {error}", expected="the index of a sharded checkpoint", remedy="load another one"
-        ) from error
+        what, expected = f"{path} is damaged: {error}", "the index of a sharded checkpoint"
+        raise CheckpointError(what, expected=expected, remedy="load another one") from error
     if index is None:
-        raise CheckpointError(
-            f"{path} has version {version!r}",
-            expected=f"version {_VERSION}",
-            remedy="make one file of it with the `ottava export` of the version of ottava that wrote it, which every "
-            "later version reads",
-        )
+        # The files of the first version of one-file checkpoints are read.
+        remedy = "make one file of it with `ottava export` of the version of ottava that wrote it, and load that"
+        raise CheckpointError(f"{path} has version {version!r}", expected=f"version {_VERSION}", remedy=remedy)
     for name, (size, _) in index.files.items():
         try:
-            found = (folder / name).stat()
+            found = (folder / name).stat().st_size if (folder / name).is_file() else "no"
         except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error}", expected="every file") from error
-        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
-            what, remedy = f"{folder / name} has {found.st_size} bytes", "load another checkpoint"
+            found = f"unknown ({error})"
+        if found != size:
+            what, remedy = f"{folder / name} has {found} bytes", "load another checkpoint"
             raise CheckpointError(what, expected=f"{size}, as were written", remedy=remedy)
     return index
 
@@ -130,49 +116,43 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
-    (world_size,) = _sizes([body["world_size"]])
-    files = {}
+    (world_size,), description, files, tensors = _sizes([body["world_size"]]), body["description"], {}, {}
     for name, (size, checksum) in body["files"].items():
         # A name from a file: nothing outside the folder may be reached by it.
         if not FILE_NAME.fullmatch(name) or not isinstance(checksum, str):
             raise ValueError(f"{name!r} is no name of a file of tensors")
         files[name] = (_sizes([size])[0], checksum)
-    tensors = {}
     for name, entry in body["tensors"].items():
-        dtype, shape = TORCH_DTYPES[entry["dtype"]], _sizes(entry["shape"])
+        TORCH_DTYPES[entry["dtype"]].itemsize  # noqa: B018  (a KeyError where it is none)
         name.encode()  # half a character is a UnicodeError
-        shards = tuple(
-            StoredShard(s["file"], str(s["key"]), _sizes(s["offsets"]), _sizes(s["shape"])) for s in entry["shards"]
+        parts = [(s["file"], str(s["key"]), _sizes(s["offsets"]), _sizes(s["shape"])) for s in entry["shards"]]
+        tensors[name] = StoredTensor(
+            entry["dtype"], _sizes(entry["shape"]), tuple(StoredShard(*part) for part in parts)
         )
-        if any(shard.file not in files for shard in shards) or not covered(shape, shards):
+        if any(part[0] not in files for part in parts) or not covered(tensors[name]):
             raise ValueError(f"the shards of {name!r} do not make the whole")
-        tensors[name] = StoredTensor(str(dtype).removeprefix("torch."), shape, shards)
-    description = body["description"]
-    quantized, own = description["quantized"].values(), description["per_rank"].values()
-    known = all(isinstance(entry, dict) for entry in quantized) and isinstance(description["state"], dict)
-    for names in own:
-        kinds = {(tensors[name].dtype, tensors[name].shape) for name in names}
-        known = known and len(names) == world_size and len(kinds) == 1
-    if not known or not set(description["largest"]) <= set(description["per_rank"]):
+    right = all(isinstance(entry, dict) for entry in (description["state"], *description["quantized"].values()))
+    for names in description["per_rank"].values():
+        right &= len(names) == world_size and len({(tensors[name].dtype, tensors[name].shape) for name in names}) == 1
+    if not right or not set(description["largest"]) <= set(description["per_rank"]):
         raise ValueError("it does not describe the state")
     return Index(world_size, files, tensors, description, crc32)
 
 
-def covered(shape: Sequence[int], shards: Sequence[StoredShard]) -> bool:
-    """Whether boxes lie inside a shape and cover it, each element once."""
-    if math.prod(max(size, 1) for size in shape) >= 1 << 60 or not shards:
-        return False
-    boxes = [list(zip(shard.offsets, shard.shape, strict=True)) for shard in shards]
-    if any(len(box) != len(shape) or any(o + s > n for (o, s), n in zip(box, shape)) for box in boxes):
-        return False
-    if sum(math.prod(shard.shape) for shard in shards) != math.prod(shape) or math.prod(shape) == 0:
-        return math.prod(shape) == 0
+def covered(tensor: StoredTensor) -> bool:
+    """Whether the shards of a tensor lie inside it and cover it, each element once."""
+    shape, volume = tensor.shape, math.prod(tensor.shape)
+    boxes: list[Sequence[tuple[int, int]]] = [list(zip(s.offsets, s.shape, strict=True)) for s in tensor.shards]
+    inside = all(len(box) == len(shape) and all(o + s <= n for (o, s), n in zip(box, shape)) for box in boxes)
+    if not inside or not boxes or math.prod(max(size, 1) for size in shape) >= 1 << 60 or volume == 0:
+        return inside and bool(boxes) and volume == 0 and max(shape) < 1 << 60
     # The cuts in each dimension make a grid of cells, each of which one box has to fill.
-    cuts = [sorted({end for box in boxes for end in (box[dim][0], sum(box[dim]))}) for dim in range(len(shape))]
+    cuts = [
+        sorted({0, *(box[dim][0] for box in boxes), *(sum(box[dim]) for box in boxes)}) for dim in range(len(shape))
+    ]
     if math.prod(len(cut) - 1 for cut in cuts) > _MOST_CELLS:
         return False
     cells = torch.zeros([len(cut) - 1 for cut in cuts], dtype=torch.int32)
-    place = [{at: number for number, at in enumerate(cut)} for cut in cuts]
     for box in boxes:
-        cells[tuple(slice(place[d][o], place[d][o + s]) for d, (o, s) in enumerate(box))] += 1
-    return bool((cells == 1).all())
+        cells[tuple(slice(cut.index(o), cut.index(o + s)) for cut, (o, s) in zip(cuts, box, strict=True))] += 1
+    return all(cut[-1] == size for cut, size in zip(cuts, shape, strict=True)) and bool((cells == 1).all())

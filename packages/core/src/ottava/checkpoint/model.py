@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, listed, named, put_tensors, read_tensors
+from ottava.checkpoint.files import METADATA_KEY, listed, named, of_any_class, put_tensors, read_tensors
 from ottava.checkpoint.flatten import described_state, unflatten_state_dict
 from ottava.checkpoint.paths import as_path
 from ottava.checkpoint.swap import check_writable, uninterrupted
@@ -143,9 +143,9 @@ def load_model(
         for name in unexpected:
             del state[name]
         own = {f"{name}.": module for name, module in modules.items() if name and isinstance(module, RecipeState)}
-        for name, value in state.items():
-            if name in targets and not name.startswith(tuple(own)):
-                state[name] = _fitting(name, targets[name], value)
+        for name in [name for name in state if name in targets and not name.startswith(tuple(own))]:
+            with of_any_class(name):
+                state[name] = _fitting(name, targets[name], state[name])
         for prefix, module in own.items():
             _try_recipe_state(prefix, module, state)
         _write(model, targets, state)
@@ -158,25 +158,15 @@ def _module(model: Any) -> torch.nn.Module:
     return model
 
 
-def _fitting(name: str, target: torch.Tensor, value: Any) -> torch.Tensor:
+def _fitting(name: str, target: Any, value: Any) -> torch.Tensor:
     """The value as it is copied into the target, or an error where it cannot be."""
-    try:
-        return _checked(name, target, value)
-    except OttavaError:
-        raise
-    except Exception as error:
-        # The class of a quantized tensor may be anybody's, and what a file says to it anything.
-        what = f"{name!r} has no values that could be loaded: {type(error).__name__}: {error}"
-        raise CheckpointError(what, expected="a tensor like that of the model") from error
-
-
-def _checked(name: str, target: torch.Tensor, value: Any) -> torch.Tensor:
     check_writable(name, target)
     if tuple(value.size()) != tuple(target.shape):
         what = f"{name!r} has shape {tuple(value.size())}"
         raise ShapeError(what, expected=f"{tuple(target.shape)}, as in the model")
+    quantized = isinstance(value, QuantizedTensorStorage)
     if not isinstance(target, QuantizedTensor):
-        if isinstance(value, QuantizedTensorStorage):
+        if quantized:
             value = value.dequantize(target.dtype if target.dtype in HIGH_PRECISION else torch.float32)
         kinds = [(t.dtype.is_floating_point, t.dtype.is_complex) for t in (target, value)]
         if kinds[0] != kinds[1] or (not any(kinds[0]) and value.dtype != target.dtype):
@@ -195,12 +185,10 @@ def _checked(name: str, target: torch.Tensor, value: Any) -> torch.Tensor:
     if target._quantizer is None:
         what = f"{name!r} of the model has no quantizer, and the file has another kind of data for it"
         raise UsageError(what, expected="a quantizer", remedy="set one with update_quantizer()")
-    if isinstance(value, QuantizedTensorStorage):
-        return value.dequantize(torch.float32)
-    if not value.dtype.is_floating_point:
+    if not quantized and not value.dtype.is_floating_point:
         raise DTypeError(f"{name!r} is of {value.dtype}", expected="floating-point values to quantize")
-    plain: torch.Tensor = value if value.dtype in HIGH_PRECISION else value.to(torch.float32)
-    return plain
+    plain: torch.Tensor = value.dequantize(torch.float32) if quantized else value
+    return plain if plain.dtype in HIGH_PRECISION else plain.to(torch.float32)
 
 
 def _try_recipe_state(prefix: str, module: torch.nn.Module, state: Mapping[str, Any]) -> None:

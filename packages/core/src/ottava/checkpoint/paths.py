@@ -40,7 +40,8 @@ class Partial:
     """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target."""
 
     def __init__(self, target: Path) -> None:
-        self.target, self._lock, made = Path(os.path.abspath(target)), -1, False
+        self._lock, made = -1, False
+        self.path = self.target = Path(os.path.abspath(target))
         try:
             while not made:
                 self.path = self.target.with_name(f"{_start(self.target)}{secrets.token_hex(8)}.partial")
@@ -59,9 +60,14 @@ class Partial:
     def __exit__(self, *error: object) -> None:
         self.discard()
 
+    def __del__(self) -> None:
+        # An interrupt may come before the block begins, or as it ends.
+        self.discard()
+
     def discard(self) -> None:
         """Remove the folder and give the lock up."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self.path != self.target:
+            shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             descriptor, self._lock = self._lock, -1
             os.close(descriptor)

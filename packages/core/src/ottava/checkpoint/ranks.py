@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,11 +14,7 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """The ranks of a group, or this process alone: they fail together, each with what it knows.
-
-    Raises:
-        UsageError: this process is not in the group.
-    """
+    """The ranks of a group, or this process alone; raises UsageError where this process is not in the group."""
 
     def __init__(self, group: Any) -> None:
         self.alone = not (dist.is_available() and dist.is_initialized())
@@ -46,7 +42,7 @@ class Ranks:
         except Exception as error:
             failure = error
         messages = self.gather(None if failure is None else str(failure))
-        _raise(failure, {rank: message for rank, message in enumerate(messages) if message is not None})
+        _fail(failure, {rank: message for rank, message in enumerate(messages) if message is not None})
         return result[0]
 
     def run(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
@@ -60,11 +56,10 @@ class Ranks:
                 function(*args, process_group=self.group, no_dist=self.alone, **options)
         except CheckpointException as error:
             causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-            _raise(causes.get(self.rank), causes)
-            raise CheckpointError(f"a rank failed: {error}", expected="success on every rank") from error
+            _fail(causes.get(self.rank), causes)
 
 
-def _raise(own: BaseException | None, failures: dict[int, Any]) -> None:
+def _fail(own: BaseException | None, failures: Mapping[int, Any]) -> None:
     if own is not None:
         raise own
     for rank, message in failures.items():

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import as_bytes, crc32_of, listed
+from ottava.checkpoint.files import crc32_of, dtype_name, in_memory, listed
 from ottava.checkpoint.flatten import add_tensors, flatten_value
-from ottava.checkpoint.folder import prune, step_name
+from ottava.checkpoint.folder import prune
 from ottava.checkpoint.paths import as_path
 from ottava.checkpoint.ranks import Ranks
 from ottava.checkpoint.state import Merge, decode_tree, encode_tree, leaves
@@ -58,8 +58,7 @@ class _Flat:
 
     def written(self) -> None:
         """Tell the quantized tensors that their bytes were written: what derives from them is outdated."""
-        for name in self.quantized:
-            storage = _local(self.values[name])
+        for storage in (_local(self.values[name]) for name in self.quantized):
             storage.mark_written()
             if isinstance(storage, torch.Tensor):
                 bump_version(storage)
@@ -97,7 +96,7 @@ def save_sharded(
 
     ranks = Ranks(group)
     flat = ranks.each(lambda: _Flat(state))
-    per_rank = _compared(flat, ranks)
+    per_rank = _differing(flat, ranks)
     largest = [name for name in per_rank if is_reduced_by_max(name)]
     description = {"state": flat.tree, "quantized": flat.quantized, "per_rank": per_rank, "largest": largest}
     writer = ranks.each(lambda: FolderWriter(path, overwrite=overwrite, description=description))
@@ -109,7 +108,7 @@ def save_sharded(
         writer.discard()
 
 
-def _compared(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
+def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
     """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files.
 
     Raises:
@@ -117,33 +116,28 @@ def _compared(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
     """
     if ranks.world == 1:
         return {}
-    whole = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
-    about: dict[str, Any] = leaves(flat.tree) | {f"{n} (quantized)": e for n, e in flat.quantized.items()} | whole
+    about: dict[str, Any] = leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}
+    about |= {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
     texts = {name: json.dumps(entry, sort_keys=True) for name, entry in about.items()}
     if len(set(ranks.gather(zlib.crc32(json.dumps(texts, sort_keys=True).encode())))) > 1:
-        every = ranks.gather(texts)
-        for rank, other in enumerate(every):
-            for name in sorted({*every[0], *other}):
-                if every[0].get(name) != other.get(name):
-                    raise UsageError(
-                        f"{name!r} of rank {rank} is not that of rank 0: {other.get(name)} and {every[0].get(name)}",
-                        expected="the same names, shapes, dtypes and values besides tensors on all ranks",
-                        remedy="save what each rank has of its own as tensors",
-                    )
-    own = {n: crc32_of(as_bytes(t).cpu().contiguous()) for n, t in flat.tensors.items() if not hasattr(t, "to_local")}
+        first, *others = ranks.gather(texts)
+        for rank, other in enumerate(others, 1):
+            for name in sorted(name for name in {*first, *other} if first.get(name) != other.get(name)):
+                what = f"{name!r} of rank {rank} is not that of rank 0: {other.get(name)} and {first.get(name)}"
+                expected = "the same names, shapes, dtypes and values besides tensors on all ranks"
+                raise UsageError(what, expected=expected, remedy="save what each rank has of its own as tensors")
+    own = {n: crc32_of(in_memory(n, t)) for n, t in flat.tensors.items() if not hasattr(t, "to_local")}
     sums = ranks.gather(own)
-    differing = [name for name in own if len({of[name] for of in sums}) > 1]
-    for name in differing:
+    names: dict[str, list[str]] = {}
+    for name in (name for name in own if len({of[name] for of in sums}) > 1):
         owner = flat.owners[name]
         if hasattr(flat.values[owner], "to_local"):
-            raise UsageError(
-                f"the shards of {owner!r} have different {name.removeprefix(owner + '.')!r}",
-                expected="one value for all shards of a weight",
-                remedy="set the values of the weight before it is sharded",
-            )
-    names = {name: [name, *(f"{name}@rank-{rank:05d}" for rank in range(1, ranks.world))] for name in differing}
-    for name in (other for others in names.values() for other in others[1:] if other in flat.tensors):
-        raise UsageError(f"a tensor has the name {name!r}", remedy="rename it")
+            what = f"the shards of {owner!r} have different {name.removeprefix(owner + '.')!r}"
+            remedy = "set the values of the weight before it is sharded"
+            raise UsageError(what, expected="one value for all shards of a weight", remedy=remedy)
+        names[name] = [name, *(f"{name}@rank-{rank:05d}" for rank in range(1, ranks.world))]
+        if taken := set(names[name][1:]) & set(flat.tensors):
+            raise UsageError(f"a tensor has the name {min(taken)!r}", remedy="rename it")
     return names
 
 
@@ -157,9 +151,9 @@ def load_sharded(
 ) -> Any:
     """Load a checkpoint that any number of ranks saved into the tensors of ``state``, in place, or change nothing.
 
-    Every rank calls it, and reads its shards into new memory; when all have succeeded, the tensors are written. An error
-    on one rank is an error on all, and none has changed anything; an interrupt at any moment leaves the tensors of a
-    rank all old or all new. On each rank the new values of its shards are in memory beside the old ones.
+    Every rank calls it, and reads its shards into new memory; when all have succeeded, the tensors are written. An
+    error on one rank is an error on all, and none has changed anything; an interrupt at any moment leaves the tensors
+    of a rank all old or all new. On each rank the new values of its shards are in memory beside the old ones.
 
     Args:
         state: like what was saved, with tensors to load into, sharded over any number of ranks.
@@ -188,29 +182,23 @@ def load_sharded(
     flat, result, stored = ranks.each(lambda: _matched(state, reader, strict, ranks))
     if len(set(ranks.gather(reader.index.crc32))) > 1:
         raise CheckpointError(f"{path} is not the same checkpoint on all ranks", expected="a shared file system")
-    if verify:
-        mine = sorted(reader.index.files)[ranks.rank :: ranks.world]
-        ranks.each(lambda: [reader.file(name, verify=True) for name in mine])
+    mine = sorted(reader.index.files)[ranks.rank :: ranks.world] if verify else []
+    ranks.each(lambda: [reader.file(name, verify=True) for name in mine])
     fresh = ranks.each(lambda: {there: _empty_like(flat.tensors[name]) for name, there in stored.items()})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     ranks.run(load, dict(fresh), storage_reader=reader, planner=planner)
-    ranks.each(lambda: fresh.update(_largest(fresh, reader, ranks)))
-    swap = Swap(
-        [(_local(flat.tensors[name]), _local(fresh.pop(there))) for name, there in stored.items()], flat.written
-    )
+    about = reader.index.description
+    # Scaling state that each of another number of ranks had of its own: for all of these, the largest values.
+    merged = [name for name in about["largest"] if name in fresh and len(about["per_rank"][name]) != ranks.world]
+    ranks.each(lambda: fresh.update({name: reader.whole(name) for name in merged}))
+    pairs = [(_local(flat.tensors[name]), _local(fresh.pop(there))) for name, there in stored.items()]
+    swap = Swap(pairs, flat.written)
     try:
         ranks.each(swap.apply)
     except BaseException:
         swap.undo()
         raise
     return result
-
-
-def _largest(fresh: Mapping[str, Any], reader: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Scaling state that each of another number of ranks had of its own: for all of these, the largest values."""
-    about = reader.index.description
-    merged = [name for name in about["largest"] if name in fresh and len(about["per_rank"][name]) != ranks.world]
-    return {name: reader.merged(name) for name in merged}
 
 
 def _empty_like(tensor: Any) -> Any:
@@ -225,55 +213,44 @@ def _empty_like(tensor: Any) -> Any:
 def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) -> tuple[_Flat, Any, dict[str, str]]:
     """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
     index, flat, path = reader.index, _Flat(state), reader.path
-    tree = index.description["state"]
-    if not tree.get("dict", True):
-        # Written by DCP's own save: no more than tensors by name.
-        tree = {"dict": [[name, {"tensor": name}] for name in index.tensors]}
     try:
-        merge = Merge(flat.tree, tree)
+        # DCP's own save knows no more than tensors by name.
+        by_name = {"dict": [[name, {"tensor": name}] for name in index.tensors]}
+        merge = Merge(flat.tree, index.description["state"] if any(index.description["state"].values()) else by_name)
         result = decode_tree(merge.tree, flat.values)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} says of no state: {error}", expected="what save_sharded wrote") from error
     for what, names in ((f"{path} misses", merge.missing), ("the state has no place for", merge.unexpected)):
         if strict and names:
-            raise CheckpointError(
-                f"{what} {listed(names)}",
-                expected=f"the names of {path}",
-                remedy="make the state that was saved: an optimizer has none before its first step",
-            )
+            remedy = "make the state that was saved: an optimizer has none before its first step"
+            raise CheckpointError(f"{what} {listed(names)}", expected=f"the names of {path}", remedy=remedy)
     stored = {}
     for name, tensor in flat.tensors.items():
         owner = flat.owners[name]
         if owner in merge.missing:
             continue
-        _check_kind(owner, path, flat, index.description["quantized"].get(owner))
+        saved, mine = index.description["quantized"].get(owner), flat.quantized.get(owner)
+        kinds = [None if entry is None else (entry.get("class"), entry.get("static")) for entry in (saved, mine)]
+        if kinds[0] != kinds[1]:
+            words = ["not quantized" if kind is None else f"quantized, {kind[0]} of {kind[1]}" for kind in kinds]
+            remedy = "make the model with the recipe that was saved, or convert the checkpoint"
+            raise CheckpointError(
+                f"{owner!r} of {path} is {words[0]}", expected=f"{words[1]}, as in the state", remedy=remedy
+            )
+        value = flat.values[owner]
+        if isinstance(value, QuantizedTensorStorage) and value._whole is not None:
+            what = f"{owner!r} is a view of another tensor, whose scales are not its own to change"
+            raise UsageError(what, expected="a whole one", remedy="load into the whole tensor")
         # Its own where each rank had its own and there are as many, else rank 0's.
-        names = index.description["per_rank"].get(name, [])
-        stored[name] = names[ranks.rank] if len(names) == ranks.world else name
-        found, dtype = index.tensors.get(stored[name]), str(tensor.dtype).removeprefix("torch.")
+        own = index.description["per_rank"].get(name, [])
+        stored[name] = own[ranks.rank] if len(own) == ranks.world else name
+        found, dtype = index.tensors.get(stored[name]), dtype_name(tensor.dtype)
         if found is None or (found.dtype, found.shape) != (dtype, tuple(tensor.shape)):
-            is_there = "is not there" if found is None else f"has shape {found.shape} and dtype {found.dtype}"
+            seen = "is not there" if found is None else f"has shape {found.shape} and dtype {found.dtype}"
             expected = f"{tuple(tensor.shape)} and {dtype}, as in the state"
-            raise CheckpointError(f"{stored[name]!r} of {path} {is_there}", expected=expected)
+            raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=expected)
         check_writable(owner, _local(tensor))
     return flat, result, stored
-
-
-def _check_kind(name: str, path: Path, flat: _Flat, saved: Any) -> None:
-    """Refuse to load a tensor into one of another kind."""
-    mine = flat.quantized.get(name)
-    kinds = [None if entry is None else (entry.get("class"), entry.get("static")) for entry in (saved, mine)]
-    if kinds[0] != kinds[1]:
-        words = ["not quantized" if kind is None else f"quantized, {kind[0]} of {kind[1]}" for kind in kinds]
-        raise CheckpointError(
-            f"{name!r} of {path} is {words[0]}",
-            expected=f"{words[1]}, as in the state",
-            remedy="make the model with the recipe that was saved, or convert the checkpoint",
-        )
-    value = flat.values[name]
-    if isinstance(value, QuantizedTensorStorage) and value._whole is not None:
-        what = f"{name!r} is a view of another tensor, whose scales are not its own to change"
-        raise UsageError(what, expected="a whole one", remedy="load into the whole tensor")
 
 
 def save_step(
@@ -303,9 +280,10 @@ def save_step(
     """
 
     def check() -> Path:
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise OptionError(f"keep is {keep!r}", expected="an integer from 1, or None")
-        return as_path(folder) / step_name(step)
+        for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise OptionError(f"{name} is {value!r}", expected=f"an integer from {least}")
+        return as_path(folder) / f"step-{step:07d}"
 
     ranks = Ranks(group)
     path = ranks.each(check)

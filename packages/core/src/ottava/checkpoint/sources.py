@@ -129,7 +129,7 @@ def _sharded(path: Path) -> Source:
         raise CheckpointError(what, expected="what save_sharded wrote") from error
     others = {name for names in reader.index.description["per_rank"].values() for name in names[1:]}
     tensors = {name: reader.index.tensors[name] for name in sorted(reader.index.tensors) if name not in others}
-    return Source({name: tensor.nbytes for name, tensor in tensors.items()}, reader.merged, description, {})
+    return Source({name: tensor.nbytes for name, tensor in tensors.items()}, reader.whole, description, {})
 
 
 def _unpickled(path: Path) -> dict[str, Any]:

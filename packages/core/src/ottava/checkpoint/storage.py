@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,25 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ottava.checkpoint.description import Description
-from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, as_bytes, read_tensors, write_tensors
+from ottava.checkpoint.files import (
+    CHECKSUM_KEY,
+    METADATA_KEY,
+    TORCH_DTYPES,
+    as_bytes,
+    dtype_name,
+    read_tensors,
+    write_tensors,
+)
 from ottava.checkpoint.folder import check_target, publish
 from ottava.checkpoint.index import INDEX_NAME, Index, StoredShard, StoredTensor, read_index
 from ottava.checkpoint.paths import Partial, as_path, sync
 from ottava.errors import CheckpointError, DTypeError
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 class FolderWriter(StorageWriter):
@@ -51,10 +65,10 @@ class FolderWriter(StorageWriter):
     def __init__(
         self, path: str | os.PathLike[str], *, overwrite: bool = False, description: Mapping[str, Any] | None = None
     ) -> None:
-        self.path, self.overwrite, self.partial = as_path(path), overwrite, None
+        self.path, self.overwrite = as_path(path), overwrite
         empty: dict[str, Any] = {"state": {"dict": []}, "quantized": {}, "per_rank": {}, "largest": []}
-        self.description = empty | dict(description or {})
-        self.partial: Partial | None
+        self.description = description or empty
+        self.partial: Partial | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -89,48 +103,39 @@ class FolderWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         path: Path = plan.storage_data
-        tensors: dict[str, torch.Tensor] = {}
-        stored: list[tuple[Any, Any, StoredShard]] = []
+        tensors: dict[str, Any] = {}
+        told: list[tuple[Any, Any]] = []
         for item in plan.items:
             about: Any = item.tensor_data
-            offsets, sizes = tuple(about.chunk.offsets), tuple(about.chunk.sizes)
-            if math.prod(sizes) == 0 and math.prod(about.size):
-                continue  # the empty shard of a rank that has no rows
-            key = item.index.fqn + ("" if sizes == tuple(about.size) else "@" + ",".join(map(str, offsets)))
-            if key in tensors:
-                raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
-            tensors[key] = planner.resolve_data(item)  # type: ignore[assignment]
-            stored.append((item, about, StoredShard(path.name, key, offsets, sizes)))
-        size, checksum = 0, ""
+            offsets, sizes, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes), tuple(about.size)
+            # A rank that has no rows has an empty shard.
+            if math.prod(sizes) or not math.prod(shape):
+                key = item.index.fqn + ("" if sizes == shape else "@" + ",".join(map(str, offsets)))
+                if key in tensors:
+                    raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
+                tensors[key] = planner.resolve_data(item)
+                shard = StoredShard(path.name, key, offsets, sizes)
+                told.append((item.index, StoredTensor(dtype_name(about.properties.dtype), shape, (shard,))))
+        file: tuple[int, str] = (0, "")
         if tensors:
             with _written(path):
                 checksum = write_tensors(path, tensors, {METADATA_KEY: Description().encode()})
-                size = path.stat().st_size
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(
-            [
-                WriteResult(item.index, size, (str(about.properties.dtype)[6:], tuple(about.size), shard, checksum))
-                for item, about, shard in stored
-            ]
-        )
-        return done
+                file = (path.stat().st_size, checksum)
+        return _done([WriteResult(index, stored.nbytes, (stored, file)) for index, stored in told])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         tensors: dict[str, StoredTensor] = {}
         files: dict[str, tuple[int, str]] = {}
         for result in (result for rank in results for result in rank):
-            dtype, shape, shard, checksum = result.storage_data
-            before = tensors[result.index.fqn].shards if result.index.fqn in tensors else ()
-            tensors[result.index.fqn] = StoredTensor(dtype, shape, (*before, shard))
-            files[shard.file] = (result.size_in_bytes, checksum)
+            name, (stored, file) = result.index.fqn, result.storage_data
+            tensors[name] = replace(stored, shards=(*(tensors[name].shards if name in tensors else ()), *stored.shards))
+            files[stored.shards[0].file] = file
         if self.partial is None:
             raise CheckpointError(f"{self.path} was not planned", expected="torch.distributed.checkpoint.save")
         with _written(self.path):
-            with open(self.partial.path / INDEX_NAME, "xb") as file:
-                file.write(Index(len(results), files, tensors, self.description).encode())
+            (self.partial.path / INDEX_NAME).write_bytes(Index(len(results), files, tensors, self.description).encode())
             sync(self.partial.path / INDEX_NAME)
-            # What was just written is read once more before it may stand for a checkpoint: also where the ranks do not
-            # see each other's files.
+            # Read once more before it may stand for a checkpoint: ranks may not see each other's files.
             read_index(self.partial.path)
             publish(self.partial, self.overwrite)
 
@@ -147,13 +152,8 @@ def _written(path: Path) -> Iterator[None]:
 class FolderReader(StorageReader):
     """Reads what :class:`FolderWriter` wrote, for ``torch.distributed.checkpoint.load``; nothing is unpickled.
 
-    Files are mapped, and what is asked for is copied.
-
-    Args:
-        path: the folder of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is not whole, or not what was written; or it was replaced while it was read.
+    Files are mapped, and what is asked for is copied. Whatever DCP calls raises CheckpointError where the checkpoint is
+    not whole, or not what was written, or was replaced while it was read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -177,63 +177,51 @@ class FolderReader(StorageReader):
         return self._read
 
     def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
-        """The tensors of one file, mapped.
-
-        Raises:
-            CheckpointError: it is damaged, or not the file that the index speaks of.
-        """
+        """The tensors of one file, mapped, which is the one that the index speaks of."""
         if verify or name not in self._files:
+            expected = self.index.files[name][1]
             try:
                 self._files[name], metadata = read_tensors(self.path / name, verify=verify)
-                if metadata.get("ottava.crc32") != self.index.files[name][1]:
+                if metadata.get(CHECKSUM_KEY) != expected:
                     raise CheckpointError(f"{self.path / name} is another file than was written", expected="that one")
             except CheckpointError as error:
-                if not self.current():
-                    what = f"{self.path} was replaced while it was read"
-                    raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from error
-                raise
+                now = None
+                with contextlib.suppress(CheckpointError):
+                    now = read_index(self.path)
+                if now is None or now.crc32 == self.index.crc32:
+                    raise
+                what = f"{self.path} was replaced while it was read"
+                raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from error
         return self._files[name]
-
-    def current(self) -> bool:
-        """Whether the index is still the one that was read."""
-        try:
-            return read_index(self.path).crc32 == self.index.crc32
-        except CheckpointError:
-            return True
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:
         """A shard of the tensor ``name``, mapped."""
         found = self.file(shard.file).get(shard.key)
-        if found is None or (str(found.dtype)[6:], found.shape) != (self.index.tensors[name].dtype, shard.shape):
+        if found is None or (dtype_name(found.dtype), found.shape) != (self.index.tensors[name].dtype, shard.shape):
             what = f"{self.path / shard.file} does not have {shard.key!r} as {INDEX_NAME} says"
             raise CheckpointError(what, expected=f"a tensor of shape {shard.shape}", remedy="load another checkpoint")
         return found
 
     def whole(self, name: str) -> torch.Tensor:
-        """The whole of a tensor: mapped where it is in one file, else put together of its shards."""
-        tensor = self.index.tensors[name]
-        if len(tensor.shards) == 1:
-            return self.shard(name, tensor.shards[0])
-        made = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
-        for shard in tensor.shards:
-            box = as_bytes(made)[tuple(slice(o, o + s) for o, s in zip(shard.offsets, shard.shape, strict=True))]
-            box.copy_(as_bytes(self.shard(name, shard)))
-        return made
-
-    def merged(self, name: str) -> torch.Tensor:
-        """The whole of a tensor; of what the next step would have reduced, the largest values of all ranks."""
-        made, about = self.whole(name), self.index.description
+        """The whole of a tensor, mapped where it is in one file; of what the next step would have reduced, the largest
+        values of all ranks."""
+        tensor, about = self.index.tensors[name], self.index.description
+        made = self.shard(name, tensor.shards[0])
+        if len(tensor.shards) > 1:
+            made = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+            for shard in tensor.shards:
+                as_bytes(made)[_box(shard.offsets, shard.shape)].copy_(as_bytes(self.shard(name, shard)))
         for other in about["per_rank"][name][1:] if name in about["largest"] else ():
             made = torch.maximum(made, self.whole(other))
         return made
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        def stored(tensor: StoredTensor) -> TensorStorageMetadata:
+        tensors: dict[str, Any] = {}
+        for name, tensor in self.index.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
             properties = TensorProperties(dtype=TORCH_DTYPES[tensor.dtype])
-            return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-
-        return Metadata({name: stored(tensor) for name, tensor in self.index.tensors.items()})
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        return Metadata(tensors)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -248,11 +236,12 @@ class FolderReader(StorageReader):
         for item in plan.items:
             name, offsets = item.storage_index.fqn, item.storage_index.offset
             shards = self.index.tensors[name].shards
-            shard = next(s for s in shards if offsets is None or s.offsets == tuple(offsets))
-            box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+            stored = self.shard(name, next(s for s in shards if offsets is None or s.offsets == tuple(offsets)))
             target = planner.resolve_tensor(item)
-            as_bytes(target.detach()).copy_(as_bytes(self.shard(name, shard))[box])
+            as_bytes(target.detach()).copy_(as_bytes(stored)[_box(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
+
+
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
