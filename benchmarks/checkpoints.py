@@ -63,7 +63,11 @@ def main() -> None:
             ("load", "ottava load_file, verify=False", lambda: touch(checkpoint.load_file(ours, verify=False))),
             ("load", "ottava load_file", lambda: touch(checkpoint.load_file(ours))),
             ("into a model", "safetensors load_file, load_state_dict", into_a_model_by_the_library),
-            ("into a model", "ottava load_model, verify=False", lambda: checkpoint.load_model(other, ours, verify=False)),
+            (
+                "into a model",
+                "ottava load_model, verify=False",
+                lambda: checkpoint.load_model(other, ours, verify=False),
+            ),
             ("into a model", "ottava load_model", lambda: checkpoint.load_model(other, ours)),
             (
                 "into a model",

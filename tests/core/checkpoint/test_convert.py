@@ -13,7 +13,7 @@ import torch
 
 import ottava
 from ottava import checkpoint
-from ottava.checkpoint.sources import open_source
+from ottava.checkpoint.sources import read_state
 from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, RecipeNotFoundError, UsageError
 from ottava.tensors import Float8Tensor
 
@@ -218,10 +218,10 @@ def test_a_folder_of_shards(foreign: dict[str, torch.Tensor], recipe: Any, tmp_p
     ):
         index.write_text(text)
         with pytest.raises(CheckpointError, match=said):
-            open_source(folder)
+            read_state(folder)
     index.unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors\.index\.json"):
-        open_source(folder)
+        read_state(folder)
     (tmp_path / "in").rename(folder / "model.safetensors")
     checkpoint.convert_file(folder, tmp_path / "single", recipe)
     same_tensors(tmp_path / "single", tmp_path / "whole")

@@ -17,7 +17,7 @@ import torch
 
 import ottava
 from ottava.checkpoint import is_complete, load_sharded, save_sharded
-from ottava.checkpoint.sources import open_source
+from ottava.checkpoint.sources import read_state
 from ottava.checkpoint.swap import Swap
 from ottava.errors import CheckpointError, UsageError
 
@@ -85,7 +85,7 @@ def test_every_file_cut_extended_flipped_removed_or_replaced(training: Any, tmp_
             (path / file).write_bytes(way)
             refused(path, target, file)
             with pytest.raises(CheckpointError, match=file):
-                open_source(path)
+                read_state(path)
         (path / file).unlink()
         refused(path, target, file)
         assert not is_complete(path)
@@ -205,7 +205,7 @@ def test_sizes_and_names_that_no_tensor_has(name: str, tmp_path: Path) -> None:
     (path / "ottava.json").write_bytes(start % zlib.crc32(forged) + forged)
     assert not is_complete(path)
     with pytest.raises(CheckpointError, match=r"ottava\.json"):
-        open_source(path)
+        read_state(path)
 
 
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

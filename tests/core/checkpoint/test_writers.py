@@ -16,7 +16,7 @@ import torch
 from ottava import checkpoint
 from ottava.checkpoint import files, storage
 from ottava.checkpoint.paths import Partial
-from ottava.checkpoint.sources import open_source
+from ottava.checkpoint.sources import read_state
 from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
 
 
@@ -206,4 +206,4 @@ def test_nested_and_jagged_tensors_are_refused(layout: Any, tmp_path: Path) -> N
         checkpoint.load_sharded({"x": value}, tmp_path / "folder")
     torch.save({"x": value}, tmp_path / "x.pt")
     with pytest.raises(OttavaError):
-        open_source(tmp_path / "x.pt")
+        read_state(tmp_path / "x.pt")

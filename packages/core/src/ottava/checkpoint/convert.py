@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.description import Described, flatten_tensor, origin_of_quantizer, unflatten_tensor
+from ottava.checkpoint.description import flatten_tensor, origin_of_quantizer
 from ottava.checkpoint.files import listed, named, of_any_class
 from ottava.checkpoint.model import save_file
 from ottava.checkpoint.paths import as_path, check_file_target
-from ottava.checkpoint.sources import Source, open_source
+from ottava.checkpoint.sources import read_state
 from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.conversion import convert
@@ -129,42 +129,53 @@ def convert_file(
         layers = convert(model, to, include=include, exclude=exclude).named_modules(remove_duplicate=False)
         weights = {f"{layer}.weight".lstrip(".") for layer, m in layers if isinstance(m, Linear) and m.recipe is to}
         include = exclude = None
-    opened = open_source(path)
+    state, metadata = read_state(path)
     with named(path):
-        job = _Job(opened.under(prefix) if prefix else opened, to, columnwise)
+        job = _Job(_under(state, prefix), to, columnwise)
         job.choose(include, exclude, weights)
         job.run(progress or (lambda done, total: None))
-    save_file(job.state, target, metadata=opened.metadata)
+    save_file(job.made, target, metadata=metadata)
     ways = ("quantized", "dequantized", "cast", "copied", "dropped")
-    became = [tuple(each for each, way in job.ways.items() if way == wanted) for wanted in ways]
-    return Conversion(name, *became, tuple(job.skipped), sum(job.source.sizes.values()), job.written)
+    became = {wanted: tuple(each for each, way in job.ways.items() if way == wanted) for wanted in ways}
+    sizes = {"bytes_before": job.read, "bytes_after": job.written}
+    return Conversion(recipe=name, skipped=tuple(job.skipped), **became, **sizes)  # type: ignore[arg-type]
+
+
+def _under(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    found = {
+        n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix) and (n != prefix or not prefix)
+    }
+    if prefix and not found:
+        starts = sorted({f"{name.partition('.')[0]}." for name in state if "." in name})[:8]
+        expected = f"one of {', '.join(map(repr, starts))}" if starts else "no prefix"
+        raise OptionError(f"no tensor has a name that begins with {prefix!r}", expected=expected)
+    return found
+
+
+def _place(value: Any) -> Any:
+    """What two names of one tensor have in common."""
+    inner = value.inner_list() if isinstance(value, QuantizedTensorStorage) else [value]
+    return tuple(t if t is None else (t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in inner)
 
 
 class _Job:
-    """A conversion: ``state`` by name in the end, and the way that each tensor went."""
+    """A conversion of ``state``: what is ``made`` of it by name in the end, and the way that each tensor went."""
 
-    def __init__(self, source: Source, to: Recipe | torch.dtype, columnwise: bool) -> None:
-        self.source, self.to, self.columnwise = source, to, columnwise
-        self.stored = source.description.located(source.sizes)
+    def __init__(self, state: dict[str, Any], to: Recipe | torch.dtype, columnwise: bool) -> None:
+        self.state, self.to, self.columnwise = state, to, columnwise
         self.chosen: set[str] = set()
         self.skipped: list[str] = []
         self.ways: dict[str, str] = {}
-        self.state: dict[str, Any] = {}
-        self.written = 0
-
-    def _value(self, name: str) -> Any:
-        inner = {argument: self.source.read(there) for argument, there in self.stored[name].items()}
-        entry = self.source.description.quantized.get(name)
-        return inner[""] if entry is None else unflatten_tensor(name, entry, inner)
+        self.made: dict[str, Any] = {}
+        self.read = self.written = 0
 
     def choose(self, include: Sequence[str] | None, exclude: Sequence[str] | None, weights: set[str] | None) -> None:
         """Settle which tensors are converted."""
-        able: dict[str, int] = {}
-        for name in self.stored:
+        able: set[str] = set()
+        for name, value in self.state.items():
             with of_any_class(name):
-                value = self._value(name)
                 if value.dtype in HIGH_PRECISION and _STATE not in name.split("."):
-                    able[name] = len(value.size())
+                    able.add(name)
         for pattern in (*(include or ()), *(exclude or ())):
             if not any(fnmatchcase(name, pattern) for name in able):
                 what, remedy = (
@@ -172,40 +183,42 @@ class _Job:
                     f"names are like {[*able][:1]}",
                 )
                 raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
+        quantized = {name for name in able if isinstance(self.state[name], QuantizedTensorStorage)}
         if weights is not None:
-            if missing := sorted(weights - set(able)):
+            if missing := sorted(weights - able):
                 raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
             self.chosen = weights
         elif include is not None:
             self.chosen = {name for name in able if any(fnmatchcase(name, pattern) for pattern in include)}
-        elif isinstance(self.to, torch.dtype):
-            self.chosen = set(able)
-        elif set(able) & set(self.source.description.quantized):
-            self.chosen = set(able) & set(self.source.description.quantized)
+        elif isinstance(self.to, torch.dtype) or quantized:
+            self.chosen = able if isinstance(self.to, torch.dtype) else quantized
         else:
-            matrices = [name for name, dims in able.items() if dims == 2 and f".{name}".endswith(".weight")]
-            tables = [self.stored[name] for name in matrices if _EMBEDDING.search(name)]
-            self.skipped = [name for name in matrices if self.stored[name] in tables]
+            matrices = [n for n, v in self.state.items() if n in able and v.dim() == 2 and f".{n}".endswith(".weight")]
+            tables = {_place(self.state[name]) for name in matrices if _EMBEDDING.search(name)}
+            self.skipped = [name for name in matrices if _place(self.state[name]) in tables]
             self.chosen = set(matrices) - set(self.skipped)
         self.chosen = {n for n in self.chosen if not any(fnmatchcase(n, pattern) for pattern in exclude or ())}
 
     def run(self, progress: Callable[[int, int], None]) -> None:
         """Convert all tensors; those that are one tensor in the source and become the same are one."""
-        total, read = sum(self.source.sizes.values()), 0
+        places = {name: _place(value) for name, value in self.state.items()}
+        total = sum({places[name]: value.nbytes for name, value in self.state.items()}.values())
         keeps = self._keeps_state()
         made: dict[Any, tuple[str, Any]] = {}
-        for name, inner in self.stored.items():
-            progress(read, total)
+        seen: set[Any] = set()
+        for name, value in self.state.items():
+            progress(self.read, total)
+            size, place = 0 if places[name] in seen else value.nbytes, (places[name], name in self.chosen)
+            seen.add(places[name])
+            self.read += size
             if _STATE in name.split(".") and not keeps:
                 self.ways[name] = "dropped"
                 continue
-            place = (*inner.items(), name in self.chosen)
             if place not in made:
                 with of_any_class(name), torch.no_grad():
-                    made[place] = self._converted(name, self._value(name))
+                    made[place] = self._converted(name, value)
                 self.written += made[place][1].nbytes
-                read += sum(self.source.sizes[there] for there in inner.values())
-            self.ways[name], self.state[name] = made[place]
+            self.ways[name], self.made[name] = made[place]
         progress(total, total)
 
     def _converted(self, name: str, value: Any) -> tuple[str, Any]:
@@ -232,8 +245,8 @@ class _Job:
     def _alike(self, name: str, value: Any, quantizer: Any) -> bool:
         """Whether that quantizer with the same options has made a value, which gets the usages that are asked for."""
         new = flatten_tensor(name, quantizer.make_empty(tuple(value.size()), dtype=value.dtype, device="meta"))[1]
-        old = self.source.description.quantized[name]
-        same = _of_one_class(old, new) and old.origin.get("options", {}) == new.origin.get("options", {})
+        old, origin = flatten_tensor(name, value)[1], origin_of_quantizer(quantizer)
+        same = _of_one_class(old.origin, origin) and old.origin.get("options", {}) == origin.get("options", {})
         if not same or (old.cls, old.static) != (new.cls, new.static):
             return False
         with suppress(UsageError):
@@ -245,18 +258,19 @@ class _Job:
         if not isinstance(self.to, Recipe) or not self.to.stateful:
             return False
         role = QuantizerRole("linear", "weight")
-        made = Described("", (), {}, origin_of_quantizer(self.to.quantizer(role)))
         state: Any = self.to.make_state([role])
         layers: dict[str, set[str]] = {}
-        for name in (name for name in self.stored if _STATE in name.split(".")):
+        for name in (name for name in self.state if _STATE in name.split(".")):
             layer, _, buffer = f".{name}".rpartition(f".{_STATE}.")
             layers.setdefault(layer, set()).add(buffer)
         known = set(state.state_dict()) if isinstance(state, torch.nn.Module) else set()
-        entries = self.source.description.quantized.values()
-        return all(found == known for found in layers.values()) and all(_of_one_class(entry, made) for entry in entries)
+        quantized = {name: value for name, value in self.state.items() if isinstance(value, QuantizedTensorStorage)}
+        origins = [flatten_tensor(name, value)[1].origin for name, value in quantized.items()]
+        origin = origin_of_quantizer(self.to.quantizer(role))
+        return all(found == known for found in layers.values()) and all(_of_one_class(old, origin) for old in origins)
 
 
-def _of_one_class(old: Described, new: Described) -> bool:
+def _of_one_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether quantizers of one class made both; of that, the first version named the package alone."""
-    key = "quantizer" if "quantizer" in old.origin else "package"
-    return bool(old.origin.get(key, "") == new.origin.get(key))
+    key = "quantizer" if "quantizer" in old else "package"
+    return bool(old.get(key, "") == new.get(key))

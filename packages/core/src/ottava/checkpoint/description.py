@@ -70,7 +70,7 @@ class Description:
             CheckpointError: it is damaged, or of a later version.
         """
         try:
-            read = {"version": _VERSION, "quantized": {}} if text is None else json.loads(text)
+            read: Any = {"version": _VERSION, "quantized": {}} if text is None else json.loads(text)
             version, aliases = read["version"], read.get("aliases", {})
             if version == _VERSION and all(isinstance(stored, str) for stored in aliases.values()):
                 return cls({name: Described.decode(entry) for name, entry in read["quantized"].items()}, aliases)
@@ -83,32 +83,6 @@ class Description:
             "read it with the ottava that wrote it",
         )
         raise CheckpointError(what, expected=f"version {_VERSION}", remedy=remedy)
-
-    def located(self, names: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        """Of each tensor as a model has it, the stored name of each of its inner tensors, by argument; by ``""`` of itself
-        where it is plain.
-
-        Raises:
-            CheckpointError: one is missing, or there is one too many.
-        """
-        where = {name: name for name in names}
-        for alias, stored in self.aliases.items():
-            if stored not in names or alias in names:
-                what = f"{alias!r} is said to be {stored!r}, which is {'missing' if stored not in names else 'stored beside it'}"
-                raise CheckpointError(what, expected="one of them", remedy="the metadata is damaged")
-            where[alias] = stored
-        found: dict[str, dict[str, str]] = {}
-        for name, entry in self.quantized.items():
-            for argument in entry.tensors:
-                if f"{name}.{argument}" not in where:
-                    what = f"tensor {f'{name}.{argument}'!r} is missing"
-                    raise CheckpointError(what, expected=f"every inner tensor of {name!r}")
-            found[name] = {argument: where.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry.tensors)}
-        for name, stored in where.items():
-            if name in found:
-                raise CheckpointError(f"{name!r} is both a tensor and a quantized one", expected="one tensor of a name")
-            found[name] = {"": stored}
-        return found
 
 
 def encode_static(value: Any) -> Any:

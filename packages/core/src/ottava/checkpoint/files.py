@@ -1,7 +1,7 @@
 """safetensors files, by their library: written from tensors by name, and mapped, so that only what is used is read.
 
-Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors, and ``ottava.crc32`` is the checksum of
-all else. One without the other is damage, so that no single error makes another tool's file, which nobody can check.
+Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors, and ``ottava.crc32`` is the checksum
+of all else. One without the other is damage, so that no single error makes another tool's file, which nobody can check.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ def read_tensors(path: str | os.PathLike[str], *, verify: bool = True) -> tuple[
         DTypeError: ``path`` is no path.
     """
     place = as_path(path)
-    before, tensors, metadata = _identity(place), {}, {}
+    before = _identity(place)
+    tensors: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
     try:
         try:
             with safe_open(place, "pt") as file:

@@ -1,7 +1,7 @@
 """State dicts with quantized tensors as plain tensors by name, for whatever takes such, by the storage declaration.
 
-A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held, in the dtype that its
-bytes have, so that other tools read them. Of a sharded one, inner tensors that are gathered are sharded as it is, in
+A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held, in the dtype that
+its bytes have, so that other tools read them. Of a sharded one, inner tensors that are gathered are sharded as it is, in
 rows or blocks of rows; those that serve every usage are equal on all ranks; those that derive from others, a transpose
 for example, are left out.
 """
@@ -17,7 +17,7 @@ import torch
 
 from ottava.checkpoint.description import Described, Description, flatten_tensor, unflatten_tensor
 from ottava.checkpoint.files import METADATA_KEY, check_dense
-from ottava.errors import DTypeError, ShapeError, UsageError
+from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage
 
 
@@ -88,11 +88,27 @@ def unflatten_state_dict(
         OttavaError: the tensors do not fit together, in the words of the class.
     """
     description = Description.decode((metadata or {}).get(METADATA_KEY))
-    state: dict[str, torch.Tensor | QuantizedTensorStorage] = {}
-    for name, stored in description.located(tensors).items():
-        inner, entry = {argument: tensors[there] for argument, there in stored.items()}, description.quantized.get(name)
-        state[name] = inner[""] if entry is None else unflatten_tensor(name, entry, inner)
-    return state
+    left: dict[str, Any] = dict(tensors)
+    state: dict[str, Any] = {}
+    at = {name: number for number, name in enumerate(tensors)}
+    for alias, stored in description.aliases.items():
+        if stored not in tensors or alias in tensors:
+            what = (
+                f"{alias!r} is said to be {stored!r}, which is {'stored beside it' if stored in tensors else 'missing'}"
+            )
+            raise CheckpointError(what, expected="one of them", remedy="the metadata is damaged")
+        left[alias], at[alias] = tensors[stored], len(at)
+    for name, entry in description.quantized.items():
+        keys = {argument: f"{name}.{argument}" for argument in entry.tensors}
+        if missing := [key for key in keys.values() if key not in left]:
+            what = f"tensor {missing[0]!r} is missing"
+            raise CheckpointError(what, expected=f"every inner tensor of {name!r}")
+        at[name] = min((at[key] for key in keys.values()), default=0) if name not in at else at[name]
+        state[name] = unflatten_tensor(name, entry, {argument: left.pop(key) for argument, key in keys.items()})
+    if both := set(left) & set(state):
+        raise CheckpointError(f"{min(both)!r} is both a tensor and a quantized one", expected="one tensor of a name")
+    # In the order of the file.
+    return dict(sorted((left | state).items(), key=lambda item: at[item[0]]))
 
 
 def flatten_value(name: str, value: Any, *, derived: bool) -> tuple[dict[str, torch.Tensor], Described | None]:

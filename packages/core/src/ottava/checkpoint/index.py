@@ -55,8 +55,8 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """What ``ottava.json`` says: how many ranks wrote, the length in bytes and the checksum of each file, the tensors, and
-    what the state is made of besides (see ``sharded.py``); and its own checksum."""
+    """What ``ottava.json`` says: how many ranks wrote, the length in bytes and the checksum of each file, the tensors,
+    and what the state is made of besides (see ``sharded.py``); and its own checksum."""
 
     world_size: int
     files: Mapping[str, tuple[int, str]]

@@ -15,7 +15,7 @@ from ottava.checkpoint.files import METADATA_KEY, listed, named, of_any_class, p
 from ottava.checkpoint.flatten import described_state, unflatten_state_dict
 from ottava.checkpoint.paths import as_path
 from ottava.checkpoint.swap import check_writable, uninterrupted
-from ottava.errors import CheckpointError, DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
+from ottava.errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.state import RecipeState
@@ -142,7 +142,9 @@ def load_model(
             raise CheckpointError("; ".join(what), expected="the names of the model", remedy="strict=False leaves them")
         for name in unexpected:
             del state[name]
-        own = {f"{name}.": module for name, module in modules.items() if name and isinstance(module, RecipeState)}
+        own: dict[str, Any] = {
+            f"{name}.": module for name, module in modules.items() if name and isinstance(module, RecipeState)
+        }
         for name in [name for name in state if name in targets and not name.startswith(tuple(own))]:
             with of_any_class(name):
                 state[name] = _fitting(name, targets[name], state[name])
@@ -181,7 +183,7 @@ def _fitting(name: str, target: Any, value: Any) -> torch.Tensor:
             with contextlib.suppress(UsageError):
                 value.update_usage(**{f"{usage}_usage": held or None for usage, held in target.get_usages().items()})
         if target.adopts_bytes_of(value):
-            return value
+            return value  # type: ignore[no-any-return]
     if target._quantizer is None:
         what = f"{name!r} of the model has no quantizer, and the file has another kind of data for it"
         raise UsageError(what, expected="a quantizer", remedy="set one with update_quantizer()")

@@ -39,18 +39,10 @@ def checkpoint_layers(path: Path) -> list[str]:
         CheckpointError: it is damaged, or nothing that can be read.
         UsageError: no layer is in it.
     """
-    from ottava.checkpoint.sources import open_source
+    from ottava.checkpoint.sources import read_state
 
-    source = open_source(path)
-    quantized = source.description.quantized
-    # In the order of the file, in which the inner tensors of a quantized tensor stand in the place of the whole.
-    place = {stored: number for number, stored in enumerate(source.sizes)}
-    located = source.description.located(source.sizes)
-    found = [
-        name.removesuffix(_WEIGHT)
-        for name, inner in sorted(located.items(), key=lambda item: min(place[stored] for stored in item[1].values()))
-        if name.endswith(_WEIGHT) and (name in quantized or source.read(inner[""]).dim() == 2)
-    ]
+    state, _ = read_state(path)
+    found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
     if not found:
         raise UsageError(
             f"{path} has no matrix named *{_WEIGHT}", expected="a checkpoint of a model with linear layers"
