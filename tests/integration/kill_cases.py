@@ -23,7 +23,7 @@ WORLD = 2
 POINTS = [
     (0, "mkdir after 1"),
     (0, "write half 1"),
-    (1, "write half 3"),
+    (1, "write before 2"),
     (1, "fsync before 1"),
     (0, "fsync after 1"),
     (0, "fsync before 2"),

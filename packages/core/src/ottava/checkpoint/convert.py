@@ -102,7 +102,6 @@ def convert_file(
         RecipeNotFoundError, PluginError: the recipe cannot be had.
         UsageError: the target cannot be written, or two tensors would have one name.
     """
-    given, path = dict(options or {}), as_path(source)
     check_file_target(as_path(target))
     for what, patterns in (("include", include), ("exclude", exclude)):
         sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
@@ -110,18 +109,7 @@ def convert_file(
             raise DTypeError(f"{what} is {patterns!r}", expected="a list of patterns")
     if not isinstance(prefix, str):
         raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
-    to: Recipe | torch.dtype
-    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
-        name, to = recipe, get_recipe(recipe, **given)
-    elif given:
-        raise OptionError(f"options {', '.join(map(repr, given))} without the name of a recipe", expected="none")
-    elif isinstance(recipe, str):
-        name, to = recipe, HIGH_PRECISION_NAMES[recipe]
-    elif isinstance(recipe, Recipe):
-        name, to = recipe.name, recipe
-    else:
-        expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
-        raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
+    name, to = _target(recipe, dict(options or {}))
     weights: set[str] | None = None
     if model is not None:
         if not isinstance(to, Recipe):
@@ -129,27 +117,57 @@ def convert_file(
         layers = convert(model, to, include=include, exclude=exclude).named_modules(remove_duplicate=False)
         weights = {f"{layer}.weight".lstrip(".") for layer, m in layers if isinstance(m, Linear) and m.recipe is to}
         include = exclude = None
-    state, metadata = read_state(path)
-    with named(path):
-        job = _Job(_under(state, prefix), to, columnwise)
-        job.choose(include, exclude, weights)
-        job.run(progress or (lambda done, total: None))
-    save_file(job.made, target, metadata=metadata)
-    ways = ("quantized", "dequantized", "cast", "copied", "dropped")
-    became = {wanted: tuple(each for each, way in job.ways.items() if way == wanted) for wanted in ways}
-    sizes = {"bytes_before": job.read, "bytes_after": job.written}
-    return Conversion(recipe=name, skipped=tuple(job.skipped), **became, **sizes)  # type: ignore[arg-type]
-
-
-def _under(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    found = {
-        n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix) and (n != prefix or not prefix)
+    every, metadata = read_state(as_path(source))
+    state = {
+        n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix) and (n != prefix or not prefix)
     }
-    if prefix and not found:
-        starts = sorted({f"{name.partition('.')[0]}." for name in state if "." in name})[:8]
-        expected = f"one of {', '.join(map(repr, starts))}" if starts else "no prefix"
-        raise OptionError(f"no tensor has a name that begins with {prefix!r}", expected=expected)
-    return found
+    if prefix and not state:
+        starts = sorted({f"{each.partition('.')[0]}." for each in every if "." in each})[:8]
+        what, expected = f"no tensor has a name that begins with {prefix!r}", f"one of {', '.join(map(repr, starts))}"
+        raise OptionError(what, expected=expected if starts else "no prefix")
+    with named(as_path(source)):
+        chosen, skipped = _chosen(state, to, include, weights)
+        for pattern in exclude or ():
+            chosen -= _fitting(state, pattern)
+        kept = _keeps_state(state, to)
+        ways: dict[str, str] = {}
+        made: dict[str, Any] = {}
+        read: dict[Any, int] = {}
+        written: dict[Any, tuple[str, Any]] = {}
+        total = sum({_place(value): value.nbytes for value in state.values()}.values())
+        for each, value in state.items():
+            if progress is not None:
+                progress(sum(read.values()), total)
+            # Those that are one tensor in the source and become the same are one.
+            place = (_place(value), each in chosen)
+            read[place[0]] = value.nbytes
+            if _STATE in each.split(".") and not kept:
+                ways[each] = "dropped"
+                continue
+            if place not in written:
+                with of_any_class(each), torch.no_grad():
+                    written[place] = _converted(each, value, to if each in chosen else None, columnwise)
+            ways[each], made[each] = written[place]
+        if progress is not None:
+            progress(total, total)
+    save_file(made, target, metadata=metadata)
+    after = sum(value.nbytes for _, value in written.values())
+    kinds = ("quantized", "dequantized", "cast", "copied", "dropped")
+    became = [tuple(each for each, way in ways.items() if way == kind) for kind in kinds]
+    return Conversion(name, *became, skipped, total, after)  # type: ignore[arg-type]
+
+
+def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | torch.dtype]:
+    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
+        return recipe, get_recipe(recipe, **options)
+    if options:
+        raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
+    if isinstance(recipe, Recipe):
+        return recipe.name, recipe
+    if not isinstance(recipe, str):
+        expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
+        raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
+    return recipe, HIGH_PRECISION_NAMES[recipe]
 
 
 def _place(value: Any) -> Any:
@@ -158,116 +176,91 @@ def _place(value: Any) -> Any:
     return tuple(t if t is None else (t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in inner)
 
 
-class _Job:
-    """A conversion of ``state``: what is ``made`` of it by name in the end, and the way that each tensor went."""
+def _able(state: dict[str, Any]) -> list[str]:
+    """The tensors of values, which can be converted."""
+    able = []
+    for name, value in state.items():
+        with of_any_class(name):
+            able += [name] if value.dtype in HIGH_PRECISION and _STATE not in name.split(".") else []
+    return able
 
-    def __init__(self, state: dict[str, Any], to: Recipe | torch.dtype, columnwise: bool) -> None:
-        self.state, self.to, self.columnwise = state, to, columnwise
-        self.chosen: set[str] = set()
-        self.skipped: list[str] = []
-        self.ways: dict[str, str] = {}
-        self.made: dict[str, Any] = {}
-        self.read = self.written = 0
 
-    def choose(self, include: Sequence[str] | None, exclude: Sequence[str] | None, weights: set[str] | None) -> None:
-        """Settle which tensors are converted."""
-        able: set[str] = set()
-        for name, value in self.state.items():
-            with of_any_class(name):
-                if value.dtype in HIGH_PRECISION and _STATE not in name.split("."):
-                    able.add(name)
-        for pattern in (*(include or ()), *(exclude or ())):
-            if not any(fnmatchcase(name, pattern) for name in able):
-                what, remedy = (
-                    f"pattern {pattern!r} fits no tensor that can be converted",
-                    f"names are like {[*able][:1]}",
-                )
-                raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
-        quantized = {name for name in able if isinstance(self.state[name], QuantizedTensorStorage)}
-        if weights is not None:
-            if missing := sorted(weights - able):
-                raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
-            self.chosen = weights
-        elif include is not None:
-            self.chosen = {name for name in able if any(fnmatchcase(name, pattern) for pattern in include)}
-        elif isinstance(self.to, torch.dtype) or quantized:
-            self.chosen = able if isinstance(self.to, torch.dtype) else quantized
-        else:
-            matrices = [n for n, v in self.state.items() if n in able and v.dim() == 2 and f".{n}".endswith(".weight")]
-            tables = {_place(self.state[name]) for name in matrices if _EMBEDDING.search(name)}
-            self.skipped = [name for name in matrices if _place(self.state[name]) in tables]
-            self.chosen = set(matrices) - set(self.skipped)
-        self.chosen = {n for n in self.chosen if not any(fnmatchcase(n, pattern) for pattern in exclude or ())}
+def _fitting(state: dict[str, Any], pattern: str) -> set[str]:
+    able = _able(state)
+    found = {name for name in able if fnmatchcase(name, pattern)}
+    if not found:
+        what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
+        raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
+    return found
 
-    def run(self, progress: Callable[[int, int], None]) -> None:
-        """Convert all tensors; those that are one tensor in the source and become the same are one."""
-        places = {name: _place(value) for name, value in self.state.items()}
-        total = sum({places[name]: value.nbytes for name, value in self.state.items()}.values())
-        keeps = self._keeps_state()
-        made: dict[Any, tuple[str, Any]] = {}
-        seen: set[Any] = set()
-        for name, value in self.state.items():
-            progress(self.read, total)
-            size, place = 0 if places[name] in seen else value.nbytes, (places[name], name in self.chosen)
-            seen.add(places[name])
-            self.read += size
-            if _STATE in name.split(".") and not keeps:
-                self.ways[name] = "dropped"
-                continue
-            if place not in made:
-                with of_any_class(name), torch.no_grad():
-                    made[place] = self._converted(name, value)
-                self.written += made[place][1].nbytes
-            self.ways[name], self.made[name] = made[place]
-        progress(total, total)
 
-    def _converted(self, name: str, value: Any) -> tuple[str, Any]:
-        quantized = isinstance(value, QuantizedTensorStorage)
-        if name not in self.chosen or isinstance(self.to, torch.dtype):
-            dtype = self.to if name in self.chosen and isinstance(self.to, torch.dtype) else value.dtype
-            way = "dequantized" if quantized else "copied" if dtype == value.dtype else "cast"
-            return way, value.dequantize(torch.float32).to(dtype) if quantized else value.to(dtype)
-        quantizer = self.to.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
-        quantizer.set_usage(rowwise=True, columnwise=self.columnwise)
-        quantizer.internal = False
-        try:
-            if quantized and self._alike(name, value, quantizer):
-                return "copied", value
-            values = value.dequantize(torch.float32) if quantized else value
-            quantizer.initialize(values)
-            return "quantized", quantizer.quantize(values, dtype=value.dtype)
-        except OttavaError:
-            raise
-        except Exception as error:
-            what = f"{name!r} of shape {tuple(value.shape)} cannot be quantized: {error}"
-            raise UsageError(what, remedy="exclude it, or report it to the authors of the recipe") from error
+def _chosen(
+    state: dict[str, Any], to: Recipe | torch.dtype, include: Sequence[str] | None, weights: set[str] | None
+) -> tuple[set[str], tuple[str, ...]]:
+    """The tensors to convert, and those that are left alone for their names."""
+    able = set(_able(state))
+    quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}
+    if weights is not None:
+        if missing := sorted(weights - able):
+            raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
+        return weights, ()
+    if include is not None:
+        return {name for pattern in include for name in _fitting(state, pattern)}, ()
+    if isinstance(to, torch.dtype) or quantized:
+        return able if isinstance(to, torch.dtype) else quantized, ()
+    matrices = [n for n, value in state.items() if n in able and value.dim() == 2 and f".{n}".endswith(".weight")]
+    tables = {_place(state[name]) for name in matrices if _EMBEDDING.search(name)}
+    skipped = tuple(name for name in matrices if _place(state[name]) in tables)
+    return set(matrices) - set(skipped), skipped
 
-    def _alike(self, name: str, value: Any, quantizer: Any) -> bool:
-        """Whether that quantizer with the same options has made a value, which gets the usages that are asked for."""
-        new = flatten_tensor(name, quantizer.make_empty(tuple(value.size()), dtype=value.dtype, device="meta"))[1]
-        old, origin = flatten_tensor(name, value)[1], origin_of_quantizer(quantizer)
-        same = _of_one_class(old.origin, origin) and old.origin.get("options", {}) == origin.get("options", {})
-        if not same or (old.cls, old.static) != (new.cls, new.static):
-            return False
-        with suppress(UsageError):
-            value.update_usage(rowwise_usage=True, columnwise_usage=self.columnwise)
-        return bool(value.get_usages()["rowwise"]) and set(new.tensors) <= set(flatten_tensor(name, value)[0])
 
-    def _keeps_state(self) -> bool:
-        """Whether the scaling state of a file is that of the recipe that it is converted to."""
-        if not isinstance(self.to, Recipe) or not self.to.stateful:
-            return False
-        role = QuantizerRole("linear", "weight")
-        state: Any = self.to.make_state([role])
-        layers: dict[str, set[str]] = {}
-        for name in (name for name in self.state if _STATE in name.split(".")):
-            layer, _, buffer = f".{name}".rpartition(f".{_STATE}.")
-            layers.setdefault(layer, set()).add(buffer)
-        known = set(state.state_dict()) if isinstance(state, torch.nn.Module) else set()
-        quantized = {name: value for name, value in self.state.items() if isinstance(value, QuantizedTensorStorage)}
-        origins = [flatten_tensor(name, value)[1].origin for name, value in quantized.items()]
-        origin = origin_of_quantizer(self.to.quantizer(role))
-        return all(found == known for found in layers.values()) and all(_of_one_class(old, origin) for old in origins)
+def _converted(name: str, value: Any, to: Recipe | torch.dtype | None, columnwise: bool) -> tuple[str, Any]:
+    quantized = isinstance(value, QuantizedTensorStorage)
+    if not isinstance(to, Recipe):
+        dtype = to or value.dtype
+        way = "dequantized" if quantized else "copied" if dtype == value.dtype else "cast"
+        return way, value.dequantize(torch.float32).to(dtype) if quantized else value.to(dtype)
+    quantizer = to.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
+    quantizer.set_usage(rowwise=True, columnwise=columnwise)
+    quantizer.internal = False
+    try:
+        if quantized and _alike(name, value, quantizer):
+            return "copied", value
+        values = value.dequantize(torch.float32) if quantized else value
+        quantizer.initialize(values)
+        return "quantized", quantizer.quantize(values, dtype=value.dtype)
+    except OttavaError:
+        raise
+    except Exception as error:
+        what = f"{name!r} of shape {tuple(value.shape)} cannot be quantized: {error}"
+        raise UsageError(what, remedy="exclude it, or report it to the authors of the recipe") from error
+
+
+def _alike(name: str, value: Any, quantizer: Any) -> bool:
+    """Whether that quantizer with the same options has made a value, which gets the usages that are asked for."""
+    new = flatten_tensor(name, quantizer.make_empty(tuple(value.size()), dtype=value.dtype, device="meta"))[1]
+    old, origin = flatten_tensor(name, value)[1], origin_of_quantizer(quantizer)
+    same = _of_one_class(old.origin, origin) and old.origin.get("options", {}) == origin.get("options", {})
+    if not same or (old.cls, old.static) != (new.cls, new.static):
+        return False
+    with suppress(UsageError):
+        value.update_usage(rowwise_usage=True, columnwise_usage=quantizer.columnwise_usage)
+    return bool(value.get_usages()["rowwise"]) and set(new.tensors) <= set(flatten_tensor(name, value)[0])
+
+
+def _keeps_state(state: dict[str, Any], to: Recipe | torch.dtype) -> bool:
+    """Whether the scaling state of a file is that of the recipe that it is converted to."""
+    if not isinstance(to, Recipe) or not to.stateful:
+        return False
+    role = QuantizerRole("linear", "weight")
+    made: Any = to.make_state([role])
+    known = set(made.state_dict()) if isinstance(made, torch.nn.Module) else set()
+    layers: dict[str, set[str]] = {}
+    for layer, found, buffer in (f".{name}".rpartition(f".{_STATE}.") for name in state):
+        layers.setdefault(layer, set()).update([buffer] if found else [])
+    origin = origin_of_quantizer(to.quantizer(role))
+    olds = [flatten_tensor(n, v)[1].origin for n, v in state.items() if isinstance(v, QuantizedTensorStorage)]
+    return all(found in (known, set()) for found in layers.values()) and all(_of_one_class(old, origin) for old in olds)
 
 
 def _of_one_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
