@@ -153,8 +153,8 @@ def convert_file(
     save_file(made, target, metadata=metadata)
     after = sum(value.nbytes for _, value in written.values())
     kinds = ("quantized", "dequantized", "cast", "copied", "dropped")
-    became = [tuple(each for each, way in ways.items() if way == kind) for kind in kinds]
-    return Conversion(name, *became, skipped, total, after)  # type: ignore[arg-type]
+    quantized, dequantized, cast, copied, dropped = (tuple(n for n in ways if ways[n] == kind) for kind in kinds)
+    return Conversion(name, quantized, dequantized, cast, copied, dropped, skipped, total, after)
 
 
 def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | torch.dtype]:

@@ -40,19 +40,22 @@ class Partial:
     """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target."""
 
     def __init__(self, target: Path) -> None:
-        self._lock, made = -1, False
         self.path = self.target = Path(os.path.abspath(target))
+        self._lock = -1
         try:
-            while not made:
-                self.path = self.target.with_name(f"{_start(self.target)}{secrets.token_hex(8)}.partial")
-                os.mkdir(self.path)
-                self._lock = os.open(self.path, os.O_RDONLY)
-                made = _locked(self._lock) is not False and self.path.exists()
-                if not made:  # another writer took it for a leftover before it was locked
-                    self.discard()
+            while not self._made():
+                self.discard()  # another writer took it for a leftover before it was locked
         except BaseException:
             self.discard()
             raise
+
+    def _made(self) -> bool:
+        self.path = self.target.with_name(f"{_start(self.target)}{secrets.token_hex(8)}.partial")
+        os.mkdir(self.path)
+        with contextlib.suppress(FileNotFoundError):
+            self._lock = os.open(self.path, os.O_RDONLY)
+            return _locked(self._lock) is not False and self.path.exists()
+        return False
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +65,8 @@ class Partial:
 
     def __del__(self) -> None:
         # An interrupt may come before the block begins, or as it ends.
-        self.discard()
+        if hasattr(self, "_lock"):
+            self.discard()
 
     def discard(self) -> None:
         """Remove the folder and give the lock up."""
