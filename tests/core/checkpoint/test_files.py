@@ -191,7 +191,7 @@ def test_what_cannot_be_written(state: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"two tensors would have the name 'layer\.weight\.data'"):
         checkpoint.save_file(state | {"layer.weight.data": torch.ones(1)}, tmp_path / "x")
     for value in (torch.ones(2, device="meta"), torch.eye(2).to_sparse()):
-        with pytest.raises(DTypeError, match="on meta|of layout"):
+        with pytest.raises(DTypeError, match=r"on meta|of layout"):
             checkpoint.save_file({"x": value}, tmp_path / "x")
     with pytest.raises(DTypeError, match="3 is a Tensor"):
         checkpoint.save_file({3: torch.ones(1)}, tmp_path / "x")  # type: ignore[dict-item]

@@ -57,14 +57,17 @@ def interrupted(job: Job, line: int | None) -> int:
         assert line is not None
     finally:
         sys.settrace(before)
+        # An exception in the line of a with statement as its block ends keeps Python from leaving it: the signal would
+        # wait there, a trace function does not, and so torch.no_grad() may stay in force.
+        torch.set_grad_enabled(True)
     return seen
 
 
 def lines_of(job: Job, times: int) -> list[int]:
     """Lines at which a job is to be interrupted: as many as are asked for, the last ones, where it writes, among them."""
     every = interrupted(job, None)
-    chosen = {*range(max(1, every - times // 2), every + 1), *random.Random(0).sample(range(1, every + 1), times // 2)}
-    return sorted(chosen)
+    last = range(max(1, every - times // 2), every + 1)
+    return sorted({*last, *random.Random(0).sample(range(1, every + 1), min(every, times // 2))})
 
 
 MANY = [40, pytest.param(600, marks=pytest.mark.slow)]
@@ -105,6 +108,7 @@ def test_load_model_is_interrupted_at_any_line(small: Any, contents: Any, times:
         assert contents(model) in (before, after), line
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("times", MANY)
 def test_saves_are_interrupted_at_any_line(state: Any, contents: Any, times: int, tmp_path: Path) -> None:
     """What had the name has it still, or the new one has: whole, and alone, once the next save has come."""
@@ -120,7 +124,8 @@ def test_saves_are_interrupted_at_any_line(state: Any, contents: Any, times: int
         checkpoint.save_sharded(old, folder, overwrite=True)
         interrupted(lambda: checkpoint.save_sharded(new, folder, overwrite=True), line)
         assert checkpoint.is_complete(folder)
-        assert checkpoint.load_sharded(target := state(3), folder)["step"] in (1, 2)
+        target = state(3)
+        assert checkpoint.load_sharded(target, folder)["step"] in (1, 2)
         expected = old if int(target["moments"][0][0]) == 1 else new
         assert contents(target["model"]) == contents(expected["model"]), line
     checkpoint.save_file(old["model"], file)

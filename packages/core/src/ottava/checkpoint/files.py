@@ -103,8 +103,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
             raise UsageError(f"a tensor has the name {name!r}", expected="text, not '__metadata__'")
     # Some tools ask every file for its format.
-    texts = {"format": "pt", **metadata}
-    texts[CHECKSUM_KEY] = checksum(plain, texts)
+    texts = {"format": "pt", **metadata, CHECKSUM_KEY: "0" * 8}
     specs = {
         n: TensorSpec(dtype=dtype_name(t.dtype), shape=list(t.shape), data_ptr=t.data_ptr(), data_len=t.nbytes)
         for n, t in plain.items()
@@ -113,16 +112,24 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     with open(path, "xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     try:
-        serialize_file(specs, path, texts)
+        # The checksum is made while the bytes are written, and put in the place that was left for it.
+        with ThreadPoolExecutor(1) as thread:
+            future = thread.submit(checksum, plain, texts)
+            serialize_file(specs, path, texts)
+            found = future.result()
         os.chmod(path, mode)
+        with open(path, "r+b") as file:
+            header = file.read(8 + int.from_bytes(file.read(8), "little"))
+            file.seek(8 + header.index(f'"{CHECKSUM_KEY}":"{texts[CHECKSUM_KEY]}"'.encode()) + len(CHECKSUM_KEY) + 4)
+            file.write(found.encode())
         sync(path)
         # What did not reach the disk is not there now, whatever was said of it.
         with safe_open(path, "pt") as written:
-            if len(written.keys()) != len(specs):
-                raise OSError("tensors are missing from what was written")
+            if len(written.keys()) != len(specs) or written.metadata()[CHECKSUM_KEY] != found:
+                raise OSError("something is missing from what was written")
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    return texts[CHECKSUM_KEY]
+    return found
 
 
 def put_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:

@@ -1,9 +1,9 @@
 """State dicts with quantized tensors as plain tensors by name, for whatever takes such, by the storage declaration.
 
 A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held, in the dtype that
-its bytes have, so that other tools read them. Of a sharded one, inner tensors that are gathered are sharded as it is, in
-rows or blocks of rows; those that serve every usage are equal on all ranks; those that derive from others, a transpose
-for example, are left out.
+its bytes have, so that other tools read them. Of a sharded one, inner tensors that are gathered are sharded as it is,
+in rows or blocks of rows; those that serve every usage are equal on all ranks; those that derive from others, a
+transpose for example, are left out.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def encode_tree(value: Any, take: Callable[[str, Any], None], path: tuple[Any, .
 
 
 def decode_tree(tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """The nested state of a tree with ``tensors`` by name; raises KeyError, TypeError or ValueError where it is none."""
+    """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError where it is none."""
     ((kind, value),) = tree.items()
     if kind == "tensor":
         return tensors[value]
@@ -78,8 +78,8 @@ def _tensors(tree: Any) -> list[str]:
 class Merge:
     """A tree to load into, with the values of a tree that was saved in the place of its own: ``tree``.
 
-    Values that only the saved tree has are taken over; tensors stay those of the target. ``missing`` names what only the
-    target has, and keeps; ``unexpected`` tensors that only the saved tree has, which have no place in the result.
+    Values that only the saved tree has are taken over; tensors stay those of the target. ``missing`` names what only
+    the target has, and keeps; ``unexpected`` tensors that only the saved tree has, which have no place in the result.
     """
 
     def __init__(self, target: Any, saved: Any) -> None:
