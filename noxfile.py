@@ -198,7 +198,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict on every package."""
-    tools = ["mypy", "types-PyYAML", "pluggy", "typer", "rich", "numpy", "jinja2", "matplotlib", "pytest"]
+    tools = ["mypy", "types-PyYAML", "pluggy", "typer", "rich", "safetensors", "numpy", "jinja2", "matplotlib", "pytest"]
     session.install(torch_requirement(), *tools)
     sources = [str(p / "src") for p in sorted(PACKAGES.iterdir()) if (p / "src").is_dir()]
     for source in sources:

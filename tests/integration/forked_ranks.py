@@ -24,7 +24,7 @@ import ottava
 
 def import_all() -> None:
     """What every rank would import for itself: FSDP's hooks, planners, kernels and recipes."""
-    for name in ("torch._dynamo", "ottava.checkpoint.planners", "ottava.kernels.cpu"):
+    for name in ("torch._dynamo", "ottava.checkpoint.storage", "ottava.kernels.cpu"):
         importlib.import_module(name)
     for spec in ottava.list_recipes():
         ottava.get_recipe(spec.name)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import ottava
-from ottava.checkpoint import ShardedSource, is_complete, load_sharded, save_sharded, unflatten_state_dict
+from ottava.checkpoint import is_complete, load_sharded, save_sharded
+from ottava.checkpoint.sources import read_state
 from ottava.errors import CheckpointError, ShapeError
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 
@@ -243,12 +244,8 @@ def load_whole(folder: Path, kinds: list[str]) -> None:
 
 
 def read_tensor_by_tensor(path: Path, expected: dict[str, torch.Tensor], kind: str) -> None:
-    source = ShardedSource(path)
-    assert len(list(path.glob("rank-*-of-00004.safetensors"))) == 4
-    for name in source.names():
-        tensor = source.read(name)
-        assert source.spec(name) == (tensor.dtype, tuple(tensor.shape))
-    state = unflatten_state_dict({name: source.read(name) for name in source.names()}, source.metadata)
+    state, _ = read_state(path)
+    assert len(list(path.glob("rank-*-of-00004-*.safetensors"))) == 4
     weights = {name: value for name, value in state.items() if isinstance(value, QuantizedTensor)}
     assert sorted(weights) == ["model.0.weight", "model.2.weight"]
     assert tuple(weights["model.0.weight"].shape) == (RECIPES[kind][2], 40)

@@ -46,6 +46,13 @@ def done(*arguments: Any) -> str:
     return result.output
 
 
+def same_tensors(a: Path, b: Path) -> None:
+    one, two = (safetensors.torch.load_file(path) for path in (a, b))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), two[name].reshape(-1).view(torch.uint8)), name
+
+
 @pytest.fixture(params=RECIPES)
 def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """A model that has made a step, in a file, with the name of its recipe."""
@@ -60,7 +67,7 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def test_from_recipe_to_recipe(trained: Any, target: str, tmp_path: Path) -> None:
     """The bytes are those of quantizing the dequantized values, and a model of the target goes on with them."""
     source, net = trained
-    text = done(tmp_path / "in", tmp_path / "out", "--recipe", target)
+    text = done(tmp_path / "in", tmp_path / "out", "--recipe", target, "--columnwise")
     assert ("quantized" in text) == (source != target)
     assert ("dropped" in text) == (source == "delayed" != target)
     other = model(target, 1)
@@ -81,7 +88,7 @@ def test_from_recipe_to_recipe(trained: Any, target: str, tmp_path: Path) -> Non
     other(torch.randn(32, 64)).square().mean().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
     if source == target:
-        assert (tmp_path / "in").read_bytes() == (tmp_path / "out").read_bytes()
+        same_tensors(tmp_path / "in", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +112,8 @@ def test_the_file_says_what_made_it(trained: Any, tmp_path: Path) -> None:
     distribution = f"ottava-recipes-{source}"
     for entry in described.values():
         version = importlib.metadata.version(distribution)
-        assert (entry["recipe"], entry["package"], entry["version"]) == (source, distribution, version)
+        assert (entry["package"], entry["version"]) == (distribution, version)
+        assert entry["quantizer"].startswith(f"ottava_{source}.")
     # Loaded and saved again it says the same.
     checkpoint.save_file(checkpoint.load_file(tmp_path / "in"), tmp_path / "again")
     with safetensors.safe_open(tmp_path / "again", "pt") as file:
@@ -166,7 +174,8 @@ def test_options(tmp_path: Path) -> None:
         expected = ottava.get_recipe(recipe, **made).quantizer("weight")(values)
         read = checkpoint.load_file(tmp_path / "out")["a.weight"]
         for a, b in zip(read.inner_list(), expected.inner_list(), strict=True):
-            assert a is None if b is None else torch.equal(a, b)
+            # Rows alone, where columns are data of their own.
+            assert a is None or torch.equal(a, b)
         # The same options keep the bytes, the defaults do not.
         assert "quantized" not in done(tmp_path / "out", tmp_path / "x", "--recipe", recipe, *chosen, "--force")
         assert "quantized" in done(tmp_path / "out", tmp_path / "x", "--recipe", recipe, "--force")
@@ -194,8 +203,8 @@ def test_a_sharded_checkpoint(trained: Any, tmp_path: Path) -> None:
         (["in", "out", "--recipe", "bf16", "--option", "a=1"], "without the name of a recipe"),
         (["in", "out", "--recipe", "current", "--include", "x*"], "'x*' fits no tensor"),
         (["in", "folder/out", "--recipe", "current"], "cannot be written"),
-        (["text", "out", "--recipe", "current"], "a header of"),
-        (["damaged", "out", "--recipe", "current"], "tensor 'a.weight' is damaged"),
+        (["text", "out", "--recipe", "current"], "no safetensors file"),
+        (["damaged", "out", "--recipe", "current"], "damaged is damaged: its checksum is"),
     ],
 )
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
@@ -250,7 +259,7 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     assert "Converting" not in table
     quiet = forking.python(program, "export", tmp_path / "in", tmp_path / "b", "--recipe", "current")
     assert quiet.stderr == ""
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    same_tensors(tmp_path / "a", tmp_path / "b")
 
 
 def test_the_model_of_a_training(tmp_path: Path) -> None:
@@ -294,3 +303,112 @@ def test_a_small_file_with_a_large_tensor_is_refused(value: torch.Tensor, tmp_pa
     assert (tmp_path / "x.pt").stat().st_size < 4000
     with pytest.raises(CheckpointError, match=r"'w.weight' of shape .* has more elements than it has memory"):
         checkpoint.convert_file(tmp_path / "x.pt", tmp_path / "out", "bf16")
+
+
+# -- what is chosen --
+
+
+def small_gpt() -> torch.nn.Module:
+    """What --model makes in these tests: names that tell nothing of what is a linear layer."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wte = torch.nn.Embedding(96, 64)
+            self.table = torch.nn.Embedding(32, 64)
+            self.h = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+            self.head = torch.nn.Linear(64, 96, bias=False)
+            self.head.weight = self.wte.weight
+
+    return Net()
+
+
+def no_model() -> int:
+    return 3
+
+
+def quantized_in(path: Path) -> set[str]:
+    return {name for name, value in checkpoint.load_file(path).items() if isinstance(value, QuantizedTensor)}
+
+
+@pytest.fixture
+def gpt(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    checkpoint.save_model(small_gpt().bfloat16(), tmp_path / "gpt")
+    return tmp_path / "gpt"
+
+
+def test_mx_files_hold_rows_unless_asked(gpt: Path, tmp_path: Path) -> None:
+    """A file of 8-bit weights is smaller than one of BF16, and columns come for the asking."""
+    sizes = {}
+    for name, more in (("rows", []), ("both", ["--columnwise"])):
+        done(gpt, tmp_path / name, "--recipe", "mxfp8", *more)
+        stored = safetensors.torch.load_file(tmp_path / name)
+        assert any("columnwise" in key for key in stored) == (name == "both")
+        sizes[name] = sum(tensor.nbytes for key, tensor in stored.items() if key.startswith("h."))
+    assert sizes["rows"] < 0.55 * 3 * 64 * 64 * 2 < sizes["both"]
+    # What was quantized already loses its columns, or keeps them, with the same bytes in its rows.
+    assert "quantized " not in done(tmp_path / "both", tmp_path / "again", "--recipe", "mxfp8").partition("bytes")[0]
+    same_tensors(tmp_path / "rows", tmp_path / "again")
+    done(tmp_path / "both", tmp_path / "both", "--recipe", "mxfp8", "--columnwise", "--force")
+    assert any("columnwise" in key for key in safetensors.torch.load_file(tmp_path / "both"))
+
+
+def test_embeddings_are_left_alone_and_the_choice_is_told(gpt: Path, tmp_path: Path) -> None:
+    """By their names, and what is tied to one; whatever else is a matrix named weight is quantized, and said to be."""
+    text = done(gpt, tmp_path / "out", "--recipe", "current")
+    assert quantized_in(tmp_path / "out") == {"h.0.weight", "h.1.weight", "h.2.weight", "table.weight"}
+    assert "Quantized: h.*.weight (3), table.weight" in text
+    assert "Left alone, named as embeddings: " in text
+    assert {"wte.weight", "head.weight"} <= set(text.partition("embeddings: ")[2].replace("\n", ", ").split(", "))
+    names = ["model.embed_tokens.weight", "tok_embeddings.weight", "bert.embeddings.word_embeddings.weight"]
+    names += ["emb.weight", "transformer.wpe.weight", "Embed_0.weight"]
+    others = ["member.weight", "remember.wq.weight", "wq.weight"]
+    checkpoint.save_file({name: torch.randn(4, 4) for name in names + others}, tmp_path / "names")
+    done(tmp_path / "names", tmp_path / "out", "--recipe", "current", "--force")
+    assert quantized_in(tmp_path / "out") == {"member.weight", "remember.wq.weight", "wq.weight"}
+    done(tmp_path / "names", tmp_path / "out", "--recipe", "current", "--include", "emb*", "--force")
+    assert quantized_in(tmp_path / "out") == {"emb.weight"}
+
+
+def test_a_model_says_what_is_quantized(gpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly what convert quantizes, and nothing of the same form."""
+    (tmp_path / "models_of_tests.py").write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_export import small_gpt, no_model\n"
+        "def fails(): raise ValueError('not today')\n")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for filters in ({}, {"exclude": ["head"]}, {"include": ["h.1", "h.2"], "exclude": ["h.2"]}):
+        chosen = [text for key, patterns in filters.items() for one in patterns for text in (f"--{key}", one)]
+        done(gpt, tmp_path / "out", "--recipe", "mxfp8", "--model", "models_of_tests:small_gpt", *chosen, "--force")
+        model = ottava.convert(small_gpt(), "mxfp8", **filters)
+        layers = {name for name, module in model.named_modules() if isinstance(module, ottava.nn.Linear)}
+        assert quantized_in(tmp_path / "out") == {f"{name}.weight" for name in layers}
+    assert "table.weight" not in quantized_in(tmp_path / "out")
+    before = (tmp_path / "out").read_bytes()
+    for reference, said in (
+        ("models_of_tests", "cannot be had"),
+        ("models_of_tests:absent", "cannot be had"),
+        ("absent_module:make", "cannot be had"),
+        ("models_of_tests:no_model", "makes a int"),
+        ("models_of_tests:fails", "ValueError: not today"),
+    ):
+        result = export(gpt, tmp_path / "out", "--recipe", "mxfp8", "--model", reference, "--force")
+        assert result.exit_code == 2
+        assert said in result.output
+    checkpoint.save_file({"h.0.weight": torch.randn(64, 64)}, tmp_path / "cut")
+    result = export(
+        tmp_path / "cut", tmp_path / "out", "--recipe", "mxfp8", "--model", "models_of_tests:small_gpt", "--force"
+    )
+    assert "the file misses 'h.1.weight', 'h.2.weight', 'head.weight'" in result.output
+    assert (tmp_path / "out").read_bytes() == before
+
+
+@pytest.mark.parametrize("more", [[], ["--option", "a=1"]])
+def test_an_unknown_recipe_is_not_to_be_installed(gpt: Path, tmp_path: Path, more: list[str]) -> None:
+    result = export(gpt, tmp_path / "out", "--recipe", "mxpf8x", *more)
+    assert result.exit_code == 2
+    assert "'mxpf8x'" in result.output
+    assert "mxfp8" in result.output
+    assert "bf16" in result.output
+    assert "install " not in result.output
+    assert "ottava-recipes" not in result.output

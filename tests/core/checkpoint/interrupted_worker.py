@@ -23,7 +23,7 @@ import torch.distributed.checkpoint
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from sampling import some
 
-from ottava.checkpoint import is_complete, latest_checkpoint, load_sharded, save_sharded, save_step, storage
+from ottava.checkpoint import files, is_complete, latest_checkpoint, load_sharded, save_sharded, save_step
 
 
 def state(value: int, size: int = 40) -> dict[str, Any]:
@@ -52,10 +52,10 @@ def killed_at(number: int) -> None:
 
         return call
 
-    for name in ("fsync", "rename", "mkdir", "rmdir", "unlink"):
+    for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
     # Between the writes of blocks.
-    storage.zlib = SimpleNamespace(crc32=counted(zlib.crc32))  # type: ignore[attr-defined]
+    files.zlib = SimpleNamespace(crc32=counted(zlib.crc32))  # type: ignore[attr-defined]
 
 
 def in_child(number: int, save: Callable[[], object]) -> bool:
@@ -107,7 +107,7 @@ def replaced(folder: Path) -> None:
     path, seen = folder / "saved", set()
 
     def after(killed: bool) -> None:
-        # Even between the two renames: one or the other is found, under its name.
+        # One or the other is found.
         assert is_complete(path)
         value = value_of(path)
         seen.add(value)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from sampling import VARIABLE
 
 import ottava
 from ottava.checkpoint import (
-    ShardedSource,
     flatten_state_dict,
     latest_checkpoint,
     load_sharded,
@@ -28,7 +25,8 @@ from ottava.checkpoint import (
     save_step,
     unflatten_state_dict,
 )
-from ottava.checkpoint.sharded import sharded_rows
+from ottava.checkpoint.flatten import sharded_rows
+from ottava.checkpoint.sources import read_state
 from ottava.errors import CheckpointError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import InnerTensor
 
@@ -126,8 +124,8 @@ def test_anything_saved_is_loaded_bit_for_bit(
     loaded = load_sharded({"values": 3, "tensors": shaped[0], "nested": [{"values": None}, shaped[1]]}, path)
     assert contents(loaded) == contents(state)
     assert all(loaded["tensors"][name] is shaped[0][name] for name in parts)
-    source = ShardedSource(path)
-    assert {name: raw(source.read(name)) for name in source.names()} == {
+    read, _ = read_state(path)
+    assert {name: raw(value) for name, value in read.items()} == {
         f"{prefix}.{name}": raw(part) for prefix in ("tensors", "nested.1") for name, part in parts.items()
     }
 
@@ -170,35 +168,18 @@ def test_writes_reach_the_layer_and_what_derives_from_it(recipe: Any, tmp_path: 
 def test_a_source_gives_what_unflatten_takes(recipe: Any, tmp_path: Path) -> None:
     net = model(recipe)
     save_sharded(net.state_dict(), tmp_path / "saved")
-    source = ShardedSource(tmp_path / "saved")
-    tensors, metadata = flatten_state_dict(net.state_dict())
-    assert source.metadata == metadata
-    assert {name: source.spec(name) for name in source.names()} == {
-        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
-    }
-    state = unflatten_state_dict({name: source.read(name) for name in source.names()}, source.metadata)
+    state, _ = read_state(tmp_path / "saved")
     assert contents(state) == contents(dict(net.state_dict()))
-    with pytest.raises(CheckpointError, match="no tensor 'absent'"):
-        source.read("absent")
-
-
-def test_large_tensors_have_a_checksum_for_each_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ottava.checkpoint.storage.BLOCK_BYTES", 64)
-    saved = {"x": torch.randn(7, 9), "y": torch.randn(16)}
-    save_sharded(saved, tmp_path / "saved")
-    target = {"x": torch.zeros(7, 9), "y": torch.zeros(16)}
-    load_sharded(target, tmp_path / "saved")
-    assert contents(target) == contents(saved)
-    body = json.loads((tmp_path / "saved" / "ottava.json").read_bytes())["checkpoint"]
-    expected = [zlib.crc32(raw(saved["x"])[at : at + 64]) for at in range(0, 7 * 9 * 4, 64)]
-    assert body["tensors"]["x"]["pieces"][0]["crc32"] == expected
+    tensors, metadata = flatten_state_dict(net.state_dict())
+    assert flatten_state_dict(state)[1] == metadata
+    assert contents(unflatten_state_dict(tensors, metadata)) == contents(state)
 
 
 def test_files_are_safetensors(recipe: Any, tmp_path: Path) -> None:
     import safetensors.torch
 
     save_sharded(model(recipe).state_dict(), tmp_path / "saved")
-    held = safetensors.torch.load_file(tmp_path / "saved" / "rank-00000-of-00001.safetensors")
+    held = safetensors.torch.load_file(*(tmp_path / "saved").glob("rank-00000-of-00001-*.safetensors"))
     tensors, _ = flatten_state_dict(model(recipe).state_dict())
     assert {name: (t.dtype, raw(t)) for name, t in held.items()} == {n: (t.dtype, raw(t)) for n, t in tensors.items()}
 
@@ -214,9 +195,9 @@ def test_files_are_safetensors(recipe: Any, tmp_path: Path) -> None:
         ({1}, "'a.b' is a set"),
         ({None: 1}, "'a.b' has the key None"),
         ({True: 1}, "'a.b' has the key True"),
-        (torch.ones(2, device="meta"), "a.b is of .* on meta"),
-        (torch.eye(2).to_sparse(), "a.b is of .*sparse"),
-        (torch.ones(2, dtype=torch.complex128), "a.b is of torch.complex128"),
+        (torch.ones(2, device="meta"), "'a.b' is on meta"),
+        (torch.eye(2).to_sparse(), "'a.b' is of layout torch.sparse_coo"),
+        (torch.ones(2, dtype=torch.complex128), "'a.b' is of torch.complex128"),
     ],
 )
 def test_what_cannot_be_saved_is_named(value: Any, message: str, tmp_path: Path) -> None:
@@ -310,7 +291,7 @@ def test_names_that_differ_are_listed(tmp_path: Path) -> None:
     assert loaded["more"] == {"z": 1}
     assert torch.equal(y, x)
     for target in ({"a": {"x": torch.zeros(3)}}, {"a": {"x": torch.zeros(2, dtype=torch.float64)}}):
-        with pytest.raises(CheckpointError, match=r"'a.x' of .* has shape \(2,\) and dtype F32"):
+        with pytest.raises(CheckpointError, match=r"'a.x' of .* has shape \(2,\) and dtype float32"):
             load_sharded(target, tmp_path / "s", strict=False)
 
 
@@ -319,9 +300,9 @@ def test_kinds_that_differ_are_named(recipe: Any, quantizer: Any, tmp_path: Path
     save_sharded({"w": weight}, tmp_path / "q")
     save_sharded({"w": torch.randn(4, 4)}, tmp_path / "p")
     plain = torch.zeros(4, 4)
-    with pytest.raises(CheckpointError, match=r"'w' of .* is quantized, and that of the state not"):
+    with pytest.raises(CheckpointError, match=r"'w' of .* is quantized.*Expected: not quantized"):
         load_sharded({"w": plain}, tmp_path / "q")
-    with pytest.raises(CheckpointError, match=r"'w' of .* is not quantized, and that of the state is"):
+    with pytest.raises(CheckpointError, match=r"'w' of .* is not quantized.*Expected: quantized"):
         load_sharded({"w": weight}, tmp_path / "p")
     other = type(quantizer)(torch.float8_e5m2)(torch.randn(4, 4))
     for value in (other, quantizer(torch.randn(4, 4).bfloat16())):
@@ -329,7 +310,7 @@ def test_kinds_that_differ_are_named(recipe: Any, quantizer: Any, tmp_path: Path
             load_sharded({"w": value}, tmp_path / "q")
     # A part of a tensor has the scale of the whole, which is not its own to change.
     part = quantizer(torch.randn(8, 4))[:4]
-    with pytest.raises(UsageError, match="'w' is a part"):
+    with pytest.raises(UsageError, match="'w' is a view"):
         load_sharded({"w": part}, tmp_path / "q")
     saved = contents({"w": weight})
     copied = quantizer(torch.zeros(4, 4))
@@ -364,11 +345,11 @@ def test_steps_are_found_and_pruned(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "absent") is None
     for step in (7, 100, 20):
         assert save_step({"n": step}, tmp_path / "run", step) == tmp_path / "run" / f"step-{step:07d}"
-    for name in ("step-0000999", ".step-0000998.partial-1", "step-x", "other"):
+    for name in ("step-0000999", ".step-0000998-a.b.partial", "step-x", "other"):
         (tmp_path / "run" / name).mkdir()
     shutil.copytree(tmp_path / "run" / "step-0000100", tmp_path / "run" / "step-0000200")
     (tmp_path / "run" / "step-0000200" / "ottava.json").unlink()
-    shutil.copytree(tmp_path / "run" / "step-0000100", tmp_path / "run" / ".step-0000300.partial-2-a")
+    shutil.copytree(tmp_path / "run" / "step-0000100", tmp_path / "run" / ".step-0000300-a.b.partial")
     assert latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-0000100"
     save_step({"n": 30}, tmp_path / "run", 30, keep=2)
     left = {entry.name for entry in (tmp_path / "run").iterdir()}

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import ottava
-from ottava.checkpoint import ShardedSource, is_complete, load_sharded, save_sharded
-from ottava.checkpoint.sharded import flatten_state
+from ottava.checkpoint import is_complete, load_sharded, save_sharded
+from ottava.checkpoint.sources import read_state
+from ottava.checkpoint.swap import Swap
 from ottava.errors import CheckpointError, UsageError
 
 
@@ -84,8 +85,7 @@ def test_every_file_cut_extended_flipped_removed_or_replaced(training: Any, tmp_
             (path / file).write_bytes(way)
             refused(path, target, file)
             with pytest.raises(CheckpointError, match=file):
-                for name in (source := ShardedSource(path)).names():
-                    source.read(name)
+                read_state(path)
         (path / file).unlink()
         refused(path, target, file)
         assert not is_complete(path)
@@ -108,25 +108,23 @@ def forged(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (path / "ottava.json").write_bytes(b'{"crc32":"%08x","checkpoint":' % zlib.crc32(rest) + rest)
 
 
-def pieces(body: dict[str, Any]) -> list[dict[str, Any]]:
-    return body["tensors"]["x"]["pieces"]  # type: ignore[no-any-return]
+def shards(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return body["tensors"]["x"]["shards"]  # type: ignore[no-any-return]
 
 
 def from_outside(body: dict[str, Any]) -> None:
     """The very file, by a name that leaves the folder."""
     ((name, file),) = body["files"].items()
     body["files"] = {f"../saved/{name}": file}
-    pieces(body)[0].update(file=f"../saved/{name}")
+    shards(body)[0].update(file=f"../saved/{name}")
 
 
 @pytest.mark.parametrize(
     "change",
     [
         from_outside,
-        lambda body: body.update(version=2),
+        lambda body: body.update(version=3),
         lambda body: body.update(files={"../outside.safetensors": [1, 2, 3]}),
-        lambda body: body.update(world_size=0),
-        lambda body: body.update(block_bytes=0),
         lambda body: body.update(description=[]),
         lambda body: body["description"].update(state={"tensor": "x", "value": 1}),
         lambda body: body["description"].update(state=[]),
@@ -138,15 +136,13 @@ def from_outside(body: dict[str, Any]) -> None:
         lambda body: body["tensors"]["x"].update(shape=[-4, -3]),
         lambda body: body["tensors"]["x"].update(shape=[4, 4]),
         lambda body: body["tensors"]["x"].update(shape=[1 << 70, 3]),
-        lambda body: body["tensors"]["x"].update(pieces=[]),
+        lambda body: body["tensors"]["x"].update(shards=[]),
         lambda body: body["tensors"].pop("x"),
-        lambda body: pieces(body)[0].update(begin=1 << 40),
-        lambda body: pieces(body)[0].update(begin=0),
-        lambda body: pieces(body)[0].update(file="absent"),
-        lambda body: pieces(body)[0].update(crc32=[]),
-        lambda body: pieces(body)[0].update(offsets=[1, 0]),
-        lambda body: pieces(body).append(pieces(body)[0]),
-        lambda body: body["tensors"]["x"].update(pieces=[pieces(body)[0] | {"shape": [2, 3]}] * 2),
+        lambda body: shards(body)[0].update(key="y"),
+        lambda body: shards(body)[0].update(file="absent"),
+        lambda body: shards(body)[0].update(offsets=[1, 0]),
+        lambda body: shards(body).append(shards(body)[0]),
+        lambda body: body["tensors"]["x"].update(shards=[shards(body)[0] | {"shape": [2, 3]}] * 2),
     ],
 )
 def test_a_forged_index_is_refused(change: Any, tmp_path: Path) -> None:
@@ -203,18 +199,18 @@ def test_sizes_and_names_that_no_tensor_has(name: str, tmp_path: Path) -> None:
     text = (path / "ottava.json").read_bytes()
     body = json.loads(text)["checkpoint"]
     entry = body["tensors"].pop("x")
-    body["tensors"][name] = entry | {"shape": [1 << 70, 0], "pieces": []}
+    body["tensors"][name] = entry | {"shape": [1 << 70, 0], "shards": []}
     forged = json.dumps(body).encode() + b"}"
     start = b'{"crc32":"%08x","checkpoint":'
     (path / "ottava.json").write_bytes(start % zlib.crc32(forged) + forged)
     assert not is_complete(path)
     with pytest.raises(CheckpointError, match=r"ottava\.json"):
-        ShardedSource(path)
+        read_state(path)
 
 
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new one is whole all the same."""
-    import ottava.checkpoint.distributed as module
+    import ottava.checkpoint.sharded as module
 
     def fails(*_: Any) -> None:
         raise PermissionError("not yours")
@@ -228,11 +224,8 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pyt
 def test_two_names_of_one_tensor_are_taken_back() -> None:
     """What is put back last is what was there first."""
     tensor = torch.zeros(3)
-    flat = flatten_state({"first": tensor, "second": tensor})
-    values = {"first": torch.ones(3), "second": torch.full((3,), 2.0)}
-    done: list[str] = []
-    flat.exchange(values, done)
-    assert done == ["first", "second"]
+    swap = Swap([(tensor, torch.ones(3)), (tensor, torch.full((3,), 2.0))], lambda: None)
+    swap.apply()
     assert tensor.tolist() == [2.0, 2.0, 2.0]
-    flat.undo(values, done)
+    swap.undo()
     assert not tensor.any()

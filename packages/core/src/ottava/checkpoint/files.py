@@ -1,86 +1,256 @@
-"""safetensors files of state dicts with quantized tensors."""
+"""safetensors files, by their library: written from tensors by name, and mapped, so that only what is used is read.
+
+Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors, and ``ottava.crc32`` is the checksum
+of all else. One without the other is damage, so that no single error makes another tool's file, which nobody can check.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+import stat
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
-from ottava.checkpoint.flatten import METADATA_KEY, described_state, unflatten_state_dict
-from ottava.checkpoint.header import TensorSpec
-from ottava.checkpoint.reader import SafetensorsFile, named, usable_device
-from ottava.checkpoint.writer import SafetensorsWriter
-from ottava.errors import DTypeError
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.checkpoint.paths import Partial, as_path, check_file_target, remove_leftovers, sync
+from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
 
-#: What some tools ask every file for.
-METADATA = {"format": "pt"}
-
-
-def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names of tensors that are wholly another one, earlier in the dict, by its name."""
-    seen: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_meta or tensor.layout != torch.strided:
-            raise DTypeError(f"{name!r} is on meta or sparse", expected="a dense tensor with values")
-        if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-            first = seen.setdefault(place, name)
-            if first != name:
-                aliases[name] = first
-    return aliases
+METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
+# What the first version wrote in the place of the checksum: those of the header and of each tensor.
+_DIGEST_KEY = "ottava.digest"
+# By torch's own names. Asking torch for a name that a file gives would import modules of that name.
+TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
+_THREADS_FROM = 64 << 20
+_BY_TORCH = "torch.load(path, weights_only=True) reads it, and `ottava export` converts it"
+_LOOKS_LIKE = (
+    (b"PK\x03\x04", "a file of torch.save", _BY_TORCH),
+    (b"\x80", "a pickle", _BY_TORCH),
+    (b"GGUF", "a GGUF file", "convert it to safetensors"),
+    (b"version https://git-lfs", "a pointer of Git LFS, not the file itself", "run `git lfs pull`"),
+)
 
 
-def save_file(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"``."""
+    return str(dtype).removeprefix("torch.")
 
-    A tensor under several names, a tied weight for example, is stored under the first one; parts of one memory are
-    written one by one. Every tensor, and the header, has a checksum. One tensor at a time is copied.
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raise DTypeError for a tensor that is no block of memory with values, of a dtype that the format has."""
+    if tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else "on meta" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise DTypeError(f"{name!r} is {kind}", expected="a dense tensor with values", remedy="save what it is made of")
+    try:
+        TensorSpec(dtype=dtype_name(tensor.dtype), shape=[0], data_ptr=0, data_len=0)
+    except SafetensorError as error:
+        raise DTypeError(f"{name!r} is of {tensor.dtype}", expected="a dtype that safetensors has") from error
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of an 8-bit float format as uint8, sharing memory, since few ops know such formats; others as is."""
+    return tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else tensor
+
+
+def in_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where it is contiguous and on the CPU, else a copy that is; DTypeError where it has no bytes."""
+    check_dense(name, tensor)
+    try:
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        plain.data_ptr()  # a wrapper has none, and says so
+    except RuntimeError as error:
+        raise DTypeError(f"{name!r} is a {type(tensor).__name__}: {error}", expected="a plain tensor") from error
+    return plain
+
+
+def crc32_of(tensor: torch.Tensor) -> int:
+    """The CRC-32 of the bytes of a contiguous tensor on the CPU."""
+    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())) if tensor.nbytes else 0
+
+
+def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """The checksum of a file: CRC-32, in hexadecimal, of its contents as JSON, in which a tensor's bytes are their own.
+
+    The JSON is ``[metadata, tensors]``, sorted by name and without spaces: the texts but for the checksum, and
+    ``[dtype, shape, CRC-32 of the bytes]`` by name, with torch's names of dtypes.
+    """
+    sums: Iterator[int] = map(crc32_of, tensors.values())
+    if sum(tensor.nbytes for tensor in tensors.values()) > _THREADS_FROM:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            sums = threads.map(crc32_of, tensors.values())
+    about = {n: [dtype_name(t.dtype), list(t.shape), crc] for (n, t), crc in zip(tensors.items(), sums, strict=True)}
+    texts = {key: text for key, text in metadata.items() if key != CHECKSUM_KEY}
+    return f"{zlib.crc32(json.dumps([texts, about], sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU, meanwhile.
 
     Raises:
-        UsageError: two tensors would have one name, or the file cannot be written.
-        DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
+        DTypeError: a tensor is none that the format has.
+        UsageError: a name is not possible.
+        OSError: the file cannot be written.
     """
-    for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
-        if hasattr(value, "to_local"):
-            raise DTypeError(
-                f"{name!r} is sharded",
-                expected="whole tensors",
-                remedy="save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True",
-            )
-    tensors, description = described_state(state_dict)
-    aliases = shared_tensors(tensors)
-    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
-    metadata = METADATA | {METADATA_KEY: replace(description, aliases=aliases).encode()}
-    with SafetensorsWriter(path, specs, metadata) as writer:
-        for name, tensor in stored.items():
-            writer.write(name, tensor)
+    plain = {name: in_memory(name, tensor) for name, tensor in tensors.items()}
+    for name in plain:
+        if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise UsageError(f"a tensor has the name {name!r}", expected="text, not '__metadata__'")
+    # Some tools ask every file for its format.
+    texts = {"format": "pt", **metadata, CHECKSUM_KEY: "0" * 8}
+    specs = {
+        n: TensorSpec(dtype=dtype_name(t.dtype), shape=list(t.shape), data_ptr=t.data_ptr(), data_len=t.nbytes)
+        for n, t in plain.items()
+    }
+    # Its permissions are those of any new file; the library would let nobody else read it.
+    with open(path, "xb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    try:
+        # The checksum is made while the bytes are written, and put in the place that was left for it.
+        with ThreadPoolExecutor(1) as thread:
+            future = thread.submit(checksum, plain, texts)
+            serialize_file(specs, path, texts)
+            found = future.result()
+        os.chmod(path, mode)
+        with open(path, "r+b") as file:
+            header = file.read(8 + int.from_bytes(file.read(8), "little"))
+            file.seek(8 + header.index(f'"{CHECKSUM_KEY}":"{texts[CHECKSUM_KEY]}"'.encode()) + len(CHECKSUM_KEY) + 4)
+            file.write(found.encode())
+        sync(path)
+        # What did not reach the disk is not there now, whatever was said of it.
+        with safe_open(path, "pt") as written:
+            if len(written.keys()) != len(specs) or written.metadata()[CHECKSUM_KEY] != found:
+                raise OSError("something is missing from what was written")
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    return found
 
 
-def load_file(
-    path: str | os.PathLike[str], device: str | int = "cpu", *, verify: bool = True
-) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
-    """The state dict of a safetensors file; files of other tools give plain tensors.
+def put_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """:func:`write_tensors` as the file ``path``, which appears whole or not at all; one that is there is replaced.
 
-    Quantized tensors come without quantizers: loading copies their bytes into the tensors of a model. They remember
-    what quantized them, so that they can be saved again.
+    Raises:
+        DTypeError, UsageError: as of that; or ``path`` is no regular file, or cannot be written.
+    """
+    place = check_file_target(as_path(path))
+    try:
+        with Partial(place) as partial:
+            write_tensors(partial.path / "tensors", tensors, metadata)
+            partial.put_file("tensors")
+    except OSError as error:
+        what = f"{path} cannot be written: {error}"
+        raise UsageError(what, expected="a file in an existing folder, and room for it") from error
+    remove_leftovers(place)
+
+
+def read_tensors(path: str | os.PathLike[str], *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors of a file, mapped into memory, on the CPU and in the order of their bytes, and its metadata.
 
     Args:
         path: the file. Nothing in it is trusted; memory is bounded by its size.
-        device: where the tensors go.
-        verify: whether tensors are compared with their checksums; the header always is.
+        verify: whether the bytes are compared with the checksum, which reads all of them.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged, or is no safetensors file; it names file and tensor.
-        DeviceError: ``device`` names none that can be used.
-        OttavaError: the tensors do not fit together.
+        CheckpointError: it is not a whole safetensors file, is damaged, or was replaced while it was read.
+        DTypeError: ``path`` is no path.
     """
-    place = usable_device(device)
-    with SafetensorsFile(path, verify=verify) as file, named(file.path):
-        tensors = {name: file.read(name).to(place) for name in file.names()}
-        return unflatten_state_dict(tensors, file.metadata)
+    place = as_path(path)
+    before = _identity(place)
+    tensors: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
+    try:
+        try:
+            with safe_open(place, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+            _check(place, tensors, metadata, verify)
+        finally:
+            # Header and bytes may be of two files where it was replaced in between.
+            if _identity(place) != before:
+                what = f"{place} was replaced while it was read"
+                raise CheckpointError(what, expected="one file", remedy="load it again")
+    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        if isinstance(error, OttavaError):
+            raise
+        raise _foreign(place, error) from error
+    return tensors, metadata
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", expected="a safetensors file") from error
+    # Opening a pipe would wait for its other end.
+    if not stat.S_ISREG(found.st_mode):
+        what, remedy = ("a folder", "name one of its files") if path.is_dir() else ("no regular file", "")
+        raise CheckpointError(f"{path} is {what}", expected="a safetensors file", remedy=remedy)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], verify: bool) -> None:
+    key = _DIGEST_KEY if _DIGEST_KEY in metadata else CHECKSUM_KEY
+    present = [entry for entry in (METADATA_KEY, key) if entry in metadata]
+    if len(present) == 1:
+        what = f"{path}: the metadata has {present[0]!r} but not {({METADATA_KEY, key} - set(present)).pop()!r}"
+        remedy = "write it with ottava.checkpoint.save_file; another tool has rewritten it, or it is damaged"
+        raise CheckpointError(what, expected="both, or neither in a file of another tool", remedy=remedy)
+    if verify and present:
+        old = key == _DIGEST_KEY
+        claimed = metadata[key][14:] if old else metadata[key]
+        found = "".join(f"{crc32_of(t):08x}" for t in tensors.values()) if old else checksum(tensors, metadata)
+        if found != claimed:
+            what, expected = f"{path} is damaged: its checksum is {found:.80}", f"{claimed:.80}, as was written"
+            raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
+    for name, tensor in tensors.items():
+        # Any other byte in memory of this dtype is undefined behaviour.
+        if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+            raise CheckpointError(f"{path}: tensor {name!r} has values besides 0 and 1", expected="booleans")
+
+
+def _foreign(path: Path, error: Exception) -> CheckpointError:
+    """The error for a file that the library refuses."""
+    start = b""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        start = file.read(64)
+        if not start:
+            return CheckpointError(f"{path}: the file is empty", expected="a safetensors file")
+    for magic, what, remedy in _LOOKS_LIKE:
+        if start.startswith(magic) and start[8:9] != b"{":
+            return CheckpointError(f"{path}: this looks like {what}", expected="a safetensors file", remedy=remedy)
+    why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return CheckpointError(f"{path} is damaged, or no safetensors file: {why}", expected="a whole safetensors file")
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors name the file."""
+    try:
+        yield
+    except OttavaError as error:
+        if str(path) in error.what:
+            raise
+        raise type(error)(f"{path}: {error.what}", expected=error.expected, remedy=error.remedy) from error
+
+
+@contextlib.contextmanager
+def of_any_class(name: str) -> Iterator[None]:
+    """The class of a quantized tensor may be anybody's, and what a file says to it anything: CheckpointError."""
+    try:
+        yield
+    except OttavaError:
+        raise
+    except Exception as error:
+        what = f"{name!r} has no values: {type(error).__name__}: {error}"
+        raise CheckpointError(what, expected="a tensor that can be loaded or dequantized") from error
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for an error, the first few of many."""
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

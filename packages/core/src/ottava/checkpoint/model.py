@@ -1,4 +1,4 @@
-"""A whole model in a file: everything is read and checked before the first byte of the model is changed."""
+"""State dicts and whole models in one file: everything is read and checked before the first byte of a model changes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,70 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import load_file, save_file
-from ottava.checkpoint.pieces import check_writable
-from ottava.checkpoint.reader import as_path, named
-from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
+from ottava.checkpoint.files import METADATA_KEY, listed, named, of_any_class, put_tensors, read_tensors
+from ottava.checkpoint.flatten import described_state, unflatten_state_dict
+from ottava.checkpoint.paths import as_path
+from ottava.checkpoint.swap import check_writable, uninterrupted
+from ottava.errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.state import RecipeState
+from ottava.tensors.quantizer import as_device
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 
-_STATE = "recipe_state"
+
+def save_file(
+    state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
+
+    A tensor under several names, a tied weight for example, is stored under the first one; overlapping views of one
+    memory are written one by one. Tensors that are contiguous and on the CPU are written from where they are; of all
+    others a copy is in memory meanwhile.
+
+    Args:
+        state_dict: tensors by name.
+        path: the file.
+        metadata: more texts for the header.
+
+    Raises:
+        UsageError: two tensors would have one name, or the file cannot be written: it is no regular file, say, or the
+            disk is full. Then nothing has changed.
+        DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
+    """
+    tensors, description = described_state(state_dict, once=True)
+    put_tensors(path, tensors, {**(metadata or {}), METADATA_KEY: description.encode()})
+
+
+def load_file(
+    path: str | os.PathLike[str], device: str | int = "cpu", *, verify: bool = True
+) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
+    """The state dict of a safetensors file; files of other tools give plain tensors.
+
+    Quantized tensors come without quantizers: loading copies their bytes into the tensors of a model. They remember
+    what quantized them, so that they can be saved again. On the CPU tensors are mapped, not read: they take memory as
+    they are used, writes to them stay in memory, and the file must not be shortened in place meanwhile.
+
+    Args:
+        path: the file. Nothing in it is trusted; memory is bounded by its size.
+        device: where the tensors go.
+        verify: whether the bytes are compared with the checksum of the file, which reads all of them. Files of other
+            tools have none.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged, is no safetensors file, or was replaced while it was read.
+        DeviceError: ``device`` names none that can be used.
+        OttavaError: the tensors do not fit together.
+    """
+    place = as_device(device)
+    try:
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise DeviceError(f"device {str(place)!r} cannot be used: {str(error).splitlines()[0]}") from error
+    tensors, metadata = read_tensors(path, verify=verify)
+    with named(as_path(path)):
+        return unflatten_state_dict({name: tensor.to(place) for name, tensor in tensors.items()}, metadata)
 
 
 def save_model(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
@@ -34,12 +87,14 @@ def save_model(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     save_file(_module(model).state_dict(), path)
 
 
-def load_model(model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> tuple[list[str], ...]:
+def load_model(
+    model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True, verify: bool = True
+) -> tuple[list[str], ...]:
     """Load a safetensors file into a model's parameters and buffers, or change nothing.
 
-    The file is read as a whole and compared with the model: checksums, names, shapes and kinds. Only then the model is
-    written; should a module refuse its values after all, what was written is undone. While that goes on, the file and a
-    copy of the model are in memory, on the CPU.
+    The file is checked as a whole and compared with the model: names, shapes and kinds. Only then the model is written;
+    should a module refuse its values after all, or an interrupt come, what was written is undone. While that goes on, a
+    copy of the model is in memory, on the CPU.
 
     A quantized tensor in the file is copied byte by byte into a parameter of the same kind. Into one of another kind,
     and from high precision, values are quantized by the parameter's own quantizer; into high precision they are
@@ -49,6 +104,7 @@ def load_model(model: torch.nn.Module, path: str | os.PathLike[str], *, strict: 
         model: the model, with memory of its own: not on meta, not sharded.
         path: the file.
         strict: whether the names of file and model have to be the same. Otherwise what only one of them has is left.
+        verify: as of :func:`load_file`.
 
     Returns:
         The names that the file misses, and those that the model has no place for: empty lists where ``strict``.
@@ -60,22 +116,41 @@ def load_model(model: torch.nn.Module, path: str | os.PathLike[str], *, strict: 
     """
     if not isinstance(strict, bool):
         raise OptionError(f"strict is {strict!r}", expected="True or False")
-    target = _targets(_module(model))
-    state: dict[str, Any] = load_file(path)
+    targets: dict[str, Any] = _module(model).state_dict(keep_vars=True)
+    for name, tensor in targets.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise DTypeError(f"{name!r} of the model is a {type(tensor).__name__}", expected="a tensor")
+        if hasattr(tensor, "to_local"):
+            raise DTypeError(f"{name!r} of the model is sharded", expected="whole tensors", remedy="use load_sharded")
+        if tensor.is_meta:
+            remedy = "call model.to_empty first"
+            raise UsageError(f"{name!r} of the model is on meta", expected="memory to load into", remedy=remedy)
+    state: dict[str, Any] = load_file(path, verify=verify)
     with named(as_path(path)):
-        missing, unexpected = _compare_names(model, target, state)
+        # Layers keep the state of a recipe that a region has yet to bring.
+        modules = dict(model.named_modules(remove_duplicate=False))
+        waiting = tuple(
+            f"{name}.recipe_state.".lstrip(".")
+            for name, module in modules.items()
+            if isinstance(module, Linear) and module.recipe is None and "recipe_state" not in module._modules
+        )
+        missing = [name for name in targets if name not in state and not name.startswith(waiting)]
+        unexpected = [name for name in state if name not in targets and not name.startswith(waiting)]
         if strict and (missing or unexpected):
-            what = [f"the file misses {_listed(missing)}"] if missing else []
-            what += [f"the model has no place for {_listed(unexpected)}"] if unexpected else []
+            what = [f"the file misses {listed(missing)}"] if missing else []
+            what += [f"the model has no place for {listed(unexpected)}"] if unexpected else []
             raise CheckpointError("; ".join(what), expected="the names of the model", remedy="strict=False leaves them")
         for name in unexpected:
             del state[name]
-        own = _own_states(model)
-        for name, value in state.items():
-            if name in target and not name.startswith(tuple(own)):
-                state[name] = _fitting(name, target[name], value)
-        _try_own_states(own, state)
-        _write(model, target, state)
+        own: dict[str, Any] = {
+            f"{name}.": module for name, module in modules.items() if name and isinstance(module, RecipeState)
+        }
+        for name in [name for name in state if name in targets and not name.startswith(tuple(own))]:
+            with of_any_class(name):
+                state[name] = _fitting(name, targets[name], state[name])
+        for prefix, module in own.items():
+            _try_recipe_state(prefix, module, state)
+        _write(model, targets, state)
     return missing, unexpected
 
 
@@ -85,69 +160,15 @@ def _module(model: Any) -> torch.nn.Module:
     return model
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    targets: dict[str, Any] = model.state_dict(keep_vars=True)
-    for name, tensor in targets.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise DTypeError(f"{name!r} of the model is a {type(tensor).__name__}", expected="a tensor")
-        if hasattr(tensor, "to_local"):
-            raise DTypeError(f"{name!r} of the model is sharded", expected="whole tensors", remedy="use load_sharded")
-        if tensor.is_meta:
-            raise UsageError(
-                f"{name!r} of the model is on meta", expected="memory to load into", remedy="call model.to_empty first"
-            )
-    return targets
-
-
-def _own_states(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The states of recipes by the prefix of their names: they have a say in what fits them."""
-    found: dict[str, torch.nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        state: Any = module
-        if name and isinstance(state, RecipeState):
-            found[f"{name}."] = module
-    return found
-
-
-def _compare_names(
-    model: torch.nn.Module, target: Mapping[str, Any], state: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
-    # Layers keep the state of a recipe that a region has yet to bring.
-    waiting = tuple(
-        f"{prefix}.{_STATE}." if prefix else f"{_STATE}."
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Linear) and module.recipe is None and _STATE not in module._modules
-    )
-    missing = [name for name in target if name not in state and not name.startswith(waiting)]
-    return missing, [name for name in state if name not in target and not name.startswith(waiting)]
-
-
-def _fitting(name: str, target: torch.Tensor, value: Any) -> torch.Tensor:
+def _fitting(name: str, target: Any, value: Any) -> torch.Tensor:
     """The value as it is copied into the target, or an error where it cannot be."""
-    try:
-        return _checked(name, target, value)
-    except OttavaError:
-        raise
-    except Exception as error:
-        # The class of a quantized tensor may be anybody's, and what a file says to it anything.
-        raise CheckpointError(
-            f"{name!r} has no values that could be loaded: {type(error).__name__}: {error}",
-            expected="a tensor like that of the model",
-        ) from error
-
-
-def _checked(name: str, target: torch.Tensor, value: Any) -> torch.Tensor:
     check_writable(name, target)
     if tuple(value.size()) != tuple(target.shape):
-        raise ShapeError(
-            f"{name!r} has shape {tuple(value.size())}", expected=f"{tuple(target.shape)}, as in the model"
-        )
+        what = f"{name!r} has shape {tuple(value.size())}"
+        raise ShapeError(what, expected=f"{tuple(target.shape)}, as in the model")
+    quantized = isinstance(value, QuantizedTensorStorage)
     if not isinstance(target, QuantizedTensor):
-        if isinstance(value, QuantizedTensorStorage):
+        if quantized:
             value = value.dequantize(target.dtype if target.dtype in HIGH_PRECISION else torch.float32)
         kinds = [(t.dtype.is_floating_point, t.dtype.is_complex) for t in (target, value)]
         if kinds[0] != kinds[1] or (not any(kinds[0]) and value.dtype != target.dtype):
@@ -156,70 +177,57 @@ def _checked(name: str, target: torch.Tensor, value: Any) -> torch.Tensor:
     if not any(target.get_usages().values()):
         raise UsageError(f"{name!r} of the model holds no data", remedy="it was cleared or saved")
     if isinstance(value, QuantizedTensor):
-        adopted = _of_its_kind(target, value)
-        if adopted is not None:
-            return adopted
+        if not target.adopts_bytes_of(value) and value.inner_tensors == target.inner_tensors:
+            # What the target's device needs besides can be made of the bytes, or is not to be had.
+            value = value.to(target.device)
+            with contextlib.suppress(UsageError):
+                value.update_usage(**{f"{usage}_usage": held or None for usage, held in target.get_usages().items()})
+        if target.adopts_bytes_of(value):
+            return value  # type: ignore[no-any-return]
     if target._quantizer is None:
-        raise UsageError(
-            f"{name!r} of the model has no quantizer, and the file has another kind of data for it",
-            expected="a quantizer",
-            remedy="set one with update_quantizer()",
-        )
-    if isinstance(value, QuantizedTensorStorage):
-        return value.dequantize(torch.float32)
-    if not value.dtype.is_floating_point:
+        what = f"{name!r} of the model has no quantizer, and the file has another kind of data for it"
+        raise UsageError(what, expected="a quantizer", remedy="set one with update_quantizer()")
+    if not quantized and not value.dtype.is_floating_point:
         raise DTypeError(f"{name!r} is of {value.dtype}", expected="floating-point values to quantize")
-    plain: torch.Tensor = value if value.dtype in HIGH_PRECISION else value.to(torch.float32)
-    return plain
+    plain: torch.Tensor = value.dequantize(torch.float32) if quantized else value
+    return plain if plain.dtype in HIGH_PRECISION else plain.to(torch.float32)
 
 
-def _of_its_kind(target: QuantizedTensor, value: QuantizedTensor) -> QuantizedTensor | None:
-    """The value if its bytes can be copied, with what the target's device needs besides made of them; else None."""
-    if target.adopts_bytes_of(value) or value.inner_tensors != target.inner_tensors:
-        return value if target.adopts_bytes_of(value) else None
-    moved: Any = value.to(target.device)
-    wanted = {f"{usage}_usage": True if held else None for usage, held in target.get_usages().items()}
-    with contextlib.suppress(UsageError):
-        moved.update_usage(**wanted)
-    return moved if target.adopts_bytes_of(moved) else None
-
-
-def _try_own_states(own: Mapping[str, torch.nn.Module], state: Mapping[str, Any]) -> None:
-    """Load into copies: the states of recipes are small, and may take other shapes than they have."""
-    for prefix, module in own.items():
-        found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        for name, value in found.items():
-            if isinstance(value, QuantizedTensorStorage):
-                raise DTypeError(f"{prefix + name!r} is quantized", expected="a plain tensor, as in the model")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                copy.deepcopy(module).load_state_dict(found, strict=False)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{prefix!r} cannot be loaded: {error}", expected="the state of its recipe"
-            ) from error
-
-
-def _write(model: torch.nn.Module, target: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
-    backup: list[tuple[Any, Any]] = []
-    waiting = [(module, module._loaded_state) for module in model.modules() if isinstance(module, Linear)]
-    with torch.no_grad():
-        for tensor in target.values():
-            quantized = isinstance(tensor, QuantizedTensor)
-            kept = tensor.apply_to_inner(lambda t: t.to("cpu", copy=True)) if quantized else tensor.to("cpu", copy=True)  # type: ignore[attr-defined]
-            backup.append((tensor, kept))
+def _try_recipe_state(prefix: str, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Load into a copy: the states of recipes are small, and may take other shapes than they have."""
+    found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    for name, value in found.items():
+        if isinstance(value, QuantizedTensorStorage):
+            raise DTypeError(f"{prefix + name!r} is quantized", expected="a plain tensor, as in the model")
     try:
-        # Names were compared before.
-        model.load_state_dict(state, strict=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            copy.deepcopy(module).load_state_dict(found, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"{prefix!r} cannot be loaded: {error}", expected="the state of its recipe") from error
+
+
+def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    def kept(tensor: Any) -> Any:
+        def copied(plain: torch.Tensor) -> torch.Tensor:
+            return plain.to("cpu", copy=True)
+
+        return tensor.apply_to_inner(copied) if isinstance(tensor, QuantizedTensor) else copied(tensor)
+
+    with torch.no_grad():
+        backup = [(tensor, kept(tensor)) for tensor in targets.values()]
+    waiting = [(module, module._loaded_state) for module in model.modules() if isinstance(module, Linear)]
+    try:
+        with uninterrupted():
+            # Names were compared before.
+            model.load_state_dict(state, strict=False)
     except BaseException as error:
-        with torch.no_grad():
-            for tensor, kept in backup:
-                (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(kept)
-        for layer, loaded in waiting:
-            layer._loaded_state = loaded
+        with uninterrupted(), torch.no_grad():
+            for tensor, before in backup:
+                (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(before)
+            for layer, loaded in waiting:
+                layer._loaded_state = loaded
         if not isinstance(error, Exception):
             raise
-        raise CheckpointError(
-            f"a module refuses its values: {error}", expected="values that all modules take"
-        ) from error
+        what = f"a module refuses its values: {error}"
+        raise CheckpointError(what, expected="values that all modules take") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,11 +14,7 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """The ranks of a group, or this process alone: they fail together, each with what it knows.
-
-    Raises:
-        UsageError: this process is not in the group.
-    """
+    """The ranks of a group, or this process alone; raises UsageError where this process is not in the group."""
 
     def __init__(self, group: Any) -> None:
         self.alone = not (dist.is_available() and dist.is_initialized())
@@ -45,17 +41,11 @@ class Ranks:
             result.append(function())
         except Exception as error:
             failure = error
-        self._raise(failure, self.gather(None if failure is None else str(failure)))
+        messages = self.gather(None if failure is None else str(failure))
+        _fail(failure, {rank: message for rank, message in enumerate(messages) if message is not None})
         return result[0]
 
-    def _raise(self, own: BaseException | None, messages: list[str | None]) -> None:
-        if own is not None:
-            raise own
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")
-
-    def run(self, function: Callable[[], object]) -> None:
+    def run(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
         """A function of DCP, whose failures are reported as in :meth:`each`."""
         from torch.distributed.checkpoint.api import CheckpointException
 
@@ -63,11 +53,14 @@ class Ranks:
             with warnings.catch_warnings():
                 # One process alone is what is meant.
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                function()
+                function(*args, process_group=self.group, no_dist=self.alone, **options)
         except CheckpointException as error:
-            messages: list[str | None] = [None] * self.world
-            for rank, (cause, _) in error.failures.items():
-                messages[rank] = str(cause)
-            own = error.failures.get(self.rank)
-            self._raise(None if own is None else own[0], messages)
-            raise CheckpointError(f"a rank failed: {error}", expected="success on every rank") from error
+            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+            _fail(causes.get(self.rank), causes)
+
+
+def _fail(own: BaseException | None, failures: Mapping[int, Any]) -> None:
+    if own is not None:
+        raise own
+    for rank, message in failures.items():
+        raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")

@@ -1,304 +1,297 @@
-"""State dicts of sharded, quantized and plain tensors as pieces of plain tensors, by the storage declaration.
+"""Sharded checkpoints over ``torch.distributed.checkpoint``: saved by any number of ranks, loaded by any other.
 
-A piece is what this rank has of a plain tensor: a box of the whole, sharing memory with the tensor it was taken from,
-so that a checkpoint is written from pieces and read into them. Of a sharded quantized tensor, inner tensors that are
-gathered are sharded as it is, in rows or blocks of rows; those that serve every usage are equal on all shards; those
-that derive from others, a transpose for example, are left out.
+Without an initialized process group, one process saves and loads the same format alone.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.header import DTYPE_NAMES
-from ottava.checkpoint.inner import flatten_tensor
-from ottava.checkpoint.pieces import as_bytes
-from ottava.checkpoint.tree import encode_tree
-from ottava.errors import DTypeError, OttavaError, ShapeError, UsageError
+from ottava.checkpoint.files import crc32_of, dtype_name, in_memory, listed
+from ottava.checkpoint.flatten import add_tensors, flatten_value
+from ottava.checkpoint.folder import prune
+from ottava.checkpoint.paths import as_path
+from ottava.checkpoint.ranks import Ranks
+from ottava.checkpoint.state import Merge, decode_tree, encode_tree, leaves
+from ottava.checkpoint.swap import Swap, check_writable
+from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
+from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.freshness import bump_version
-from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage
+from ottava.tensors.storage import QuantizedTensorStorage
 
 
-@dataclass(frozen=True)
-class Piece:
-    """This rank's box of a tensor.
-
-    Attributes:
-        name: that of the tensor.
-        tensor: the elements, sharing memory with where they came from, in the dtype that a file has.
-        shape: that of the whole tensor.
-        offsets: where in it the box begins.
-        everywhere: whether every rank holds the whole, without a mesh that says so.
-        of_shards: what must be equal on all ranks is a part of this sharded tensor.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    everywhere: bool = False
-    of_shards: str | None = None
-
-
-@dataclass
-class FlatState:
-    """A state as pieces by name, and the rest as JSON.
+class _Flat:
+    """A nested state as plain tensors by name, sharded as it is, and the rest as JSON; nothing is copied.
 
     Attributes:
         tree: the nested state with names in the place of tensors.
-        pieces: the pieces of plain tensors.
-        quantized: what the quantized tensors are, by name.
-        storages: the live quantized tensors, of which the pieces are parts.
         values: the tensors as they are in the state.
-        parts: the names of the pieces of each quantized tensor.
+        tensors: the plain tensors that they are made of.
+        owners: the name of the value that each of those belongs to.
+        quantized: what the quantized tensors are, for JSON.
     """
 
-    tree: Any = None
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    quantized: dict[str, dict[str, Any]] = field(default_factory=dict)
-    storages: dict[str, QuantizedTensorStorage] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    parts: dict[str, list[str]] = field(default_factory=dict)
+    def __init__(self, state: Any) -> None:
+        if not isinstance(state, Mapping):
+            raise DTypeError(f"the state is a {type(state).__name__}", expected="a dict")
+        self.values: dict[str, Any] = {}
+        self.tensors: dict[str, Any] = {}
+        self.owners: dict[str, str] = {}
+        self.quantized: dict[str, Any] = {}
+        self.tree = encode_tree(state, self._take)
 
-    def add(self, piece: Piece, path: str) -> None:
-        """Take a piece in.
+    def _take(self, name: str, value: Any) -> None:
+        made, described = flatten_value(name, value, derived=False)
+        add_tensors(self.tensors, made)
+        self.values[name] = value
+        self.owners |= dict.fromkeys(made, name)
+        if described is not None:
+            self.quantized[name] = described.encode()
 
-        Raises:
-            UsageError: there is one of that name.
-            DTypeError: the tensor has no values in memory, or a dtype that files do not have.
-        """
-        tensor = piece.tensor
-        if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in DTYPE_NAMES:
-            raise DTypeError(
-                f"{path} is of {tensor.dtype} and {tensor.layout} on {tensor.device}",
-                expected="a dense tensor with values, of a dtype that safetensors has",
-            )
-        if piece.name in self.pieces:
-            raise UsageError(f"two tensors would have the name {piece.name!r}", remedy="rename one of them")
-        self.pieces[piece.name] = piece
-
-    def exchange(self, values: Mapping[str, torch.Tensor], done: list[str]) -> None:
-        """Put new values into the pieces that have some, and so into the tensors of the state; ``values`` has the old.
-
-        What derives from them, a transpose for example, is outdated then, and is made again where it is needed.
-
-        Args:
-            values: by name, of the shape and dtype of the pieces.
-            done: takes the names of those that were exchanged, should one fail.
-        """
-        with torch.no_grad():
-            for name, value in values.items():
-                piece, given = as_bytes(self.pieces[name].tensor), as_bytes(value)
-                before = piece.to(given.device, copy=True)
-                piece.copy_(given)
-                done.append(name)
-                given.copy_(before)
-        self._written(values)
-
-    def undo(self, values: Mapping[str, torch.Tensor], done: Sequence[str]) -> None:
-        """Put back what an :meth:`exchange` took, as far as that went."""
-        with torch.no_grad():
-            # Backwards: two names may be one tensor.
-            for name in reversed(done):
-                as_bytes(self.pieces[name].tensor).copy_(as_bytes(values[name]))
-        self._written(values)
-
-    def _written(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, storage in self.storages.items():
-            if any(path in values for path in self.parts[name]):
-                storage.mark_written()
-                if isinstance(storage, torch.Tensor):
-                    bump_version(storage)
+    def written(self) -> None:
+        """Tell the quantized tensors that their bytes were written: what derives from them is outdated."""
+        for storage in (_local(self.values[name]) for name in self.quantized):
+            storage.mark_written()
+            if isinstance(storage, torch.Tensor):
+                bump_version(storage)
 
 
-def flatten_state(state: Any) -> FlatState:
-    """A nested state as pieces and JSON; nothing is copied.
-
-    Args:
-        state: dicts, lists and tuples of tensors (sharded, quantized, plain), numbers, text, bools, None and dtypes.
-
-    Raises:
-        DTypeError: a value is something else; it is named.
-        ShapeError, UsageError: a sharded quantized tensor has parts that no file could be resharded from.
-    """
-    if not isinstance(state, Mapping):
-        raise DTypeError(f"the state is a {type(state).__name__}", expected="a dict")
-    flat = FlatState()
-
-    def take(name: str, value: Any) -> None:
-        with torch.no_grad():
-            _add_tensor(name, value, flat)
-        flat.values[name] = value
-
-    flat.tree = encode_tree(state, take)
-    return flat
+def _local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _held(storage: QuantizedTensorStorage) -> list[InnerTensor]:
-    return [inner for inner in storage.inner_tensors if getattr(storage, inner.attribute) is not None]
-
-
-def _high_precision(local: Any) -> Any:
-    """The plain tensor that a wrapper keeps its values in, or the tensor itself."""
-    unwrap = getattr(local, "high_precision", None)
-    return unwrap() if callable(unwrap) and isinstance(local, torch.Tensor) else local
-
-
-def _add_tensor(name: str, value: Any, flat: FlatState) -> None:
-    if not hasattr(value, "to_local"):
-        local, shape, offsets = _high_precision(value), None, None
-    else:
-        local, (shape, offsets) = _high_precision(value.to_local()), _box(name, value)
-    if isinstance(local, QuantizedTensorStorage):
-        _add_quantized(name, local, shape, offsets, flat)
-        return
-    if shape is None or offsets is None:
-        shape, offsets = tuple(local.shape), (0,) * local.dim()
-        flat.add(Piece(name, local.detach(), shape, offsets, everywhere=True), name)
-        return
-    flat.add(Piece(name, local.detach(), shape, offsets), name)
-
-
-def _box(name: str, value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of the whole and offsets of this rank's box of a sharded tensor."""
-    try:
-        boxes = value.__create_chunk_list__()
-    except (RuntimeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"{name!r} cannot be saved in pieces: {error}", expected="a sharded or replicated DTensor"
-        ) from error
-    local = tuple(value.to_local().shape)
-    if len(boxes) != 1 or tuple(boxes[0].sizes) != local:
-        raise UsageError(
-            f"{name!r} is sharded in a way that makes no single box of {local} on this rank: {value.placements}",
-            expected="shards and replicas over a mesh with all ranks",
-        )
-    return tuple(value.shape), tuple(boxes[0].offsets)
-
-
-def _described(name: str, local: QuantizedTensorStorage) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The inner tensors that are not derived, in the dtypes of files, by argument, and what the whole is."""
-    tensors, described = flatten_tensor(name, local)
-    entry = described.encode()
-    kept = [inner.argument for inner in _held(local) if not local.is_derived(inner)]
-    if not any(inner.gather for inner in _held(local)):
-        raise UsageError(
-            f"{name!r} holds only what derives from its elements",
-            expected="rowwise data",
-            remedy="keep the rowwise usage of weights",
-        )
-    entry["tensors"] = [argument for argument in entry["tensors"] if argument in kept]
-    return {argument: tensors[argument] for argument in kept}, entry
-
-
-def _add_quantized(
-    name: str,
-    local: QuantizedTensorStorage,
-    shape: tuple[int, ...] | None,
-    offsets: tuple[int, ...] | None,
-    flat: FlatState,
+def save_sharded(
+    state: Mapping[str, Any], path: str | os.PathLike[str], *, group: Any = None, overwrite: bool = False
 ) -> None:
-    inner, entry = _described(name, local)
-    declared = {d.argument: d for d in local.inner_tensors}
-    if "shape" in entry["static"] and shape is not None:
-        entry["static"]["shape"] = list(shape)
-    for argument, tensor in inner.items():
-        path = f"{name}.{argument}"
-        if shape is None or offsets is None or not declared[argument].gather:
-            own = tuple(tensor.shape)
-            of = None if shape is None else name
-            flat.add(Piece(path, tensor, own, (0,) * len(own), everywhere=True, of_shards=of), path)
-            continue
-        rows, first = sharded_rows(name, declared[argument], tensor, tuple(local.shape), shape, offsets)
-        whole = (rows, *tensor.shape[1:])
-        flat.add(Piece(path, tensor, whole, (first, *[0] * (tensor.dim() - 1))), path)
-    flat.quantized[name] = entry
-    flat.storages[name] = local
-    flat.parts[name] = [f"{name}.{argument}" for argument in inner]
+    """Save a state as one checkpoint, each rank its shards; it appears under ``path`` whole or not at all.
 
-
-def sharded_rows(
-    name: str,
-    inner: InnerTensor,
-    tensor: torch.Tensor,
-    local: Sequence[int],
-    shape: Sequence[int],
-    offsets: Sequence[int],
-) -> tuple[int, int]:
-    """Rows that an inner tensor of the whole has, and the first one of this rank's part of it.
+    Every rank calls it, with the same names. Quantized tensors are saved as data and scales, which any number of ranks
+    can load. A plain tensor that is not the same on all ranks (a statistic that each keeps) is saved once for each of
+    them. Values that are not tensors have to be equal on all ranks.
 
     Args:
-        name: of the quantized tensor, for errors.
-        inner: the declaration.
-        tensor: this rank's inner tensor.
-        local: shape of this rank's shard of the quantized tensor.
-        shape, offsets: shape of the whole, and where in it the shard begins.
+        state: a state dict, or nested dicts, lists and tuples of tensors, numbers, text, bools, None and dtypes.
+        path: a new folder, on a file system that all ranks share; its parent is made.
+        group: the process group that saves; None is the default group, or this process where there is none.
+        overwrite: whether a checkpoint of that name is replaced. The old one is found until the new one is.
 
     Raises:
-        ShapeError: the shards are not of rows, or cut blocks of rows in two.
+        CheckpointError: ``path`` exists or cannot be written, or another rank failed.
+        DTypeError: the state holds what is no tensor and no JSON; it is named.
+        ShapeError: shards of a quantized tensor cut its blocks.
+        UsageError: the ranks differ in what has to be equal.
     """
-    if any(offset for offset in offsets[1:]) or tuple(local[1:]) != tuple(shape[1:]):
-        raise ShapeError(f"{name!r} is sharded in columns", expected="shards of dimension 0")
-    if inner.block_rows is None:
-        rows, first, own = shape[0], offsets[0], local[0]
-    else:
-        each, block = math.prod(shape[1:-1]), inner.block_rows
-        begin, end = offsets[0] * each, (offsets[0] + local[0]) * each
-        # Of an empty shard nothing is cut, wherever it begins.
-        if local[0] and (begin % block or (end % block and offsets[0] + local[0] != shape[0])):
-            raise ShapeError(
-                f"the shards of {name!r} have {local[0] * each} rows, which cut the blocks of {inner.argument!r}",
-                expected=f"a multiple of {block} on each",
-                remedy="shard over fewer ranks, or keep this weight in high precision: it is quantized when it is used",
-            )
-        rows, first, own = (-(-n // block) for n in (shape[0] * each, begin, end - begin))
-    if tensor.shape[0] != own:
-        raise ShapeError(f"{inner.argument!r} of {name!r} has {tensor.shape[0]} rows", expected=str(own))
-    return rows, first
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from ottava.checkpoint.storage import FolderWriter
+
+    ranks = Ranks(group)
+    flat = ranks.each(lambda: _Flat(state))
+    per_rank = _differing(flat, ranks)
+    largest = [name for name in per_rank if is_reduced_by_max(name)]
+    description = {"state": flat.tree, "quantized": flat.quantized, "per_rank": per_rank, "largest": largest}
+    writer = ranks.each(lambda: FolderWriter(path, overwrite=overwrite, description=description))
+    tensors = {per_rank[name][ranks.rank] if name in per_rank else name: t for name, t in flat.tensors.items()}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        ranks.run(save, tensors, storage_writer=writer, planner=planner)
+    finally:
+        writer.discard()
 
 
-def flatten_sharded(name: str, value: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
-    """A DTensor as DTensors of plain tensors, with the same mesh and placements, and plain ones equal on all ranks.
+def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
+    """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files.
+
+    Raises:
+        UsageError: the ranks differ in what has to be equal.
+    """
+    if ranks.world == 1:
+        return {}
+    about: dict[str, Any] = leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}
+    about |= {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
+    texts = {name: json.dumps(entry, sort_keys=True) for name, entry in about.items()}
+    if len(set(ranks.gather(zlib.crc32(json.dumps(texts, sort_keys=True).encode())))) > 1:
+        first, *others = ranks.gather(texts)
+        for rank, other in enumerate(others, 1):
+            for name in sorted(name for name in {*first, *other} if first.get(name) != other.get(name)):
+                what = f"{name!r} of rank {rank} is not that of rank 0: {other.get(name)} and {first.get(name)}"
+                expected = "the same names, shapes, dtypes and values besides tensors on all ranks"
+                raise UsageError(what, expected=expected, remedy="save what each rank has of its own as tensors")
+    own = {n: crc32_of(in_memory(n, t)) for n, t in flat.tensors.items() if not hasattr(t, "to_local")}
+    sums = ranks.gather(own)
+    names: dict[str, list[str]] = {}
+    for name in (name for name in own if len({of[name] for of in sums}) > 1):
+        owner = flat.owners[name]
+        if hasattr(flat.values[owner], "to_local"):
+            what = f"the shards of {owner!r} have different {name.removeprefix(owner + '.')!r}"
+            remedy = "set the values of the weight before it is sharded"
+            raise UsageError(what, expected="one value for all shards of a weight", remedy=remedy)
+        names[name] = [name, *(f"{name}@rank-{rank:05d}" for rank in range(1, ranks.world))]
+        if taken := set(names[name][1:]) & set(flat.tensors):
+            raise UsageError(f"a tensor has the name {min(taken)!r}", remedy="rename it")
+    return names
+
+
+def load_sharded(
+    state: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    group: Any = None,
+    strict: bool = True,
+    verify: bool = True,
+) -> Any:
+    """Load a checkpoint that any number of ranks saved into the tensors of ``state``, in place, or change nothing.
+
+    Every rank calls it, and reads its shards into new memory; when all have succeeded, the tensors are written. An
+    error on one rank is an error on all, and none has changed anything; an interrupt at any moment leaves the tensors
+    of a rank all old or all new. On each rank the new values of its shards are in memory beside the old ones.
+
+    Args:
+        state: like what was saved, with tensors to load into, sharded over any number of ranks.
+        path: the folder of the checkpoint.
+        group: the process group that loads; None is the default group, or this process where there is none.
+        strict: whether names that only the state or only the checkpoint has are an error. Otherwise the state keeps
+            what is missing, and tensors that it has no place for are left out.
+        verify: whether the files are compared with their checksums, each by one of the ranks, which reads all of it.
 
     Returns:
-        Tensors by name, and what the quantized tensor is; None where it is not quantized.
+        The state with its own tensors, now loaded, and all other values as they were saved.
 
     Raises:
-        ShapeError, UsageError: it is quantized, and its inner tensors cannot be sharded as it is.
+        CheckpointError: the checkpoint is not whole, is damaged, has other names, shapes or dtypes than the state, was
+            replaced while it was read, or another rank failed. The message names the file or the tensor.
+        DTypeError: the state holds what is no tensor and no JSON; it is named.
+        UsageError: a quantized tensor of the state is a view of some of another one.
     """
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    flat = FlatState()
-    with torch.no_grad():
-        _add_tensor(name, value, flat)
-    tensors: dict[str, torch.Tensor] = {}
-    for path, piece in flat.pieces.items():
-        if piece.everywhere:
-            tensors[path] = piece.tensor
+    from ottava.checkpoint.storage import FolderReader
+
+    ranks = Ranks(group)
+    reader = ranks.each(lambda: FolderReader(path))
+    flat, result, stored = ranks.each(lambda: _matched(state, reader, strict, ranks))
+    if len(set(ranks.gather(reader.index.crc32))) > 1:
+        raise CheckpointError(f"{path} is not the same checkpoint on all ranks", expected="a shared file system")
+    mine = sorted(reader.index.files)[ranks.rank :: ranks.world] if verify else []
+    ranks.each(lambda: [reader.file(name, verify=True) for name in mine])
+    fresh = ranks.each(lambda: {there: _empty_like(flat.tensors[name]) for name, there in stored.items()})
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    ranks.run(load, dict(fresh), storage_reader=reader, planner=planner)
+    about = reader.index.description
+    # Scaling state that each of another number of ranks had of its own: for all of these, the largest values.
+    merged = [name for name in about["largest"] if name in fresh and len(about["per_rank"][name]) != ranks.world]
+    ranks.each(lambda: fresh.update({name: reader.whole(name) for name in merged}))
+    pairs = [(_local(flat.tensors[name]), _local(fresh.pop(there))) for name, there in stored.items()]
+    swap = Swap(pairs, flat.written)
+    try:
+        ranks.each(swap.apply)
+    except BaseException:
+        swap.undo()
+        raise
+    return result
+
+
+def _empty_like(tensor: Any) -> Any:
+    local = _local(tensor)
+    made = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+    if local is tensor:
+        return made
+    about = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+    return type(tensor).from_local(made, tensor.device_mesh, tensor.placements, **about)
+
+
+def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) -> tuple[_Flat, Any, dict[str, str]]:
+    """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
+    index, flat, path = reader.index, _Flat(state), reader.path
+    try:
+        # DCP's own save knows no more than tensors by name.
+        by_name = {"dict": [[name, {"tensor": name}] for name in index.tensors]}
+        merge = Merge(flat.tree, index.description["state"] if any(index.description["state"].values()) else by_name)
+        result = decode_tree(merge.tree, flat.values)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} says of no state: {error}", expected="what save_sharded wrote") from error
+    for what, names in ((f"{path} misses", merge.missing), ("the state has no place for", merge.unexpected)):
+        if strict and names:
+            remedy = "make the state that was saved: an optimizer has none before its first step"
+            raise CheckpointError(f"{what} {listed(names)}", expected=f"the names of {path}", remedy=remedy)
+    stored = {}
+    for name, tensor in flat.tensors.items():
+        owner = flat.owners[name]
+        if owner in merge.missing:
             continue
-        stride = [math.prod(piece.shape[dim + 1 :]) for dim in range(len(piece.shape))]
-        made = DTensor.from_local(
-            piece.tensor,
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=torch.Size(piece.shape),
-            stride=tuple(stride),
-        )
-        try:
-            placed = _box(path, made)[1] == piece.offsets or piece.tensor.numel() == 0
-        except OttavaError:
-            placed = False
-        if not placed:
-            raise ShapeError(
-                f"the shards of {name!r} are no shards of {path!r}",
-                expected="as many blocks on each rank but the last",
-                remedy="save it with save_sharded",
+        saved, mine = index.description["quantized"].get(owner), flat.quantized.get(owner)
+        kinds = [None if entry is None else (entry.get("class"), entry.get("static")) for entry in (saved, mine)]
+        if kinds[0] != kinds[1]:
+            words = ["not quantized" if kind is None else f"quantized, {kind[0]} of {kind[1]}" for kind in kinds]
+            remedy = "make the model with the recipe that was saved, or convert the checkpoint"
+            raise CheckpointError(
+                f"{owner!r} of {path} is {words[0]}", expected=f"{words[1]}, as in the state", remedy=remedy
             )
-        tensors[path] = made
-    return tensors, flat.quantized.get(name)
+        value = flat.values[owner]
+        if isinstance(value, QuantizedTensorStorage) and value._whole is not None:
+            what = f"{owner!r} is a view of another tensor, whose scales are not its own to change"
+            raise UsageError(what, expected="a whole one", remedy="load into the whole tensor")
+        # Its own where each rank had its own and there are as many, else rank 0's.
+        own = index.description["per_rank"].get(name, [])
+        stored[name] = own[ranks.rank] if len(own) == ranks.world else name
+        found, dtype = index.tensors.get(stored[name]), dtype_name(tensor.dtype)
+        if found is None or (found.dtype, found.shape) != (dtype, tuple(tensor.shape)):
+            seen = "is not there" if found is None else f"has shape {found.shape} and dtype {found.dtype}"
+            expected = f"{tuple(tensor.shape)} and {dtype}, as in the state"
+            raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=expected)
+        check_writable(owner, _local(tensor))
+    return flat, result, stored
+
+
+def save_step(
+    state: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    step: int,
+    *,
+    keep: int | None = None,
+    group: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Save a state as ``folder/step-0000100``, for :func:`latest_checkpoint`, and remove old ones.
+
+    Args:
+        state, group, overwrite: see :func:`save_sharded`.
+        folder: where the checkpoints of one training are; it is made.
+        step: the number, from 0.
+        keep: how many whole checkpoints stay, this one and those with the highest numbers besides; None is all.
+            The others are removed once this one is whole.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        OptionError: ``step`` or ``keep`` is no such number.
+        OttavaError: see :func:`save_sharded`.
+    """
+
+    def check() -> Path:
+        for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise OptionError(f"{name} is {value!r}", expected=f"an integer from {least}")
+        return as_path(folder) / f"step-{step:07d}"
+
+    ranks = Ranks(group)
+    path = ranks.each(check)
+    save_sharded(state, path, group=group, overwrite=overwrite)
+    if keep is not None and ranks.rank == 0:
+        try:
+            prune(path.parent, keep, path)
+        except OSError as error:
+            # The checkpoint is whole; that old ones are still there must not stop a training.
+            warnings.warn(f"old checkpoints in {path.parent} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
+    return path

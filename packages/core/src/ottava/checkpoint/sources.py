@@ -1,4 +1,4 @@
-"""Where tensors are read from, one by one: safetensors files and folders of them, torch.save, sharded checkpoints."""
+"""What ``ottava export`` reads: safetensors files and folders of them, files of ``torch.save``, sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -6,288 +6,115 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ottava.checkpoint.description import Description
-from ottava.checkpoint.files import shared_tensors
-from ottava.checkpoint.flatten import described_state
-from ottava.checkpoint.header import METADATA_KEY, TensorSpec
+from ottava.checkpoint.files import METADATA_KEY, named, read_tensors
+from ottava.checkpoint.flatten import unflatten_state_dict
 from ottava.checkpoint.index import INDEX_NAME
-from ottava.checkpoint.reader import SafetensorsFile, as_path
-from ottava.errors import CheckpointError, OptionError
+from ottava.checkpoint.paths import as_path
+from ottava.errors import CheckpointError
 from ottava.tensors.storage import QuantizedTensorStorage
 
-_SHARDS = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+_FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-class TensorSource(Protocol):
-    """Tensors by name, of which one is read at a time; quantized ones as their inner tensors.
+def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The state dict at ``path``, checked, and mapped where the files allow that, and other texts of the file.
 
-    ``metadata`` is what :func:`unflatten_state_dict` takes. A source that holds files open also has ``close()``.
-    """
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The description of the quantized tensors."""
-        ...
-
-    def names(self) -> Sequence[str]:
-        """The tensors, in an order that reads well."""
-        ...
-
-    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape of a tensor, without reading it."""
-        ...
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU; raises CheckpointError where it is damaged."""
-        ...
-
-
-class SavedByTorch:
-    """A state dict in a file of ``torch.save``: mapped into memory, unpickled with ``weights_only=True``.
-
-    Args:
-        path: the file.
-
-    Raises:
-        CheckpointError: it is damaged, would need code to be run, or holds anything but tensors by name.
-    """
-
-    def __init__(self, path: Path) -> None:
-        state = _unpickled(path)
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{path} holds a {type(state).__name__}", expected="a state dict of tensors")
-        for name, value in state.items():
-            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-                raise CheckpointError(
-                    f"{path}: {name!r} is a {type(value).__name__}",
-                    expected="a state dict of tensors alone",
-                    remedy="save the state dict of the model by itself",
-                )
-            _check_dense(path, name, value)
-        tensors, description = described_state(state)
-        aliases = shared_tensors(tensors)
-        self._tensors = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-        self.metadata = {METADATA_KEY: replace(description, aliases=aliases).encode()}
-
-    def names(self) -> list[str]:
-        """The tensors, as they were saved."""
-        return list(self._tensors)
-
-    def spec(self, name: str) -> TensorSpec:
-        """Dtype and shape of a tensor."""
-        return TensorSpec(self._tensors[name].dtype, tuple(self._tensors[name].shape))
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor, still in the mapped file."""
-        return self._tensors[name]
-
-
-def _check_dense(path: Path, name: str, value: torch.Tensor) -> None:
-    """Refuse a tensor that is no block of memory with values: on meta, sparse, nested, or larger than its memory."""
-    parts = value.inner_list() if isinstance(value, QuantizedTensorStorage) else [value]
-    for part in parts:
-        if part is None:
-            continue
-        if part.is_meta or part.layout != torch.strided or part.is_nested:
-            raise CheckpointError(
-                f"{path}: {name!r} is on meta, sparse or nested", expected="dense tensors with values"
-            )
-        # Strides are the file's word: a small file could ask for any amount of memory.
-        if part.nbytes > part.untyped_storage().nbytes():
-            raise CheckpointError(
-                f"{path}: {name!r} of shape {tuple(part.shape)} has more elements than it has memory",
-                expected="tensors that are no expanded views",
-                remedy="save .contiguous() copies",
-            )
-
-
-def _unpickled(path: Path) -> Any:
-    error: Exception | None = None
-    # Files of old versions of torch cannot be mapped.
-    for mapped in (True, False):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        except Exception as failed:
-            # Damaged bytes make the unpickler raise anything.
-            error = error or failed
-    text = str(error)
-    # torch's own words advise to run the code.
-    needs = re.search(r"GLOBAL ([\w.]+)", text)
-    if needs is not None or "Weights only load failed" in text:
-        why = f"it needs code to be run{f' ({needs[1]})' if needs is not None else ''}"
-    else:
-        why = text.splitlines()[0][:200] if text else repr(error)
-    raise CheckpointError(
-        f"{path} cannot be read as a file of torch.save: {why}",
-        expected="a state dict of tensors alone",
-        remedy="save it again with torch.save(model.state_dict(), path)",
-    ) from error
-
-
-class ShardFolder:
-    """safetensors files with an index of which tensor is in which, as large models are published.
-
-    Args:
-        folder: with ``model.safetensors.index.json`` in it.
-
-    Raises:
-        CheckpointError: the index, or a file that it names, is damaged or missing.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / _SHARDS
-        try:
-            found = json.loads(index.read_bytes().decode())["weight_map"]
-            names = {name: Path(file).name == file for name, file in found.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-            raise CheckpointError(
-                f"{index} is damaged: {type(error).__name__}: {error}", expected="names of files by tensor"
-            ) from error
-        outside = [name for name, plain in names.items() if not plain]
-        if outside:
-            raise CheckpointError(
-                f"{index} has {outside[0]!r} in {found[outside[0]]!r}", expected="files in the same folder"
-            )
-        self._files: dict[str, SafetensorsFile] = {}
-        try:
-            for file in dict.fromkeys(found.values()):
-                self._files[file] = SafetensorsFile(folder / file)
-            descriptions = [Description.decode(f.metadata.get(METADATA_KEY)) for f in self._files.values()]
-            self._where = {name: self._files[file] for name, file in found.items()}
-            for name, opened in self._where.items():
-                opened.spec(name)
-        except BaseException:
-            self.close()
-            raise
-        whole = Description(
-            {name: entry for d in descriptions for name, entry in d.quantized.items()},
-            {name: stored for d in descriptions for name, stored in d.aliases.items()},
-        )
-        self.metadata = {METADATA_KEY: whole.encode()} if whole.quantized or whole.aliases else {}
-
-    def names(self) -> list[str]:
-        """The tensors, file by file."""
-        return [name for file in self._files.values() for name in file.names() if self._where.get(name) is file]
-
-    def spec(self, name: str) -> TensorSpec:
-        """Dtype and shape of a tensor."""
-        return self._where[name].spec(name)
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor of one of the files."""
-        return self._where[name].read(name)
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
-
-
-class UnderPrefix:
-    """The tensors of a source whose names begin with a prefix, under the names without it.
-
-    Args:
-        source: with all the tensors.
-        prefix: ``"model."`` for the model in a checkpoint of a training.
-
-    Raises:
-        OptionError: no tensor has such a name.
-    """
-
-    def __init__(self, source: TensorSource, prefix: str) -> None:
-        self._source = source
-        given = source.metadata.get(METADATA_KEY)
-        description = Description.decode(given)
-
-        def own(names: Mapping[str, Any]) -> dict[str, Any]:
-            return {n.removeprefix(prefix): e for n, e in names.items() if n.startswith(prefix) and n != prefix}
-
-        # Name -> the name in the source. An alias of a tensor that stays behind becomes that tensor.
-        self._stored = own({name: name for name in source.names()})
-        taken = {stored: name for name, stored in self._stored.items()}
-        aliases = own(description.aliases)
-        self._stored |= {alias: stored for alias, stored in aliases.items() if stored not in taken}
-        if not self._stored:
-            parts = sorted({f"{name.partition('.')[0]}." for name in source.names() if "." in name})
-            raise OptionError(
-                f"no tensor has a name that begins with {prefix!r}",
-                expected="one of " + ", ".join(map(repr, parts[:8])) if parts else "no prefix",
-            )
-        kept = {alias: taken[stored] for alias, stored in aliases.items() if stored in taken}
-        described = replace(description, quantized=own(description.quantized), aliases=kept)
-        self.metadata = source.metadata if given is None else source.metadata | {METADATA_KEY: described.encode()}
-
-    def names(self) -> list[str]:
-        """The tensors, without the prefix."""
-        return list(self._stored)
-
-    def spec(self, name: str) -> TensorSpec:
-        """Dtype and shape of a tensor."""
-        return TensorSpec(*self._source.spec(self._stored[name]))
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor of the source."""
-        return self._source.read(self._stored[name])
-
-    def close(self) -> None:
-        """Close the source."""
-        close = getattr(self._source, "close", None)
-        if close is not None:
-            close()
-
-
-def _is_torch_file(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        start = file.read(9)
-    return start[8:9] != b"{" and start.startswith((b"PK\x03\x04", b"\x80"))
-
-
-def _sharded(path: Path) -> TensorSource:
-    from ottava.checkpoint.pieces import ShardedSource
-
-    return ShardedSource(path)
-
-
-#: What is tried in turn by :func:`open_source`: what recognizes a path, and what opens it.
-_SOURCES: list[tuple[Callable[[Path], bool], Callable[[Path], TensorSource]]] = [
-    (lambda path: (path / INDEX_NAME).is_file(), _sharded),
-    (lambda path: (path / _SHARDS).is_file(), ShardFolder),
-    (lambda path: (path / _SINGLE).is_file(), lambda path: SafetensorsFile(path / _SINGLE)),
-    (_is_torch_file, SavedByTorch),
-]
-
-
-def register_source(recognizes: Callable[[Path], bool], opens: Callable[[Path], TensorSource]) -> None:
-    """Have :func:`open_source` read another kind of file or folder; the last one that was registered is asked first."""
-    _SOURCES.insert(0, (recognizes, opens))
-
-
-def open_source(path: str | os.PathLike[str]) -> TensorSource:
-    """What reads the tensors at ``path``: a safetensors file, a folder of such with an index, a file of ``torch.save``
-    with a state dict, or a sharded checkpoint.
+    It is a safetensors file, a folder of such with an index, a file of ``torch.save``, or a sharded checkpoint. Of what
+    each rank of that had of its own it is rank 0's; of what the next step would have reduced, the largest of all.
 
     Raises:
         CheckpointError: it is none of these, or damaged.
     """
-    place = as_path(path)
+    place, start = as_path(path), b""
+    if (place / INDEX_NAME).is_file():
+        return _sharded(place), {}
+    if place.is_dir() and not (place / _SINGLE).is_file():
+        return _folder(place), {}
+    file = place / _SINGLE if place.is_dir() else place
+    if file.is_file():
+        with file.open("rb") as opened:
+            start = opened.read(9)
+    if start.startswith((b"PK\x03\x04", b"\x80")) and start[8:9] != b"{":
+        return _unpickled(file), {}
+    tensors, metadata = read_tensors(file)
+    with named(file):
+        state = unflatten_state_dict(tensors, metadata)
+    return state, {key: text for key, text in metadata.items() if not key.startswith(METADATA_KEY)}
+
+
+def _folder(folder: Path) -> dict[str, Any]:
+    """safetensors files with an index of which tensor is in which, as large models are published."""
+    index = folder / _FOLDER_INDEX
+    if not index.is_file():
+        what = f"{folder} has neither {_FOLDER_INDEX}, {_SINGLE} nor {INDEX_NAME}"
+        raise CheckpointError(what, expected="a folder of tensors")
     try:
-        opens = next((opens for recognizes, opens in _SOURCES if recognizes(place)), None)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{place} cannot be read: {error}", expected="a file or folder of tensors") from error
-    if opens is None and place.is_dir():
-        raise CheckpointError(
-            f"{place} has neither {_SHARDS}, {_SINGLE} nor {INDEX_NAME}", expected="a folder of tensors"
+        found: dict[str, str] = json.loads(index.read_bytes().decode())["weight_map"]
+        outside = [name for name, file in found.items() if Path(file).name != file]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        what = f"{index} is damaged: {type(error).__name__}: {error}"
+        raise CheckpointError(what, expected="names of files by tensor") from error
+    if outside:
+        what = f"{index} has {outside[0]!r} in {found[outside[0]]!r}"
+        raise CheckpointError(what, expected="files in the same folder")
+    state: dict[str, Any] = {}
+    for file in dict.fromkeys(found.values()):
+        tensors, metadata = read_tensors(folder / file)
+        for name in (name for name, there in found.items() if there == file and name not in tensors):
+            raise CheckpointError(f"{folder / file} has no tensor {name!r}", expected=f"what {index} says")
+        with named(folder / file):
+            state |= unflatten_state_dict(tensors, metadata)
+    return state
+
+
+def _sharded(path: Path) -> dict[str, Any]:
+    from ottava.checkpoint.storage import FolderReader
+
+    reader = FolderReader(path)
+    for name in reader.index.files:
+        reader.file(name, verify=True)
+    others = {name for names in reader.index.description["per_rank"].values() for name in names[1:]}
+    tensors = {name: reader.whole(name) for name in sorted(reader.index.tensors) if name not in others}
+    text = json.dumps({"version": 1, "quantized": reader.index.description["quantized"]})
+    with named(path):
+        return unflatten_state_dict(tensors, {METADATA_KEY: text})
+
+
+def _unpickled(path: Path) -> dict[str, Any]:
+    """The state dict in a file of ``torch.save``, of which no code is run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # files of old versions of torch cannot be mapped
+                state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the code.
+        needs = re.search(r"GLOBAL ([\w.]+)", str(error))
+        why = f"it needs code to be run{f' ({needs[1]})' if needs else ''}"
+        why = why if needs or "Weights only" in str(error) else (str(error).splitlines() or [repr(error)])[0][:200]
+        what, remedy = (
+            f"{path} cannot be read as a file of torch.save: {why}",
+            "save model.state_dict() with torch.save",
         )
-    return SafetensorsFile(place) if opens is None else opens(place)
+        raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}", expected="a state dict of tensors")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            what, remedy = f"{path}: {name!r} is a {type(value).__name__}", "save the state dict of the model by itself"
+            raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy)
+        for plain in value.inner_list() if isinstance(value, QuantizedTensorStorage) else [value]:
+            if plain is not None and (plain.is_nested or plain.is_meta or plain.layout != torch.strided):
+                raise CheckpointError(f"{path}: {name!r} is on meta, sparse or nested", expected="dense tensors")
+            # Strides are the file's word: a small file could ask for any amount of memory.
+            if plain is not None and plain.nbytes > plain.untyped_storage().nbytes():
+                what = f"{path}: {name!r} of shape {tuple(plain.shape)} has more elements than it has memory"
+                raise CheckpointError(what, expected="no expanded views", remedy="save .contiguous() copies")
+    return state

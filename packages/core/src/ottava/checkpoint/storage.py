@@ -6,15 +6,13 @@ DCP's plans travel between the live processes; of what lies in files, nothing is
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import shutil
-import zlib
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -23,53 +21,30 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.folder import as_path, check_target, fresh_token, locate, partial_name, publish
-from ottava.checkpoint.header import DTYPE_NAMES
-from ottava.checkpoint.index import (
-    INDEX_NAME,
-    Index,
-    StoredFile,
-    StoredPiece,
-    StoredTensor,
-    check_files,
-    read_index,
+from ottava.checkpoint.description import Description
+from ottava.checkpoint.files import (
+    CHECKSUM_KEY,
+    METADATA_KEY,
+    TORCH_DTYPES,
+    as_bytes,
+    dtype_name,
+    read_tensors,
+    write_tensors,
 )
-from ottava.checkpoint.pieces import PieceReader, as_bytes, blocks_of
+from ottava.checkpoint.folder import check_target, publish
+from ottava.checkpoint.index import INDEX_NAME, Index, StoredShard, StoredTensor, read_index
+from ottava.checkpoint.paths import Partial, as_path, sync
 from ottava.errors import CheckpointError, DTypeError
 
-#: Bytes of a piece that one checksum covers, and that are held in memory at once while they are written.
-BLOCK_BYTES = 4 << 20
 
-
-@dataclass(frozen=True)
-class _Written:
-    """What a rank tells the coordinator of a piece: where it is, and of the file that it is in."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    piece: StoredPiece
-    file: StoredFile
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What the coordinator tells a rank: the save's token, which rank it is, and of how many."""
-
-    token: str
-    rank: int
-    world_size: int
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 class FolderWriter(StorageWriter):
@@ -84,19 +59,16 @@ class FolderWriter(StorageWriter):
 
     Raises:
         CheckpointError: ``path`` exists, or cannot be written; from whatever DCP calls.
-        DTypeError: a value is not a tensor of a dtype that safetensors has; from the planning.
+        DTypeError: a value is not a tensor; from the planning.
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        description: Mapping[str, Any] | None = None,
+        self, path: str | os.PathLike[str], *, overwrite: bool = False, description: Mapping[str, Any] | None = None
     ) -> None:
-        self.path = as_path(path)
-        self.overwrite, self.description = overwrite, dict(description or {})
-        self._place: _Place | None = None
+        self.path, self.overwrite = as_path(path), overwrite
+        empty: dict[str, Any] = {"state": {"dict": []}, "quantized": {}, "per_rank": {}, "largest": []}
+        self.description = description or empty
+        self.partial: Partial | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -104,7 +76,6 @@ class FolderWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.path = self.path if checkpoint_id is None else as_path(checkpoint_id)
-        self._place = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
@@ -112,70 +83,61 @@ class FolderWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-                raise DTypeError(
-                    f"{item.index.fqn!r} is not a tensor", expected="tensors", remedy="save it with save_sharded"
-                )
-            if item.tensor_data.properties.dtype not in DTYPE_NAMES:
-                raise DTypeError(
-                    f"{item.index.fqn!r} is of {item.tensor_data.properties.dtype}",
-                    expected="a dtype that safetensors has",
-                )
+            if item.type == WriteItemType.BYTE_IO:
+                raise DTypeError(f"{item.index.fqn!r} is not a tensor", expected="tensors", remedy="use save_sharded")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        token = fresh_token()
         with _written(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial_name(self.path, token).mkdir()
-        self._place = _Place(token, 0, len(plans))
-        return [replace(plan, storage_data=_Place(token, rank, len(plans))) for rank, plan in enumerate(plans)]
-
-    @property
-    def partial(self) -> Path | None:
-        """The hidden folder of this save, once planned."""
-        return None if self._place is None else partial_name(self.path, self._place.token)
+            self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
+            self.partial = Partial(self.path)
+        # Names of their own: a checkpoint that is replaced keeps its files until the index says otherwise.
+        token, world = secrets.token_hex(4), len(plans)
+        names = [f"rank-{rank:05d}-of-{world:05d}-{token}.safetensors" for rank in range(world)]
+        return [replace(p, storage_data=self.partial.path / name) for p, name in zip(plans, names, strict=True)]
 
     def discard(self) -> None:
         """Remove what a failed save has written so far."""
         if self.partial is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.discard()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._place = place = plan.storage_data
-        name = f"rank-{place.rank:05d}-of-{place.world_size:05d}.safetensors"
-        path = partial_name(self.path, place.token) / name
-        results: list[WriteResult] = []
-        if plan.items:
-            with _written(path), open(path, "xb") as file:
-                results = _write_items(file, name, plan.items, planner)
-                file.flush()
-                os.fsync(file.fileno())
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        path: Path = plan.storage_data
+        tensors: dict[str, Any] = {}
+        told: list[tuple[Any, Any]] = []
+        for item in plan.items:
+            about: Any = item.tensor_data
+            offsets, sizes, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes), tuple(about.size)
+            # A rank that has no rows has an empty shard.
+            if math.prod(sizes) or not math.prod(shape):
+                key = item.index.fqn + ("" if sizes == shape else "@" + ",".join(map(str, offsets)))
+                if key in tensors:
+                    raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
+                tensors[key] = planner.resolve_data(item)
+                shard = StoredShard(path.name, key, offsets, sizes)
+                told.append((item.index, StoredTensor(dtype_name(about.properties.dtype), shape, (shard,))))
+        file: tuple[int, str] = (0, "")
+        if tensors:
+            with _written(path):
+                checksum = write_tensors(path, tensors, {METADATA_KEY: Description().encode()})
+                file = (path.stat().st_size, checksum)
+        return _done([WriteResult(index, stored.nbytes, (stored, file)) for index, stored in told])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        place, partial = self._place, self.partial
-        if place is None or partial is None:
-            raise CheckpointError(f"{self.path} was not planned", expected="torch.distributed.checkpoint.save")
-        written = [(result.index.fqn, result.storage_data) for rank in results for result in rank]
         tensors: dict[str, StoredTensor] = {}
-        for name, part in written:
-            pieces = tensors[name].pieces if name in tensors else ()
-            tensors[name] = StoredTensor(part.dtype, part.shape, (*pieces, part.piece))
-        files = {part.piece.file: part.file for _, part in written}
-        index = Index(place.world_size, BLOCK_BYTES, files, tensors, self.description)
-        # Also where the ranks do not see each other's files.
-        check_files(partial, index)
+        files: dict[str, tuple[int, str]] = {}
+        for result in (result for rank in results for result in rank):
+            name, (stored, file) = result.index.fqn, result.storage_data
+            tensors[name] = replace(stored, shards=(*(tensors[name].shards if name in tensors else ()), *stored.shards))
+            files[stored.shards[0].file] = file
+        if self.partial is None:
+            raise CheckpointError(f"{self.path} was not planned", expected="torch.distributed.checkpoint.save")
         with _written(self.path):
-            with open(partial / INDEX_NAME, "xb") as file:
-                file.write(index.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            # What was just written is read once more before it may stand for a checkpoint.
-            read_index(partial)
-            publish(partial, self.path, place.token, self.overwrite)
+            (self.partial.path / INDEX_NAME).write_bytes(Index(len(results), files, tensors, self.description).encode())
+            sync(self.partial.path / INDEX_NAME)
+            # Read once more before it may stand for a checkpoint: ranks may not see each other's files.
+            read_index(self.partial.path)
+            publish(self.partial, self.overwrite)
 
 
 @contextlib.contextmanager
@@ -183,97 +145,83 @@ def _written(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}", expected="a folder to write to") from error
-
-
-def _write_items(file: BinaryIO, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    """One safetensors file: its header, and the bytes of each piece, block by block."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begins, end = [], 0
-    # Larger elements first, so that every tensor is aligned.
-    items = sorted(items, key=lambda item: -_data(item).properties.dtype.itemsize)
-    for item in items:
-        data = _data(item)
-        sizes = list(data.chunk.sizes)
-        begins.append(end)
-        end += math.prod(sizes) * data.properties.dtype.itemsize
-        part = "" if sizes == list(data.size) else "@" + ",".join(map(str, data.chunk.offsets))
-        key = item.index.fqn + part
-        if key in header:
-            raise CheckpointError(f"two tensors of {name} would have the name {key!r}", remedy="rename one of them")
-        header[key] = {
-            "dtype": DTYPE_NAMES[data.properties.dtype],
-            "shape": sizes,
-            "data_offsets": [begins[-1], end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    file.write(head)
-    stored = StoredFile(len(head) + end, len(head), zlib.crc32(head))
-    results = []
-    for item, begin in zip(items, begins, strict=True):
-        data, checksums = _data(item), []
-        tensor: Any = planner.resolve_data(item)
-        for block in blocks_of(tensor, BLOCK_BYTES):
-            file.write(block)
-            checksums.append(zlib.crc32(block))
-        piece = StoredPiece(
-            name, len(head) + begin, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(checksums)
-        )
-        written = _Written(data.properties.dtype, tuple(data.size), piece, stored)
-        results.append(WriteResult(item.index, math.prod(piece.shape) * data.properties.dtype.itemsize, written))
-    return results
-
-
-def _data(item: WriteItem) -> Any:
-    return item.tensor_data
+        what = f"{path} cannot be written: {error}"
+        raise CheckpointError(what, expected="a folder to write to, and room in it") from error
 
 
 class FolderReader(StorageReader):
     """Reads what :class:`FolderWriter` wrote, for ``torch.distributed.checkpoint.load``; nothing is unpickled.
 
-    Args:
-        path: the folder of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is not whole, or not what was written; from whatever DCP calls.
+    Files are mapped, and what is asked for is copied. Whatever DCP calls raises CheckpointError where the checkpoint is
+    not whole, or not what was written, or was replaced while it was read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = as_path(path)
-        self._index: Index | None = None
-        self._folder = self.path
+        self._read: Index | None = None
+        self._files: dict[str, dict[str, torch.Tensor]] = {}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.path = self.path if checkpoint_id is None else as_path(checkpoint_id)
-        self._index = None
+        if checkpoint_id is not None:
+            self.path, self._read = as_path(checkpoint_id), None
 
     @property
     def index(self) -> Index:
-        """The index, read at the first use.
+        """The index, read at the first use."""
+        if self._read is None:
+            self._read, self._files = read_index(self.path), {}
+        return self._read
 
-        Raises:
-            CheckpointError: the checkpoint is not whole.
-        """
-        if self._index is None:
-            self._folder = locate(self.path)
-            index = read_index(self._folder)
-            check_files(self._folder, index)
-            self._index = index
-        return self._index
+    def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
+        """The tensors of one file, mapped, which is the one that the index speaks of."""
+        if verify or name not in self._files:
+            expected = self.index.files[name][1]
+            try:
+                self._files[name], metadata = read_tensors(self.path / name, verify=verify)
+                if metadata.get(CHECKSUM_KEY) != expected:
+                    raise CheckpointError(f"{self.path / name} is another file than was written", expected="that one")
+            except CheckpointError as error:
+                now = None
+                with contextlib.suppress(CheckpointError):
+                    now = read_index(self.path)
+                if now is None or now.crc32 == self.index.crc32:
+                    raise
+                what = f"{self.path} was replaced while it was read"
+                raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from error
+        return self._files[name]
 
-    def pieces(self) -> PieceReader:
-        """A reader of single pieces, to be used in a ``with`` block."""
-        index = self.index
-        return PieceReader(self._folder, index)
+    def shard(self, name: str, shard: StoredShard) -> torch.Tensor:
+        """A shard of the tensor ``name``, mapped."""
+        found = self.file(shard.file).get(shard.key)
+        if found is None or (dtype_name(found.dtype), found.shape) != (self.index.tensors[name].dtype, shard.shape):
+            what = f"{self.path / shard.file} does not have {shard.key!r} as {INDEX_NAME} says"
+            raise CheckpointError(what, expected=f"a tensor of shape {shard.shape}", remedy="load another checkpoint")
+        return found
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole of a tensor, mapped where it is in one file; of what the next step would have reduced, the largest
+        values of all ranks."""
+        tensor, about = self.index.tensors[name], self.index.description
+        made = self.shard(name, tensor.shards[0])
+        if len(tensor.shards) > 1:
+            made = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+            for shard in tensor.shards:
+                as_bytes(made)[_box(shard.offsets, shard.shape)].copy_(as_bytes(self.shard(name, shard)))
+        for other in about["per_rank"][name][1:] if name in about["largest"] else ():
+            made = torch.maximum(made, self.whole(other))
+        return made
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return Metadata({name: _metadata(tensor) for name, tensor in self.index.tensors.items()})
+        tensors: dict[str, Any] = {}
+        for name, tensor in self.index.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
+            properties = TensorProperties(dtype=TORCH_DTYPES[tensor.dtype])
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        return Metadata(tensors)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -285,23 +233,15 @@ class FolderReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with self.pieces() as reader:
-            for item in plan.items:
-                self._read_item(reader, item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _read_item(self, reader: PieceReader, item: ReadItem, planner: LoadPlanner) -> None:
-        name, offset = item.storage_index.fqn, item.storage_index.offset
-        pieces = self.index.tensors[name].pieces
-        piece = next(p for p in pieces if offset is None or p.offsets == tuple(offset))
-        values = reader.read(name, piece, item.storage_offsets, item.lengths)
-        target = planner.resolve_tensor(item)
-        as_bytes(target.detach()).copy_(values)
-        planner.commit_tensor(item, target)
+        for item in plan.items:
+            name, offsets = item.storage_index.fqn, item.storage_index.offset
+            shards = self.index.tensors[name].shards
+            stored = self.shard(name, next(s for s in shards if offsets is None or s.offsets == tuple(offsets)))
+            target = planner.resolve_tensor(item)
+            as_bytes(target.detach()).copy_(as_bytes(stored)[_box(item.storage_offsets, item.lengths)])
+            planner.commit_tensor(item, target)
+        return _done(None)
 
 
-def _metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.shape)) for p in tensor.pieces]
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))

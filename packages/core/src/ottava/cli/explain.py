@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +32,6 @@ def demo_layers() -> list[str]:
     return [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and name != "head"]
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    from ottava.checkpoint import open_source
-
-    source = open_source(path)
-    try:
-        yield source
-    finally:
-        close = getattr(source, "close", None)
-        if close is not None:
-            close()
-
-
 def checkpoint_layers(path: Path) -> list[str]:
     """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or not.
 
@@ -54,24 +39,15 @@ def checkpoint_layers(path: Path) -> list[str]:
         CheckpointError: it is damaged, or nothing that can be read.
         UsageError: no layer is in it.
     """
-    from ottava.checkpoint.description import Description
-    from ottava.checkpoint.header import METADATA_KEY
+    from ottava.checkpoint.sources import read_state
 
-    with _opened(path) as source:
-        description = Description.decode(source.metadata.get(METADATA_KEY))
-        matrices = {name for name in source.names() if len(source.spec(name)[1]) == 2} | set(description.quantized)
-        matrices |= {alias for alias, stored in description.aliases.items() if stored in matrices}
-        # In the order of the file, in which the parts of a quantized tensor stand in the place of the whole.
-        found: dict[str, None] = {}
-        for name in (*source.names(), *description.aliases):
-            whole = name if name in matrices and name.endswith(_WEIGHT) else name.rpartition(".")[0]
-            if whole in matrices and whole.endswith(_WEIGHT):
-                found[whole.removesuffix(_WEIGHT)] = None
+    state, _ = read_state(path)
+    found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
     if not found:
         raise UsageError(
             f"{path} has no matrix named *{_WEIGHT}", expected="a checkpoint of a model with linear layers"
         )
-    return list(found)
+    return found
 
 
 def _rows(recipe: Recipe, layers: list[str]) -> tuple[list[dict[str, Any]], list[RecipeRule]]:

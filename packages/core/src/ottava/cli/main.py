@@ -119,6 +119,16 @@ def export(
     exclude: Annotated[
         list[str] | None, typer.Option(help="A pattern of tensors not to convert; may be given again.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="module:callable, what makes the model: the weights that convert would quantize are chosen. "
+            "--include and --exclude are then of modules."
+        ),
+    ] = None,
+    columnwise: Annotated[
+        bool, typer.Option("--columnwise", help="Write columnwise data of the recipe too, for training to go on.")
+    ] = False,
     prefix: Annotated[
         str, typer.Option(help="Take only tensors whose names begin with it, and take it off: model. for example.")
     ] = "",
@@ -135,6 +145,8 @@ def export(
             options=option,
             include=include,
             exclude=exclude,
+            model=model,
+            columnwise=columnwise,
             prefix=prefix,
             force=force,
         )

@@ -1,0 +1,93 @@
+"""Saving and loading a model, held against the safetensors library alone: ``python -m benchmarks.checkpoints``.
+
+Both write to the disk (fsync); loads read every byte of what they map. In turn, the best of a few rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from ottava import checkpoint
+
+
+def model(megabytes: int) -> torch.nn.Module:
+    """Layers of 16 MB in bfloat16."""
+    layers = [torch.nn.Linear(2048, 4096, bias=False, dtype=torch.bfloat16) for _ in range(max(1, megabytes // 16))]
+    return torch.nn.Sequential(*layers)
+
+
+def synced(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def touch(state: object) -> None:
+    """Read every page of a state dict."""
+    for tensor in state.values():  # type: ignore[attr-defined]
+        tensor.view(torch.uint8).reshape(-1)[::4096].sum()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=1024, help="size of the model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
+    options = parser.parse_args()
+    net, other = model(options.megabytes), model(options.megabytes)
+    size = sum(p.nbytes for p in net.parameters())
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        ours, theirs, sharded = folder / "ours", folder / "theirs", folder / "sharded"
+
+        def by_the_library() -> None:
+            safetensors.torch.save_file(net.state_dict(), theirs)
+            synced(theirs)
+
+        def into_a_model_by_the_library() -> None:
+            other.load_state_dict(safetensors.torch.load_file(theirs))
+
+        jobs: list[tuple[str, str, Callable[[], object]]] = [
+            ("save", "safetensors save_file, fsync", by_the_library),
+            ("save", "ottava save_file", lambda: checkpoint.save_file(net.state_dict(), ours)),
+            ("save", "ottava save_sharded", lambda: checkpoint.save_sharded(net.state_dict(), sharded, overwrite=True)),
+            ("load", "safetensors load_file", lambda: touch(safetensors.torch.load_file(theirs))),
+            ("load", "ottava load_file, verify=False", lambda: touch(checkpoint.load_file(ours, verify=False))),
+            ("load", "ottava load_file", lambda: touch(checkpoint.load_file(ours))),
+            ("into a model", "safetensors load_file, load_state_dict", into_a_model_by_the_library),
+            (
+                "into a model",
+                "ottava load_model, verify=False",
+                lambda: checkpoint.load_model(other, ours, verify=False),
+            ),
+            ("into a model", "ottava load_model", lambda: checkpoint.load_model(other, ours)),
+            (
+                "into a model",
+                "ottava load_sharded, verify=False",
+                lambda: checkpoint.load_sharded(other.state_dict(), sharded, verify=False),
+            ),
+            ("into a model", "ottava load_sharded", lambda: checkpoint.load_sharded(other.state_dict(), sharded)),
+        ]
+        best = [float("inf")] * len(jobs)
+        for _ in range(options.rounds):
+            for number, (_, _, job) in enumerate(jobs):
+                start = time.perf_counter()
+                job()
+                best[number] = min(best[number], time.perf_counter() - start)
+        print(f"{size / 1e6:.0f} MB, best of {options.rounds}")
+        first: dict[str, float] = {}
+        for (kind, what, _), seconds in zip(jobs, best, strict=True):
+            ratio = seconds / first.setdefault(kind, seconds)
+            print(f"{kind:13} {what:40} {seconds:8.3f} s  {size / seconds / 1e9:7.2f} GB/s  {ratio:6.2f} x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Nested states as JSON: what is not a tensor, and the names of what is.
+
+Every node is a dict with one key that says what it is, so that nothing a state holds can be taken for something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ottava.checkpoint.files import TORCH_DTYPES, dtype_name
+from ottava.errors import DTypeError
+from ottava.tensors.storage import QuantizedTensorStorage
+
+
+def encode_tree(value: Any, take: Callable[[str, Any], None], path: tuple[Any, ...] = ()) -> Any:
+    """A nested state as JSON; tensors are handed to ``take`` and leave their names.
+
+    Raises:
+        DTypeError: a value is of no kind that JSON could say; it is named.
+    """
+    name = ".".join(map(str, path))
+    if len(path) > 100:
+        raise DTypeError(f"{name[:50]!r} is nested too deep", expected="up to 100 levels")
+    if isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
+        take(name, value)
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        for key in value:
+            if isinstance(key, bool) or not isinstance(key, (str, int)):
+                raise DTypeError(f"{name!r} has the key {key!r}", expected="text and integers as keys")
+        return {"dict": [[key, encode_tree(entry, take, (*path, key))] for key, entry in value.items()]}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [encode_tree(entry, take, (*path, number)) for number, entry in enumerate(value)]}
+    if isinstance(value, torch.dtype):
+        return {"value": {"dtype": dtype_name(value)}}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"value": {"float": str(float(value))}}  # JSON has no infinities and no NaN
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    expected = "a tensor, number, text, bool, None or torch.dtype, or a dict, list or tuple of them"
+    raise DTypeError(f"{name!r} is a {type(value).__name__}", expected=expected, remedy="leave it out")
+
+
+def decode_tree(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError where it is none."""
+    ((kind, value),) = tree.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: decode_tree(entry, tensors) for key, entry in value}
+    if kind in ("list", "tuple"):
+        entries = [decode_tree(entry, tensors) for entry in value]
+        return tuple(entries) if kind == "tuple" else entries
+    if kind == "value" and isinstance(value, dict):
+        ((special, text),) = value.items()
+        return float(text) if special == "float" else TORCH_DTYPES[text]
+    return {"value": value}[kind]
+
+
+def leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    """The leaves of a tree, tensors, values and empty containers, by the names that errors give them."""
+    ((kind, value),) = tree.items()
+    if kind in ("tensor", "value") or not value:
+        return {path.removeprefix("."): tree}
+    entries = value if kind == "dict" else enumerate(value)
+    return {name: leaf for key, entry in entries for name, leaf in leaves(entry, f"{path}.{key}").items()}
+
+
+def _tensors(tree: Any) -> list[str]:
+    return [leaf["tensor"] for leaf in leaves(tree).values() if "tensor" in leaf]
+
+
+class Merge:
+    """A tree to load into, with the values of a tree that was saved in the place of its own: ``tree``.
+
+    Values that only the saved tree has are taken over; tensors stay those of the target. ``missing`` names what only
+    the target has, and keeps; ``unexpected`` tensors that only the saved tree has, which have no place in the result.
+    """
+
+    def __init__(self, target: Any, saved: Any) -> None:
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.tree = self._merged(target, saved, "")
+
+    def _merged(self, target: Any, saved: Any, path: str) -> Any:
+        ((kind, mine),), ((other, theirs),) = target.items(), saved.items()
+        if kind == other == "dict":
+            found, entries = dict(theirs), []
+            for key, entry in mine:
+                if key in found:
+                    entries.append([key, self._merged(entry, found.pop(key), f"{path}.{key}")])
+                else:
+                    entries.append([key, entry])
+                    self.missing += leaves(entry, f"{path}.{key}")
+            self.unexpected += [name for entry in found.values() for name in _tensors(entry)]
+            return {"dict": entries + [[key, entry] for key, entry in found.items() if not _tensors(entry)]}
+        if kind == other and kind in ("list", "tuple") and len(mine) == len(theirs):
+            return {
+                kind: [self._merged(a, b, f"{path}.{n}") for n, (a, b) in enumerate(zip(mine, theirs, strict=True))]
+            }
+        ours, names = _tensors(target), _tensors(saved)
+        if kind == other == "tensor" or not (ours or names):
+            return target if ours else saved
+        self.missing += ours or [path.removeprefix(".")]
+        self.unexpected += names
+        return target

@@ -1,0 +1,166 @@
+"""Ctrl-C at any moment of a load or a save: tensors are all old or all new, files whole, and nothing is left behind."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ottava
+from ottava import checkpoint
+
+OURS = os.path.dirname(checkpoint.__file__)
+Job = Callable[[], object]
+
+
+@pytest.fixture
+def state(recipe: Any) -> Callable[[int], dict[str, Any]]:
+    """A model with quantized weights and what belongs to a training."""
+
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        with ottava.quantized_model_init(recipe):
+            net = torch.nn.Sequential(*(ottava.nn.Linear(5, 5, recipe=recipe) for _ in range(4)))
+        return {"model": net.state_dict(), "moments": [torch.full((3,), float(seed)) for _ in range(4)], "step": seed}
+
+    return make
+
+
+def interrupted(job: Job, line: int | None) -> int:
+    """Run a job that is interrupted before the given line of the room that it comes to; how many lines it came to."""
+    seen = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal seen
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        job()
+    except KeyboardInterrupt:
+        assert line is not None
+    finally:
+        sys.settrace(before)
+        # An exception in the line of a with statement as its block ends keeps Python from leaving it: the signal would
+        # wait there, a trace function does not, and so torch.no_grad() may stay in force.
+        torch.set_grad_enabled(True)
+    return seen
+
+
+def lines_of(job: Job, times: int) -> list[int]:
+    """Lines at which a job is to be interrupted: as many as are asked for, the last ones, where it writes, among them."""
+    every = interrupted(job, None)
+    last = range(max(1, every - times // 2), every + 1)
+    return sorted({*last, *random.Random(0).sample(range(1, every + 1), min(every, times // 2))})
+
+
+MANY = [40, pytest.param(600, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("times", MANY)
+def test_load_sharded_is_interrupted_at_any_line(state: Any, contents: Any, times: int, tmp_path: Path) -> None:
+    checkpoint.save_sharded(state(1), tmp_path / "saved")
+    target = state(2)
+
+    def now() -> Any:
+        flat = target["model"] | dict(enumerate(target["moments"]))
+        return contents(flat)
+
+    before = now()
+    checkpoint.load_sharded(target, tmp_path / "saved")
+    after = now()
+    ends = set()
+    for line in lines_of(lambda: checkpoint.load_sharded(state(2), tmp_path / "saved"), times):
+        for name, value in (old := state(2))["model"].items():
+            target["model"][name].copy_(value)
+        for value, other in zip(target["moments"], old["moments"], strict=True):
+            value.copy_(other)
+        assert now() == before
+        interrupted(lambda: checkpoint.load_sharded(target, tmp_path / "saved"), line)
+        assert now() in (before, after), line
+        ends.add(now() == after)
+    assert ends == {True, False}
+
+
+@pytest.mark.parametrize("times", MANY)
+def test_load_model_is_interrupted_at_any_line(small: Any, contents: Any, times: int, tmp_path: Path) -> None:
+    checkpoint.save_model(small(1), tmp_path / "saved")
+    before, after = contents(small(2)), contents(small(1))
+    for line in lines_of(lambda: checkpoint.load_model(small(2), tmp_path / "saved"), times):
+        model = small(2)
+        interrupted(lambda model=model: checkpoint.load_model(model, tmp_path / "saved"), line)  # type: ignore[misc]
+        assert contents(model) in (before, after), line
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("times", MANY)
+def test_saves_are_interrupted_at_any_line(state: Any, contents: Any, times: int, tmp_path: Path) -> None:
+    """What had the name has it still, or the new one has: whole, and alone, once the next save has come."""
+    old, new = state(1), state(2)
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    for line in lines_of(lambda: checkpoint.save_file(new["model"], tmp_path / "counted"), times):
+        checkpoint.save_file(old["model"], file)
+        interrupted(lambda: checkpoint.save_file(new["model"], file), line)
+        read = contents(checkpoint.load_file(file))
+        assert read in (contents(old["model"]), contents(new["model"])), line
+    (tmp_path / "counted").unlink()
+    for line in lines_of(lambda: checkpoint.save_sharded(new, tmp_path / "counted", overwrite=True), times):
+        checkpoint.save_sharded(old, folder, overwrite=True)
+        interrupted(lambda: checkpoint.save_sharded(new, folder, overwrite=True), line)
+        assert checkpoint.is_complete(folder)
+        target = state(3)
+        assert checkpoint.load_sharded(target, folder)["step"] in (1, 2)
+        expected = old if int(target["moments"][0][0]) == 1 else new
+        assert contents(target["model"]) == contents(expected["model"]), line
+    checkpoint.save_file(old["model"], file)
+    checkpoint.save_sharded(old, folder, overwrite=True)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["counted", "file", "folder"]
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("times", [10, pytest.param(250, marks=pytest.mark.slow)])
+def test_signals_at_random_times(state: Any, contents: Any, times: int, tmp_path: Path) -> None:
+    """The signal itself, from another thread, and twice: in the middle of a write it waits for the end."""
+    checkpoint.save_sharded(state(1), tmp_path / "saved")
+    after, before = contents(state(1)["model"]), contents(state(2)["model"])
+    chance, start = random.Random(0), time.monotonic()
+    checkpoint.load_sharded(state(2), tmp_path / "saved")
+    longest = time.monotonic() - start
+    for _ in range(times):
+        target, stop = state(2), threading.Event()
+        delays = sorted(chance.uniform(0, longest) for _ in range(2))
+
+        def interrupt(delays: list[float] = delays, stop: threading.Event = stop) -> None:
+            for delay in (delays[0], delays[1] - delays[0]):
+                if stop.wait(delay):
+                    return
+                _thread.interrupt_main()
+
+        thread = threading.Thread(target=interrupt)
+        try:
+            try:
+                thread.start()
+                checkpoint.load_sharded(target, tmp_path / "saved")
+            finally:
+                stop.set()
+                thread.join()
+        except KeyboardInterrupt:
+            stop.set()
+            thread.join()
+        assert contents(target["model"]) in (before, after)

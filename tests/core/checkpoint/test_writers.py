@@ -1,0 +1,209 @@
+"""Writers beside each other, full disks, and names that no file may take: whole files, typed errors, nothing left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import forking
+import pytest
+import torch
+
+from ottava import checkpoint
+from ottava.checkpoint import files, storage
+from ottava.checkpoint.paths import Partial
+from ottava.checkpoint.sources import read_state
+from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
+
+
+def test_writers_of_other_files_are_left_alone(tmp_path: Path) -> None:
+    """Long names that begin alike, as those of ranks do; while one is written another one comes and goes."""
+    one, two = tmp_path / ("checkpoint-" + "x" * 60 + "-rank-0"), tmp_path / ("checkpoint-" + "x" * 60 + "-rank-1")
+    with Partial(one) as writing:
+        (writing.path / "tensors").write_bytes(b"half")
+        for target in (two, one):
+            checkpoint.save_file({"a": torch.ones(2)}, target)
+            checkpoint.save_sharded({"a": torch.ones(2)}, target.with_name(target.name[:-2] + "s"), overwrite=True)
+            assert (writing.path / "tensors").read_bytes() == b"half"
+    longest = tmp_path / ("é" * 127)
+    checkpoint.save_file({"a": torch.ones(2)}, longest)
+    names = {one.name, two.name, one.name[:-2] + "s", longest.name}
+    assert {entry.name for entry in tmp_path.iterdir()} == names
+
+
+def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    """By the next one of the same name; those of other names stay."""
+    program = (
+        "import os, signal, sys, torch; from ottava import checkpoint; from ottava.checkpoint import files\n"
+        "files.serialize_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "checkpoint.save_file({'a': torch.ones(2)}, sys.argv[1])"
+    )
+    for name in ("x", "y"):
+        with pytest.raises(subprocess.CalledProcessError):
+            forking.python(program, tmp_path / name).check_returncode()
+    assert len(list(tmp_path.iterdir())) == 2
+    checkpoint.save_file({"a": torch.ones(2)}, tmp_path / "x")
+    assert sorted(entry.name[:2] for entry in tmp_path.iterdir()) == [".y", "x"]
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_two_writers_of_one_path(times: int, tmp_path: Path) -> None:
+    """Both succeed, and one whole file, or one whole checkpoint, is there."""
+    failures: list[BaseException] = []
+
+    def write(value: int) -> None:
+        try:
+            checkpoint.save_file({name: torch.full((1000,), float(value)) for name in "abc"}, tmp_path / "file")
+        except BaseException as error:
+            failures.append(error)
+
+    for _ in range(times):
+        threads = [threading.Thread(target=write, args=(value,)) for value in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        read = checkpoint.load_file(tmp_path / "file")
+        assert len({float(value) for tensor in read.values() for value in tensor}) == 1  # type: ignore[attr-defined]
+        assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert failures == []
+
+
+def test_two_replacements_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comes while the other is about to give its folder a name."""
+    path, real = tmp_path / "saved", storage.publish
+    for first in (False, True):
+        if first:
+            checkpoint.save_sharded({"x": torch.zeros(3)}, path)
+
+        def publish(partial: Partial, overwrite: bool) -> None:
+            monkeypatch.setattr(storage, "publish", real)
+            checkpoint.save_sharded({"x": torch.ones(3)}, path, overwrite=True)
+            real(partial, overwrite)
+
+        monkeypatch.setattr(storage, "publish", publish)
+        checkpoint.save_sharded({"x": torch.full((3,), 2.0)}, path, overwrite=True)
+        target = {"x": torch.zeros(3)}
+        checkpoint.load_sharded(target, path)
+        assert target["x"].tolist() == [2.0] * 3
+        assert len(list(path.iterdir())) == 2
+        assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+        shutil.rmtree(path)
+
+
+FULL = """
+import resource, signal, sys, torch
+from ottava import checkpoint
+from ottava.errors import OttavaError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+checkpoint.save_file({"a": torch.zeros(3)}, sys.argv[1])
+checkpoint.save_sharded({"a": torch.zeros(3)}, sys.argv[2])
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+for limit in (0, 1, 100, 200):
+    for count in (1, 10, 100_000):
+        said = []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        for save in (lambda s: checkpoint.save_file(s, sys.argv[1]),
+                     lambda s: checkpoint.save_sharded(s, sys.argv[2], overwrite=True)):
+            try:
+                save({"a": torch.ones(count), "b": torch.ones(1)})
+                said.append("saved")
+            except OttavaError as error:
+                said.append("cannot be written" if "cannot be written" in str(error) else str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        print(limit, count, *said, sep="|")
+target = {"a": torch.ones(3)}
+print(checkpoint.load_file(sys.argv[1])["a"].tolist(), checkpoint.load_sharded(target, sys.argv[2])["a"].tolist())
+"""
+
+
+def test_a_full_disk_is_an_error_for_small_tensors_too(tmp_path: Path) -> None:
+    done = forking.python(FULL, tmp_path / "file", tmp_path / "folder")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 13, done.stderr
+    assert {line.split("|", 2)[2] for line in lines[:-1]} == {"cannot be written|cannot be written"}, lines
+    assert lines[-1] == "[0.0, 0.0, 0.0] [0.0, 0.0, 0.0]"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
+    assert len(list((tmp_path / "folder").iterdir())) == 2
+
+
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("/dev/null")
+    checkpoint.save_file({"a": torch.ones(1)}, tmp_path / "source")
+    before = sorted(entry.name for entry in tmp_path.iterdir())
+    for name in ("pipe", "folder", "link", "/dev/null"):
+        for write in (
+            lambda path: checkpoint.save_file({"a": torch.ones(1)}, path),
+            lambda path: checkpoint.convert_file(tmp_path / "source", path, "bf16"),
+        ):
+            with pytest.raises(UsageError, match=r"cannot be written: it is (a folder|no regular file)"):
+                write(tmp_path / name)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == before
+    assert not os.path.isfile("/dev/null")
+    for name in ("pipe", "link"):
+        with pytest.raises(CheckpointError, match="not a sharded checkpoint"):
+            checkpoint.save_sharded({"a": torch.ones(1)}, tmp_path / name, overwrite=True)
+
+
+def test_a_reader_is_told_of_a_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of reading, of one file and of a folder; whether or not bytes are verified."""
+    file, folder, real = tmp_path / "file", tmp_path / "folder", files.safe_open
+    for verify in (True, False):
+        checkpoint.save_file({"a": torch.zeros(3)}, file)
+        checkpoint.save_sharded({"a": torch.zeros(3)}, folder, overwrite=True)
+
+        def replaced(path: Any, framework: str) -> Any:
+            opened = real(path, framework)
+            monkeypatch.setattr(files, "safe_open", real)
+            checkpoint.save_file({"a": torch.ones(3)}, file)
+            return opened
+
+        monkeypatch.setattr(files, "safe_open", replaced)
+        with pytest.raises(CheckpointError, match=r"file was replaced while it was read.*load it again"):
+            checkpoint.load_file(file, verify=verify)
+        reader = storage.FolderReader(folder)
+        assert reader.index.files
+        checkpoint.save_sharded({"a": torch.ones(3)}, folder, overwrite=True)
+        monkeypatch.setattr(storage, "FolderReader", lambda path, reader=reader: reader)
+        target = {"a": torch.full((3,), 7.0)}
+        with pytest.raises(CheckpointError, match=r"folder was replaced while it was read.*load it again"):
+            checkpoint.load_sharded(target, folder, verify=verify)
+        assert target["a"].tolist() == [7.0] * 3
+        monkeypatch.undo()
+        assert checkpoint.load_file(file)["a"].tolist() == [1.0] * 3  # type: ignore[union-attr]
+
+
+def nested(layout: Any) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_and_jagged_tensors_are_refused(layout: Any, tmp_path: Path) -> None:
+    value = nested(layout)
+    model = torch.nn.Module()
+    model.register_buffer("x", value)
+    for save in (
+        lambda: checkpoint.save_file({"x": value}, tmp_path / "x"),
+        lambda: checkpoint.save_model(model, tmp_path / "x"),
+        lambda: checkpoint.save_sharded({"x": value}, tmp_path / "x"),
+        lambda: checkpoint.flatten_state_dict({"x": value}),
+    ):
+        with pytest.raises(DTypeError, match="'x' is nested"):
+            save()
+    assert not list(tmp_path.iterdir())
+    checkpoint.save_file({"x": torch.ones(3, 3)}, tmp_path / "file")
+    checkpoint.save_sharded({"x": torch.ones(3, 3)}, tmp_path / "folder")
+    with pytest.raises(OttavaError):
+        checkpoint.load_model(model, tmp_path / "file")
+    with pytest.raises(DTypeError, match="'x' is nested"):
+        checkpoint.load_sharded({"x": value}, tmp_path / "folder")
+    torch.save({"x": value}, tmp_path / "x.pt")
+    with pytest.raises(OttavaError):
+        read_state(tmp_path / "x.pt")
