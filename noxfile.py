@@ -198,8 +198,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict on every package."""
-    tools = ["mypy", "types-PyYAML", "pluggy", "typer", "rich", "safetensors", "numpy", "jinja2", "matplotlib", "pytest"]
-    session.install(torch_requirement(), *tools)
+    tools = ["mypy", "types-PyYAML", "pluggy", "typer", "rich", "safetensors", "numpy", "jinja2", "matplotlib"]
+    session.install(torch_requirement(), *tools, "pytest")
     sources = [str(p / "src") for p in sorted(PACKAGES.iterdir()) if (p / "src").is_dir()]
     for source in sources:
         package = next(p for p in sorted(Path(source).iterdir()) if (p / "py.typed").exists())

@@ -64,7 +64,7 @@ def interrupted(job: Job, line: int | None) -> int:
 
 
 def lines_of(job: Job, times: int) -> list[int]:
-    """Lines at which a job is to be interrupted: as many as are asked for, the last ones, where it writes, among them."""
+    """Lines at which a job is to be interrupted: as many as are asked for, the last, where it writes, among them."""
     every = interrupted(job, None)
     last = range(max(1, every - times // 2), every + 1)
     return sorted({*last, *random.Random(0).sample(range(1, every + 1), min(every, times // 2))})
