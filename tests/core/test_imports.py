@@ -6,6 +6,9 @@ Every import counts: those under ``TYPE_CHECKING`` and inside functions, too.
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,3 +142,18 @@ def test_one_module_finds_another_upwards_by_its_name() -> None:
             if text.startswith(("importlib.import_module(", "__import__(")) and "ottava." in text:
                 found.append(name)
     assert sorted(found) == ["ottava", SLOTS]
+
+
+def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
+    """In a process that has not imported ``ottava.distributed``, as a recipe of its own would have."""
+    sources = [path.read_text(encoding="utf-8") for path in sorted(CORE.rglob("*.py"))]
+    asked = {name for text in sources for name in re.findall(r'above\("(\w+)"\)', text)}
+    assert asked == {"hooks", "rules", "fsdp2"}
+    code = (
+        "import sys, ottava.tensors; from ottava.tensors.slots import above\n"
+        "assert not [name for name in sys.modules if name.startswith('ottava.distributed')]\n"
+        f"print([above(name).__name__ for name in {sorted(asked)}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([f"ottava.distributed.{name}" for name in sorted(asked)])
