@@ -39,7 +39,7 @@ class Set:
         self.decoded = torch.empty_like(self.x)
         # Nothing is clamped at this scale: counting would be a second pass.
         self.scale, self.amax = torch.tensor(50.0, device=device), torch.zeros((), device=device)
-        self.own_scale, self.inverse, self.own_amax = (torch.empty((), device=device) for _ in range(3))
+        self.own_scale, self.inverse, self.own_amax = (torch.zeros((), device=device) for _ in range(3))
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
         self.codes = kernels.cast(self.x, self.scale, E4M3)
 
