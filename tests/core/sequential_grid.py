@@ -71,18 +71,15 @@ def module() -> ModuleType:
 
 
 @cache
-def backend() -> ModuleType:
-    """``ottava.kernels.cuda`` on top of that module; the real one, if there is one, is left alone."""
-    names = ("cuda", "cuda_native")
-    real = {f"ottava.kernels.{name}": sys.modules.pop(f"ottava.kernels.{name}", None) for name in names}
+def backend() -> Any:
+    """The kernels of ``ottava.kernels.cuda`` on top of that module; the real one, if there is one, is left alone."""
+    real = sys.modules.pop("ottava.kernels.cuda", None)
     native = (getattr(ottava, "_cuda", None), sys.modules.get("ottava._cuda"))
     ottava._cuda = sys.modules["ottava._cuda"] = module()  # type: ignore[attr-defined]
     try:
-        made = importlib.import_module("ottava.kernels.cuda")
-        for name in names:
-            part: Any = sys.modules.pop(f"ottava.kernels.{name}", None)
-            if part is not None:
-                part.place = lambda x: (0, 0)
+        made = importlib.import_module("ottava.kernels.cuda").BACKEND
+        made.stream = lambda x: (0, 0)
+        del sys.modules["ottava.kernels.cuda"]
     finally:
         sys.modules.pop("ottava._cuda")
         del ottava._cuda  # type: ignore[attr-defined]
@@ -90,12 +87,13 @@ def backend() -> ModuleType:
             ottava._cuda = native[0]  # type: ignore[attr-defined]
         if native[1] is not None:
             sys.modules["ottava._cuda"] = native[1]
-        sys.modules.update({name: part for name, part in real.items() if part is not None})
+        if real is not None:
+            sys.modules["ottava.kernels.cuda"] = real
     return made
 
 
 @contextmanager
-def serving_cpu() -> Iterator[ModuleType]:
+def serving_cpu() -> Iterator[Any]:
     """Inside, the CUDA backend serves CPU tensors."""
     before = backends._loaded.get("cuda"), backends._SERVES["cuda"]
     backends._loaded["cuda"], backends._SERVES["cuda"] = backend(), ("cuda", "cpu")

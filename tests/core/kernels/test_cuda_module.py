@@ -119,13 +119,15 @@ STAND_IN = f"""
 import json, sys, types, torch, ottava
 answers = []
 for targets, gpus, _ in {SERVED!r}:
-    ottava._cuda = sys.modules["ottava._cuda"] = types.SimpleNamespace(targets=targets)
+    ottava._cuda = sys.modules["ottava._cuda"] = types.SimpleNamespace(
+        targets=targets, cast=None, scratch_floats=0
+    )
     torch.cuda.is_available = lambda: gpus != []
     torch.cuda.device_count = lambda: len(gpus)
     torch.cuda.get_device_capability = lambda index: gpus[index]
-    sys.modules.pop("ottava.kernels.cuda_native", None)
+    sys.modules.pop("ottava.kernels.cuda", None)
     try:
-        import ottava.kernels.cuda_native
+        import ottava.kernels.cuda
         answers.append("served")
     except ImportError as error:
         answers.append(str(error))

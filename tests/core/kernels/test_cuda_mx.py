@@ -37,7 +37,7 @@ def grid() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(params=grid_orders())
-def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, grid: ModuleType) -> ModuleType:
+def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, grid: Any) -> ModuleType:
     """For what threads do together."""
     monkeypatch.setenv("OTTAVA_GRID_ORDER", request.param)
     return grid
@@ -89,7 +89,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def check_quantized(
-    grid: ModuleType, x: Tensor, fp8: torch.dtype, directions: tuple[bool, bool], options: Any, offsets: tuple[int, ...]
+    grid: Any, x: Tensor, fp8: torch.dtype, directions: tuple[bool, bool], options: Any, offsets: tuple[int, ...]
 ) -> None:
     """``offsets`` of the source, of the codes and of the scales."""
     expected = by_reference(table.mx_quantize, x, fp8, *options, *directions)
@@ -97,7 +97,7 @@ def check_quantized(
     outs = [junk(s, torch.uint8, offsets[1 + i % 2]) for i, s in enumerate(shapes)]
     row, column = directions
     wanted = [out if directions[n // 2] else None for n, out in enumerate(outs)]
-    grid.mx_quantize(at(x, offsets[0]), fp8, *options, *wanted)
+    grid.mx_quantize(at(x, offsets[0]), fp8, *options, wanted)
     for out, result, wanted in zip(outs, expected, (row, row, column, column), strict=True):
         assert torch.equal(out, result) if wanted else bool((out == 0x5A).all()), (directions, options, offsets)
         assert surroundings_kept(out)
@@ -105,7 +105,7 @@ def check_quantized(
 
 @any_dtype
 @any_shape
-def test_quantize_at_any_address(grid: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_quantize_at_any_address(grid: Any, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = sample(shape, dtype)
     for offsets in [(0, 0, 0), (1, 0, 0), (0, 1, 1), (0, 8, 8), (8, 3, 16)]:
         check_quantized(grid, x, E4M3, (True, True), (False, False), offsets)
@@ -122,7 +122,7 @@ def test_quantize_directions_and_rules(
         check_quantized(any_order, x, fp8, directions, options, (0, 0, 0))
 
 
-def test_blocks_that_one_element_decides(grid: ModuleType) -> None:
+def test_blocks_that_one_element_decides(grid: Any) -> None:
     """Wherever in a block the largest element is: each lane's part of the exchange counts."""
     for i in range(32):
         x = torch.zeros(32, 64, dtype=torch.bfloat16)
@@ -133,7 +133,7 @@ def test_blocks_that_one_element_decides(grid: ModuleType) -> None:
 
 
 @any_format
-def test_scales_at_any_address(grid: ModuleType, fp8: torch.dtype) -> None:
+def test_scales_at_any_address(grid: Any, fp8: torch.dtype) -> None:
     amax = sample((7, 331), torch.float32, 2).abs()
     for offset, floor in itertools.product((0, 1, 4), (False, True)):
         out = junk(tuple(amax.shape), torch.uint8, offset)
@@ -154,7 +154,7 @@ def blocks(shape: tuple[int, int], columnwise: bool, seed: int = 0) -> tuple[Ten
 @any_dtype
 @any_shape
 @pytest.mark.parametrize("columnwise", [False, True])
-def test_decode_at_any_address(grid: ModuleType, shape: tuple[int, int], dtype: torch.dtype, columnwise: bool) -> None:
+def test_decode_at_any_address(grid: Any, shape: tuple[int, int], dtype: torch.dtype, columnwise: bool) -> None:
     codes, scales = blocks(shape, columnwise)
     for fp8, offsets in itertools.product((E4M3, E5M2), [(0, 0, 0), (1, 0, 0), (8, 1, 0), (0, 8, 1)]):
         expected = by_reference(table.mx_decode, codes, scales, fp8, columnwise, dtype)
@@ -170,7 +170,7 @@ def test_decode_at_any_address(grid: ModuleType, shape: tuple[int, int], dtype: 
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0)], ids=str)
-def test_nothing_to_do(grid: ModuleType, shape: tuple[int, int]) -> None:
+def test_nothing_to_do(grid: Any, shape: tuple[int, int]) -> None:
     codes, scales = (torch.empty(s, dtype=torch.uint8) for s in (shape, mx_scale_shapes(shape)[0]))
     grid.mx_decode(codes, scales, E4M3, False, torch.empty(shape))
     grid.epilogue32(torch.empty(shape), None, None, None, torch.empty(shape))
@@ -199,7 +199,7 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @any_dtype
 @any_shape
-def test_epilogue32(grid: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_epilogue32(grid: Any, shape: tuple[int, int], dtype: torch.dtype) -> None:
     acc = sample(shape, torch.float32, 3)
     scale = torch.tensor([0.37]), torch.tensor(3.0e-4)
     biases = [None, *(sample((1, shape[1]), d, 4).view(-1) for d in DTYPES)]
@@ -211,7 +211,7 @@ def test_epilogue32(grid: ModuleType, shape: tuple[int, int], dtype: torch.dtype
 
 
 @any_shape
-def test_epilogue_in_place(grid: ModuleType, shape: tuple[int, int]) -> None:
+def test_epilogue_in_place(grid: Any, shape: tuple[int, int]) -> None:
     acc = sample(shape, torch.bfloat16, 5)
     scale = torch.tensor(0.37), torch.tensor([1.5])
     biases = [None, *(sample((1, shape[1]), d, 6).view(-1) for d in DTYPES)]
@@ -222,7 +222,7 @@ def test_epilogue_in_place(grid: ModuleType, shape: tuple[int, int]) -> None:
         assert surroundings_kept(out)
 
 
-def test_the_last_step_rounds_once(grid: ModuleType) -> None:
+def test_the_last_step_rounds_once(grid: Any) -> None:
     """The product is a float32 before the bias is added, and their sum is rounded from there."""
     acc = torch.tensor([[1 + 2.0**-8, 3.0, 1 + 2.0**-23]])
     bias = torch.tensor([2.0**-20, -1.0, -1.0])

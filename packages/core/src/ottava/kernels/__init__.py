@@ -3,6 +3,11 @@
 Every function takes float32, bfloat16 or float16 tensors of any shape and any strides, and works under
 ``torch.compile``. Data, the bytes of elements, are uint8 tensors. NaN, infinities and zeros follow the numerics page of
 the docs.
+
+MX blocks are 32 elements that share a power of two, along rows, along columns, or both. A tensor ``[*leading, K]`` is
+seen as a matrix of ``M`` rows. Data keep the tensor's shape, in both directions; scales are uint8 bytes of E8M0,
+unpadded: ``[M, ceil(K / 32)]`` along rows, ``[ceil(M / 32), K]`` along columns. Blocks at ragged edges are smaller.
+Source of the formats: OCP Microscaling Formats Specification 1.0.
 """
 
 from __future__ import annotations
@@ -11,24 +16,19 @@ from collections.abc import Sequence
 
 import torch
 
-from ottava.errors import DeviceError, DTypeError, ShapeError
+from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.kernels import table as _table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
 from ottava.kernels.checks import (
     HIGH_PRECISION,
     check_bias,
+    check_device,
     check_epsilon,
     check_high_precision,
     check_out,
     check_scalar,
 )
 from ottava.kernels.multi import multi_amax, multi_cast, mx_amax_sizes, mx_multi_amax, mx_multi_cast
-from ottava.kernels.mx import (
-    check_scale_rounding,
-    mx_decode,
-    mx_quantize,
-    mx_scale_from_amax,
-)
 
 __all__ = [
     "HIGH_PRECISION",
@@ -179,6 +179,62 @@ def decode(
     return _table.decode.checked(data, scale_inv, fp8_dtype, dtype)  # type: ignore[no-any-return]
 
 
+def check_scale_rounding(scale_rounding: str) -> None:
+    """Raises OptionError unless ``scale_rounding`` is ``"up"`` or ``"floor"``."""
+    if scale_rounding not in ("up", "floor"):
+        raise OptionError(f"scale_rounding is {scale_rounding!r}", expected="'up' or 'floor'")
+
+
+def mx_scale_from_amax(amax: torch.Tensor, fp8_dtype: torch.dtype, scale_rounding: str = "up") -> torch.Tensor:
+    """The E8M0 byte of each amax, uint8 of the same shape.
+
+    ``"up"``: ``amax * float32(1 / max)`` with its exponent rounded up. ``"floor"``: the exponent of ``amax`` less the
+    format's largest (8 for E4M3, 15 for E5M2). In both: 0 gives 0, infinity 254, NaN 255, and nothing else
+    more than 254.
+    """
+    check_scale_rounding(scale_rounding)
+    return _table.mx_scale_from_amax.checked(amax, fp8_dtype, scale_rounding == "floor")  # type: ignore[no-any-return]
+
+
+def mx_quantize(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    two_dimensional: bool = False,
+    scale_rounding: str = "up",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize along rows, columns or both, each from ``x`` itself, in one pass over it.
+
+    Args:
+        two_dimensional: one scale for 32 rows and columns, so that both directions hold the same values.
+        scale_rounding: see :func:`mx_scale_from_amax`. The amax of a block ignores NaN.
+
+    Returns:
+        ``(rowwise data, rowwise scales, columnwise data, columnwise scales)``; empty tensors for a direction that is
+        not asked for. Columnwise data are not transposed.
+    """
+    check_scale_rounding(scale_rounding)
+    floor = scale_rounding == "floor"
+    return _table.mx_quantize.checked(x, fp8_dtype, two_dimensional, floor, rowwise, columnwise)  # type: ignore[no-any-return]
+
+
+def mx_decode(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    dtype: torch.dtype,
+    *,
+    columnwise: bool = False,
+) -> torch.Tensor:
+    """``element * 2^(scale - 127)``, rounded once to ``dtype``; what overflows it is infinite.
+
+    ``dtype`` may be float64 besides, which holds all values exactly.
+    """
+    return _table.mx_decode.checked(data, scales, fp8_dtype, columnwise, dtype)  # type: ignore[no-any-return]
+
+
 def scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -196,8 +252,7 @@ def scaled_mm(
         raise DTypeError(f"a has dtype {a.dtype}, b {b.dtype}", expected="one dtype")
     if a.shape[1] != b.shape[0]:
         raise ShapeError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}", expected="[M, K] and [K, N]")
-    if a.device != b.device:
-        raise DeviceError(f"a is on {a.device}, b on {b.device}", expected="one device")
+    check_device(b, a.device, "b")
     for scale, what in ((scale_a, "scale_a"), (scale_b, "scale_b")):
         if scale is not None:
             check_scalar(scale, a, what)

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from typing import Any
 
 from ottava.errors import BackendError
 
@@ -29,29 +29,29 @@ _UNDO = {"OTTAVA_BACKEND": "unset OTTAVA_BACKEND", "use_backend": "leave out use
 _forced: str | None = None
 
 
-def _load(name: str) -> ModuleType:
+def _load(name: str) -> Any:
     # Statements, which the compiler traces: the first kernel of a process may be one in compiled code.
     if name == "cuda":
         from ottava.kernels import cuda
 
-        return cuda
+        return cuda.BACKEND
     if name == "cpu":
         from ottava.kernels import cpu
 
-        return cpu
+        return cpu.BACKEND
     from ottava.kernels import reference
 
     return reference
 
 
-_loaded: dict[str, ModuleType] = {}
+_loaded: dict[str, Any] = {}
 _failures: dict[str, str] = {}
 _warned: set[str] = set()
 # Device type -> what serves it, once it was asked for: the environment is read then, and a kernel's call is short.
 _chosen: dict[str, str] = {}
 
 
-def _try_load(name: str, *, needed: bool = False) -> ModuleType | None:
+def _try_load(name: str, *, needed: bool = False) -> Any:
     """The backend, or None, with one warning if a tensor is waiting for it."""
     if name not in _loaded and name not in _failures:
         try:
@@ -124,8 +124,8 @@ def _choose(device_type: str) -> str:
     raise BackendError(f"no kernel backend serves device type {device_type!r}")
 
 
-def backend_module(device_type: str) -> ModuleType:
-    """The module that implements the kernels for ``device_type``."""
+def backend_module(device_type: str) -> Any:
+    """What has the kernels for ``device_type``, by the names of the table."""
     name = _chosen.get(device_type) or backend_for(device_type)
     return _loaded.get(name) or _loaded[_check(name, "use_backend")]
 

@@ -1,6 +1,9 @@
-"""What the kernels refuse, before anything is read or written."""
+"""What the kernels take, and what they refuse before anything is read or written."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -9,14 +12,29 @@ from ottava.formats import mx_scale_shapes
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+DTypes = Sequence[torch.dtype]
+#: For each tensor None, or the scales and the data of one direction.
+Pairs = Sequence[tuple[Tensor, Tensor] | None]
 
-def check_high_precision(x: torch.Tensor, what: str = "input") -> None:
+
+class Shards(NamedTuple):
+    """Ranges of matrices: ``xs[i]``, rounded to ``dtypes[i]``, are the elements of a matrix from ``starts[i]`` on."""
+
+    xs: Tensors
+    dtypes: DTypes
+    shapes: Sequence[tuple[int, int]]
+    starts: Sequence[int]
+
+
+def check_high_precision(x: Tensor, what: str = "input") -> None:
     """Refuse what cannot be quantized.
 
     Raises:
         DTypeError: not a strided tensor of float32, bfloat16 or float16.
     """
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         raise DTypeError(f"{what} is a {type(x).__name__}", expected="a torch.Tensor", remedy="pass a tensor")
     if x.dtype not in HIGH_PRECISION:
         raise DTypeError(
@@ -24,48 +42,50 @@ def check_high_precision(x: torch.Tensor, what: str = "input") -> None:
             expected="torch.float32, torch.bfloat16 or torch.float16",
             remedy="convert it first, for example with .to(torch.bfloat16)",
         )
+    check_dense(x, what)
+
+
+def check_dense(x: Tensor, what: str) -> None:
+    """Refuse another layout than torch.strided."""
     # Dynamo refuses to read the layout inside a backward; a graph's operators check it again.
     if not torch.compiler.is_compiling() and x.layout != torch.strided:
         raise DTypeError(
-            f"{what} has layout {x.layout}",
-            expected="a dense (strided) tensor",
-            remedy="call .to_dense() first",
+            f"{what} has layout {x.layout}", expected="a dense (strided) tensor", remedy="call .to_dense()"
         )
 
 
-def check_scalar(scale: torch.Tensor, x: torch.Tensor, what: str) -> None:
-    """Refuse what is not a float32 tensor with one element on the device of ``x``."""
-    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        found = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
+def check_scalar(scalar: Tensor, x: Tensor, what: str, dtype: torch.dtype = torch.float32) -> None:
+    """Refuse what is not a tensor of ``dtype`` with one element on the device of ``x``.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: it is not.
+    """
+    if not isinstance(scalar, Tensor) or scalar.dtype != dtype:
         raise DTypeError(
-            f"{what} is of {found}",
-            expected="a float32 tensor with one element",
-            remedy="torch.tensor(value, dtype=torch.float32, device=x.device) makes one",
+            f"{what} is of {getattr(scalar, 'dtype', type(scalar).__name__)}",
+            expected=f"a tensor of {dtype} with one element",
+            remedy=f"torch.tensor(value, dtype={dtype}, device=x.device) makes one",
         )
-    check_high_precision(scale, what)
-    if scale.numel() != 1:
-        raise ShapeError(f"{what} has shape {tuple(scale.shape)}", expected="one element")
-    check_device(scale, x.device, what)
+    check_dense(scalar, what)
+    if scalar.numel() != 1:
+        raise ShapeError(f"{what} has shape {tuple(scalar.shape)}", expected="one element")
+    check_device(scalar, x.device, what)
 
 
-def check_counter(counter: torch.Tensor, x: torch.Tensor, what: str) -> None:
+def check_counter(counter: Tensor, x: Tensor, what: str) -> None:
     """Refuse what is not an int64 tensor with one element on the device of ``x``."""
-    if not isinstance(counter, torch.Tensor) or counter.dtype != torch.int64:
-        raise DTypeError(f"{what} is not an int64 tensor", expected="an int64 tensor with one element")
-    if counter.numel() != 1:
-        raise ShapeError(f"{what} has shape {tuple(counter.shape)}", expected="one element")
-    check_device(counter, x.device, what)
+    check_scalar(counter, x, what, torch.int64)
 
 
-def check_amaxes(amax: torch.Tensor) -> None:
+def check_amaxes(amax: Tensor) -> None:
     """Refuse what is not a float32 tensor."""
-    if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
+    if not isinstance(amax, Tensor) or amax.dtype != torch.float32:
         raise DTypeError("amax is not a float32 tensor", expected="a float32 tensor")
 
 
-def check_data(data: torch.Tensor) -> None:
+def check_data(data: Tensor) -> None:
     """Refuse what is not a uint8 tensor."""
-    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
+    if not isinstance(data, Tensor) or data.dtype != torch.uint8:
         raise DTypeError(
             f"data is {getattr(data, 'dtype', type(data).__name__)}",
             expected="torch.uint8",
@@ -73,13 +93,13 @@ def check_data(data: torch.Tensor) -> None:
         )
 
 
-def check_matrix(x: torch.Tensor) -> None:
+def check_matrix(x: Tensor) -> None:
     """Refuse a tensor without dimensions."""
     if x.dim() == 0:
         raise ShapeError("a 0-dimensional tensor has no transpose", expected="at least one dimension")
 
 
-def check_blocks(data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> None:
+def check_blocks(data: Tensor, scales: Tensor, columnwise: bool) -> None:
     """Refuse scales that are not those of the blocks of ``data``."""
     check_data(scales)
     expected = mx_scale_shapes(data.shape)[int(columnwise)]
@@ -102,7 +122,7 @@ def check_epsilon(epsilon: float) -> None:
         raise OptionError(f"amax epsilon is {epsilon!r}", expected="a finite number >= 0")
 
 
-def check_bias(bias: torch.Tensor, columns: int, device: torch.device) -> None:
+def check_bias(bias: Tensor, columns: int, device: torch.device) -> None:
     """Refuse a bias that does not fit a product with ``columns`` columns.
 
     Raises:
@@ -114,7 +134,7 @@ def check_bias(bias: torch.Tensor, columns: int, device: torch.device) -> None:
     check_device(bias, device, "bias")
 
 
-def check_device(tensor: torch.Tensor, device: torch.device, what: str) -> None:
+def check_device(tensor: Tensor, device: torch.device, what: str) -> None:
     """Refuse a tensor on another device."""
     if tensor.device != device:
         raise DeviceError(
@@ -125,13 +145,15 @@ def check_device(tensor: torch.Tensor, device: torch.device, what: str) -> None:
 
 
 def check_out(
-    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str = "out"
+    out: Tensor, shape: Sequence[int] | None, dtype: torch.dtype, device: torch.device, what: str = "out"
 ) -> None:
-    """Refuse a result that does not fit."""
-    if not isinstance(out, torch.Tensor):
+    """Refuse a result that is not a contiguous tensor of ``dtype`` on ``device``, of any shape where None is given."""
+    if not isinstance(out, Tensor):
         raise DTypeError(f"{what} is a {type(out).__name__}", expected="a torch.Tensor")
     if out.dtype != dtype:
         raise DTypeError(f"{what} has dtype {out.dtype}", expected=str(dtype))
-    if tuple(out.shape) != tuple(shape) or not out.is_contiguous():
-        raise ShapeError(f"{what} has shape {tuple(out.shape)}", expected=f"a contiguous {tuple(shape)}")
+    check_dense(out, what)
+    if (shape is not None and tuple(out.shape) != tuple(shape)) or not out.is_contiguous():
+        expected = "one" if shape is None else tuple(shape)
+        raise ShapeError(f"{what} has shape {tuple(out.shape)}", expected=f"a contiguous {expected}")
     check_device(out, device, what)

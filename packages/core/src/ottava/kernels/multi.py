@@ -8,24 +8,30 @@ a whole is the largest of its shards' amaxes. Eager only; all the tensors of a c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
-from ottava.formats import E4M3, E5M2, MX_BLOCK, fp8_format
+from ottava.formats import MX_BLOCK, fp8_format, mx_scale_shapes
 from ottava.kernels.backends import backend_module
-from ottava.kernels.checks import HIGH_PRECISION, check_device, check_high_precision, check_out
+from ottava.kernels.checks import (
+    HIGH_PRECISION,
+    DTypes,
+    Pairs,
+    Shards,
+    Tensor,
+    Tensors,
+    check_device,
+    check_high_precision,
+    check_out,
+)
 
-_FP8 = (E4M3.torch_dtype, E5M2.torch_dtype)
-_DATA = torch.uint8
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
 _TOO_LARGE = 2**62
 
-Buffers = tuple[torch.Tensor, torch.Tensor]
 
-
-def multi_amax(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], *, checked: bool = False) -> torch.Tensor:
+def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
     """The largest magnitude of each tensor, its elements rounded to a dtype: float32 ``[len(xs)]``.
 
     Args:
@@ -47,11 +53,11 @@ def multi_amax(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], *, che
 
 
 def multi_cast(
-    xs: Sequence[torch.Tensor],
-    dtypes: Sequence[torch.dtype],
-    scales: torch.Tensor,
-    fp8_dtypes: Sequence[torch.dtype],
-    outs: Sequence[torch.Tensor],
+    xs: Tensors,
+    dtypes: DTypes,
+    scales: Tensor,
+    fp8_dtypes: DTypes,
+    outs: Tensors,
     *,
     checked: bool = False,
 ) -> None:
@@ -79,7 +85,9 @@ def multi_cast(
     check_device(scales, device, "scales")
     if not checked:
         _check_formats(fp8_dtypes)
-        _check_outs(outs, [x.numel() for x in xs], device)
+        taken: set[int] = set()
+        for i, (out, x) in enumerate(zip(outs, xs, strict=True)):
+            _check_result(out, x.numel(), device, f"outs[{i}]", taken)
     backend_module(device.type).multi_cast(xs, dtypes, scales, fp8_dtypes, outs)
 
 
@@ -94,14 +102,14 @@ def mx_amax_sizes(rows: int, cols: int, two_dimensional: bool) -> tuple[int, int
 
 
 def mx_multi_amax(
-    xs: Sequence[torch.Tensor],
-    dtypes: Sequence[torch.dtype],
+    xs: Tensors,
+    dtypes: DTypes,
     shapes: Sequence[tuple[int, int]],
     starts: Sequence[int],
     two_dimensional: Sequence[bool],
     *,
     checked: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The largest magnitudes of the MX blocks of matrices, each from the contiguous range of it that is at hand.
 
     Args:
@@ -127,23 +135,23 @@ def mx_multi_amax(
     device = xs[0].device if checked else _check_sources(xs, dtypes)
     if not checked:
         _check_places(xs, shapes, starts)
-    for i, square in enumerate(() if checked else two_dimensional):
-        if not isinstance(square, bool):
-            raise OptionError(f"two_dimensional[{i}] is {square!r}", expected="True or False")
+        for i, square in enumerate(two_dimensional):
+            if not isinstance(square, bool):
+                raise OptionError(f"two_dimensional[{i}] is {square!r}", expected="True or False")
     sizes = [sum(mx_amax_sizes(*shape, square)) for shape, square in zip(shapes, two_dimensional, strict=True)]
     out = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-    backend_module(device.type).mx_multi_amax(xs, dtypes, shapes, starts, two_dimensional, out)
+    backend_module(device.type).mx_multi_amax(Shards(xs, dtypes, shapes, starts), two_dimensional, out)
     return out
 
 
 def mx_multi_cast(
-    xs: Sequence[torch.Tensor],
-    dtypes: Sequence[torch.dtype],
+    xs: Tensors,
+    dtypes: DTypes,
     shapes: Sequence[tuple[int, int]],
     starts: Sequence[int],
-    fp8_dtypes: Sequence[torch.dtype],
-    rowwise: Sequence[Buffers | None],
-    columnwise: Sequence[Buffers | None],
+    fp8_dtypes: DTypes,
+    rowwise: Pairs,
+    columnwise: Pairs,
     *,
     checked: bool = False,
 ) -> None:
@@ -162,15 +170,8 @@ def mx_multi_cast(
         ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, a range does not
             lie within its matrix, or one buffer is given twice; nothing is written then.
     """
-    _check_lengths(
-        len(xs),
-        dtypes=dtypes,
-        shapes=shapes,
-        starts=starts,
-        fp8_dtypes=fp8_dtypes,
-        rowwise=rowwise,
-        columnwise=columnwise,
-    )
+    given = {"fp8_dtypes": fp8_dtypes, "rowwise": rowwise, "columnwise": columnwise}
+    _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, **given)
     if not len(xs):
         return
     device = xs[0].device
@@ -179,14 +180,19 @@ def mx_multi_cast(
         counts = _check_places(xs, shapes, starts)
         _check_formats(fp8_dtypes)
         taken: set[int] = set()
-        by_row = [(rows, (cols + MX_BLOCK - 1) // MX_BLOCK) for rows, cols in shapes]
-        by_column = [((rows + MX_BLOCK - 1) // MX_BLOCK, cols) for rows, cols in shapes]
-        _check_pairs(rowwise, counts, by_row, device, "rowwise", taken)
-        _check_pairs(columnwise, counts, by_column, device, "columnwise", taken)
-    backend_module(device.type).mx_multi_cast(xs, dtypes, shapes, starts, fp8_dtypes, rowwise, columnwise)
+        for side, (name, pairs) in enumerate((("rowwise", rowwise), ("columnwise", columnwise))):
+            for i, (pair, count, shape) in enumerate(zip(pairs, counts, shapes, strict=True)):
+                if pair is None:
+                    continue
+                if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                    raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
+                check_out(pair[0], mx_scale_shapes(shape)[side], torch.uint8, device, f"the scales of {name}[{i}]")
+                _check_result(pair[1], count, device, f"{name}[{i}]", taken)
+    shards = Shards(xs, dtypes, shapes, starts)
+    backend_module(device.type).mx_multi_cast(shards, fp8_dtypes, rowwise, columnwise)
 
 
-# There may be hundreds of tensors: what is right is found so with few operations, what is wrong is looked at again.
+# There may be hundreds of tensors, so that what is right is to be found so with few operations.
 
 
 def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
@@ -195,7 +201,7 @@ def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
             raise ShapeError(f"{len(values)} {name} for {count} tensors", expected="one for each tensor")
 
 
-def _check_sources(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> torch.device:
+def _check_sources(xs: Tensors, dtypes: DTypes) -> torch.device:
     check_high_precision(xs[0], "xs[0]")
     allowed, strided, device = HIGH_PRECISION, torch.strided, xs[0].device
     for i, (x, dtype) in enumerate(zip(xs, dtypes, strict=True)):
@@ -208,13 +214,12 @@ def _check_sources(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) ->
     return device
 
 
-def _check_formats(fp8_dtypes: Sequence[torch.dtype]) -> None:
+def _check_formats(fp8_dtypes: DTypes) -> None:
     for dtype in fp8_dtypes:
-        if dtype not in _FP8:
-            fp8_format(dtype)
+        fp8_format(dtype)
 
 
-def _check_places(xs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[int]:
+def _check_places(xs: Tensors, shapes: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[int]:
     """How many elements each has."""
     counts = [x.numel() for x in xs]
     for i, (count, shape, start) in enumerate(zip(counts, shapes, starts, strict=True)):
@@ -233,70 +238,12 @@ def _check_places(xs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, int]],
     return counts
 
 
-def _check_outs(outs: Sequence[torch.Tensor], counts: Sequence[int], device: torch.device) -> None:
-    taken: set[int] = set()
-    for i, (out, count) in enumerate(zip(outs, counts, strict=True)):
-        try:
-            fits = out.dtype is _DATA and out.numel() == count and out.is_contiguous() and out.device == device
-            address = out.data_ptr()
-        except (AttributeError, RuntimeError):  # no tensor, or of a layout that has no address
-            fits, address = False, 0
-        if not fits or (count and address in taken):
-            _refuse_out(out, count, device, f"outs[{i}]")
-        if count:
-            taken.add(address)
-
-
-def _check_pairs(
-    pairs: Sequence[Buffers | None],
-    counts: Sequence[int],
-    shapes: Sequence[tuple[int, int]],
-    device: torch.device,
-    name: str,
-    taken: set[int],
-) -> None:
-    """``(scales, out)`` with scales of the shapes, where there is a pair; ``taken`` are the addresses of results."""
-    for i, (pair, count, shape) in enumerate(zip(pairs, counts, shapes, strict=True)):
-        if pair is None:
-            continue
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
-        scales, out = pair
-        try:
-            fits = (
-                scales.dtype is _DATA
-                and scales.shape == shape
-                and scales.is_contiguous()
-                and scales.device == device
-                and out.dtype is _DATA
-                and out.numel() == count
-                and out.is_contiguous()
-                and out.device == device
-            )
-            address = out.data_ptr()
-        except (AttributeError, RuntimeError):
-            fits, address = False, 0
-        if not fits:
-            what = f"the scales of {name}[{i}]"
-            _check_dense(scales, what)
-            check_out(scales, shape, torch.uint8, device, what)
-        if not fits or (count and address in taken):
-            _refuse_out(out, count, device, f"{name}[{i}]")
-        if count:
-            taken.add(address)
-
-
-def _refuse_out(out: torch.Tensor, count: int, device: torch.device, what: str) -> NoReturn:
-    """Say why it cannot be a result: it is not uint8, not contiguous, of another size, or another's."""
-    _check_dense(out, what)
+def _check_result(out: Tensor, count: int, device: torch.device, what: str, taken: set[int]) -> None:
+    """Refuse what is not uint8, not contiguous, of another size, or another result's, whose addresses are ``taken``."""
+    check_out(out, None, torch.uint8, device, what)
     if out.numel() != count:
         raise ShapeError(f"{what} has {out.numel()} elements", expected=f"{count}, as its tensor has")
-    check_out(out, tuple(out.shape), torch.uint8, device, what)
-    raise OptionError(f"{what} is a buffer that another result has", expected="a buffer of its own")
-
-
-def _check_dense(tensor: torch.Tensor, what: str) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise DTypeError(f"{what} is a {type(tensor).__name__}", expected="a torch.Tensor")
-    if tensor.layout != torch.strided:
-        raise DTypeError(f"{what} has layout {tensor.layout}", expected="a dense (strided) tensor")
+    if count and out.data_ptr() in taken:
+        raise OptionError(f"{what} is a buffer that another result has", expected="a buffer of its own")
+    if count:
+        taken.add(out.data_ptr())

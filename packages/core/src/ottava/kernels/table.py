@@ -1,11 +1,12 @@
 """The table of kernels: each operation once, with its schema, what it returns and what it refuses.
 
 A backend (``reference``, ``cpu``, ``cuda``) has a function of the same name for each row. It writes into given outputs,
-which are contiguous, and does nothing else: ``name(*arguments, *outputs)``, without the trailing arguments that only
-say which outputs there are; an output that is not wanted is None. Allocations, checks, the choice of the backend, and
-the operators ``ottava::name`` with their fake implementations, so that ``torch.compile(fullgraph=True)`` sees through
-them, are made here from the rows. Operators are defined with the low-level ``Library`` interface, whose calls cost a
-few microseconds; where nobody would see an operator, the backend is called without one.
+which are contiguous, and does nothing else: ``name(*arguments, outputs)``, without the trailing arguments that only say
+which outputs there are. ``outputs`` is a tensor, or a sequence of them with None for what is not wanted. Allocations,
+checks, the choice of the backend, and the operators ``ottava::name`` with their fake implementations, so that
+``torch.compile(fullgraph=True)`` sees through them, are made here from the rows. Operators are defined with the
+low-level ``Library`` interface, whose calls cost a few microseconds; where nobody would see an operator, the backend is
+called without one.
 """
 
 from __future__ import annotations
@@ -183,29 +184,28 @@ class Operation:
         if not is_direct(*arguments[: self._tensors]):
             return self._operator(*arguments)
         made = self._for_layers(*arguments)
-        getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], *made)
+        getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], made)
         return made
 
     def into(self, outputs: Sequence[Tensor | None], *arguments: Any) -> None:
         """Write the results into ``outputs``, None for what is not wanted. Nothing is checked, and nothing traced."""
-        getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], *outputs)
+        wanted = outputs[0] if self._single else outputs
+        getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], wanted)
 
     def _written(self, *arguments: Any) -> Any:
         made = self.outputs(*arguments)
-        write = getattr(backend_module(arguments[0].device.type), self.name)
-        if self._single:
-            write(*arguments[: self._given], made)
-            return made
-        write(*arguments[: self._given], *made)
-        return self._with_empty(made) if any(result is None for result in made) else made
-
-    def _with_empty(self, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        found = next(result for result in made if result is not None)
-        return tuple([found.new_empty((0,), dtype=_DATA) if result is None else result for result in made])
+        getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], made)
+        return made if self._single else _with_empty(made)
 
     def _fake(self, *arguments: Any) -> Any:
         made = self.outputs(*arguments)
-        return made if self._single else self._with_empty(made)
+        return made if self._single else _with_empty(made)
+
+
+def _with_empty(made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Operators return no None: what is not wanted is an empty tensor."""
+    found = next(result for result in made if result is not None)
+    return tuple([found.new_empty((0,), dtype=_DATA) if result is None else result for result in made])
 
 
 def _check_turned(x: Tensor, *arguments: Any) -> None:

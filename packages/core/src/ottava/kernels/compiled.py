@@ -1,0 +1,195 @@
+"""What the compiled backends have in common: their modules take raw addresses; this module gets them of tensors.
+
+``_cpu`` and ``_cuda`` have the same kernels with nearly the same arguments; how they differ, :mod:`ottava.kernels.cpu`
+and :mod:`ottava.kernels.cuda` say. What the functions do, the table of kernels says. What is made contiguous here is kept
+until the call is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ottava.formats import fp8_format
+from ottava.kernels.checks import DTypes, Pairs, Shards, Tensor, Tensors
+from ottava.kernels.reference import mx_decode_exact
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ABSENT = (0, 0)
+
+
+def pointers(*tensors: Tensor | None) -> list[int]:
+    """The addresses of the elements, 0 without a tensor."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def matrix(x: Tensor) -> tuple[int, int]:
+    """Rows and columns of ``[*leading, K]``."""
+    columns = x.shape[-1] if x.dim() else 1
+    return (x.numel() // columns if columns else 0), columns
+
+
+def finishing(scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> tuple[Any, Any, Any, int]:
+    """Float32 scales, a contiguous bias, and the code of its dtype."""
+    scale_a, scale_b = (None if scale is None else scale.to(torch.float32) for scale in (scale_a, scale_b))
+    return scale_a, scale_b, *((None, 0) if bias is None else (bias.contiguous(), DTYPE_CODES[bias.dtype]))
+
+
+class Compiled:
+    """The kernels of a compiled module.
+
+    Attributes:
+        native: the module.
+        writes_all: whether its kernels write results that nobody wants too.
+        cast_and_record: its cast that may record.
+        scratch: how many floats of scratch memory a reduction needs.
+    """
+
+    native: Any
+    cast_and_record: Any
+    writes_all: bool = False
+    scratch: int = 0
+
+    def stream(self, x: Tensor) -> tuple[int, ...]:
+        """What a call ends with for a kernel that runs in one thread of a CPU."""
+        raise NotImplementedError
+
+    def place(self, x: Tensor) -> tuple[int, ...]:
+        """What a call ends with for every other kernel."""
+        return self.stream(x)
+
+    def bundle(self, addresses: list[int]) -> Any:
+        """Arguments of which one module makes a tuple."""
+        return addresses
+
+    def amax(self, x: Tensor, out: Tensor) -> None:
+        x, scratch = x.contiguous(), self.scratch_for(x)
+        self.native.amax(
+            x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), *pointers(*scratch), out.data_ptr(), *self.place(x)
+        )
+
+    def scratch_for(self, x: Tensor) -> list[Tensor]:
+        return [torch.empty(self.scratch, dtype=torch.float32, device=x.device)] if self.scratch else []
+
+    def scale_from_amax(
+        self, amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors
+    ) -> None:
+        amax, largest = amax.contiguous(), fp8_format(fp8_dtype).max
+        options = largest, epsilon, force_pow_2
+        self.native.scale_from_amax(amax.data_ptr(), amax.numel(), *options, *pointers(*out), *self.stream(amax))
+
+    def quantize(
+        self, x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Sequence[Tensor | None]
+    ) -> None:
+        data, transpose, scale, scale_inv, amax = out
+        x, fmt, scratch = x.contiguous(), fp8_format(fp8_dtype).code, self.scratch_for(x)
+        if self.writes_all:
+            scale = torch.empty_like(scale_inv) if scale is None else scale  # type: ignore[arg-type]
+            amax = torch.empty_like(scale_inv) if amax is None else amax  # type: ignore[arg-type]
+        addresses = pointers(*scratch, amax, scale, scale_inv, data, transpose)
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x)
+        self.native.quantize(*source, epsilon, force_pow_2, *addresses, fmt, *self.place(x))
+
+    def cast_amax(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        amax: Tensor | None,
+        saturated: Tensor | None,
+        fp8_dtype: torch.dtype,
+        out: Sequence[Tensor | None],
+    ) -> None:
+        data, transpose, scale_inv = out
+        x, fmt = x.contiguous(), fp8_format(fp8_dtype).code
+        if self.writes_all:
+            data = torch.empty_like(x, dtype=torch.uint8) if data is None else data
+            amax = torch.empty_like(scale_inv) if amax is None else amax  # type: ignore[arg-type]
+        addresses = pointers(scale, amax, saturated, scale_inv, data, transpose)
+        self.cast_and_record(x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), *addresses, fmt, *self.place(x))
+
+    def transpose(self, data: Tensor, out: Tensor) -> None:
+        data = data.contiguous()
+        self.native.transpose(data.data_ptr(), *matrix(data), out.data_ptr(), *self.place(data))
+
+    def decode(self, data: Tensor, scale_inv: Tensor | None, fp8_dtype: torch.dtype, out: Tensor) -> None:
+        data, fmt = data.contiguous(), fp8_format(fp8_dtype).code
+        factor = 0 if scale_inv is None else scale_inv.data_ptr()
+        to = out.data_ptr(), DTYPE_CODES[out.dtype]
+        self.native.decode(data.data_ptr(), fmt, data.numel(), factor, *to, *self.place(data))
+
+    def update_scales(
+        self, scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Tensor | None
+    ) -> None:
+        slots = [(s.data_ptr(), h.data_ptr(), s.numel()) for s, h in zip(scales, histories, strict=True)]
+        rest = histories[0].shape[0], maxima, most_recent, *pointers(last)
+        self.native.update_scales(slots, *rest, *self.stream(scales[0]))
+
+    def mx_scale_from_amax(self, amax: Tensor, fp8_dtype: torch.dtype, floor: bool, out: Tensor) -> None:
+        amax, fmt = amax.contiguous(), fp8_format(fp8_dtype).code
+        self.native.mx_scale_from_amax(amax.data_ptr(), amax.numel(), fmt, floor, out.data_ptr(), *self.place(amax))
+
+    def mx_quantize(
+        self, x: Tensor, fp8_dtype: torch.dtype, two_dimensional: bool, floor: bool, out: Sequence[Tensor | None]
+    ) -> None:
+        x, fmt = x.contiguous(), fp8_format(fp8_dtype).code
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x)
+        results = *self.bundle(pointers(*out[:2])), *self.bundle(pointers(*out[2:]))
+        self.native.mx_quantize(*source, fmt, two_dimensional, floor, *results, *self.place(x))
+
+    def mx_decode(self, data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, columnwise: bool, out: Tensor) -> None:
+        if out.dtype is torch.float64:
+            out.copy_(mx_decode_exact(data, scales, fp8_dtype, columnwise))
+            return
+        data, scales, fmt = data.contiguous(), scales.contiguous(), fp8_format(fp8_dtype).code
+        to = out.data_ptr(), DTYPE_CODES[out.dtype]
+        self.native.mx_decode(
+            data.data_ptr(), scales.data_ptr(), fmt, *matrix(data), columnwise, *to, *self.place(data)
+        )
+
+    def epilogue(self, acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> None:
+        """In place on a contiguous bfloat16 ``acc``: apply both scales and the bias in float32, round once."""
+        *held, dtype = finishing(scale_a, scale_b, bias)
+        last = self.bundle([*pointers(*held), dtype])
+        self.native.epilogue(acc.data_ptr(), *matrix(acc), *last, *self.place(acc))
+
+    # On many tensors: one call for all of them.
+
+    def multi_amax(self, xs: Tensors, dtypes: DTypes, out: Tensor) -> None:
+        held = [x.contiguous() for x in xs]
+        self.native.multi_amax(_sources(held, dtypes), out.data_ptr(), *self.place(out))
+
+    def multi_cast(self, xs: Tensors, dtypes: DTypes, scales: Tensor, fp8_dtypes: DTypes, outs: Tensors) -> None:
+        held, scales = [x.contiguous() for x in xs], scales.contiguous()
+        jobs = list(zip(_sources(held, dtypes), _formats(fp8_dtypes), pointers(*outs), strict=True))
+        self.native.multi_cast(jobs, scales.data_ptr(), *self.place(scales))
+
+    def mx_multi_amax(self, shards: Shards, two_dimensional: Sequence[bool], out: Tensor) -> None:
+        held = [x.contiguous() for x in shards.xs]
+        jobs = list(zip(_sources(held, shards.dtypes), _places(shards), two_dimensional, strict=True))
+        self.native.mx_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
+
+    def mx_multi_cast(self, shards: Shards, fp8_dtypes: DTypes, rowwise: Pairs, columnwise: Pairs) -> None:
+        held = [x.contiguous() for x in shards.xs]
+        sides = [
+            [_ABSENT if p is None else (p[0].data_ptr(), p[1].data_ptr()) for p in s] for s in (rowwise, columnwise)
+        ]
+        jobs = zip(_sources(held, shards.dtypes), _places(shards), _formats(fp8_dtypes), *sides, strict=True)
+        self.native.mx_multi_cast(list(jobs), *self.place(held[0]))
+
+
+def _sources(held: Tensors, dtypes: DTypes) -> list[tuple[int, int, int, int]]:
+    """For each its address, the code of its dtype, its size, and the code of the dtype that its elements count as."""
+    codes = DTYPE_CODES
+    return [(x.data_ptr(), codes[x.dtype], x.numel(), codes[dtype]) for x, dtype in zip(held, dtypes, strict=True)]
+
+
+def _formats(fp8_dtypes: DTypes) -> list[int]:
+    codes = {dtype: fp8_format(dtype).code for dtype in set(fp8_dtypes)}
+    return [codes[dtype] for dtype in fp8_dtypes]
+
+
+def _places(shards: Shards) -> list[tuple[int, int, int]]:
+    """Rows and columns of each matrix, and the element that its shard begins with."""
+    return [(*shape, start) for shape, start in zip(shards.shapes, shards.starts, strict=True)]
