@@ -215,7 +215,7 @@ class LineScaled(QuantizedTensorStorage):
     def dequantize(self, dtype: Any = None) -> torch.Tensor:
         return (self._data.double() * self._scales.double().unsqueeze(1)).to(dtype or self._dtype)
 
-    def scaled_lines(self, *, columnwise: bool) -> Any:
+    def scaled_operand(self, *, columnwise: bool) -> Any:
         return None if columnwise else (self._data, self._scales)
 
 
@@ -257,7 +257,7 @@ def test_one_scale_for_each_row_in_torchs_own_function(library: Recorded) -> Non
 
 def test_bare_codes(strict: Strict) -> None:
     a, b = coded((16, 32), E4M3, 1.0, 0), coded((48, 32), E4M3, 1.0, 1)
-    lines = [(x.scaled_lines(columnwise=False)[0], None) for x in (a, b)]  # type: ignore[index]
+    lines = [(x.scaled_operand(columnwise=False)[0], None) for x in (a, b)]  # type: ignore[index]
     got = scaled_product(*lines, None, torch.float32, False)
     assert got is not None
     check(got, a, b, "fprop", torch.float32)

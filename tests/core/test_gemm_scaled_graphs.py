@@ -87,7 +87,7 @@ def test_tensors_without_memory(strict: Strict) -> None:
 def test_operations_are_counted(library: Recorded, kind: Any, sizes: tuple[int, int, int]) -> None:
     """Those of the product, not of its padding."""
     a, b = (coded(shape, E4M3, 1.0, i) for i, shape in enumerate(SHAPES[kind](*sizes)))
-    lines = a.scaled_lines(columnwise=kind == "wgrad"), b.scaled_lines(columnwise=kind != "fprop")
+    lines = a.scaled_operand(columnwise=kind == "wgrad"), b.scaled_operand(columnwise=kind != "fprop")
     (left, one), (right, _) = lines  # type: ignore[misc]
     for product in (
         lambda: gemm(a, b, kind),

@@ -26,7 +26,7 @@ from ottava.tensors import Float8Tensor, QuantizedTensor
 PACKAGES = Path(__file__).parents[2] / "packages"
 # Looked up once; the others are functions that look each time.
 BOUND = {name: path for name, (path, _) in torch_private.PRIVATE.items() if "_ask" not in name and " " not in path}
-for _each_time in ("schema_of", "local_tensor", "set_local_tensor"):
+for _each_time in ("schema_of", "version_of", "is_view", "local_tensor", "set_local_tensor"):
     del BOUND[_each_time]
 TP: Any = torch_private
 
@@ -156,7 +156,7 @@ def _values_in_a_backward(ask: Callable[[], int]) -> list[int]:
 
 def test_backward_passes_are_known_by_their_frames() -> None:
     real = _values_in_a_backward(torch_private.graph_task_id)
-    by_frames = _values_in_a_backward(torch_private._graph_task_by_frames)
+    by_frames = _values_in_a_backward(torch_private.Fallbacks.graph_task_id)
     assert [value == -1 for value in by_frames] == [value == -1 for value in real]
     assert {value == -1 for value in real} == {True, False}
     # Both answers in one backward are one.
@@ -176,34 +176,37 @@ def test_products_by_the_public_function(by_row: bool, out_dtype: torch.dtype) -
         want = torch._scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, False)
     except (RuntimeError, ValueError) as error:
         pytest.skip(f"this torch multiplies no such operands on a CPU: {error}")
-    assert torch.equal(torch_private._scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, False), want)
+    assert torch.equal(torch_private.Fallbacks.scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, False), want)
 
 
 def test_the_other_fallbacks_answer_as_torch_does() -> None:
     x = torch.arange(12.0).view(3, 4).t()
-    made = torch_private._reshaped(x, [2, 6])
+    made = torch_private.Fallbacks.unsafe_view(x, [2, 6])
     assert torch.equal(made, torch.ops.aten._unsafe_view(x.contiguous(), [2, 6]))
     assert not made._is_view()
     assert made.data_ptr() != x.data_ptr()
     for given in ({}, {"dtype": torch.bfloat16}, {"dtype": torch.float64, "memory_format": torch.contiguous_format}):
-        moved, want = torch_private._moved(x, layout=None, device=None, **given), torch.ops.aten._to_copy(x, **given)
+        moved, want = (
+            torch_private.Fallbacks.to_copy(x, layout=None, device=None, **given),
+            torch.ops.aten._to_copy(x, **given),
+        )
         assert moved.dtype == want.dtype
         assert moved.stride() == want.stride()
         assert torch.equal(moved, want)
         assert moved.data_ptr() != x.data_ptr()
     pair = collections.namedtuple("pair", "a b")
     tree = {"one": [1, (2, pair(3, [4]))], "none": None}
-    assert torch_private._map_values(str, tree) == {"one": ["1", ("2", pair("3", ["4"]))], "none": "None"}
+    assert torch_private.Fallbacks.tree_map(str, tree) == {"one": ["1", ("2", pair("3", ["4"]))], "none": "None"}
     targets, others = [torch.tensor([1.0, 5.0]), torch.tensor(2.0)], [torch.tensor([3.0, 4.0]), torch.tensor(1.0)]
-    torch_private._maximum_each(targets, others)
+    torch_private.Fallbacks.foreach_maximum_(targets, others)
     assert [t.tolist() for t in targets] == [[3.0, 5.0], 2.0]
-    torch_private._copy_each(targets, others)
+    torch_private.Fallbacks.foreach_copy_(targets, others)
     assert [t.tolist() for t in targets] == [[3.0, 4.0], 1.0]
     for enabled in (False, True):
         with torch.autocast("cpu", enabled=enabled):
-            assert torch_private._any_autocast() is enabled
+            assert torch_private.Fallbacks.any_autocast_enabled() is enabled
     if hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported"):
-        assert torch_private._mkldnn_by_instruction_set() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert torch_private.Fallbacks.mkldnn_bf16_supported() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def test_without_a_question_somebody_looks_on() -> None:
@@ -234,6 +237,16 @@ def test_an_operator_without_a_schema_is_refused() -> None:
     with pytest.raises(BackendError, match="_schema"):
         torch_private.schema_of(types.SimpleNamespace())
     assert torch_private.schema_of(torch.ops.aten.add_.Tensor).arguments[0].alias_info.is_write
+
+
+def test_tensors_without_versions_are_always_written_to_and_always_views() -> None:
+    x = torch.ones(2)
+    x.add_(1)
+    assert torch_private.version_of(x) == 1
+    assert [torch_private.is_view(t) for t in (x, x[:1])] == [False, True]
+    bare: Any = types.SimpleNamespace()
+    assert torch_private.version_of(bare) != torch_private.version_of(bare)
+    assert torch_private.is_view(bare)
 
 
 def test_operators_that_are_gone_are_in_no_table() -> None:

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from ottava.errors import DTypeError, UsageError
-from ottava.gemm_blocks import _lines, swizzle
-from ottava.tensors.blocks import BlockOperand
+from ottava.gemm_blocks import BlockOperand, _kept, swizzle
 from ottava_mxfp8 import MXFP8Tensor
 from tests.recipes_mxfp8.blocks import (
     DTYPES,
@@ -188,7 +187,7 @@ def test_autograd_refuses_a_value_that_was_overwritten(kind: str) -> None:
 
 def kept_operand(q: MXFP8Tensor, columnwise: bool) -> Any:
     """What the library's GEMM is given of a direction, kept with the tensor."""
-    return _lines(BlockOperand(*q.block_operand(columnwise=columnwise), columnwise, q.gemm_cache()))
+    return _kept(BlockOperand(*q.block_operand(columnwise=columnwise), columnwise, q.gemm_cache()))
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -225,6 +224,6 @@ def check_that_writes_are_noticed(op: Op) -> None:
         codes = elements.view(torch.uint8)
         if columnwise:
             codes, scales = codes.t(), scales.t()
-        made = kept_operand(q, columnwise)
-        assert torch.equal(made.scales, swizzle(scales))
-        assert torch.equal(made.elements.view(torch.uint8)[: codes.shape[0], : codes.shape[1]], codes)
+        kept_elements, kept_scales = kept_operand(q, columnwise)
+        assert torch.equal(kept_scales.view(torch.uint8), swizzle(scales))
+        assert torch.equal(kept_elements.view(torch.uint8)[: codes.shape[0], : codes.shape[1]], codes)

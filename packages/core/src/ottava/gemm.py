@@ -1,6 +1,6 @@
 """One function for the three GEMMs of a linear layer: operands in, high precision out.
 
-How an operand becomes a matrix is the operand's own affair (``scaled_lines`` where the hardware multiplies FP8,
+How an operand becomes a matrix is the operand's own affair (``scaled_operand`` where the hardware multiplies FP8,
 ``block_operand``, else ``gemm_operand``); a user-defined quantizer's ``qgemm`` takes over where there is one.
 """
 
@@ -12,12 +12,11 @@ from typing import Literal
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
-from ottava.gemm_blocks import Dense, block_product
+from ottava.gemm_blocks import BlockOperand, Dense, block_product
 from ottava.gemm_scaled import may_multiply_fp8, scaled_product
 from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision, scaled_mm
 from ottava.kernels.checks import check_bias
 from ottava.kernels.products import product_dtype, returns_float32
-from ottava.tensors.blocks import BlockOperand
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -124,7 +123,7 @@ def _scaled(
     if _custom_owner(a, b) is not None:
         return None
     a_columnwise, b_columnwise = _GEMMS[gemm_type][0]
-    left, right = a.scaled_lines(columnwise=a_columnwise), b.scaled_lines(columnwise=b_columnwise)
+    left, right = a.scaled_operand(columnwise=a_columnwise), b.scaled_operand(columnwise=b_columnwise)
     if left is None or right is None:
         return None
     if out is not None and (out.shape != (left[0].shape[0], right[0].shape[0]) or out.device != left[0].device):

@@ -1,14 +1,13 @@
 """Products of operands that are made of MX blocks.
 
 Where the hardware multiplies blocks with their scales (NVIDIA's compute capability 10 and later), torch's ``scaled_mm``
-does, on lines of codes along the reduced dimension and scales in the layout that it asks for. Elsewhere both operands
-are decoded and multiplied as dense matrices.
+does, on rows along the reduced dimension and scales in the layout that it asks for. Elsewhere both operands are decoded
+and multiplied as dense matrices.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +16,27 @@ from ottava.formats import MX_BLOCK
 from ottava.kernels import transpose
 from ottava.kernels.devices import capability
 from ottava.kernels.products import Operand, mx_scaled_mm
-from ottava.tensors.blocks import BlockOperand
+from ottava.tensors.freshness import GemmCache
 
 Dense = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class BlockOperand:
+    """A matrix in MX blocks.
+
+    Attributes:
+        elements: of an FP8 dtype, ``[rows, columns]``.
+        scales: uint8 bytes of E8M0, unpadded: ``[rows, ceil(columns / 32)]``, or ``[ceil(rows / 32), columns]``.
+        columnwise: whether blocks lie along the columns.
+        cache: where what is made of the operand is kept.
+    """
+
+    elements: torch.Tensor
+    scales: torch.Tensor
+    columnwise: bool
+    cache: GemmCache | None = None
+
 
 # What the library's scales are padded to, rows and columns, and the rows of one of its groups.
 _TILE_ROWS, _TILE_COLUMNS, _GROUP = 128, 4, 32
@@ -64,40 +81,23 @@ def _stored(operand: BlockOperand | Dense) -> Operand:
     return operand[0], None, None, False
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """An operand as the library takes it, and the state of the elements and scales that it was made from."""
-
-    elements: torch.Tensor
-    scales: torch.Tensor
-    made_from: tuple[torch.Tensor, torch.Tensor]
-    state: tuple[Any, ...]
-
-
-def _state(operand: BlockOperand) -> tuple[Any, ...]:
-    """Changes with every write: those that are counted, and a user's own to the buffers, which have versions."""
-    tensors = (operand.elements, operand.scales)
-    found = [(t.data_ptr(), t.shape, t.stride(), 0 if t.is_inference() else t._version) for t in tensors]
-    return (*found, None if operand.cache is None else operand.cache.writes.value)
-
-
-def _lines(operand: BlockOperand) -> _Lines:
-    """Elements ``[outer, reduced]``, padded, and their scales, swizzled; made once for each state of the operand."""
-    state = None if operand.cache is None else _state(operand)
-    kept = None if operand.cache is None else operand.cache.entries.get(operand.columnwise)
-    if isinstance(kept, _Lines) and kept.state == state:
-        return kept
-    codes, scales = operand.elements.view(torch.uint8), operand.scales
+def _for_library(operand: BlockOperand) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements ``[outer, reduced]``, padded, and their scales, swizzled."""
+    data, scales = operand.elements.view(torch.uint8), operand.scales
     if operand.columnwise:
-        codes, scales = transpose(codes), scales.t()
-    padding = [0, -codes.shape[1] % MX_BLOCK, 0, -codes.shape[0] % _OUTER]
+        data, scales = transpose(data), scales.t()
+    padding = [0, -data.shape[1] % MX_BLOCK, 0, -data.shape[0] % _OUTER]
     if any(padding):
-        codes = F.pad(codes, padding)
-    elements = codes.contiguous().view(operand.elements.dtype)
-    made = _Lines(elements, swizzle(scales), (operand.elements, operand.scales), state or ())
-    if operand.cache is not None:
-        operand.cache.entries[operand.columnwise] = made
-    return made
+        data = F.pad(data, padding)
+    return data.contiguous().view(operand.elements.dtype), swizzle(scales).view(torch.float8_e8m0fnu)
+
+
+def _kept(operand: BlockOperand) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the library is given, made once for each state of the operand."""
+    if operand.cache is None:
+        return _for_library(operand)
+    tensors = operand.elements, operand.scales
+    return operand.cache.get(operand.columnwise, tensors, lambda: _for_library(operand))  # type: ignore[no-any-return]
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
@@ -116,17 +116,17 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 def _native_product(
     a: BlockOperand, b: BlockOperand, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> torch.Tensor:
-    left, right = _lines(a), _lines(b)
+    (left, left_scales), (right, right_scales) = _kept(a), _kept(b)
     rows = a.elements.shape[1 if a.columnwise else 0]
     columns = b.elements.shape[1 if b.columnwise else 0]
     # The library adds no float32 bias to a narrower result: then the sum is rounded here.
     product_dtype = out_dtype if bias is None else torch.float32
     result = F.scaled_mm(
-        left.elements,
-        right.elements.t(),
-        left.scales.view(torch.float8_e8m0fnu),
+        left,
+        right.t(),
+        left_scales,
         F.ScalingType.BlockWise1x32,
-        right.scales.view(torch.float8_e8m0fnu),
+        right_scales,
         F.ScalingType.BlockWise1x32,
         swizzle_a=F.SwizzleType.SWIZZLE_32_4_4,
         swizzle_b=F.SwizzleType.SWIZZLE_32_4_4,

@@ -1,15 +1,15 @@
 """Products of FP8 operands on hardware that multiplies them (NVIDIA's compute capability 8.9 and later).
 
-torch's ``_scaled_mm`` is called on lines of codes along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give
+torch's ``_scaled_mm`` is called on rows along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give
 ``a · bᵀ``. (Its public form ``torch.nn.functional.scaled_mm`` takes lists and costs a fifth more host time.) What that
 function asks for is made here:
 
-- K and N are multiples of 16, and every address too; codes of zero are added, and the result is cut. M is free.
-- Lines are contiguous, or (compute capability 10 and 11) a transposed view of contiguous ones, whose outer size is then
+- K and N are multiples of 16, and every address too; zeros are added, and the result is cut. M is free.
+- Rows are contiguous, or (compute capability 10 and 11) a transposed view of contiguous ones, whose outer size is then
   a multiple of 16; anything else is transposed by a kernel.
 - A bias is fused if it has the dtype of the result, bfloat16 or float16; else it is added in float32 before the one
   rounding.
-- One scale for each line goes to the library for a bfloat16 result and ``b`` in E4M3; else the bare product is scaled
+- One scale for each row goes to the library for a bfloat16 result and ``b`` in E4M3; else the bare product is scaled
   in float32 before the one rounding.
 - It has no product of two E5M2 operands: there is none here either.
 """
@@ -18,24 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from ottava.kernels import transpose
 from ottava.kernels.devices import capability
 from ottava.kernels.direct import unobserved
 from ottava.kernels.products import finish
-from ottava.kernels.table import LIBRARY
-from ottava.tensors.blocks import GemmCache
+from ottava.kernels.table import define_product
+from ottava.tensors.freshness import GemmCache
 from ottava.torch_private import scaled_mm
 
 Tensor = torch.Tensor
-#: FP8 elements ``[outer, reduced]``, and float32 scales still to multiply: one, one for each line, or None.
-Lines = tuple[Tensor, Tensor | None]
+#: FP8 elements ``[outer, reduced]``, and float32 scales still to multiply: one, one for each row, or None.
+Rows = tuple[Tensor, Tensor | None]
 
 _E4M3, _E5M2, _FLOAT32, _BFLOAT16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
 # The multiple that the library wants of sizes and addresses, less one.
@@ -69,8 +67,8 @@ def scaled_products(wanted: bool = True) -> Iterator[None]:
 
 
 def scaled_product(
-    a: Lines,
-    b: Lines,
+    a: Rows,
+    b: Rows,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
@@ -97,7 +95,7 @@ def scaled_product(
         # Who looks on is to see one product of these sizes, not what it is made of.
         if unobserved():
             return _fp8_mm(left, right, scale_a, scale_b, bias, out_dtype, fast_accumulation, cache, columnwise)
-    result: Tensor = torch.ops.ottava.fp8_mm(left, right, scale_a, scale_b, bias, out_dtype, fast_accumulation)
+    result: Tensor = _operator(left, right, scale_a, scale_b, bias, out_dtype, fast_accumulation)
     return result
 
 
@@ -158,16 +156,16 @@ def _fp8_mm(
     one = torch.ones((), dtype=_FLOAT32, device=left.device) if scale_a is None or scale_b is None else None
     a_scale: Any = one if scale_a is None else scale_a
     b_scale: Any = one if scale_b is None else scale_b
-    by_line = a_scale.numel() != 1 or b_scale.numel() != 1
-    if by_line:
+    by_row = a_scale.numel() != 1 or b_scale.numel() != 1
+    if by_row:
         a_scale, b_scale = a_scale.reshape(-1).expand(rows).unsqueeze(1), b_scale.reshape(-1).expand(columns)
-        if out_dtype is not _BFLOAT16 or right.dtype is not _E4M3 or not _scales_lines(left):
+        if out_dtype is not _BFLOAT16 or right.dtype is not _E4M3 or not _scales_rows(left):
             plain = _fp8_mm(left, right, None, None, None, _FLOAT32, fast, cache, columnwise)
             return finish(plain * (a_scale * b_scale), None, None, bias, out_dtype)
-    views = not by_line and _takes_views(left)
+    views = not by_row and _takes_views(left)
     left, right = _fitted(left, False, views), _kept(right, views, cache, columnwise)
     padding = [0, right.shape[0] - columns]
-    if by_line:
+    if by_row:
         a_scale, b_scale = a_scale.contiguous(), F.pad(b_scale, padding).unsqueeze(0)
     if bias is not None:
         bias = F.pad(bias, padding) if padding[1] else bias if _fuses(bias, out_dtype) else bias.clone()
@@ -175,76 +173,53 @@ def _fp8_mm(
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 
-def _scales_lines(operand: Tensor) -> bool:
-    """Whether the library applies one scale for each line."""
+def _scales_rows(operand: Tensor) -> bool:
+    """Whether the library applies one scale for each row."""
     return not operand.is_cuda or capability(operand) >= 90
 
 
 def _takes_views(operand: Tensor) -> bool:
-    """Whether the library takes transposed views of lines."""
+    """Whether the library takes transposed views of rows."""
     return 100 <= capability(operand) < 120
 
 
-def _padded(codes: Tensor, rows: bool) -> Tensor:
-    """Contiguous codes with zeros added to columns, and to ``rows``, up to multiples of 16, at such an address."""
-    padding = [0, -codes.shape[1] & _UNALIGNED, 0, -codes.shape[0] & _UNALIGNED if rows else 0]
+def _padded(data: Tensor, rows: bool) -> Tensor:
+    """Contiguous data with zeros added to columns, and to ``rows``, up to multiples of 16, at such an address."""
+    padding = [0, -data.shape[1] & _UNALIGNED, 0, -data.shape[0] & _UNALIGNED if rows else 0]
     if any(padding):
-        padded: Tensor = F.pad(codes, padding)
+        padded: Tensor = F.pad(data, padding)
         return padded
     # The stride of a single row means nothing, except to the library.
-    plain = codes.as_strided(codes.shape, (codes.shape[1], 1)) if codes.shape[0] == 1 else codes
+    plain = data.as_strided(data.shape, (data.shape[1], 1)) if data.shape[0] == 1 else data
     return plain.clone() if plain.data_ptr() & _UNALIGNED else plain
 
 
-def _fitted(lines: Tensor, outer: bool, views: bool) -> Tensor:
-    """Lines as the library takes them, with ``outer`` also a multiple of 16 of them; the same memory if it can be."""
-    codes = lines.view(torch.uint8)
-    if not codes.is_contiguous() and codes.t().is_contiguous():
+def _fitted(rows: Tensor, outer: bool, views: bool) -> Tensor:
+    """Rows as the library takes them, with ``outer`` also a multiple of 16 of them; the same memory if it can be."""
+    data = rows.view(torch.uint8)
+    if not data.is_contiguous() and data.t().is_contiguous():
         if views:
-            return _padded(codes.t(), True).t().view(lines.dtype)
-        codes = transpose(codes.t())
-    return _padded(codes.contiguous(), outer).view(lines.dtype)
+            return _padded(data.t(), True).t().view(rows.dtype)
+        data = transpose(data.t())
+    return _padded(data.contiguous(), outer).view(rows.dtype)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """Lines as the library takes them, and the state of those that they were made of."""
-
-    lines: Tensor
-    made_of: Tensor
-    state: tuple[Any, ...]
-
-
-def _kept(lines: Tensor, views: bool, cache: GemmCache | None, columnwise: bool) -> Tensor:
-    """The lines of ``b``; what has to be made is made once for each state of a weight."""
+def _kept(rows: Tensor, views: bool, cache: GemmCache | None, columnwise: bool) -> Tensor:
+    """The rows of ``b``; what has to be made is made once for each state of a weight."""
     # A graph that is replayed would never see a weight that has changed.
-    if cache is None or (lines.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _fitted(lines, True, views)
-    version = 0 if lines.is_inference() else lines._version
-    state = (lines.data_ptr(), lines.shape, lines.stride(), version, cache.writes.value, views)
-    kept = cache.entries.get(columnwise)
-    if isinstance(kept, _Kept) and kept.state == state:
-        return kept.lines
-    made = _fitted(lines, True, views)
-    if made.data_ptr() != lines.data_ptr():
-        cache.entries[columnwise] = _Kept(made, lines, state)
-    return made
+    if cache is None or (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _fitted(rows, True, views)
+    kept: Tensor = cache.get(columnwise, (rows,), lambda: _fitted(rows, True, views), views)
+    if kept.data_ptr() == rows.data_ptr():
+        # The weight's own memory, which the cache would keep when the weight has other data.
+        cache.entries.pop(columnwise)
+    return kept
 
 
-# Lines [M, K] and [N, K] as for scaled_product.
-LIBRARY.define(
+# Rows [M, K] and [N, K] as for scaled_product.
+_operator = define_product(
     "fp8_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype,"
-    " bool fast_accumulation) -> Tensor"
+    " bool fast_accumulation) -> Tensor",
+    _fp8_mm,
+    lambda a, b, *_: (a[0], b[0], a[1]),
 )
-LIBRARY.impl("fp8_mm", _fp8_mm, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "ottava::fp8_mm",
-    lambda a, b, scale_a, scale_b, bias, out_dtype, fast: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
-    lib=LIBRARY,
-)
-
-
-@register_flop_formula(torch.ops.ottava.fp8_mm)
-def _fp8_mm_flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    """Two operations for each multiply-add."""
-    return int(2 * a_shape[0] * a_shape[1] * b_shape[0])

@@ -99,8 +99,8 @@ class HybridTensorStorage(QuantizedTensorStorage):
     def block_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         return self.part(columnwise).block_operand(columnwise=columnwise)
 
-    def scaled_lines(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        return self.part(columnwise).scaled_lines(columnwise=columnwise)
+    def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        return self.part(columnwise).scaled_operand(columnwise=columnwise)
 
 
 def _attribute(side: str, attribute: str) -> str:

@@ -22,7 +22,7 @@ from ottava.distributed.rules import ShardBatches, rule_of
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import UsageError
 from ottava.tensors import QuantizedTensor, Quantizer
-from ottava.torch_private import graph_task_id
+from ottava.torch_private import graph_task_id, version_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def gather_inputs(
     world = dist.get_world_size(group)
     check_shard(values.shape, size, module)
     known = _quantized.pop(module, None)
-    if known is not None and known[:2] == (values._version, dtype):
+    if known is not None and known[:2] == (version_of(values), dtype):
         return pre_all_gather(known[2], mesh, size, module)
     if not _gathers_quantized(_quantizer_of(module), size, world):
         rows = math.ceil(size[0] / world)
@@ -168,14 +168,14 @@ def _quantize_together(shards: Sequence[_Shard], group: Any, world: int) -> None
                 expected="a QuantizedTensor, which can be a parameter",
             )
         local._shard_group = group.group_name
-        _quantized[shard.module] = (shard.values._version, shard.dtype, local)
+        _quantized[shard.module] = (version_of(shard.values), shard.dtype, local)
 
 
 def _shared_amaxes(shards: Sequence[_Shard], batches: ShardBatches, group: Any) -> list[torch.Tensor]:
     """The amaxes of the whole weights. A backward pass has those of the forward pass: the values are the same."""
     if not shards:
         return []
-    versions = [shard.values._version for shard in shards]
+    versions = [version_of(shard.values) for shard in shards]
     known = _amaxes.get(shards[0].module)
     if graph_task_id() != -1 and known is not None and known[0] == versions:
         return known[1]

@@ -1,8 +1,8 @@
 """What the compiled backends have in common: their modules take raw addresses; this module gets them of tensors.
 
 ``_cpu`` and ``_cuda`` have the same kernels with nearly the same arguments; how they differ, :mod:`ottava.kernels.cpu`
-and :mod:`ottava.kernels.cuda` say. What the functions do, the table of kernels says. What is made contiguous here is kept
-until the call is over.
+and :mod:`ottava.kernels.cuda` say. What the functions do, the table of kernels says. What is made contiguous here is
+kept until the call is over.
 """
 
 from __future__ import annotations

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from ottava.errors import BackendError
 from ottava.kernels.backends import backend_module
 from ottava.kernels.direct import is_direct
-from ottava.kernels.table import LIBRARY
+from ottava.kernels.table import define_product
 from ottava.torch_private import constant_to_compiler, mkldnn_bf16_supported
 
 Tensor = torch.Tensor
@@ -142,21 +141,11 @@ def product(
 # Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both factors and the
 # bias in float32, then one rounding to out_dtype. Where a CPU multiplies bfloat16 operands as such, a bfloat16 result
 # that is scaled is rounded twice, because torch has no bfloat16 product that returns float32 there.
-LIBRARY.define(
-    "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor"
+define_product(
+    "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    product,
+    lambda a, b, *_: (a[0], b[1], a[1]),
 )
-LIBRARY.impl("scaled_mm", product, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "ottava::scaled_mm",
-    lambda a, b, scale_a, scale_b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
-    lib=LIBRARY,
-)
-
-
-@register_flop_formula(torch.ops.ottava.scaled_mm)
-def _scaled_mm_flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    """Two operations for each multiply-add, as torch counts its own products."""
-    return int(2 * a_shape[0] * a_shape[1] * b_shape[1])
 
 
 # Products of operands that are made of MX blocks.
@@ -176,75 +165,45 @@ def _decoded(
     return decoded
 
 
-def _mx_scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    blocks_a: Tensor | None,
-    blocks_b: Tensor | None,
-    fp8_a: torch.dtype | None,
-    fp8_b: torch.dtype | None,
-    columnwise_a: bool,
-    columnwise_b: bool,
-    transpose_a: bool,
-    transpose_b: bool,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    compute_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _mx_scaled_mm(a: Tensor, b: Tensor, blocks_a: Tensor | None, blocks_b: Tensor | None, *others: Any) -> Tensor:
+    fp8_a, fp8_b, columnwise_a, columnwise_b, transpose_a, transpose_b, *finishing, compute_dtype, out_dtype = others
+    scale_a, scale_b, bias = finishing
     left = _decoded(a, blocks_a, fp8_a, columnwise_a, compute_dtype)
     right = _decoded(b, blocks_b, fp8_b, columnwise_b, compute_dtype)
-    left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
-    return product(left, right, scale_a, scale_b, bias, out_dtype)
+    return product(
+        left.t() if transpose_a else left, right.t() if transpose_b else right, scale_a, scale_b, bias, out_dtype
+    )
+
+
+def _sizes(a: Any, b: Any, *others: Any) -> tuple[Any, Any, Any]:
+    transpose_a, transpose_b = others[6:8]
+    return a[1 if transpose_a else 0], b[0 if transpose_b else 1], a[0 if transpose_a else 1]
 
 
 # Matrices of data with the scales of their blocks, or dense ones (no blocks) of compute_dtype with a factor that is
 # still missing. Data are [rows, columns] as they are stored; `transpose` says which of them is taken transposed.
-LIBRARY.define(
+_operator = define_product(
     "mx_scaled_mm(Tensor a, Tensor b, Tensor? blocks_a, Tensor? blocks_b, ScalarType? fp8_a, ScalarType? fp8_b,"
     " bool columnwise_a, bool columnwise_b, bool transpose_a, bool transpose_b, Tensor? scale_a, Tensor? scale_b,"
-    " Tensor? bias, ScalarType compute_dtype, ScalarType out_dtype) -> Tensor"
+    " Tensor? bias, ScalarType compute_dtype, ScalarType out_dtype) -> Tensor",
+    _mx_scaled_mm,
+    _sizes,
 )
-LIBRARY.impl("mx_scaled_mm", _mx_scaled_mm, "CompositeExplicitAutograd")
-
-
-def _sizes(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> tuple[Any, Any, Any]:
-    """Rows, columns and the reduced size of a product."""
-    return a[1 if transpose_a else 0], b[0 if transpose_b else 1], a[0 if transpose_a else 1]
-
-
-def _fake_mx_scaled_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    transpose_a, transpose_b, out_dtype = rest[6], rest[7], rest[-1]
-    return a.new_empty(_sizes(a.shape, b.shape, transpose_a, transpose_b)[:2], dtype=out_dtype)
-
-
-torch.library.register_fake("ottava::mx_scaled_mm", _fake_mx_scaled_mm, lib=LIBRARY)
 
 
 def mx_scaled_mm(
     operands: tuple[Operand, Operand],
     transposes: tuple[bool, bool],
-    rest: tuple[Tensor | None, Tensor | None, Tensor | None],
+    finishing: tuple[Tensor | None, Tensor | None, Tensor | None],
     compute_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The product of two operands, by the operator or by what stands behind it where nobody would see the operator.
 
-    ``rest`` are the scales that dense operands are still to be multiplied with, and the bias.
+    ``finishing`` are the scales that dense operands are still to be multiplied with, and the bias.
     """
     (a, blocks_a, fp8_a, columnwise_a), (b, blocks_b, fp8_b, columnwise_b) = operands
-    scale_a, scale_b, bias = rest
-    call: Any = torch.ops.ottava.mx_scaled_mm
-    if is_direct(a, b, blocks_a, blocks_b, scale_a, scale_b, bias):
-        call = _mx_scaled_mm
+    call: Any = _mx_scaled_mm if is_direct(a, b, blocks_a, blocks_b, *finishing) else _operator
     fields = a, b, blocks_a, blocks_b, fp8_a, fp8_b, columnwise_a, columnwise_b
-    result: Tensor = call(*fields, *transposes, *rest, compute_dtype, out_dtype)
+    result: Tensor = call(*fields, *transposes, *finishing, compute_dtype, out_dtype)
     return result
-
-
-@register_flop_formula(torch.ops.ottava.mx_scaled_mm)
-def _mx_scaled_mm_flops(a_shape: Any, b_shape: Any, *rest: Any, **__: Any) -> int:
-    """Two operations for each multiply-add."""
-    rows, columns, inner = _sizes(a_shape, b_shape, rest[6], rest[7])
-    return int(2 * rows * columns * inner)

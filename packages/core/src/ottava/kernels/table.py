@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from ottava.errors import DTypeError
 from ottava.formats import fp8_format, mx_scale_shapes
@@ -274,6 +275,34 @@ mx_decode = Operation(
 )
 #: Those that give tensors, by name.
 OPERATIONS = {row.name: row for row in list(globals().values()) if isinstance(row, Operation)}
+
+
+def define_product(schema: str, function: Callable[..., Tensor], sizes: Callable[..., tuple[Any, Any, Any]]) -> Any:
+    """The operator of a product, with what torch asks of one: a fake implementation, and how many operations it takes.
+
+    Args:
+        schema: with two operands first, and an argument ``out_dtype``.
+        sizes: rows, columns and the reduced size of the product, from the operands' shapes and the other arguments.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    operator = getattr(torch.ops.ottava, name)
+    dtype_at = [argument.name for argument in schema_of(operator.default).arguments].index("out_dtype")
+
+    def fake(*arguments: Any) -> Tensor:
+        a, b, *rest = arguments
+        return a.new_empty(sizes(a.shape, b.shape, *rest)[:2], dtype=arguments[dtype_at])  # type: ignore[no-any-return]
+
+    def flops(*arguments: Any, **_: Any) -> int:
+        rows, columns, inner = sizes(*arguments)
+        # Two for each multiply-add, as torch counts its own products.
+        return int(2 * rows * columns * inner)
+
+    torch.library.register_fake(f"ottava::{name}", fake, lib=LIBRARY)
+    register_flop_formula(operator)(flops)
+    return operator
+
 
 LIBRARY.define(
     "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, Tensor? last) -> ()"

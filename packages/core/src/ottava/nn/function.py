@@ -14,7 +14,7 @@ from ottava.nn.main_grad import note_added
 from ottava.recipes.state import RecipeState
 from ottava.tensors.saving import rebuild_saved
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
-from ottava.torch_private import forward_ad, unsafe_view
+from ottava.torch_private import forward_ad, is_view, unsafe_view
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ def _product(
         quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=recording)
         qw = quantizer.quantize(weight, dtype=dtype)
     y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
-    if x.dim() != 2 or torch.compiler.is_compiling() or y._is_view():
+    if x.dim() != 2 or torch.compiler.is_compiling() or is_view(y):
         # Not a view: the output may be modified in place (by an activation, say).
         y = unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
     return y, qx, qw

@@ -1,43 +1,10 @@
-"""Storages as a GEMM takes them: by their values, as they are, or in blocks with scales of their own."""
+"""Storages as a product takes them: by their values, as they are, or in blocks with scales of their own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 
-from ottava.tensors.freshness import WriteCount
-
-
-@dataclass
-class GemmCache:
-    """What the GEMM keeps of an operand.
-
-    Attributes:
-        entries: by whether blocks lie along the columns.
-        writes: counts the writes to the operand, through whichever alias: what is kept is outdated by one.
-    """
-
-    entries: dict[bool, Any] = field(default_factory=dict)
-    writes: WriteCount = field(default_factory=WriteCount)
-
-
-@dataclass(frozen=True)
-class BlockOperand:
-    """A matrix in MX blocks.
-
-    Attributes:
-        elements: of an FP8 dtype, ``[rows, columns]``.
-        scales: uint8 codes of E8M0, unpadded: ``[rows, ceil(columns / 32)]``, or ``[ceil(rows / 32), columns]``.
-        columnwise: whether blocks lie along the columns.
-        cache: where the GEMM may keep what it makes of the operand.
-    """
-
-    elements: torch.Tensor
-    scales: torch.Tensor
-    columnwise: bool
-    cache: GemmCache | None = None
+from ottava.tensors.freshness import GemmCache
 
 
 class Operand:
@@ -56,7 +23,7 @@ class Operand:
         """This tensor as a GEMM operand in MX blocks, or None for :meth:`gemm_operand`, as is the default.
 
         Returns:
-            Elements of an FP8 dtype, ``[rows, columns]``, and the E8M0 codes of their scales, uint8 and unpadded:
+            Elements of an FP8 dtype, ``[rows, columns]``, and the bytes of their scales, E8M0 as uint8, unpadded:
             ``[rows, ceil(columns / 32)]``, or with ``columnwise`` ``[ceil(rows / 32), columns]``.
 
         Raises:
@@ -64,12 +31,12 @@ class Operand:
         """
         return None
 
-    def scaled_lines(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """This tensor for hardware that multiplies FP8, or None for :meth:`gemm_operand`, as is the default.
 
         Returns:
             Elements of an FP8 dtype ``[rows, columns]``, or with ``columnwise`` ``[columns, rows]``, best contiguous;
-            and the float32 scales still to multiply: one element, one for each of these lines, or None.
+            and the float32 scales still to multiply: one element, one for each of these rows, or None.
         """
         return None
 

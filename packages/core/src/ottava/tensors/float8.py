@@ -14,10 +14,9 @@ import torch
 from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
-from ottava.tensors.blocks import GemmCache
 from ottava.tensors.codes import as_codes
 from ottava.tensors.declaration import InnerTensor, StaticField, StorageQuantizer, check_values_dtype
-from ottava.tensors.freshness import DerivedTensor, WriteCount
+from ottava.tensors.freshness import DerivedTensor, GemmCache, WriteCount
 from ottava.tensors.layout import columnwise_is_transpose
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 from ottava.tensors.tensor import QuantizedTensor
@@ -275,7 +274,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         rows = math.prod(values.shape[:-1])
         return values if values.dim() == 2 else values.reshape(rows, values.shape[-1]), self._scale_inv
 
-    def scaled_lines(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         if type(self).gemm_operand is not Float8TensorStorage.gemm_operand:
             # A subclass whose operands are something else.
             return None

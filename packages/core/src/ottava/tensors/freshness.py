@@ -1,15 +1,18 @@
-"""Derived tensors (transposes) that are never read when stale.
+"""What is derived from a tensor's bytes and kept (transposes, operands of products), and never read when stale.
 
-Aliases of one buffer share a :class:`WriteCount`; every in-place write counts. A :class:`DerivedTensor` remembers the
-count and the version of the buffer that it was computed from, so its validity belongs to it and not to
-whoever holds it.
+Aliases of one buffer share a :class:`WriteCount`; every in-place write counts. What is kept remembers the count and the
+version of the buffer that it was computed from, so its validity belongs to it and not to whoever holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from ottava.torch_private import version_of
 
 
 class WriteCount:
@@ -25,13 +28,13 @@ def _version(source: torch.Tensor | None) -> int:
     # Also catches a user's own in-place write to the buffer; inference tensors have no version.
     if source is None or torch.compiler.is_compiling() or source.is_inference():
         return 0
-    return source._version
+    return version_of(source)
 
 
 class DerivedTensor:
     """A tensor computed from a buffer, with the state of the buffer that it was computed from."""
 
-    __slots__ = ("_count", "_source", "_version", "tensor")
+    __slots__ = ("_count", "_seen", "_source", "tensor")
 
     def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None, writes: WriteCount) -> None:
         self.tensor = tensor
@@ -41,11 +44,36 @@ class DerivedTensor:
         """Declare the tensor up to date with ``source`` as it is now; aliases that share this object see it."""
         self._source = source
         self._count = writes.value
-        self._version = _version(source)
+        self._seen = _version(source)
 
     def fresh(self, source: torch.Tensor | None, writes: WriteCount) -> bool:
         """Whether it was computed from ``source`` and nothing was written to it since."""
-        return self._source is source and self._count == writes.value and self._version == _version(source)
+        return self._source is source and self._count == writes.value and self._seen == _version(source)
+
+
+@dataclass
+class GemmCache:
+    """What products keep of an operand.
+
+    Attributes:
+        entries: by whether it serves the columnwise usage: the state of the tensors that it was made of, these tensors,
+            whose addresses are nobody else's while they are held, and what was made.
+        writes: counts the writes to the operand, through whichever alias: what is kept is outdated by one.
+    """
+
+    entries: dict[bool, tuple[Hashable, Sequence[torch.Tensor], Any]] = field(default_factory=dict)
+    writes: WriteCount = field(default_factory=WriteCount)
+
+    def get(
+        self, columnwise: bool, tensors: Sequence[torch.Tensor], make: Callable[[], Any], option: Any = None
+    ) -> Any:
+        """What ``make`` gives, made again when ``tensors`` are others or were written to, or ``option`` is another."""
+        found = [(t.data_ptr(), t.shape, t.stride(), _version(t)) for t in tensors]
+        state = (*found, self.writes.value, option)
+        kept = self.entries.get(columnwise)
+        if kept is None or kept[0] != state:
+            kept = self.entries[columnwise] = (state, tensors, make())
+        return kept[2]
 
 
 def bump_version(tensor: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ottava.tensors import prepare_for_saving, restore_from_saved
+from ottava.torch_private import version_of
 from ottava_testing.compare import plain, require, same, wide
 from ottava_testing.subject import Subject
 from ottava_testing.table import QUANTIZED_WEIGHTS, check
@@ -123,9 +124,10 @@ def saved_weights_are_guarded(subject: Subject) -> None:
 
 
 def _guarded(cls: str, name: str, weight: Any, write: Callable[[], Any]) -> None:
-    version = weight._version
+    version = version_of(weight)
     with torch.no_grad():
         write()
     require(
-        weight._version > version, f"{name} on a {cls} is not counted as a write: a backward pass would use new values"
+        version_of(weight) > version,
+        f"{name} on a {cls} is not counted as a write: a backward pass would use new values",
     )
