@@ -117,12 +117,6 @@ void mx_multi_cast(const std::vector<ottava::MxCastArguments>& shards, int threa
     ottava::mx_multi_cast(jobs.data(), ottava::count_of(jobs), threads_of(threads));
 }
 
-void epilogue(Address acc, int64_t rows, int64_t cols, Address scale_a, Address scale_b, Address bias, int bias_dtype,
-              int threads) {
-    ottava::epilogue(at<uint16_t>(acc), size_of(rows), size_of(cols), at<const float>(scale_a),
-                     at<const float>(scale_b), at<const void>(bias), dtype_of(bias_dtype), threads_of(threads));
-}
-
 std::vector<std::string> available_isas() {
     const ottava::Kernels* available[8];
     const int count = ottava::available_kernels(available, 8);
@@ -159,7 +153,6 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("multi_cast", &multi_cast, Unlocked());
     m.def("mx_multi_amax", &mx_multi_amax, Unlocked());
     m.def("mx_multi_cast", &mx_multi_cast, Unlocked());
-    m.def("epilogue", &epilogue, Unlocked());
     // Why the build has no CUDA kernels; empty if it has.
     m.attr("without_cuda") = std::string(OTTAVA_WITHOUT_CUDA);
     m.def("isa", [] { return std::string(ottava::active_kernels().name); });

@@ -345,32 +345,6 @@ void test_amax(Dtype dtype) {
     }
 }
 
-void test_epilogue() {
-    const float a = 0.3f, b = -1.7f;
-    const std::string label = std::string(active_kernels().name) + " epilogue";
-    for (const int64_t cols : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{16}, int64_t{65}})
-        for (const int64_t rows : {int64_t{0}, int64_t{1}, int64_t{2048}})
-            for (const bool scaled : {false, true})
-                for (int bias_code = -1; bias_code < 3; ++bias_code) {
-                    const auto bias_dtype = static_cast<Dtype>(bias_code < 0 ? 0 : bias_code);
-                    std::mt19937 random(3);
-                    Buffer<uint16_t> acc(rows * cols), original(rows * cols);
-                    for (size_t i = 0; i < acc.size(); ++i) {
-                        acc.set(i, static_cast<uint16_t>(random()));  // NaNs, infinities and subnormals included
-                        original.set(i, acc.get(i));
-                    }
-                    Elements bias(bias_dtype, cols);
-                    fill(bias, random);
-                    epilogue(acc.data(), rows, cols, scaled ? &a : nullptr, scaled ? &b : nullptr,
-                             bias_code < 0 ? nullptr : bias.raw.address(), bias_dtype, 2);
-                    for (size_t i = 0; i < acc.size(); ++i) {
-                        float x = widen_bfloat16(original.get(i)) * (scaled ? a * b : 1.0f);
-                        if (bias_code >= 0) x = x + bias.get(static_cast<int64_t>(i) % cols);
-                        check(label, static_cast<long long>(i), acc.get(i), to_bfloat16(x));
-                    }
-                }
-}
-
 // MX blocks, from the rules: frexp and ldexp on doubles, which hold every value exactly.
 
 const std::vector<double>& mx_elements(Fp8 format) {
@@ -860,7 +834,6 @@ void test_kernels() {
     test_shape(Dtype::bfloat16, Fp8::e5m2, 2049, 2111, 1);
     test_recording(Dtype::bfloat16, Fp8::e4m3, 2048, 2112, 0);
     test_recording(Dtype::bfloat16, Fp8::e5m2, 2049, 2111, 1);
-    test_epilogue();
     test_mx();
     test_many();
 }

@@ -33,7 +33,6 @@ const Kernels kNeon = {"neon",
     mx_scales_run,
     mx_quantize_panel,
     mx_decode_run,
-    epilogue_run,
     cast_rounded_run,
     mx_shard_amax_run,
     mx_shard_cast_run};

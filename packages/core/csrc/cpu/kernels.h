@@ -98,8 +98,6 @@ struct Kernels {
     void (*mx_quantize)(const MxPanel& panel, Dtype dtype, Fp8 format);
     // `table` as for decode16, of the bare elements.
     void (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
-    // `bias` is a row of float32, or null.
-    void (*epilogue)(uint16_t* acc, int64_t n, float scale, const float* bias);
     // Elements count as rounded to `nominal`: for shards of weights whose values are kept in float32.
     void (*cast_rounded)(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
     void (*mx_shard_amax)(const MxShard& shard, Dtype dtype, Dtype nominal, const MxShardAmax& to);
@@ -158,11 +156,6 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
                  int threads);
 void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, int threads);
-void epilogue(uint16_t* acc, int64_t rows, int64_t cols,
-              const float* scale_a,  // optional
-              const float* scale_b,  // optional
-              const void* bias,      // optional
-              Dtype bias_dtype, int threads);
 
 // Operations on many tensors in one call (multi.cpp). Threads share the work of all the tensors.
 

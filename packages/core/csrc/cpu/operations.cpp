@@ -277,23 +277,4 @@ void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t 
     });
 }
 
-void epilogue(uint16_t* acc, int64_t rows, int64_t cols, const float* scale_a, const float* scale_b, const void* bias,
-              Dtype bias_dtype, int threads) {
-    const Kernels& kernels = active_kernels();
-    const float scale = multiply(scale_a == nullptr ? 1.0f : *scale_a, scale_b == nullptr ? 1.0f : *scale_b);
-    std::vector<float> row_bias;
-    if (bias != nullptr) {
-        row_bias.resize(static_cast<size_t>(cols));
-        for (size_t i = 0; i < row_bias.size(); ++i)
-            row_bias[i] = bias_dtype == Dtype::float32    ? static_cast<const float*>(bias)[i]
-                          : bias_dtype == Dtype::bfloat16 ? widen_bfloat16(static_cast<const uint16_t*>(bias)[i])
-                                                          : widen_half(static_cast<const uint16_t*>(bias)[i]);
-    }
-    if (cols <= 0) return;
-    in_parallel(rows, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
-        if (row_bias.empty()) return kernels.epilogue(acc + begin * cols, (end - begin) * cols, scale, nullptr);
-        for (int64_t row = begin; row < end; ++row) kernels.epilogue(acc + row * cols, cols, scale, row_bias.data());
-    });
-}
-
 }  // namespace ottava

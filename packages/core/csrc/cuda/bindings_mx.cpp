@@ -42,11 +42,6 @@ Finish finish_of(const Last& last) {
     return {at<const float>(a), at<const float>(b), at<const void>(bias), dtype_of(dtype)};
 }
 
-void bound_epilogue(Address acc, int64_t rows, int64_t cols, const Last& last, int device, Address stream) {
-    const OnDevice guard(device);
-    finish_bfloat16(at<uint16_t>(acc), size_of(rows), size_of(cols), finish_of(last), stream_of(stream));
-}
-
 void bound_epilogue32(Address acc, int64_t rows, int64_t cols, const Last& last, Address out, int dtype, int device,
                       Address stream) {
     const OnDevice guard(device);
@@ -60,7 +55,6 @@ void bind_mx(py::module_& m) {
     m.def("mx_scale_from_amax", &bound_scale_from_amax);
     m.def("mx_quantize", &bound_quantize);
     m.def("mx_decode", &bound_decode);
-    m.def("epilogue", &bound_epilogue);
     m.def("epilogue32", &bound_epilogue32);
 }
 

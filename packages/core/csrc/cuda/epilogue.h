@@ -44,12 +44,11 @@ struct Factors {
     OTTAVA_DEVICE float get() const { return multiply(a == nullptr ? 1.0f : *a, b == nullptr ? 1.0f : *b); }
 };
 
-// `out` may be `acc` itself.
-template <class Source, class Target>
+template <class Target>
 struct Epilogue {
-    static constexpr int kThreads = Strip::kThreads, kBlocksPerMultiprocessor = Source::bytes == 2 ? 4 : 3;
+    static constexpr int kThreads = Strip::kThreads, kBlocksPerMultiprocessor = 3;
     struct Shared {};
-    const void* acc;
+    const float* acc;
     int64_t rows, cols;
     uint32_t across;
     bool wide;  // `out` too
@@ -73,10 +72,10 @@ struct Epilogue {
         const int64_t first = at.row * cols + at.col;
         const bool whole = kWhole || wide;
         const int64_t left = kWhole ? int64_t{kGroup} : cols - at.col;
-        Group<Source> groups[Strip::kEach];
+        Group<Float32> groups[Strip::kEach];
 #pragma unroll
         for (int k = 0; k < Strip::kEach; ++k)
-            groups[k] = load_group<Source>(acc, first + k * cols, kWhole || k < at.height ? left : 0, whole);
+            groups[k] = load_group<Float32>(acc, first + k * cols, kWhole || k < at.height ? left : 0, whole);
         const float factor = scale.get();
         float added[kGroup];
         const bool biased = bias.values != nullptr;

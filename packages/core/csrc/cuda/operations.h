@@ -57,7 +57,6 @@ struct Finish {
     const void* bias;  // optional, one for each column
     Dtype bias_dtype;
 };
-void finish_bfloat16(uint16_t* acc, int64_t rows, int64_t cols, const Finish& finish, Stream stream);  // in place
 void finish_float32(const float* acc, int64_t rows, int64_t cols, const Finish& finish, void* out, Dtype dtype,
                     Stream stream);
 

@@ -6,11 +6,11 @@
 namespace ottava::cuda {
 namespace {
 
-template <class Source, class Target>
-void finish_as(const void* acc, int64_t rows, int64_t cols, const Finish& finish, void* out, Stream stream) {
+template <class Target>
+void finish_as(const float* acc, int64_t rows, int64_t cols, const Finish& finish, void* out, Stream stream) {
     const Grid grid(rows, cols, Strip::kRows, Strip::kCols);
     const bool groups = cols % kGroup == 0;
-    const Epilogue<Source, Target> kernel{acc,
+    const Epilogue<Target> kernel{acc,
                                           rows,
                                           cols,
                                           static_cast<uint32_t>(grid.across),
@@ -23,13 +23,9 @@ void finish_as(const void* acc, int64_t rows, int64_t cols, const Finish& finish
 
 }  // namespace
 
-void finish_bfloat16(uint16_t* acc, int64_t rows, int64_t cols, const Finish& finish, Stream stream) {
-    finish_as<BFloat16, BFloat16>(acc, rows, cols, finish, acc, stream);
-}
-
 void finish_float32(const float* acc, int64_t rows, int64_t cols, const Finish& finish, void* out, Dtype dtype,
                     Stream stream) {
-    with_source(dtype, [&](auto target) { finish_as<Float32, decltype(target)>(acc, rows, cols, finish, out, stream); });
+    with_source(dtype, [&](auto target) { finish_as<decltype(target)>(acc, rows, cols, finish, out, stream); });
 }
 
 }  // namespace ottava::cuda
