@@ -133,7 +133,7 @@ def coded(shape: tuple[int, ...], fp8_dtype: torch.dtype, scale: float, seed: in
 
 def matrix(x: Any) -> torch.Tensor:
     values = x.dequantize(torch.float64) if isinstance(x, QuantizedTensorStorage) else x.double()
-    codes = x._codes() if isinstance(x, Float8TensorStorage) else None
+    codes = x._in_order() if isinstance(x, Float8TensorStorage) else None
     if codes is not None:
         # The scale's product with a code need not be a float32 value.
         values = codes.contiguous().view(x._fp8_dtype).double() * x._scale_inv.double()

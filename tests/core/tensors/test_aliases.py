@@ -66,7 +66,7 @@ def test_writing_to_a_view_writes_to_the_whole(
     assert torch.equal(view.dequantize(), turned.dequantize())
     if layout == "transpose" and usages[1]:
         whole.update_usage(columnwise_usage=True)
-        assert torch.equal(whole._transpose, whole._codes().t())
+        assert torch.equal(whole._transpose, whole._in_order().t())
     if view.numel() == whole.numel():
         view.mul_(16.0)
         plain.mul_(16.0)

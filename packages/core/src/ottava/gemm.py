@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 
-from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.errors import DeviceError, OptionError, ShapeError
 from ottava.gemm_blocks import BlockOperand, Dense, block_product
 from ottava.gemm_scaled import may_multiply_fp8, scaled_product
-from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision, scaled_mm
-from ottava.kernels.checks import check_bias
-from ottava.kernels.products import product_dtype, returns_float32
+from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision
+from ottava.kernels.checks import check_bias, check_dtype
+from ottava.kernels.products import product_dtype, returns_float32, scaled_mm
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -68,7 +68,7 @@ def gemm(
         raise OptionError("accumulate=True without out", expected="the tensor to add to", remedy="pass out=main_grad")
     result_dtype = out_dtype if out is None else out.dtype
     if result_dtype not in HIGH_PRECISION:
-        raise DTypeError(f"result dtype {result_dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
+        check_dtype(result_dtype, "result dtype")
     # Adding into out must round once: the product stays float32 until the sum.
     product_dtype = torch.float32 if accumulate else result_dtype
     fast = not use_split_accumulator

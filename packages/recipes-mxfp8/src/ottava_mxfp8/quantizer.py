@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -62,42 +61,20 @@ class MXFP8Quantizer(Quantizer):
             self.with_2d_quantization,
             self.scale_rounding == "floor",
         )
+        return self._wrap((*(rows or _ABSENT), *(columns or _ABSENT)), dtype)
+
+    def _wrap(self, tensors: tuple[torch.Tensor | None, ...], dtype: torch.dtype) -> QuantizedTensorStorage:
+        """Data and scales of rows, then of columns, which fit together: a bare storage is not checked."""
+        static = dtype, self.fp8_dtype, self.with_2d_quantization, False
         if self.internal:
-            return MXFP8TensorStorage.around(rows, columns, self.fp8_dtype, dtype, self.with_2d_quantization, self)
-        return self._wrap(rows or _ABSENT, columns or _ABSENT, dtype)
+            return MXFP8TensorStorage.unchecked(tensors, static, self)
+        names = [inner.argument for inner in MXFP8Tensor.inner_tensors]
+        given: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        given |= {"fp8_dtype": self.fp8_dtype, "with_2d_quantization": self.with_2d_quantization}
+        return MXFP8Tensor(**given, dtype=dtype, quantizer=self)
 
-    def _wrap(
-        self,
-        rowwise: tuple[torch.Tensor | None, torch.Tensor | None],
-        columnwise: tuple[torch.Tensor | None, torch.Tensor | None],
-        dtype: torch.dtype,
-    ) -> QuantizedTensorStorage:
-        cls = MXFP8TensorStorage if self.internal else MXFP8Tensor
-        return cls(
-            rowwise_data=rowwise[0],
-            rowwise_scale_inv=rowwise[1],
-            columnwise_data=columnwise[0],
-            columnwise_scale_inv=columnwise[1],
-            fp8_dtype=self.fp8_dtype,
-            dtype=dtype,
-            with_2d_quantization=self.with_2d_quantization,
-            quantizer=self,
-        )
-
-    def make_empty(
-        self,
-        shape: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-    ) -> QuantizedTensorStorage:
-        shape, place = self.check_empty(shape, dtype, device, requires_grad)
-        pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+    def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
+        tensors: list[torch.Tensor | None] = []
         for wanted, scales in zip((self.rowwise_usage, self.columnwise_usage), mx_scale_shapes(shape), strict=True):
-            codes = torch.empty(shape, dtype=torch.uint8, device=place) if wanted else None
-            pairs.append((codes, torch.empty(scales, dtype=torch.uint8, device=place) if wanted else None))
-        made = self._wrap(pairs[0], pairs[1], dtype)
-        if requires_grad and isinstance(made, torch.Tensor):
-            made.requires_grad_(True)
-        return made
+            tensors += [torch.empty(s, dtype=torch.uint8, device=device) if wanted else None for s in (shape, scales)]
+        return self._wrap(tuple(tensors), dtype)

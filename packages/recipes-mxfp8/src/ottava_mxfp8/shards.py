@@ -77,8 +77,8 @@ class MXFP8Batch(ShardBatch):
 
     def _cast_in_place(self, amaxes: torch.Tensor, into: list[torch.Tensor | None]) -> None:
         """The scales go where they are held in one call, and are read from there."""
-        codes = kernels.mx_scale_from_amax(amaxes, *next(iter(self._options)))
-        found = codes.split([length for pair in self._lengths for length in pair])
+        scales = kernels.mx_scale_from_amax(amaxes, *next(iter(self._options)))
+        found = scales.split([length for pair in self._lengths for length in pair])
         pairs = [(held, own) for held, own in zip(into, found, strict=True) if held is not None and held.numel()]
         if pairs:
             foreach_copy_([held.view(-1) for held, _ in pairs], [own for _, own in pairs])
@@ -91,7 +91,7 @@ class MXFP8Batch(ShardBatch):
         self.written()
 
     def _scales(self, amaxes: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """E8M0 codes along rows and along columns of each whole weight."""
+        """Scales along rows and along columns of each whole weight."""
         lengths = [sum(pair) for pair in self._lengths]
         options = [(quantizer.fp8_dtype, quantizer.scale_rounding) for quantizer in self._quantizers]
         if len(set(options)) == 1:
@@ -114,15 +114,15 @@ class MXFP8Shards(ShardRule):
 
 
 def _spread(
-    codes: torch.Tensor, square: bool, matrix: tuple[int, int], lengths: tuple[int, int]
+    scales: torch.Tensor, square: bool, matrix: tuple[int, int], lengths: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
     """The scales of one weight, from those of its blocks or squares."""
     rows, columns = matrix
     down, across = -(-rows // MX_BLOCK), -(-columns // MX_BLOCK)
     if not square:
-        along_rows, along_columns = codes.split(lengths)
+        along_rows, along_columns = scales.split(lengths)
         return {"rowwise": along_rows.view(rows, across), "columnwise": along_columns.view(down, columns)}
-    squares = codes.view(down, across)
+    squares = scales.view(down, across)
     return {
         "rowwise": squares.repeat_interleave(MX_BLOCK, 0)[:rows].contiguous(),
         "columnwise": squares.repeat_interleave(MX_BLOCK, 1)[:, :columns].contiguous(),

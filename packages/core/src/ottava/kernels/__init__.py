@@ -17,12 +17,14 @@ from collections.abc import Sequence
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
+from ottava.kernels import products as _products
 from ottava.kernels import table as _table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
 from ottava.kernels.checks import (
     HIGH_PRECISION,
     check_bias,
     check_device,
+    check_dtype,
     check_epsilon,
     check_high_precision,
     check_out,
@@ -258,7 +260,5 @@ def scaled_mm(
             check_scalar(scale, a, what)
     if bias is not None:
         check_bias(bias, b.shape[1], a.device)
-    if out_dtype not in HIGH_PRECISION:
-        raise DTypeError(f"result dtype {out_dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
-    result: torch.Tensor = torch.ops.ottava.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
-    return result
+    check_dtype(out_dtype, "result dtype")
+    return _products.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)

@@ -45,6 +45,12 @@ def check_high_precision(x: Tensor, what: str = "input") -> None:
     check_dense(x, what)
 
 
+def check_dtype(dtype: object, what: str = "nominal dtype") -> None:
+    """Refuse a dtype that is none of float32, bfloat16 and float16."""
+    if dtype not in HIGH_PRECISION:
+        raise DTypeError(f"{what} {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
+
+
 def check_dense(x: Tensor, what: str) -> None:
     """Refuse another layout than torch.strided."""
     # Dynamo refuses to read the layout inside a backward; a graph's operators check it again.

@@ -23,6 +23,7 @@ from ottava.kernels.checks import (
     Tensor,
     Tensors,
     check_device,
+    check_dtype,
     check_high_precision,
     check_out,
 )
@@ -209,8 +210,7 @@ def _check_sources(xs: Tensors, dtypes: DTypes) -> torch.device:
             check_high_precision(x, f"xs[{i}]")
         if x.device != device:
             check_device(x, device, f"xs[{i}]")
-        if dtype not in allowed:
-            raise DTypeError(f"dtypes[{i}] is {dtype!r}", expected="torch.float32, torch.bfloat16 or torch.float16")
+        check_dtype(dtype, f"dtypes[{i}] is")
     return device
 
 

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from ottava.errors import DTypeError
 from ottava.formats import fp8_format, mx_scale_shapes
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import (
-    HIGH_PRECISION,
     check_amaxes,
     check_blocks,
     check_counter,
     check_data,
+    check_dtype,
     check_epsilon,
     check_high_precision,
     check_matrix,
@@ -216,14 +215,13 @@ def _check_turned(x: Tensor, *arguments: Any) -> None:
 
 
 def _check_dtype(data: Tensor, *arguments: Any) -> None:
-    if arguments[-1] not in HIGH_PRECISION:
-        raise DTypeError(f"cannot decode to {arguments[-1]}", expected="torch.float32, torch.bfloat16 or torch.float16")
+    check_dtype(arguments[-1], "cannot decode to")
 
 
 def _check_mx_decode(data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, columnwise: bool, dtype: Any) -> None:
     check_blocks(data, scales, columnwise)
-    if dtype not in (*HIGH_PRECISION, torch.float64):
-        raise DTypeError(f"cannot decode to {dtype}", expected="torch.float64, float32, bfloat16 or float16")
+    if dtype is not torch.float64:
+        check_dtype(dtype, "cannot decode to")
 
 
 amax = Operation("amax(Tensor x) -> Tensor", _scalar)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 
-from ottava.errors import DeviceError, DTypeError, ShapeError
+from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
+from ottava.tensors.freshness import WriteCount
 
 Usage = Literal["rowwise", "columnwise", "both"]
 
@@ -55,11 +57,193 @@ class StaticField:
         attribute: where the storage keeps it.
         argument: the constructor's keyword for it.
         usage: the usage whose data it describes; without such data it says nothing.
+        default: what it is where the constructor is not given it; without one it has to be given.
     """
 
     attribute: str
     argument: str
     usage: Usage = "both"
+    default: Any = ...
+
+
+@dataclass(frozen=True)
+class StorageSpec:
+    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
+
+    cls: type[Declared]
+    static: tuple[Any, ...]
+    quantizer: StorageQuantizer | None
+    whole: Any = field(default=None, compare=False, repr=False)
+
+    def build(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
+        declared: tuple[Any, ...] = (*self.cls.inner_tensors, *self.cls.all_static_fields())
+        arguments = {each.argument: value for each, value in zip(declared, (*tensors, *self.static), strict=True)}
+        built = self.cls(**arguments, quantizer=self.quantizer)
+        if self.whole is not None:
+            built._whole = self.whole
+        return built
+
+    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """:meth:`build` around the tensors that were taken out, which need no second look."""
+        if self.whole is None and self.cls.declares_all:
+            return self.cls.unchecked(tensors, self.static, self.quantizer)
+        return self.build(tensors)
+
+
+# What an inner tensor may be.
+_HELD = (torch.Tensor, type(None))
+
+
+class Declared:
+    """What follows from the declaration of a storage class, and from nothing else."""
+
+    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = ()
+    static_fields: ClassVar[tuple[StaticField, ...]] = ()
+    #: Whether in-place writes are counted, so that products may keep what they make of this operand.
+    counts_writes: ClassVar[bool] = False
+    #: Whether nothing but the declaration says how a bare storage is made; found when the class is.
+    declares_all: ClassVar[bool] = False
+    _quantizer: Any
+    _dtype: torch.dtype
+    # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
+    _whole: Any = None
+    # Shared by all aliases that count writes.
+    _writes: WriteCount
+
+    def __init__(self, *, quantizer: StorageQuantizer | None = None, **declared: Any) -> None:
+        self._hold(self._checked(declared))
+        self._quantizer = quantizer
+
+    @classmethod
+    def _checked(cls, given: dict[str, Any], **also: Any) -> dict[str, Any]:
+        """What the constructor was given, with what was left out, as :meth:`check_declared` returns it."""
+        fields = {each.argument: each.default for each in cls.own_static_fields()}
+        known: dict[str, Any] = {inner.argument: None for inner in cls.inner_tensors} | fields
+        missing = [name for name, default in fields.items() if default is ... and name not in given]
+        unknown = sorted(set(given) - set(known))
+        if unknown or missing:
+            what = f"no {missing[0]!r}" if missing else f"an unknown keyword {unknown[0]!r}"
+            raise OptionError(f"{cls.__name__} was given {what}", expected=", ".join(sorted(known)))
+        declared = cls.check_declared(known | given | also)
+        for inner in cls.inner_tensors:
+            if not isinstance(declared[inner.argument], _HELD):
+                found = type(declared[inner.argument]).__name__
+                raise DTypeError(f"{inner.argument!r} is a {found}", expected="a tensor or None")
+        return declared
+
+    @classmethod
+    def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
+        """Inner tensors, static fields and ``dtype``, by their arguments, as they are to be held.
+
+        A subclass refuses here what does not fit together, and takes floats of 8 bits as bytes, say.
+        """
+        return declared
+
+    def _hold(self, declared: dict[str, Any]) -> None:
+        if self.counts_writes:
+            self._writes = WriteCount()
+        for each in (*self.inner_tensors, *self.own_static_fields()):
+            setattr(self, each.attribute, declared[each.argument])  # type: ignore[attr-defined]
+
+    @classmethod
+    def unchecked(cls, tensors: Sequence[Any], static: Sequence[Any], quantizer: Any) -> Self:
+        """A bare storage of what fits together because a kernel made it, in the order of the declaration."""
+        made = object.__new__(cls)
+        if cls.counts_writes:
+            made._writes = WriteCount()
+        made._quantizer = quantizer
+        declared: Any = (*cls.inner_tensors, *cls.static_fields)
+        for each, value in zip(declared, (*tensors, *static), strict=True):
+            setattr(made, each.attribute, value)
+        return made
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])
+        cls.declares_all = cls.__init__ is Declared.__init__
+
+    @classmethod
+    def own_static_fields(cls) -> tuple[StaticField, ...]:
+        """The declared static fields, without those that every tensor has."""
+        return cls.static_fields
+
+    @classmethod
+    def all_static_fields(cls) -> tuple[StaticField, ...]:
+        """The declared static fields; quantized tensors add those that every tensor has."""
+        return cls.static_fields
+
+    def inner_list(self) -> list[torch.Tensor | None]:
+        """The inner tensors in the order of the declaration; None for those not held."""
+        return [getattr(self, inner.attribute) for inner in self.inner_tensors]
+
+    def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
+        """The inner tensors and what builds a storage around them again. Nothing is changed."""
+        static = tuple([getattr(self, field.attribute) for field in type(self).all_static_fields()])
+        return self.inner_list(), StorageSpec(type(self), static, self._quantizer, self._whole)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Constructor keywords that build this storage again (tensors are shared, not copied)."""
+        declared: list[InnerTensor | StaticField] = [*self.inner_tensors, *type(self).all_static_fields()]
+        return {each.argument: getattr(self, each.attribute) for each in declared} | {"quantizer": self._quantizer}
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
+        """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""
+        tensors = self.inner_list()
+        self.clear()
+        return tensors, self
+
+    def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take this storage's share from the front of ``tensors`` and return the rest.
+
+        Raises:
+            ShapeError: fewer tensors than this storage declares.
+        """
+        count = len(self.inner_tensors)
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, _HELD) for t in tensors[:count]):
+            raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
+        if len(tensors) < count:
+            raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
+        for inner, tensor in zip(self.inner_tensors, tensors[:count], strict=True):
+            setattr(self, inner.attribute, tensor)
+        return list(tensors[count:])
+
+    def apply_to_inner(self, function: Any) -> Any:
+        """A new storage with ``function`` applied to each inner tensor held; the quantizer is copied."""
+        tensors, spec = self.flatten_storage()
+        quantizer = None if spec.quantizer is None else spec.quantizer.copy()
+        return StorageSpec(spec.cls, spec.static, quantizer).build(
+            [None if t is None else function(t) for t in tensors]
+        )
+
+    def clone_storage(self) -> Any:
+        """A copy that shares nothing."""
+        return self.apply_to_inner(lambda t: t.clone())
+
+    def clear(self) -> None:
+        """Drop all data; the object can be filled again by :meth:`restore_from_saved`."""
+        for inner in self.inner_tensors:
+            setattr(self, inner.attribute, None)
+
+    def _empty(self, what: str = "") -> UsageError:
+        return UsageError(f"{type(self).__name__} holds no data{what}", remedy="it was cleared or saved")
+
+
+def as_data(data: Any, float_dtype: torch.dtype, what: str) -> torch.Tensor | None:
+    """``data`` as uint8: as it is, a view of a tensor of ``float_dtype``, or None as it is.
+
+    Raises:
+        DTypeError: it is something else.
+    """
+    if data is None or (isinstance(data, torch.Tensor) and data.dtype == torch.uint8):
+        return data
+    if isinstance(data, torch.Tensor) and data.dtype == float_dtype:
+        return data.view(torch.uint8)
+    raise DTypeError(
+        f"{what} is of {getattr(data, 'dtype', type(data).__name__)}",
+        expected=f"torch.uint8 data or a {float_dtype} tensor",
+        remedy="quantize high-precision values with a quantizer",
+    )
 
 
 def check_values_dtype(dtype: torch.dtype | None) -> None:
@@ -72,20 +256,6 @@ def check_values_dtype(dtype: torch.dtype | None) -> None:
         raise DTypeError(f"cannot dequantize to {dtype!r}", expected="a floating-point dtype or None")
 
 
-def check_noop_flag(noop_flag: torch.Tensor, device: torch.device) -> None:
-    """Refuse a ``noop_flag`` that is not a float32 tensor with one element on ``device``.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: it is not.
-    """
-    if not isinstance(noop_flag, torch.Tensor) or noop_flag.dtype != torch.float32:
-        raise DTypeError("noop_flag is not a float32 tensor", expected="torch.ones(1)")
-    if noop_flag.numel() != 1:
-        raise ShapeError(f"noop_flag has shape {tuple(noop_flag.shape)}", expected="one element")
-    if noop_flag.device != device:
-        raise DeviceError(f"noop_flag is on {noop_flag.device}", expected=f"{device}, where the values are")
-
-
 def same_kind(one: Any, other: Any) -> bool:
     """Whether two storages have the same declaration, nominal dtype and static values, whatever their shapes.
 
@@ -94,7 +264,7 @@ def same_kind(one: Any, other: Any) -> bool:
     if one.inner_tensors != other.inner_tensors or one.dtype != other.dtype:
         return False
     mine, theirs = one.get_usages(), other.get_usages()
-    fields = {field for cls in (type(one), type(other)) for field in cls.static_fields}
+    fields = {each for cls in (type(one), type(other)) for each in cls.static_fields}
     names = {f.attribute for f in fields if f.usage == "both" or (mine[f.usage] and theirs[f.usage])}
     return all(getattr(one, name, None) == getattr(other, name, None) for name in names)
 
@@ -103,3 +273,13 @@ def native_dtype(storage: Any, inner: InnerTensor) -> torch.dtype | None:
     """The 8-bit dtype that the bytes of an inner tensor have, for those who read them without Ottava."""
     native = inner.native
     return getattr(storage, native) if isinstance(native, str) else native
+
+
+def equal_scales(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two scales are equal; those on the meta device have no values to differ in."""
+    if one is other or other is None:
+        return one is other
+    if one.is_meta or other.is_meta:
+        return one.is_meta and other.is_meta
+    # Comparing values would break a graph that is being traced.
+    return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))

@@ -10,8 +10,9 @@ import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
-from ottava.tensors.declaration import check_noop_flag
+from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.tensor import StraightThrough
 
 _USAGE_FLAGS = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
 
@@ -62,17 +63,21 @@ class Quantizer(ABC):
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensorStorage:
-        """A result for the usages set, to be filled by :meth:`update_quantized`. By default zeros are quantized.
+        """A result for the usages set, to be filled by :meth:`update_quantized`.
 
         Raises:
             ShapeError, DTypeError, DeviceError, OptionError: an argument is not what it should be.
         """
         sizes, place = self.check_empty(shape, dtype, device, requires_grad)
         with torch.no_grad():
-            made = self.copy().quantize_impl(torch.zeros(sizes, dtype=dtype, device=place), dtype)
+            made = self.empty_impl(sizes, dtype, place)
         if requires_grad and isinstance(made, torch.Tensor):
             made.requires_grad_(True)
         return made
+
+    def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
+        """A result of any values, of checked arguments. By default zeros are quantized."""
+        return self.copy().quantize_impl(torch.zeros(shape, dtype=dtype, device=device), dtype)
 
     def check_empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: Any, requires_grad: bool
@@ -87,13 +92,16 @@ class Quantizer(ABC):
             raise ShapeError(f"shape {shape!r}", expected="a sequence of integers")
         if any(size < 0 for size in sizes):
             raise ShapeError(f"shape {sizes}", expected="sizes >= 0")
-        if dtype not in HIGH_PRECISION:
-            raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
+        check_dtype(dtype)
         if not (self.rowwise_usage or self.columnwise_usage):
-            raise OptionError("neither rowwise nor columnwise usage is set", remedy="call set_usage(rowwise=True)")
+            raise self._no_usage()
         if requires_grad and self.internal:
             raise OptionError("requires_grad=True for a bare storage", expected="internal=False")
         return sizes, torch.get_default_device() if device is None else as_device(device)
+
+    def _no_usage(self) -> OptionError:
+        what = f"{type(self).__name__} has neither rowwise nor columnwise usage"
+        return OptionError(what, expected="at least one", remedy="call set_usage(rowwise=True)")
 
     # -- quantizing --
 
@@ -115,25 +123,20 @@ class Quantizer(ABC):
             OptionError: neither usage is set.
             ShapeError, DeviceError: ``out`` does not fit.
         """
-        if isinstance(tensor, QuantizedTensorStorage):
-            tensor = tensor.dequantize()
-        if isinstance(tensor, torch.Tensor) and tensor.is_nested:
-            raise _nested(tensor, "tensor")
-        check_high_precision(tensor)
+        tensor = _plain(tensor, "tensor")
         if dtype is not None and dtype not in HIGH_PRECISION:
-            raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
+            check_dtype(dtype)
         if out is not None:
             self.update_quantized(tensor, out)
             return out
         if not (self.rowwise_usage or self.columnwise_usage):
-            raise OptionError(
-                f"{type(self).__name__} has neither rowwise nor columnwise usage",
-                expected="at least one",
-                remedy="call set_usage(rowwise=True)",
-            )
+            raise self._no_usage()
         if self.internal or not (torch.is_grad_enabled() and tensor.requires_grad):
             return self.quantize_impl(tensor, dtype or tensor.dtype)
-        return _Quantize.apply(tensor, self, dtype or tensor.dtype)  # type: ignore[no-untyped-call]
+        return StraightThrough.apply(tensor, self._quantize_detached, dtype or tensor.dtype)  # type: ignore[no-untyped-call]
+
+    def _quantize_detached(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        return self.quantize_impl(tensor.detach(), dtype)
 
     def __call__(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         """Same as :meth:`quantize`."""
@@ -157,21 +160,17 @@ class Quantizer(ABC):
         """
         if not isinstance(dst, QuantizedTensorStorage):
             raise DTypeError(f"destination is a {type(dst).__name__}", expected="a quantized tensor or storage")
-        if isinstance(src, QuantizedTensorStorage):
-            src = src.dequantize()
-        if isinstance(src, torch.Tensor) and src.is_nested:
-            raise _nested(src, "source")
-        check_high_precision(src, "source")
+        src = _plain(src, "source")
         if tuple(src.shape) != tuple(dst.size()):
             raise ShapeError(f"source has shape {tuple(src.shape)}", expected=str(tuple(dst.size())))
         if src.device != dst.device:
             raise DeviceError(f"source is on {src.device}, destination on {dst.device}", expected="one device")
         if noop_flag is not None:
-            check_noop_flag(noop_flag, dst.device)
+            check_scalar(noop_flag, src, "noop_flag")
         usages = dst.get_usages()
         if not any(usages.values()):
             raise UsageError(f"{type(dst).__name__} holds no data to write to", remedy="it was cleared or saved")
-        quantizer = self.with_usage(usages["rowwise"], usages["columnwise"])
+        quantizer = self.with_usage(**usages)
         with torch.no_grad():
             dst.copy_from_storage(quantizer.quantize_impl(src.detach(), src.dtype), noop_flag=noop_flag)
         return dst
@@ -236,23 +235,18 @@ class Quantizer(ABC):
         copied.__dict__.update(self.__dict__)
         return copied
 
-    def _configuration(self) -> tuple[Any, ...] | None:
+    def _configuration(self) -> dict[str, Any] | None:
         """Everything but the usage flags; None when the quantizer holds state and compares by identity."""
-        if self.stateful:
-            return None
-        try:
-            return tuple((k, _frozen(v)) for k, v in sorted(self.__dict__.items()) if k not in _USAGE_FLAGS)
-        except TypeError:
-            return None
+        held = {name: value for name, value in sorted(vars(self).items()) if name not in _USAGE_FLAGS}
+        return None if self.stateful or _holds_tensors(list(held.values())) else held
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if type(self) is not type(other) or not isinstance(other, Quantizer):
+        if type(self) is not type(other) or not isinstance(other, Quantizer) or self._configuration() is None:
             return False
-        mine, theirs = self._configuration(), other._configuration()
         flags = all(getattr(self, name) == getattr(other, name) for name in _USAGE_FLAGS)
-        return mine is not None and theirs is not None and flags and mine == theirs
+        return flags and self._configuration() == other._configuration()
 
     def is_alike(self, other: Quantizer) -> bool:
         """Whether ``other`` is of this class and has the same options, whatever the state of either.
@@ -262,18 +256,17 @@ class Quantizer(ABC):
         if type(self) is not type(other):
             return False
         mine, theirs = (
-            {
-                name: value
-                for name, value in vars(quantizer).items()
-                if name not in self.process_attributes and not isinstance(value, torch.Tensor)
-            }
-            for quantizer in (self, other)
+            {k: v for k, v in vars(q).items() if k not in self.process_attributes and not isinstance(v, torch.Tensor)}
+            for q in (self, other)
         )
         return mine == theirs
 
     def __hash__(self) -> int:
         configuration = self._configuration()
-        return object.__hash__(self) if configuration is None else hash((type(self), configuration))
+        if configuration is None:
+            return object.__hash__(self)
+        simple = (str, bytes, int, float, torch.dtype, torch.device, type(None))
+        return hash((type(self), *[value for value in configuration.values() if isinstance(value, simple)]))
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
@@ -337,12 +330,18 @@ def as_device(device: torch.device | str | int) -> torch.device:
         raise DeviceError(f"device {device!r}", expected="the name of a device, such as 'cpu' or 'cuda:0'") from error
 
 
-def _nested(tensor: torch.Tensor, what: str) -> DTypeError:
-    return DTypeError(
-        f"the {what} is nested ({tensor.layout})",
-        expected="one tensor with a shape",
-        remedy="quantize tensor.values(), in which all rows lie one after the other, or a padded tensor",
-    )
+def _plain(tensor: Any, what: str) -> torch.Tensor:
+    """What is to be quantized, dequantized if it is; refused if it is not one tensor of high precision."""
+    if isinstance(tensor, QuantizedTensorStorage):
+        tensor = tensor.dequantize()
+    if isinstance(tensor, torch.Tensor) and tensor.is_nested:
+        raise DTypeError(
+            f"the {what} is nested ({tensor.layout})",
+            expected="one tensor with a shape",
+            remedy="quantize tensor.values(), in which all rows lie one after the other, or a padded tensor",
+        )
+    check_high_precision(tensor, what)
+    return tensor  # type: ignore[no-any-return]
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -351,31 +350,9 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _frozen(value: Any) -> Any:
-    """A hashable stand-in for an attribute that compares as it does; TypeError where there is none."""
-    if isinstance(value, torch.Tensor):
-        raise TypeError("a tensor is state")
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(entry) for entry in value)
+def _holds_tensors(value: Any) -> bool:
     if isinstance(value, dict):
-        return tuple(sorted((key, _frozen(entry)) for key, entry in value.items()))
-    if isinstance(value, (set, frozenset)):
-        return frozenset(value)
-    hash(value)
-    return value
-
-
-class _Quantize(torch.autograd.Function):
-    """Quantization with the straight-through gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Any:
-        ctx.dtype = tensor.dtype
-        return quantizer.quantize_impl(tensor.detach(), dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0]
-        if isinstance(grad, QuantizedTensorStorage):
-            grad = grad.dequantize()
-        return grad.to(ctx.dtype), None, None
+        return _holds_tensors(list(value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_holds_tensors(entry) for entry in value)
+    return isinstance(value, torch.Tensor)

@@ -4,52 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
-from ottava.tensors.blocks import Operand
+from ottava.kernels.checks import check_scalar
+from ottava.tensors.declaration import Declared, StorageQuantizer, Usage, equal_scales
 from ottava.tensors.declaration import InnerTensor as InnerTensor
-from ottava.tensors.declaration import StaticField, StorageQuantizer, Usage, check_noop_flag
+from ottava.tensors.declaration import StorageSpec as StorageSpec
 from ottava.tensors.declaration import native_dtype as native_dtype
-from ottava.tensors.freshness import bump_version
+from ottava.tensors.freshness import GemmCache, bump_version
 
-
-@dataclass(frozen=True)
-class StorageSpec:
-    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
-
-    cls: type[QuantizedTensorStorage]
-    static: tuple[Any, ...]
-    quantizer: StorageQuantizer | None
-    whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
-
-    def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
-        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
-        arguments: dict[str, Any] = {
-            inner.argument: tensor for inner, tensor in zip(self.cls.inner_tensors, tensors, strict=True)
-        }
-        fields = self.cls.all_static_fields()
-        arguments |= {field_.argument: value for field_, value in zip(fields, self.static, strict=True)}
-        built = self.cls(**arguments, quantizer=self.quantizer)
-        if self.whole is not None:
-            built._whole = self.whole
-        return built
-
-    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
-        """:meth:`build` around the tensors that were taken out, which need no second look."""
-        return self.build(tensors) if self.whole is not None else self.cls.rebuilt(self, tensors)
-
-
-# What an inner tensor may be.
-_HELD = (torch.Tensor, type(None))
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 
 
-class QuantizedTensorStorage(Operand):
+class QuantizedTensorStorage(Declared):
     """Quantized data without the tensor interface.
 
     A subclass sets :attr:`inner_tensors` and :attr:`static_fields`, and defines :meth:`dequantize`. Its constructor
@@ -62,8 +33,6 @@ class QuantizedTensorStorage(Operand):
         UsageError: it was given no inner tensor at all.
     """
 
-    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = ()
-    static_fields: ClassVar[tuple[StaticField, ...]] = ()
     #: True for a user-defined storage whose GEMM is its quantizer's ``qgemm``.
     custom: bool = False
     #: Whether rowwise data alone can serve the columnwise usage.
@@ -71,92 +40,11 @@ class QuantizedTensorStorage(Operand):
     #: Whether the next forward pass makes what derives from the elements and is outdated.
     rebuilds_derived: bool = True
 
-    _quantizer: Any
-    _dtype: torch.dtype
-    # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
-    _whole: QuantizedTensorStorage | None = None
-
-    def __init__(self, *, quantizer: StorageQuantizer | None = None, **declared: Any) -> None:
-        self._take_declared(declared, type(self).static_fields)
-        self._quantizer = quantizer
-
-    def _take_declared(self, declared: dict[str, Any], fields: Sequence[StaticField]) -> None:
-        """Set the attributes that the declaration names."""
-        known = {inner.argument for inner in self.inner_tensors} | {field.argument for field in fields}
-        missing = [field.argument for field in fields if field.argument not in declared]
-        unknown = sorted(set(declared) - known)
-        if unknown or missing:
-            what = f"no {missing[0]!r}" if missing else f"an unknown keyword {unknown[0]!r}"
-            raise OptionError(f"{type(self).__name__} was given {what}", expected=", ".join(sorted(known)))
-        for inner in self.inner_tensors:
-            tensor = declared.get(inner.argument)
-            if not isinstance(tensor, _HELD):
-                raise DTypeError(f"{inner.argument!r} is a {type(tensor).__name__}", expected="a tensor or None")
-            setattr(self, inner.attribute, tensor)
-        for field_ in fields:
-            setattr(self, field_.attribute, declared[field_.argument])
+    _gemm_cache: GemmCache | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        torch.serialization.add_safe_globals([cls])
         _CLASSES[f"{cls.__module__}:{cls.__qualname__}"] = cls
-
-    # -- derived from the declaration --
-
-    @classmethod
-    def own_static_fields(cls) -> tuple[StaticField, ...]:
-        """The declared static fields, without those that every tensor has."""
-        return cls.static_fields
-
-    @classmethod
-    def all_static_fields(cls) -> tuple[StaticField, ...]:
-        """The declared static fields; quantized tensors add those that every tensor has."""
-        return cls.static_fields
-
-    def inner_list(self) -> list[torch.Tensor | None]:
-        """The inner tensors in the order of the declaration; None for those not held."""
-        return [getattr(self, inner.attribute) for inner in self.inner_tensors]
-
-    def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
-        """The inner tensors and what builds a storage around them again. Nothing is changed."""
-        static = tuple(getattr(self, field.attribute) for field in type(self).all_static_fields())
-        return self.inner_list(), StorageSpec(type(self), static, self._quantizer, self._whole)
-
-    def flatten_columnwise(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
-        """:meth:`flatten_storage` after the rowwise usage was dropped: what a backward pass reads of an operand."""
-        self.update_usage(rowwise_usage=False)
-        return self.flatten_storage()
-
-    @classmethod
-    def rebuilt(cls, spec: StorageSpec, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
-        """What ``spec.build(tensors)`` makes; a subclass may leave out the checks, since it gave both itself."""
-        return spec.build(tensors)
-
-    def get_metadata(self) -> dict[str, Any]:
-        """Constructor keywords that build this storage again (tensors are shared, not copied)."""
-        declared: list[InnerTensor | StaticField] = [*self.inner_tensors, *type(self).all_static_fields()]
-        return {each.argument: getattr(self, each.attribute) for each in declared} | {"quantizer": self._quantizer}
-
-    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], QuantizedTensorStorage]:
-        """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""
-        tensors = self.inner_list()
-        self.clear()
-        return tensors, self
-
-    def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Take this storage's share from the front of ``tensors`` and return the rest.
-
-        Raises:
-            ShapeError: fewer tensors than this storage declares.
-        """
-        count = len(self.inner_tensors)
-        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, _HELD) for t in tensors[:count]):
-            raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
-        if len(tensors) < count:
-            raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
-        for inner, tensor in zip(self.inner_tensors, tensors[:count], strict=True):
-            setattr(self, inner.attribute, tensor)
-        return list(tensors[count:])
 
     if TYPE_CHECKING:
         # torch.Tensor says that it can be set; a class that derives from both would have to say so too.
@@ -171,10 +59,11 @@ class QuantizedTensorStorage(Operand):
     @property
     def device(self) -> torch.device:
         """The device of the inner tensors."""
-        for tensor in self.inner_list():
+        for inner in self.inner_tensors:
+            tensor: torch.Tensor | None = getattr(self, inner.attribute)
             if tensor is not None:
                 return tensor.device
-        raise UsageError(f"{type(self).__name__} holds no data", expected="data", remedy="it was cleared or saved")
+        raise self._empty()
 
     @property
     def shape(self) -> torch.Size:
@@ -185,9 +74,7 @@ class QuantizedTensorStorage(Operand):
         """Shape of the tensor that was quantized, or one of its dimensions; by default the first inner tensor's."""
         tensor = getattr(self, self.inner_tensors[0].attribute) if self.inner_tensors else None
         if tensor is None:
-            raise UsageError(
-                f"{type(self).__name__} holds no data", remedy="it was cleared or saved, or defines no size()"
-            )
+            raise self._empty()
         return tensor.size() if dim is None else tensor.size(dim)
 
     @property
@@ -199,23 +86,6 @@ class QuantizedTensorStorage(Operand):
         """Number of elements."""
         return math.prod(self.size())
 
-    def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
-        """A new storage with ``function`` applied to each inner tensor held; the quantizer is copied."""
-        tensors, spec = self.flatten_storage()
-        quantizer = None if spec.quantizer is None else spec.quantizer.copy()
-        return StorageSpec(spec.cls, spec.static, quantizer).build(
-            [None if t is None else function(t) for t in tensors]
-        )
-
-    def clone_storage(self) -> QuantizedTensorStorage:
-        """A copy that shares nothing."""
-        return self.apply_to_inner(lambda t: t.clone())
-
-    def clear(self) -> None:
-        """Drop all data; the object can be filled again by :meth:`restore_from_saved`."""
-        for inner in self.inner_tensors:
-            setattr(self, inner.attribute, None)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         tensors, spec = self._for_pickling().flatten_storage()
         return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer)
@@ -223,15 +93,20 @@ class QuantizedTensorStorage(Operand):
     def _for_pickling(self) -> QuantizedTensorStorage:
         """This storage, or a copy of a view: unpickled, it would not know of its whole."""
         if all(tensor is None for tensor in self.inner_list()):
-            raise UsageError(f"{type(self).__name__} holds no data to pickle", remedy="it was cleared or saved")
+            raise self._empty(" to pickle")
         return self if self._whole is None else self.clone_storage()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensorStorage:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = self.clone_storage()
         memo[id(self)] = copied
         return copied
 
     # -- usages --
+
+    def flatten_columnwise(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
+        """:meth:`flatten_storage` after the rowwise usage was dropped: what a backward pass reads of an operand."""
+        self.update_usage(rowwise_usage=False)
+        return self.flatten_storage()
 
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
@@ -240,17 +115,15 @@ class QuantizedTensorStorage(Operand):
         return {"rowwise": both or "rowwise" in held, "columnwise": both or "columnwise" in held}
 
     def _requested_usages(
-        self, rowwise_usage: bool | None, columnwise_usage: bool | None, have: tuple[bool, bool] | None = None
+        self, rowwise_usage: bool | None, columnwise_usage: bool | None, have: tuple[bool, ...] | None = None
     ) -> tuple[bool, bool]:
         """Rowwise and columnwise usage after an update, ``have`` those of before, if they are known already."""
-        if have is None:
-            usages = self.get_usages()
-            have = usages["rowwise"], usages["columnwise"]
-        rowwise = have[0] if rowwise_usage is None else rowwise_usage
-        columnwise = have[1] if columnwise_usage is None else columnwise_usage
-        if not (isinstance(rowwise, bool) and isinstance(columnwise, bool)):
-            name, value = ("columnwise", columnwise) if isinstance(rowwise, bool) else ("rowwise", rowwise)
-            raise OptionError(f"{name}_usage is {value!r}", expected="True, False or None")
+        had = tuple(self.get_usages().values()) if have is None else have
+        rowwise = had[0] if rowwise_usage is None else rowwise_usage
+        columnwise = had[1] if columnwise_usage is None else columnwise_usage
+        for name, value in (("rowwise", rowwise), ("columnwise", columnwise)):
+            if not isinstance(value, bool):
+                raise OptionError(f"{name}_usage is {value!r}", expected="True, False or None")
         if not (rowwise or columnwise):
             raise OptionError(
                 "update_usage would leave neither usage",
@@ -292,14 +165,13 @@ class QuantizedTensorStorage(Operand):
             UsageError: there is no quantizer.
             ShapeError: ``tensor`` has another shape.
         """
-        if self._quantizer is None:
-            raise UsageError(
-                f"{type(self).__name__} has no quantizer to quantize with",
-                expected="a quantizer",
-                remedy="set one with update_quantizer()",
-            )
-        self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
+        self._required_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
         return self
+
+    def _required_quantizer(self) -> Any:
+        if self._quantizer is None:
+            raise UsageError(f"{type(self).__name__} has no quantizer", remedy="set one with update_quantizer()")
+        return self._quantizer
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
         """Copy the inner tensors of ``src`` into this object's, in place.
@@ -330,14 +202,16 @@ class QuantizedTensorStorage(Operand):
                     expected="a source quantized for the same usages",
                     remedy="quantize it with the usages of the destination",
                 )
+            if native_dtype(src, inner) != native_dtype(self, inner):
+                raise DTypeError(f"source holds {native_dtype(src, inner)}", expected=str(native_dtype(self, inner)))
             if theirs.shape != mine.shape:
                 what = f"{inner.argument!r} of the source has shape {tuple(theirs.shape)}"
                 raise ShapeError(what, expected=str(tuple(mine.shape)))
             pairs.append((mine, theirs))
         if not pairs:
-            raise UsageError(f"{type(self).__name__} holds no data to write to", remedy="it was cleared or saved")
+            raise self._empty(" to write to")
         if noop_flag is not None:
-            check_noop_flag(noop_flag, self.device)
+            check_scalar(noop_flag, pairs[0][0], "noop_flag")
         for mine, theirs in pairs:
             mine.copy_(theirs if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, mine, theirs))
             bump_version(mine)
@@ -357,7 +231,7 @@ class QuantizedTensorStorage(Operand):
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
         """Whether what all rows have in common is equal in ``other``, so that its rows mean the same here."""
         shared = [inner.attribute for inner in self.shared_inner()]
-        return all(_equal(getattr(self, name), getattr(other, name)) for name in shared)
+        return all(equal_scales(getattr(self, name), getattr(other, name)) for name in shared)
 
     def _rest_is_zero(self) -> bool:
         """Whether the rest of the tensor holds zeros alone, as the padding of a shard does: they suit any scale."""
@@ -368,7 +242,56 @@ class QuantizedTensorStorage(Operand):
         return bool(torch.count_nonzero(mine) == torch.count_nonzero(whole))
 
     def mark_written(self) -> None:
-        """Called after the values changed in place, for storages that keep something derived from them."""
+        """Called after the values changed in place: what is kept of them is outdated."""
+        if self.counts_writes:
+            self._writes.value += 1
+
+    def share_writes(self, other: QuantizedTensorStorage) -> None:
+        """Count writes together with ``other``, an alias."""
+        if self.counts_writes and other.counts_writes:
+            self._writes = other._writes
+
+    # -- as an operand of a product: by its values, unless a subclass overrides one of these --
+
+    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This tensor as a GEMM operand ``[rows, columns]`` in ``dtype``, and a float32 scalar still to multiply.
+
+        The default dequantizes in high precision and leaves no factor. A storage whose elements are exact in
+        ``dtype`` returns the bare elements and its scale.
+        """
+        values: torch.Tensor = self.dequantize(dtype)
+        return values.reshape(-1, values.shape[-1]), None
+
+    def block_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """This tensor as a GEMM operand in MX blocks, or None for :meth:`gemm_operand`, as is the default.
+
+        Returns:
+            Elements of an FP8 dtype, ``[rows, columns]``, and the bytes of their scales, E8M0 as uint8, unpadded:
+            ``[rows, ceil(columns / 32)]``, or with ``columnwise`` ``[ceil(rows / 32), columns]``.
+
+        Raises:
+            UsageError: the data held does not serve the usage.
+        """
+        return None
+
+    def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """This tensor for hardware that multiplies FP8, or None for :meth:`gemm_operand`, as is the default.
+
+        Returns:
+            Elements of an FP8 dtype ``[rows, columns]``, or with ``columnwise`` ``[columns, rows]``, best contiguous;
+            and the float32 scales still to multiply: one element, one for each of these rows, or None.
+        """
+        return None
+
+    def gemm_cache(self) -> GemmCache | None:
+        """Where products keep what they make of this operand; None where nobody counts the writes to it."""
+        # A graph has no place for it.
+        if not self.counts_writes or torch.compiler.is_compiling():
+            return None
+        # It counts the writes with the aliases of today.
+        if self._gemm_cache is None or self._gemm_cache.writes is not self._writes:
+            self._gemm_cache = GemmCache(writes=self._writes)
+        return self._gemm_cache
 
     # -- the elements as bytes --
 
@@ -423,23 +346,13 @@ def storage_classes() -> dict[str, type[QuantizedTensorStorage]]:
     return dict(_CLASSES)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether two scales are equal; those on the meta device have no values to differ in."""
-    if one is other or other is None:
-        return one is other
-    if one.is_meta or other.is_meta:
-        return one.is_meta and other.is_meta
-    # Comparing values would break a graph that is being traced.
-    return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))
-
-
 def rebuild_storage(
     cls: type[QuantizedTensorStorage],
     tensors: Sequence[torch.Tensor | None],
     static: Sequence[Any],
     quantizer: StorageQuantizer | None,
     extra: Mapping[str, Any] | None = None,
-) -> QuantizedTensorStorage:
+) -> Any:
     """What a pickle calls: it runs no code but the constructor of a registered storage class."""
     built = StorageSpec(cls, tuple(static), quantizer).build(tensors)
     for name, value in (extra or {}).items():

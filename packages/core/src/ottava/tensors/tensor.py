@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ottava.errors import DTypeError, ShapeError, UsageError
-from ottava.kernels import HIGH_PRECISION, check_high_precision
+from ottava.kernels import check_high_precision
+from ottava.kernels.checks import check_dtype
 from ottava.tensors import aten
 from ottava.tensors.declaration import StaticField, StorageQuantizer, check_values_dtype, same_kind
 from ottava.tensors.slots import above
@@ -53,22 +54,27 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         requires_grad: bool = False,
         **declared: Any,
     ) -> Any:
-        if dtype not in HIGH_PRECISION:
-            raise DTypeError(f"nominal dtype {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
-        held: list[Any] = [declared.get(inner.argument) for inner in cls.inner_tensors]
-        wrong = [t for t in held if t is not None and not isinstance(t, torch.Tensor)]
-        if wrong:
-            raise DTypeError(f"an inner tensor is a {type(wrong[0]).__name__}", expected="a tensor or None")
+        check_dtype(dtype)
+        declared = cls._checked(declared, dtype=dtype)
+        held: list[torch.Tensor | None] = [declared[inner.argument] for inner in cls.inner_tensors]
         of_device = next((tensor for tensor in held if tensor is not None), None)
-        if of_device is None or (shape is None and held[0] is None):
-            raise UsageError(
-                f"a {cls.__name__} needs {'shape, or ' if of_device is not None else ''}data",
-                expected=", ".join(inner.argument for inner in cls.inner_tensors),
-            )
-        size = held[0].shape if shape is None else tuple(shape)
+        like, strides = cls.laid_out_like(declared), None
+        if of_device is None or (shape is None and like is None and held[0] is None):
+            elements = [i.argument for i in cls.inner_tensors if i.usage != "both" and i.block_rows is None]
+            raise UsageError(f"a {cls.__name__} needs data", expected=" or ".join(elements) or "an inner tensor")
+        if like is not None:
+            if shape is not None and tuple(shape) != tuple(like.shape):
+                raise ShapeError(f"the data has shape {tuple(like.shape)}", expected=str(tuple(shape)))
+            shape, strides = like.shape, like.stride()
         # It owns no memory: who asks for its storage (FSDP2 compares addresses) finds one of no bytes, at address 0.
         return make_wrapper_subclass(
-            cls, size, dtype=dtype, device=of_device.device, requires_grad=requires_grad, storage_size=0
+            cls,
+            held[0].shape if shape is None else tuple(shape),  # type: ignore[union-attr]
+            strides=strides,
+            dtype=dtype,
+            device=of_device.device,
+            requires_grad=requires_grad,
+            storage_size=0,
         )
 
     def __init__(
@@ -80,8 +86,17 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         requires_grad: bool = False,
         **declared: Any,
     ) -> None:
-        self._take_declared(declared, type(self).own_static_fields())
+        self._hold(self._checked(declared, dtype=dtype))
         self._quantizer = quantizer
+
+    @classmethod
+    def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
+        """A tensor of the shape and the strides of the one that ``declared`` gives.
+
+        The default is None, for a contiguous one of the ``shape`` that the constructor is given, or of the first inner
+        tensor's.
+        """
+        return None
 
     @classmethod
     def own_static_fields(cls) -> tuple[StaticField, ...]:
@@ -147,8 +162,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
         """High-precision values: what a subclass defines, or takes from the storage class that it is combined with."""
         with torch.no_grad():
-            values: torch.Tensor = super().dequantize(dtype)
-        return values
+            return super().dequantize(dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """High-precision values in ``dtype`` or the nominal dtype; differentiable, straight-through.
@@ -158,8 +172,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """
         check_values_dtype(dtype)
         if torch.is_grad_enabled() and self.requires_grad:
-            values: torch.Tensor = _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
-            return values
+            return StraightThrough.apply(self, type(self).dequantize_impl, dtype or self.dtype)  # type: ignore[no-any-return,no-untyped-call]
         return self.dequantize_impl(dtype or self.dtype)
 
     def float(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -177,10 +190,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """The same quantized values (shared) presented as another nominal dtype; differentiable."""
         if torch.is_grad_enabled() and self.requires_grad:
-            made: QuantizedTensor = _ToDtype.apply(self, dtype)  # type: ignore[no-untyped-call]
+            made: QuantizedTensor = StraightThrough.apply(self, _with_dtype, dtype)  # type: ignore[no-untyped-call]
             return made
-        made = self.make_like(self, dtype=dtype)
-        return made
+        return self.make_like(self, dtype=dtype)  # type: ignore[no-any-return]
 
     @classmethod
     def make_like(
@@ -215,8 +227,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """Share whatever tracks staleness with ``other``, an alias of the same data."""
         if all(mine is theirs for mine, theirs in zip(self.inner_list(), other.inner_list(), strict=True)):
             self._whole = other._whole
+            self.share_writes(other)
 
-    def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
+    def apply_to_inner(self, function: Any) -> Any:
         with torch.no_grad():
             return super().apply_to_inner(function)
 
@@ -231,16 +244,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             raise DTypeError(f"new data is a {type(value).__name__}", expected="a tensor")
         if tuple(value.shape) != tuple(self.shape):
             raise ShapeError(f"new data has shape {tuple(value.shape)}", expected=str(tuple(self.shape)))
-        adopted = value
-        if not isinstance(value, QuantizedTensor) or value.inner_tensors != self.inner_tensors:
-            check_high_precision(value, "new data")
-            if self._quantizer is None:
-                raise UsageError(f"{type(self).__name__} has no quantizer", remedy="set one with update_quantizer()")
-            usages = self.get_usages()
-            quantizer = self._quantizer.with_usage(usages["rowwise"], usages["columnwise"])
-            with torch.no_grad():
-                adopted = quantizer.quantize(value.detach().to(self.device))
-            adopted._quantizer = self._quantizer
+        if isinstance(value, QuantizedTensor) and value.inner_tensors == self.inner_tensors:
+            self._adopt(value)
+            return
+        check_high_precision(value, "new data")
+        quantizer = self._required_quantizer()
+        with torch.no_grad():
+            adopted = quantizer.with_usage(**self.get_usages()).quantize(value.detach().to(self.device))
+        adopted._quantizer = quantizer
         self._adopt(adopted)
 
     def _adopt(self, value: Any) -> None:
@@ -248,9 +259,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if (value.dtype, value.device) != (self.dtype, self.device):
             # What torch itself keeps of this tensor, its dtype and device, follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
-        names = [i.attribute for i in self.inner_tensors] + [f.attribute for f in type(self).own_static_fields()]
-        for name in names:
-            setattr(self, name, getattr(value, name))
+        for each in (*self.inner_tensors, *self.own_static_fields()):
+            setattr(self, each.attribute, getattr(value, each.attribute))  # type: ignore[attr-defined]
         self._whole = value._whole
         if value._quantizer is not None:
             self._quantizer = value._quantizer
@@ -276,8 +286,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             UsageError: the shards of the weight have different scales.
             ShapeError: they are uneven, or cut blocks in two, and an inner tensor cannot be padded.
         """
-        sent: tuple[tuple[torch.Tensor, ...], Any] = above("hooks").pre_all_gather(self, mesh, orig_size, module)
-        return sent
+        return above("hooks").pre_all_gather(self, mesh, orig_size, module)  # type: ignore[no-any-return]
 
     def fsdp_post_all_gather(
         self,
@@ -288,8 +297,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         out: QuantizedTensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
         """The whole tensor of dtype ``param_dtype`` around the gathered bytes, or ``out`` brought up to date."""
-        whole: Any = above("hooks").post_all_gather(metadata, outputs, param_dtype, out)
-        return whole  # type: ignore[no-any-return]
+        return above("hooks").post_all_gather(metadata, outputs, param_dtype, out)  # type: ignore[no-any-return]
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UsageError: the values lie in no memory that another library could read."""
@@ -311,8 +319,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         values[index] = value.dequantize() if isinstance(value, QuantizedTensor) else value
         self.copy_(values)
 
-    # -- initial high-precision values --
-
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The values before quantization, on the CPU, when ``quantized_model_init`` made this weight."""
         return getattr(self, "_high_precision_init_val", None)
@@ -320,8 +326,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def clear_high_precision_init_val(self) -> None:
         """Release the initial values, for example once an optimizer has its master weights."""
         self.__dict__.pop("_high_precision_init_val", None)
-
-    # -- shared memory --
 
     def share_memory_(self) -> Any:
         """Move the inner tensors to shared memory."""
@@ -375,27 +379,19 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             return f"{type(self).__name__}(no readable data: {type(error).__name__})"
 
 
-class _Dequantize(torch.autograd.Function):
-    """Dequantization with the straight-through gradient."""
+class StraightThrough(torch.autograd.Function):
+    """``function(tensor, dtype)``, whose gradient is taken for the gradient of ``tensor``."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, function: Callable[..., Any], dtype: torch.dtype) -> Any:
         ctx.dtype = tensor.dtype
-        return tensor.dequantize_impl(dtype)
+        return function(tensor, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].to(ctx.dtype), None
+        grad = grads[0].dequantize() if isinstance(grads[0], QuantizedTensorStorage) else grads[0]
+        return grad.to(ctx.dtype), None, None
 
 
-class _ToDtype(torch.autograd.Function):
-    """Another nominal dtype, with the straight-through gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Any:
-        ctx.dtype = tensor.dtype
-        return tensor.make_like(tensor, dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].to(ctx.dtype), None
+def _with_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> Any:
+    return tensor.make_like(tensor, dtype=dtype)

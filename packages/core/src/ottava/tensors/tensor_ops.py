@@ -20,6 +20,13 @@ from ottava.torch_private import aten_overloads, to_copy
 _aten = torch.ops.aten
 
 
+def new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype | None:
+    """Nominal dtype of a new tensor; None when the options ask for something that is not quantized."""
+    dtype: torch.dtype = options.get("dtype") or tensor.dtype
+    plain = dtype not in HIGH_PRECISION or options.get("layout") not in (None, torch.strided)
+    return None if plain else dtype
+
+
 @implements(QuantizedTensor, _aten.detach.default, _aten.alias.default)
 def _detach(op: Any, tensor: QuantizedTensor) -> Any:
     return tensor.make_like(tensor)
@@ -49,11 +56,11 @@ def _is_pinned(op: Any, tensor: QuantizedTensor, device: Any = None) -> bool:
 
 @implements(QuantizedTensor, *aten_overloads("_to_copy"))
 def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
-    dtype = kwargs.pop("dtype", None) or tensor.dtype
-    if dtype not in HIGH_PRECISION or kwargs.get("layout") not in (None, torch.strided):
+    dtype = new_dtype(tensor, kwargs)
+    if dtype is None:
         return NotImplemented
-    kwargs.pop("memory_format", None)
-    moved: Any = tensor.apply_to_inner(lambda t: to_copy(t, **kwargs))
+    given = {name: value for name, value in kwargs.items() if name not in ("dtype", "memory_format")}
+    moved: Any = tensor.apply_to_inner(lambda t: to_copy(t, **given))
     return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
 
 
@@ -142,14 +149,11 @@ def _new_rows(op: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Any
     if not _allowed(op, tensor, 0) or tuple(size[1:]) != tuple(tensor.shape[1:]) or not size:
         return NotImplemented
     device = torch.device(kwargs.get("device") or tensor.device)
-    plain = (kwargs.get("dtype") or tensor.dtype) != tensor.dtype or kwargs.get("layout") not in (None, torch.strided)
     quantizer = tensor._quantizer
-    if plain or device != tensor.device or not isinstance(quantizer, Quantizer) or tensor.dtype not in HIGH_PRECISION:
+    plain = new_dtype(tensor, kwargs) != tensor.dtype or device != tensor.device
+    if plain or not isinstance(quantizer, Quantizer):
         return NotImplemented
-    usages = tensor.get_usages()
-    made = quantizer.with_usage(usages["rowwise"], usages["columnwise"]).make_empty(
-        size, dtype=tensor.dtype, device=device
-    )
+    made = quantizer.with_usage(**tensor.get_usages()).make_empty(size, dtype=tensor.dtype, device=device)
     if type(made) is not type(tensor):
         return NotImplemented
     for inner in tensor.shared_inner():

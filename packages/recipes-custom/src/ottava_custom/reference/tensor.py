@@ -20,7 +20,7 @@ from ottava.tensors import (
     QuantizedTensorStorage,
     Quantizer,
     StaticField,
-    as_codes,
+    as_data,
     check_values_dtype,
 )
 from ottava.torch_private import make_wrapper_subclass
@@ -257,7 +257,7 @@ def checked(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Bytes in the order of rows and a scale without dimensions, or a typed error for what does not fit together."""
     fp8_format(quant_dtype)
-    codes, codes_t = as_codes(data, quant_dtype, "data"), as_codes(data_t, quant_dtype, "data_t")
+    codes, codes_t = as_data(data, quant_dtype, "data"), as_data(data_t, quant_dtype, "data_t")
     scale = scale_t if scale is None else scale
     if codes is not None:
         codes = _shaped(codes, shape, "data")

@@ -1,4 +1,4 @@
-"""The aten table of :class:`MXFP8Tensor`: what moves whole blocks acts on codes and scales.
+"""The aten table of :class:`MXFP8Tensor`: what moves whole blocks acts on data and scales.
 
 An op is carried out here when, in every direction that the tensor holds, the result is made of whole blocks of it;
 otherwise it falls back to the dequantized values. A square block counts as one in both directions.
@@ -6,6 +6,7 @@ otherwise it falls back to the dequantized values. A square block counts as one 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 
 from ottava.formats import MX_BLOCK, mx_scale_shapes
-from ottava.kernels import HIGH_PRECISION
 from ottava.tensors import implements
+from ottava.tensors.tensor_ops import new_dtype
 from ottava.torch_private import aten_overloads
 from ottava_mxfp8.tensors.storage import Direction
 from ottava_mxfp8.tensors.tensor import MXFP8Tensor
 
 _aten = torch.ops.aten
-# Codes and scales of a direction -> those of the result; None where blocks do not allow it.
+# Data and scales of a direction -> those of the result; None where blocks do not allow it.
 _Change = Callable[[Direction, bool], Direction | None]
 
 
@@ -65,22 +66,22 @@ def _reshaped(tensor: MXFP8Tensor, function: Callable[[torch.Tensor], torch.Tens
     old_columns = tensor.shape[-1] if tensor.dim() else 1
 
     def change(held: Direction, columnwise: bool) -> Direction | None:
-        codes, scales = function(held[0]), held[1]
-        columns = codes.shape[-1] if codes.dim() else 1
-        if columns != old_columns and codes.numel():
+        data, scales = function(held[0]), held[1]
+        columns = data.shape[-1] if data.dim() else 1
+        if columns != old_columns and data.numel():
             # Rows of whole blocks may be joined and cut; columns, and squares, may not.
             square = tensor._with_2d_quantization
             if columnwise or square or columns % MX_BLOCK or old_columns % MX_BLOCK:
                 return None
-        viewed = _viewed(scales, mx_scale_shapes(codes.shape)[int(columnwise)])
-        return None if viewed is None else (codes, viewed)
+        viewed = _viewed(scales, mx_scale_shapes(data.shape)[int(columnwise)])
+        return None if viewed is None else (data, viewed)
 
     return _changed(tensor, change)
 
 
 @implements(MXFP8Tensor, _aten.view.default, *aten_overloads("_unsafe_view"))
 def _view(op: Any, tensor: MXFP8Tensor, shape: Any) -> Any:
-    return _reshaped(tensor, lambda codes: op(codes, shape))
+    return _reshaped(tensor, lambda data: op(data, shape))
 
 
 @implements(
@@ -95,7 +96,7 @@ def _same_elements(op: Any, tensor: MXFP8Tensor, *args: Any, **kwargs: Any) -> A
     shape = op(torch.empty(tensor.shape, device="meta"), *args, **kwargs).shape
     if shape.numel() != tensor.numel():
         return NotImplemented
-    return _reshaped(tensor, lambda codes: op(codes, *args, **kwargs))
+    return _reshaped(tensor, lambda data: op(data, *args, **kwargs))
 
 
 def _on_boundary(start: int, stop: int, size: int) -> bool:
@@ -116,25 +117,25 @@ def _narrowed(tensor: MXFP8Tensor, dim: int, start: int, stop: int) -> Any:
     whole = start == 0 and stop == tensor.shape[dim]
 
     def change(held: Direction, columnwise: bool) -> Direction | None:
-        codes, scales = held
+        data, scales = held
         if whole:
             return held
-        part = codes.narrow(dim, start, stop - start)
+        cut = data.narrow(dim, start, stop - start)
         if dim == last:
             if columnwise and not (square and not _on_boundary(start, stop, tensor.shape[dim])):
-                return part, scales[:, start:stop]
+                return cut, scales[:, start:stop]
             if not columnwise and _on_boundary(start, stop, tensor.shape[dim]):
-                return part, scales[:, start // MX_BLOCK : -(-stop // MX_BLOCK)]
+                return cut, scales[:, start // MX_BLOCK : -(-stop // MX_BLOCK)]
             return None
         if (columnwise or square) and not _rows_on_boundary(tensor, dim, start, stop):
             return None
         if columnwise:
             each = math.prod(tensor.shape[dim + 1 : -1])
-            return part, scales[start * each // MX_BLOCK : -(-stop * each // MX_BLOCK)]
+            return cut, scales[start * each // MX_BLOCK : -(-stop * each // MX_BLOCK)]
         by_entry = _leading(scales, tensor)
         rows = None if by_entry is None else by_entry.narrow(dim, start, stop - start)
-        viewed = None if rows is None else _viewed(rows, mx_scale_shapes(part.shape)[0])
-        return None if viewed is None else (part, viewed)
+        viewed = None if rows is None else _viewed(rows, mx_scale_shapes(cut.shape)[0])
+        return None if viewed is None else (cut, viewed)
 
     return _changed(tensor, change)
 
@@ -166,33 +167,28 @@ def _select(op: Any, tensor: MXFP8Tensor, dim: int, index: int) -> Any:
     if dim == tensor.dim() - 1:
         return NotImplemented
     index %= tensor.shape[dim]
-    part = _narrowed(tensor, dim, index, index + 1)
-    return part if part is NotImplemented else _reshaped(part, lambda codes: codes.squeeze(dim))
+    entry = _narrowed(tensor, dim, index, index + 1)
+    return entry if entry is NotImplemented else _reshaped(entry, lambda data: data.squeeze(dim))
 
 
-def _parts(tensor: MXFP8Tensor, dim: int, sizes: Sequence[int]) -> Any:
-    """Consecutive parts; quantized all of them or none."""
-    dim %= tensor.dim()  # the op has refused what is out of range
-    parts: list[Any] = []
-    start = 0
-    for size in sizes:
-        parts.append(_narrowed(tensor, dim, start, start + size))
-        start += size
-    return NotImplemented if any(part is NotImplemented for part in parts) else parts
+def _all_or_none(views: list[Any]) -> Any:
+    return NotImplemented if any(view is NotImplemented for view in views) else views
 
 
 @implements(MXFP8Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
 def _split(op: Any, tensor: MXFP8Tensor, sizes: Any, dim: int = 0) -> Any:
-    parts = op(torch.empty(tensor.shape, device="meta"), sizes, dim)
-    return _parts(tensor, dim, [part.shape[dim] for part in parts])
+    # torch says which entries come together, and refuses sizes that are wrong.
+    together = op(torch.arange(tensor.shape[dim]), sizes)
+    stops = list(itertools.accumulate(len(own) for own in together))
+    starts = [stop - len(own) for own, stop in zip(together, stops, strict=True)]
+    dim %= tensor.dim()
+    return _all_or_none([_narrowed(tensor, dim, *bounds) for bounds in zip(starts, stops, strict=True)])
 
 
 @implements(MXFP8Tensor, _aten.unbind.int)
 def _unbind(op: Any, tensor: MXFP8Tensor, dim: int = 0) -> Any:
     op(torch.empty(tensor.shape, device="meta"), dim)
-    select = _aten.select.int
-    parts = [_select(select, tensor, dim, index) for index in range(tensor.shape[dim])]
-    return NotImplemented if any(part is NotImplemented for part in parts) else parts
+    return _all_or_none([_select(_aten.select.int, tensor, dim, index) for index in range(tensor.shape[dim])])
 
 
 @implements(MXFP8Tensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
@@ -235,7 +231,7 @@ def _strided_rows(tensor: MXFP8Tensor, size: tuple[int, ...], stride: tuple[int,
         rows = _narrowed(tensor, 0, offset // columns, (offset + wanted.numel()) // columns)
     else:
         rows = tensor if wanted.numel() == tensor.numel() else NotImplemented
-    return rows if rows is NotImplemented else _reshaped(rows, lambda codes: codes.view(size))
+    return rows if rows is NotImplemented else _reshaped(rows, lambda data: data.view(size))
 
 
 @implements(MXFP8Tensor, _aten.clone.default)
@@ -250,16 +246,9 @@ def _clone(op: Any, tensor: MXFP8Tensor, *, memory_format: Any = None) -> Any:
     return copied
 
 
-def _nominal(kwargs: dict[str, Any], tensor: MXFP8Tensor) -> torch.dtype | None:
-    """Nominal dtype of a new tensor; None when the options ask for something that is not quantized."""
-    dtype: torch.dtype = kwargs.get("dtype") or tensor.dtype
-    plain = dtype not in HIGH_PRECISION or kwargs.get("layout") not in (None, torch.strided)
-    return None if plain else dtype
-
-
 def _new(tensor: MXFP8Tensor, shape: Sequence[int], make: Any, kwargs: dict[str, Any]) -> Any:
-    """A tensor of another shape with the directions of this one; ``make`` gives codes and scales."""
-    dtype = _nominal(kwargs, tensor)
+    """A tensor of another shape with the directions of this one; ``make`` gives data and scales."""
+    dtype = new_dtype(tensor, kwargs)
     if dtype is None:
         return NotImplemented
     device = kwargs.get("device") or tensor.device
@@ -275,7 +264,7 @@ def _new(tensor: MXFP8Tensor, shape: Sequence[int], make: Any, kwargs: dict[str,
 
 @implements(MXFP8Tensor, _aten.new_zeros.default)
 def _new_zeros(op: Any, tensor: MXFP8Tensor, shape: Any, **kwargs: Any) -> Any:
-    # Code 0 is the value 0 with any scale.
+    # A byte of 0 is the value 0 with any scale.
     return _new(tensor, shape, torch.zeros, kwargs)
 
 
