@@ -35,11 +35,13 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append((a.dtype, *out_dtype))
         return (a.double() @ b.double()).to(out_dtype[0] if out_dtype else a.dtype)
 
-    def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
+        assert alpha == 1
         calls.append((a.dtype, "bias"))
         return (a.double() @ b.double() + bias.double()).to(a.dtype)
 
-    backend = SimpleNamespace(**vars(backend_module("cpu")), epilogue32=epilogue32)
+    cpu = backend_module("cpu")
+    backend = SimpleNamespace(decode=cpu.decode, epilogue32=epilogue32)
     for module in (products, importlib.import_module("ottava.gemm")):
         monkeypatch.setattr(module, "returns_float32", lambda device: True)
     monkeypatch.setattr(products, "_bfloat16_is_fast", True)

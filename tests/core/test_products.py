@@ -143,7 +143,9 @@ def test_the_result_is_rounded_once(wide: None) -> None:
     b, three, one = torch.ones(1, 2).bfloat16(), torch.tensor(3.0), torch.tensor(1.0)
     assert scaled_mm(a, b.t(), three, one, None, torch.bfloat16).item() == 772.0
     with cpu_products(torch.bfloat16):
-        assert scaled_mm(a, b.t(), three, one, None, torch.bfloat16).item() == 768.0
+        assert scaled_mm(a, b.t(), three, one, None, torch.bfloat16).item() == 772.0
+        # torch has no product that adds a float32 bias before it rounds.
+        assert scaled_mm(a, b.t(), three, one, torch.zeros(1), torch.bfloat16).item() == 768.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -155,17 +157,17 @@ def test_a_bias_is_read_by_its_strides(dtype: torch.dtype) -> None:
         assert torch.equal(*made)
 
 
-def test_scales_and_bias_are_applied_as_the_reference_applies_them() -> None:
-    """To a product that torch rounded to bfloat16: in float32, the factors' product first, and rounded once more."""
+def test_scales_and_bias_of_fast_products_are_in_float32() -> None:
+    """The factors' product first, and one rounding; with a float32 bias torch's product is rounded before."""
     torch.manual_seed(0)
     # Sums that any order gives.
     a, b = (torch.randint(-99, 100, shape).bfloat16() for shape in ((9, 16), (16, 5)))
     bias = torch.randn(5)
     one, other = torch.tensor(0.37), torch.tensor(1.9)
-    rounded = (a.double() @ b.double()).to(torch.bfloat16).float()
+    exact = (a.double() @ b.double()).float()
     for scales in ((None, None), (one, None), (None, other), (one, other)):
         for given in (None, bias, bias.bfloat16()):
-            expected = rounded
+            expected = exact.bfloat16().float() if given is bias else exact
             if any(scale is not None for scale in scales):
                 factors = [scale for scale in scales if scale is not None]
                 expected = expected * (factors[0] * factors[1] if len(factors) == 2 else factors[0])

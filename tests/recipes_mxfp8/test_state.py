@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ottava.errors import DTypeError, UsageError
-from ottava.gemm_blocks import BlockOperand, _kept, swizzle
+from ottava.gemm import _operand
+from ottava.gemm_blocks import _kept, swizzle
 from ottava_mxfp8 import MXFP8Tensor
 from tests.recipes_mxfp8.blocks import (
     DTYPES,
@@ -187,7 +188,7 @@ def test_autograd_refuses_a_value_that_was_overwritten(kind: str) -> None:
 
 def kept_operand(q: MXFP8Tensor, columnwise: bool) -> Any:
     """What the library's GEMM is given of a direction, kept with the tensor."""
-    return _kept(BlockOperand(*q.block_operand(columnwise=columnwise), columnwise, q.gemm_cache()))
+    return _kept(_operand(q, columnwise, torch.float32), q.gemm_cache())
 
 
 @pytest.mark.parametrize("inference", [False, True])

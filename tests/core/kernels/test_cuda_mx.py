@@ -210,18 +210,6 @@ def test_epilogue32(grid: Any, shape: tuple[int, int], dtype: torch.dtype) -> No
         assert surroundings_kept(out)
 
 
-@any_shape
-def test_epilogue_in_place(grid: Any, shape: tuple[int, int]) -> None:
-    acc = sample(shape, torch.bfloat16, 5)
-    scale = torch.tensor(0.37), torch.tensor([1.5])
-    biases = [None, *(sample((1, shape[1]), d, 6).view(-1) for d in DTYPES)]
-    for i, (a, b, bias) in enumerate(itertools.product((scale[0], None), (scale[1], None), biases)):
-        out = at(acc, i % 2)
-        grid.epilogue(out, a, b, bias)
-        assert same_bytes(out, rounded(finished(acc, a, b, bias), torch.bfloat16)), i
-        assert surroundings_kept(out)
-
-
 def test_the_last_step_rounds_once(grid: Any) -> None:
     """The product is a float32 before the bias is added, and their sum is rounded from there."""
     acc = torch.tensor([[1 + 2.0**-8, 3.0, 1 + 2.0**-23]])

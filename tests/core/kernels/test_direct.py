@@ -339,5 +339,5 @@ def test_every_backend_has_every_operation() -> None:
     assert {"amax", "quantize", "mx_decode"} < set(OPERATIONS)
     with serving_cpu() as cuda:
         for module in (cpu.BACKEND, cuda, reference):
-            names = {*OPERATIONS, *many, "update_scales", "epilogue"}
+            names = {*OPERATIONS, *many, "update_scales"}
             assert [name for name in names if not callable(getattr(module, name, None))] == [], module

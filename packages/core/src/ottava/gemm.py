@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 
 from ottava.errors import DeviceError, OptionError, ShapeError
-from ottava.gemm_blocks import BlockOperand, Dense, block_product
+from ottava.gemm_blocks import block_product
 from ottava.gemm_scaled import may_multiply_fp8, scaled_product
-from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision
+from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision, products
 from ottava.kernels.checks import check_bias, check_dtype
-from ottava.kernels.products import product_dtype, returns_float32, scaled_mm
+from ottava.kernels.products import decoded_mm, returns_float32
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -82,20 +82,14 @@ def gemm(
     if owner is not None:
         return owner.qgemm(a, b, None, result_dtype, _scale_of(a), _scale_of(b), bias, out, accumulate, gemm_type, a, b)
 
-    (a_columnwise, b_columnwise), (transpose_a, transpose_b) = _GEMMS[gemm_type]
+    (a_columnwise, b_columnwise), transposes = _GEMMS[gemm_type]
     compute = _compute_dtype(a, b, product_dtype)
     left, right = _operand(a, a_columnwise, compute), _operand(b, b_columnwise, compute)
-    if isinstance(left, BlockOperand) or isinstance(right, BlockOperand):
-        result = block_product(left, right, transpose_a, transpose_b, bias, compute, product_dtype, fast)
-    else:
-        result = scaled_mm(
-            left[0].t() if transpose_a else left[0],
-            right[0].t() if transpose_b else right[0],
-            left[1],
-            right[1],
-            bias,
-            product_dtype,
-        )
+    if left.blocks is not None and right.blocks is not None:
+        caches = a.gemm_cache(), b.gemm_cache()  # type: ignore[union-attr]
+        result = block_product(left, right, caches, transposes, bias, product_dtype, fast)
+    if result is None:
+        result = decoded_mm(left, right, transposes, bias, compute, product_dtype)
     return _into(out, result, accumulate)
 
 
@@ -141,21 +135,27 @@ def _compute_dtype(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.dtyp
     """bfloat16 where it holds the operands, is fast, and the result loses nothing to it or is wanted in it."""
     wide = returns_float32(a.device)
     wanted = out_dtype == torch.bfloat16 and backend_for(a.device.type) != "reference"
-    fast = wide or (wanted and product_dtype(torch.bfloat16, a.device) == torch.bfloat16)
+    fast = wide or (wanted and products.product_dtype(torch.bfloat16, a.device) == torch.bfloat16)
     exact = all(isinstance(x, QuantizedTensorStorage) or x.dtype == torch.bfloat16 for x in (a, b))
     return torch.bfloat16 if fast and exact else torch.float32
 
 
-def _operand(x: Operand, columnwise: bool, dtype: torch.dtype) -> BlockOperand | Dense:
+def _operand(x: Operand, columnwise: bool, dtype: torch.dtype) -> products.Operand:
+    """A matrix that is still to be decoded, if the storage says how, or its values."""
     if not isinstance(x, QuantizedTensorStorage):
         # No gradient flows through a product: layers have backward passes of their own.
-        return as_matrix(x.detach()).to(dtype), None
+        return products.Operand(as_matrix(x.detach()).to(dtype))
     in_blocks = x.block_operand(columnwise=columnwise)
-    if in_blocks is None:
-        return x.gemm_operand(columnwise=columnwise, dtype=dtype)
-    # A graph has no place for what is kept between calls.
-    cache = None if torch.compiler.is_compiling() else x.gemm_cache()
-    return BlockOperand(*in_blocks, columnwise, cache)
+    if in_blocks is not None:
+        elements, blocks = in_blocks
+        return products.Operand(elements.view(torch.uint8), elements.dtype, blocks, columnwise)
+    scaled = x.scaled_operand(columnwise=columnwise)
+    if scaled is not None and (scaled[1] is None or scaled[1].numel() == 1):
+        elements, scale = scaled
+        data = elements.view(torch.uint8)
+        return products.Operand(data.t() if columnwise else data, elements.dtype, scale=scale)
+    values, scale = x.gemm_operand(columnwise=columnwise, dtype=dtype)
+    return products.Operand(values, scale=scale)
 
 
 def _custom_owner(a: Operand, b: Operand) -> Quantizer | None:

@@ -261,4 +261,5 @@ def scaled_mm(
     if bias is not None:
         check_bias(bias, b.shape[1], a.device)
     check_dtype(out_dtype, "result dtype")
-    return _products.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
+    result: torch.Tensor = _products.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
+    return result

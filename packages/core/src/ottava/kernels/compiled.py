@@ -31,12 +31,6 @@ def matrix(x: Tensor) -> tuple[int, int]:
     return (x.numel() // columns if columns else 0), columns
 
 
-def finishing(scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> tuple[Any, Any, Any, int]:
-    """Float32 scales, a contiguous bias, and the code of its dtype."""
-    scale_a, scale_b = (None if scale is None else scale.to(torch.float32) for scale in (scale_a, scale_b))
-    return scale_a, scale_b, *((None, 0) if bias is None else (bias.contiguous(), DTYPE_CODES[bias.dtype]))
-
-
 class Compiled:
     """The kernels of a compiled module.
 
@@ -147,12 +141,6 @@ class Compiled:
         self.native.mx_decode(
             data.data_ptr(), scales.data_ptr(), fmt, *matrix(data), columnwise, *to, *self.place(data)
         )
-
-    def epilogue(self, acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> None:
-        """In place on a contiguous bfloat16 ``acc``: apply both scales and the bias in float32, round once."""
-        *held, dtype = finishing(scale_a, scale_b, bias)
-        last = self.bundle([*pointers(*held), dtype])
-        self.native.epilogue(acc.data_ptr(), *matrix(acc), *last, *self.place(acc))
 
     # On many tensors: one call for all of them.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ottava.kernels.checks import Tensor, Tensors
-from ottava.kernels.compiled import DTYPE_CODES, Compiled, finishing, matrix, pointers
+from ottava.kernels.compiled import DTYPE_CODES, Compiled, matrix, pointers
 from ottava.torch_private import raw_stream
 
 _OLDEST = (8, 0)
@@ -101,8 +101,9 @@ class _CUDA(Compiled):
         ``out`` is contiguous, of the same shape, and float32, bfloat16 or float16; ``bias`` has one element for each
         column and is of one of them too.
         """
-        *held, dtype = finishing(scale_a, scale_b, bias)
-        last: Any = (*pointers(*held), dtype)
+        held = [None if scale is None else scale.to(torch.float32) for scale in (scale_a, scale_b)]
+        held += [None if bias is None else bias.contiguous()]
+        last: Any = (*pointers(*held), 0 if bias is None else DTYPE_CODES[bias.dtype])
         to = out.data_ptr(), DTYPE_CODES[out.dtype]
         _cuda.epilogue32(acc.data_ptr(), *matrix(acc), last, *to, *self.place(acc))
 

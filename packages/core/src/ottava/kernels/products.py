@@ -7,10 +7,12 @@ of asking torch.
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,13 +75,24 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if slow else dtype
 
 
-def mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """The product, in the dtype of its operands if none is given (with a bias always), whatever torch.autocast says."""
-    kind = a.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return mm(a, b, *out_dtype, bias=bias)
-    return torch.mm(a, b, *out_dtype) if bias is None else torch.addmm(bias, a, b)
+def mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype) -> Tensor:
+    """The product, in the dtype of its operands if none is given, whatever torch.autocast says."""
+    with _without_autocast(a.device.type):
+        return torch.mm(a, b, *out_dtype)
+
+
+def _addmm(bias: Tensor | None, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
+    """``factor * a @ b + bias`` in the dtype of the operands and of the bias, of sums that are rounded once."""
+    with _without_autocast(a.device.type):
+        if bias is not None:
+            return torch.addmm(bias, a, b, alpha=factor)
+        nothing = a.new_empty(()).expand(a.shape[0], b.shape[1])
+        return torch.addmm(nothing, a, b, beta=0, alpha=factor)
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if active else nullcontext()
 
 
 def returns_float32(device: torch.device) -> bool:
@@ -125,99 +138,123 @@ def product(
     if unscaled and bias is None and a.dtype == out_dtype:
         return mm(a, b)
     if unscaled and bias is not None and a.dtype == torch.float32:
-        return mm(a, b, bias=bias.to(torch.float32)).to(out_dtype)
-    if a.dtype != torch.float32 and returns_float32(a.device):
-        if unscaled and bias is not None and bias.dtype == a.dtype == out_dtype:
-            # The library adds it to its float32 sums, which it rounds once.
-            return mm(a, b, bias=bias)
-        return finish(mm(a, b, torch.float32), scale_a, scale_b, bias, out_dtype)
-    sums = mm(a, b)
-    if sums.dtype == out_dtype == torch.bfloat16:
-        backend_module(a.device.type).epilogue(sums, scale_a, scale_b, bias)
-        return sums
-    return finish(sums.to(torch.float32), scale_a, scale_b, bias, out_dtype)
+        return _addmm(bias.to(torch.float32), a, b).to(out_dtype)
+    # The library adds such a bias to its float32 sums, which it rounds once.
+    narrow = a.dtype is out_dtype is torch.bfloat16 and (bias is None or bias.dtype is torch.bfloat16)
+    wide = a.dtype != torch.float32 and returns_float32(a.device)
+    if narrow and unscaled:
+        return _addmm(bias, a, b)
+    # torch multiplies its float32 sums with a number, too. With 0 it would not look at the operands, which may be NaN.
+    if narrow and not wide and a.device.type == "cpu" and (factor := _factor(scale_a, scale_b)):
+        return _addmm(bias, a, b, factor)
+    sums = mm(a, b, torch.float32) if wide else mm(a, b).to(torch.float32)
+    return finish(sums, scale_a, scale_b, bias, out_dtype)
+
+
+def _factor(*scales: Tensor | None) -> float:
+    """The product of float32 scales on a CPU, rounded to float32 as theirs is: in double precision it is exact."""
+    return math.prod(scale.item() for scale in scales if scale is not None)
 
 
 # Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both factors and the
-# bias in float32, then one rounding to out_dtype. Where a CPU multiplies bfloat16 operands as such, a bfloat16 result
-# that is scaled is rounded twice, because torch has no bfloat16 product that returns float32 there.
-_scaled_mm = define_product(
+# bias in float32, then one rounding to out_dtype.
+scaled_mm = define_product(
     "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor",
     product,
     lambda a, b, *_: (a[0], b[1], a[1]),
 )
 
 
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """:func:`ottava.kernels.scaled_mm` of what was checked, without its operator where nobody would see that."""
-    call: Any = product if is_direct(a, b, scale_a, scale_b, bias) else _scaled_mm
-    result: Tensor = call(a, b, scale_a, scale_b, bias, out_dtype)
-    return result
+# Products of operands that are decoded first.
 
 
-# Products of operands that are made of MX blocks.
+class Operand(NamedTuple):
+    """A matrix ``[rows, columns]`` as a product takes it.
 
-#: Data, the scales of their blocks, format, and whether blocks lie along columns; or dense values with None for these.
-Operand = tuple[Tensor, Tensor | None, torch.dtype | None, bool]
+    Attributes:
+        values: high precision, or the bytes of FP8 elements.
+        fp8_dtype: the format of the elements; None for high precision.
+        blocks: E8M0 scales of MX blocks, if the elements have such.
+        columnwise: whether these blocks lie along the columns.
+        scale: a float32 factor that the values are still to be multiplied with.
+    """
+
+    values: Tensor
+    fp8_dtype: torch.dtype | None = None
+    blocks: Tensor | None = None
+    columnwise: bool = False
+    scale: Tensor | None = None
 
 
-def _decoded(
-    values: Tensor, blocks: Tensor | None, fp8_dtype: torch.dtype | None, columnwise: bool, dtype: torch.dtype
-) -> Tensor:
-    """A dense matrix as it is, one in blocks in ``dtype``."""
-    if blocks is None:
+class _Scratch(threading.local):
+    """Memory that decoded operands take turns in: fresh memory for each costs page faults, a third of a small layer."""
+
+    # A larger operand gets memory of its own, since its product takes much longer than the page faults.
+    LARGEST = 32 << 20
+
+    def __init__(self) -> None:
+        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def empty(self, side: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for one of the two operands of a product on a CPU, until the next product of this thread."""
+        size = like.numel() * dtype.itemsize
+        if like.device.type != "cpu" or size > self.LARGEST:
+            return like.new_empty(like.shape, dtype=dtype)
+        if self.buffers[side].numel() < size:
+            with torch.inference_mode(False):
+                self.buffers[side] = torch.empty(size, dtype=torch.uint8)
+        return self.buffers[side][:size].view(dtype).view(like.shape)
+
+
+_scratch = _Scratch()
+
+
+def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> Tensor:
+    values, fp8_dtype, blocks, columnwise, _ = operand
+    if fp8_dtype is None:
         return values
-    decoded = values.new_empty(values.shape, dtype=dtype)
-    backend_module(values.device.type).mx_decode(values, blocks, fp8_dtype, columnwise, decoded)
-    return decoded
+    if not values.is_contiguous() and values.t().is_contiguous() and blocks is None:
+        return _decoded(side, operand._replace(values=values.t()), dtype).t()
+    out, backend = _scratch.empty(side, values, dtype), backend_module(values.device.type)
+    if blocks is None:
+        backend.decode(values, None, fp8_dtype, out)
+    else:
+        backend.mx_decode(values, blocks, fp8_dtype, columnwise, out)
+    return out
 
 
-def _mx_scaled_mm(a: Tensor, b: Tensor, blocks_a: Tensor | None, blocks_b: Tensor | None, *others: Any) -> Tensor:
-    fp8_a, fp8_b, columnwise_a, columnwise_b, transpose_a, transpose_b, *finishing, compute_dtype, out_dtype = others
-    scale_a, scale_b, bias = finishing
-    left = _decoded(a, blocks_a, fp8_a, columnwise_a, compute_dtype)
-    right = _decoded(b, blocks_b, fp8_b, columnwise_b, compute_dtype)
-    return product(
-        left.t() if transpose_a else left, right.t() if transpose_b else right, scale_a, scale_b, bias, out_dtype
-    )
+def _decoded_mm(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+    *fields, transpose_a, transpose_b, bias, compute_dtype, out_dtype = others
+    operands = Operand(a, *fields[:4]), Operand(b, *fields[4:])
+    left, right = (_decoded(side, operand, compute_dtype) for side, operand in enumerate(operands))
+    left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
+    return product(left, right, operands[0].scale, operands[1].scale, bias, out_dtype)
 
 
 def _sizes(a: Any, b: Any, *others: Any) -> tuple[Any, Any, Any]:
-    transpose_a, transpose_b = others[6:8]
+    transpose_a, transpose_b = others[8:10]
     return a[1 if transpose_a else 0], b[0 if transpose_b else 1], a[0 if transpose_a else 1]
 
 
-# Matrices of data with the scales of their blocks, or dense ones (no blocks) of compute_dtype with a factor that is
-# still missing. Data are [rows, columns] as they are stored; `transpose` says which of them is taken transposed.
+# The fields of two operands, dense ones of compute_dtype; `transpose` says which of them is taken transposed.
 _operator = define_product(
-    "mx_scaled_mm(Tensor a, Tensor b, Tensor? blocks_a, Tensor? blocks_b, ScalarType? fp8_a, ScalarType? fp8_b,"
-    " bool columnwise_a, bool columnwise_b, bool transpose_a, bool transpose_b, Tensor? scale_a, Tensor? scale_b,"
+    "decoded_mm(Tensor a, Tensor b, ScalarType? fp8_a, Tensor? blocks_a, bool columnwise_a, Tensor? scale_a,"
+    " ScalarType? fp8_b, Tensor? blocks_b, bool columnwise_b, Tensor? scale_b, bool transpose_a, bool transpose_b,"
     " Tensor? bias, ScalarType compute_dtype, ScalarType out_dtype) -> Tensor",
-    _mx_scaled_mm,
+    _decoded_mm,
     _sizes,
 )
 
 
-def mx_scaled_mm(
-    operands: tuple[Operand, Operand],
+def decoded_mm(
+    a: Operand,
+    b: Operand,
     transposes: tuple[bool, bool],
-    finishing: tuple[Tensor | None, Tensor | None, Tensor | None],
+    bias: Tensor | None,
     compute_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The product of two operands, by the operator or by what stands behind it where nobody would see the operator.
-
-    ``finishing`` are the scales that dense operands are still to be multiplied with, and the bias.
-    """
-    (a, blocks_a, fp8_a, columnwise_a), (b, blocks_b, fp8_b, columnwise_b) = operands
-    call: Any = _mx_scaled_mm if is_direct(a, b, blocks_a, blocks_b, *finishing) else _operator
-    fields = a, b, blocks_a, blocks_b, fp8_a, fp8_b, columnwise_a, columnwise_b
-    result: Tensor = call(*fields, *transposes, *finishing, compute_dtype, out_dtype)
+    """The product of two operands, by the operator or by what stands behind it where nobody would see the operator."""
+    call: Any = _decoded_mm if is_direct(a.values, b.values, a.blocks, b.blocks, a.scale, b.scale, bias) else _operator
+    result: Tensor = call(a.values, b.values, *a[1:], *b[1:], *transposes, bias, compute_dtype, out_dtype)
     return result

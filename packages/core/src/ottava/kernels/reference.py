@@ -181,17 +181,6 @@ def decode(data: Tensor, scale_inv: Tensor | None, fp8_dtype: torch.dtype, out: 
     out.copy_(values if scale_inv is None else values * scale_inv.reshape(()))
 
 
-def epilogue(acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> None:
-    """In place: ``acc = round(float32(acc) * (scale_a * scale_b) + float32(bias))``."""
-    values = acc.to(torch.float32)
-    scales = [s.to(torch.float32) for s in (scale_a, scale_b) if s is not None]
-    if scales:
-        values = values * (scales[0] * scales[1] if len(scales) == 2 else scales[0])
-    if bias is not None:
-        values = values + bias.to(torch.float32)
-    acc.copy_(values)
-
-
 # On MX blocks: 32 elements that share a power of two.
 
 
