@@ -47,7 +47,7 @@ def gemm(
     ``fprop``: ``a = input [*, K]``, ``b = weight [N, K]`` gives ``[M, N]``. ``dgrad``: ``a = grad_output [*, N]``,
     ``b = weight`` gives ``[M, K]``. ``wgrad``: ``a = grad_output``, ``b = input`` gives ``[N, K]``. Accumulation is in
     float32; the product of the scales is applied in float32 before the rounding to ``out_dtype``. On CPUs with a fast
-    product of bfloat16 a bfloat16 result with a float32 bias is rounded before both as well (see the numerics page). The
+    product of bfloat16 a bfloat16 result with a float32 bias is rounded before both, too (see the numerics page). The
     scales of MX blocks are part of the operands' values. Hardware that multiplies FP8 is given the data; elsewhere it
     is decoded, exactly in float32's normal range; products of what lies beyond follow IEEE float32.
 
