@@ -15,7 +15,7 @@ from ottava.errors import DeviceError, OptionError, ShapeError
 from ottava.gemm_blocks import BlockOperand, Dense, block_product
 from ottava.gemm_scaled import may_multiply_fp8, scaled_product
 from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision
-from ottava.kernels.checks import check_bias, check_dtype
+from ottava.kernels.checks import check_bias, check_device, check_dtype
 from ottava.kernels.products import product_dtype, returns_float32, scaled_mm
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -88,14 +88,10 @@ def gemm(
     if isinstance(left, BlockOperand) or isinstance(right, BlockOperand):
         result = block_product(left, right, transpose_a, transpose_b, bias, compute, product_dtype, fast)
     else:
-        result = scaled_mm(
-            left[0].t() if transpose_a else left[0],
-            right[0].t() if transpose_b else right[0],
-            left[1],
-            right[1],
-            bias,
-            product_dtype,
-        )
+        (values_a, scale_a), (values_b, scale_b) = left, right
+        values_a = values_a.t() if transpose_a else values_a
+        values_b = values_b.t() if transpose_b else values_b
+        result = scaled_mm(values_a, values_b, scale_a, scale_b, bias, product_dtype)
     return _into(out, result, accumulate)
 
 
@@ -170,13 +166,9 @@ def _scale_of(x: Operand) -> torch.Tensor | None:
     return getattr(x, "_scale_inv", None)
 
 
-def _rows(shape: torch.Size) -> int:
-    return math.prod(shape[:-1])
-
-
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """``[*leading, K]`` as ``[rows, K]``; K may be 0, for which ``reshape(-1, K)`` has no answer."""
-    return x if x.dim() == 2 else x.reshape(_rows(x.shape), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check_operands(
@@ -190,21 +182,17 @@ def _check_operands(
     if a.device != b.device:
         raise DeviceError(f"operands on {a.device} and {b.device}", expected="one device")
     a_shape, b_shape = a.size(), b.size()
-    if gemm_type == "fprop":
-        inner, result = (a_shape[-1], b_shape[-1]), (_rows(a_shape), _rows(b_shape))
-    elif gemm_type == "dgrad":
-        inner, result = (a_shape[-1], _rows(b_shape)), (_rows(a_shape), b_shape[-1])
-    else:
-        inner, result = (_rows(a_shape), _rows(b_shape)), (a_shape[-1], b_shape[-1])
-    if inner[0] != inner[1]:
+    transpose_a, transpose_b = _GEMMS[gemm_type][1]
+    rows, inner = (math.prod(a_shape[:-1]), a_shape[-1])[:: -1 if transpose_a else 1]
+    reduced, columns = (math.prod(b_shape[:-1]), b_shape[-1])[:: -1 if transpose_b else 1]
+    if inner != reduced:
         raise ShapeError(
-            f"{gemm_type} of {tuple(a_shape)} and {tuple(b_shape)}: reduced dimensions {inner[0]} and {inner[1]}",
+            f"{gemm_type} of {tuple(a_shape)} and {tuple(b_shape)}: reduced dimensions {inner} and {reduced}",
             expected="equal ones",
         )
     if bias is not None:
-        check_bias(bias, result[1], a.device)
+        check_bias(bias, columns, a.device)
     if out is not None:
-        if tuple(out.shape) != result:
-            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(result))
-        if out.device != a.device:
-            raise DeviceError(f"out is on {out.device}, the operands on {a.device}", expected="one device")
+        if tuple(out.shape) != (rows, columns):
+            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str((rows, columns)))
+        check_device(out, a.device, "out")

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 
 from ottava.formats import MX_BLOCK
 from ottava.kernels import transpose
-from ottava.kernels.devices import capability
-from ottava.kernels.products import Operand, mx_scaled_mm
+from ottava.kernels.products import Operand, capability, mx_scaled_mm
 from ottava.tensors.freshness import GemmCache
 
 Dense = tuple[torch.Tensor, torch.Tensor | None]

@@ -18,7 +18,7 @@ from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_
 from ottava.tensors.freshness import DerivedTensor
 from ottava.tensors.layout import columnwise_is_transpose
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 
 
@@ -79,14 +79,6 @@ class Float8TensorStorage(QuantizedTensorStorage):
                 )
             scale_inv = scale_inv if scale_inv.dim() == 0 else scale_inv.reshape(())
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
-
-    def flatten_columnwise(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
-        transposed = self._transpose if type(self) is Float8TensorStorage and self._data is not None else None
-        if transposed is None or not columnwise_is_transpose(transposed.device):
-            return super().flatten_columnwise()
-        # The same without the steps in between.
-        spec = StorageSpec(Float8TensorStorage, (self._dtype, self._fp8_dtype), self._quantizer, self._whole)
-        return [None, transposed, self._scale_inv], spec
 
     # -- the transpose and its validity --
 
