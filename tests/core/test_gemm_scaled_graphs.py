@@ -52,7 +52,7 @@ def test_compiled_products_equal_eager_ones(library: Recorded, layout: Any) -> N
 
 
 def test_a_devices_capability_is_a_constant_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_capabilities", {0: 90})
+    monkeypatch.setattr(products, "_capabilities", {0: 90})
 
     def choose(x: torch.Tensor) -> torch.Tensor:
         return x + 1 if products.capability_of_index(0) >= 89 else x - 1

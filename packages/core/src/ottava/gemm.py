@@ -70,9 +70,9 @@ def gemm(
     if result_dtype not in HIGH_PRECISION:
         check_dtype(result_dtype, "result dtype")
     # Adding into out must round once: the product stays float32 until the sum.
-    product_dtype = torch.float32 if accumulate else result_dtype
+    sum_dtype = torch.float32 if accumulate else result_dtype
     fast = not use_split_accumulator
-    result = _scaled(a, b, gemm_type, bias, out, product_dtype, fast)
+    result = _scaled(a, b, gemm_type, bias, out, sum_dtype, fast)
     if result is not None:
         return _into(out, result, accumulate)
 
@@ -80,18 +80,19 @@ def gemm(
     _check_operands(a, b, gemm_type, bias, out)
     owner = _custom_owner(a, b)
     if owner is not None:
-        return owner.qgemm(a, b, None, result_dtype, _scale_of(a), _scale_of(b), bias, out, accumulate, gemm_type, a, b)
+        scales = getattr(a, "_scale_inv", None), getattr(b, "_scale_inv", None)
+        return owner.qgemm(a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b)
 
     (a_columnwise, b_columnwise), (transpose_a, transpose_b) = _GEMMS[gemm_type]
-    compute = _compute_dtype(a, b, product_dtype)
+    compute = _compute_dtype(a, b, sum_dtype)
     left, right = _operand(a, a_columnwise, compute), _operand(b, b_columnwise, compute)
     if isinstance(left, BlockOperand) or isinstance(right, BlockOperand):
-        result = block_product(left, right, transpose_a, transpose_b, bias, compute, product_dtype, fast)
+        result = block_product(left, right, transpose_a, transpose_b, bias, compute, sum_dtype, fast)
     else:
         (values_a, scale_a), (values_b, scale_b) = left, right
         values_a = values_a.t() if transpose_a else values_a
         values_b = values_b.t() if transpose_b else values_b
-        result = scaled_mm(values_a, values_b, scale_a, scale_b, bias, product_dtype)
+        result = scaled_mm(values_a, values_b, scale_a, scale_b, bias, sum_dtype)
     return _into(out, result, accumulate)
 
 
@@ -160,10 +161,6 @@ def _custom_owner(a: Operand, b: Operand) -> Quantizer | None:
         if quantizer is not None and quantizer.custom:
             return quantizer
     return None
-
-
-def _scale_of(x: Operand) -> torch.Tensor | None:
-    return getattr(x, "_scale_inv", None)
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ and multiplied as dense matrices.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,17 +68,14 @@ def block_product(
         fits = fits and not a.elements.dtype == b.elements.dtype == torch.float8_e5m2
         if fits and all(sizes) and multiplies_blocks(a.elements):
             return _native_product(a, b, bias, out_dtype, fast_accumulation)
-    scales = tuple(None if isinstance(operand, BlockOperand) else operand[1] for operand in (a, b))
-    return mx_scaled_mm(
-        (_stored(a), _stored(b)), (transpose_a, transpose_b), (scales[0], scales[1], bias), compute_dtype, out_dtype
-    )
+    return mx_scaled_mm(_stored(a), _stored(b), (transpose_a, transpose_b), bias, compute_dtype, out_dtype)
 
 
 def _stored(operand: BlockOperand | Dense) -> Operand:
     """An operand as the kernels take it."""
     if isinstance(operand, BlockOperand):
-        return operand.elements.view(torch.uint8), operand.scales, operand.elements.dtype, operand.columnwise
-    return operand[0], None, None, False
+        return operand.elements.view(torch.uint8), operand.scales, operand.elements.dtype, operand.columnwise, None
+    return operand[0], None, None, False, operand[1]
 
 
 def _for_library(operand: BlockOperand) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,19 +117,10 @@ def _native_product(
     rows = a.elements.shape[1 if a.columnwise else 0]
     columns = b.elements.shape[1 if b.columnwise else 0]
     # The library adds no float32 bias to a narrower result: then the sum is rounded here.
-    product_dtype = out_dtype if bias is None else torch.float32
-    result = F.scaled_mm(
-        left,
-        right.t(),
-        left_scales,
-        F.ScalingType.BlockWise1x32,
-        right_scales,
-        F.ScalingType.BlockWise1x32,
-        swizzle_a=F.SwizzleType.SWIZZLE_32_4_4,
-        swizzle_b=F.SwizzleType.SWIZZLE_32_4_4,
-        output_dtype=product_dtype,
-        use_fast_accum=fast_accumulation,
-    )
+    kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    options: dict[str, Any] = {"swizzle_a": order, "swizzle_b": order, "use_fast_accum": fast_accumulation}
+    options["output_dtype"] = out_dtype if bias is None else torch.float32
+    result = F.scaled_mm(left, right.t(), left_scales, kind, right_scales, kind, **options)
     result = result[:rows, :columns]
     if bias is not None:
         result = (result + bias.to(torch.float32)).to(out_dtype)

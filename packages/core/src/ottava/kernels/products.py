@@ -186,8 +186,9 @@ def scaled_mm(
 
 # Products of operands that are made of MX blocks.
 
-#: Data, the scales of their blocks, format, and whether blocks lie along columns; or dense values with None for these.
-Operand = tuple[Tensor, Tensor | None, torch.dtype | None, bool]
+#: Data, the scales of its blocks, its format, whether blocks lie along columns, and None; or dense values, None, None,
+#: False, and the scale that they are still to be multiplied with, if there is one.
+Operand = tuple[Tensor, Tensor | None, torch.dtype | None, bool, Tensor | None]
 
 
 def _decoded(
@@ -228,18 +229,16 @@ _operator = define_product(
 
 
 def mx_scaled_mm(
-    operands: tuple[Operand, Operand],
+    left: Operand,
+    right: Operand,
     transposes: tuple[bool, bool],
-    finishing: tuple[Tensor | None, Tensor | None, Tensor | None],
+    bias: Tensor | None,
     compute_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The product of two operands, by the operator or by what stands behind it where nobody would see the operator.
-
-    ``finishing`` are the scales that dense operands are still to be multiplied with, and the bias.
-    """
-    (a, blocks_a, fp8_a, columnwise_a), (b, blocks_b, fp8_b, columnwise_b) = operands
-    call: Any = _mx_scaled_mm if is_direct(a, b, blocks_a, blocks_b, *finishing) else _operator
+    """The product of two operands, without its operator where nobody would see that."""
+    (a, blocks_a, fp8_a, columnwise_a, scale_a), (b, blocks_b, fp8_b, columnwise_b, scale_b) = left, right
+    call: Any = _mx_scaled_mm if is_direct(a, b, blocks_a, blocks_b, scale_a, scale_b, bias) else _operator
     fields = a, b, blocks_a, blocks_b, fp8_a, fp8_b, columnwise_a, columnwise_b
-    result: Tensor = call(*fields, *transposes, *finishing, compute_dtype, out_dtype)
+    result: Tensor = call(*fields, *transposes, scale_a, scale_b, bias, compute_dtype, out_dtype)
     return result
