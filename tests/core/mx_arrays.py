@@ -71,21 +71,21 @@ def array_scales(amax: np.ndarray, fmt: str, scale_rounding: str) -> np.ndarray:
             amax = amax * np.float32(1.0 / oracle.MAX[fmt])
         bits = amax.view(np.uint32)
         exponent, mantissa = (bits >> 23).astype(np.int64), bits & 0x7FFFFF
-        codes = exponent + ((mantissa != 0) & ~((exponent == 0) & (mantissa <= 0x400000)))
-        codes = np.minimum(codes, 0xFE)
+        data = exponent + ((mantissa != 0) & ~((exponent == 0) & (mantissa <= 0x400000)))
+        data = np.minimum(data, 0xFE)
     else:
         bits = amax.view(np.uint32)
-        codes = np.clip((bits >> 23).astype(np.int64) - mx_oracle.LARGEST_EXPONENT[fmt], 0, 0xFE)
-    codes = np.where(np.isinf(amax), 0xFE, codes)
-    return np.where(np.isnan(amax), 0xFF, codes).astype(np.uint8)
+        data = np.clip((bits >> 23).astype(np.int64) - mx_oracle.LARGEST_EXPONENT[fmt], 0, 0xFE)
+    data = np.where(np.isinf(amax), 0xFE, data)
+    return np.where(np.isnan(amax), 0xFF, data).astype(np.uint8)
 
 
-def array_codes(x: np.ndarray, scales: np.ndarray, fmt: str) -> np.ndarray:
+def array_data(x: np.ndarray, scales: np.ndarray, fmt: str) -> np.ndarray:
     """A product with a power of two is exact in float64; saturation and NaN are added to ml_dtypes' cast."""
     numbers = np.where(np.isnan(x), np.float32(0), x).astype(np.float64)
     product = (numbers * np.exp2(127.0 - scales)).clip(-oracle.MAX[fmt], oracle.MAX[fmt])
-    codes = product.astype(np.float32).astype(ML_DTYPES[fmt]).view(np.uint8)
-    return np.where(np.isnan(x), np.uint8(0x7F), codes)
+    data = product.astype(np.float32).astype(ML_DTYPES[fmt]).view(np.uint8)
+    return np.where(np.isnan(x), np.uint8(0x7F), data)
 
 
 def by_arrays(x: torch.Tensor, fmt: str, scale_rounding: str, two_dimensional: bool = False) -> Four:
@@ -101,9 +101,9 @@ def by_arrays(x: torch.Tensor, fmt: str, scale_rounding: str, two_dimensional: b
     else:
         row_scales = array_scales(magnitudes.reshape(down * 32, across, 32).max(2), fmt, scale_rounding)[:rows]
         column_scales = array_scales(magnitudes.reshape(down, 32, across * 32).max(1), fmt, scale_rounding)[:, :columns]
-    row_codes = array_codes(values, row_scales.repeat(32, 1)[:, :columns], fmt)
-    column_codes = array_codes(values, column_scales.repeat(32, 0)[:rows], fmt)
-    a, c = (torch.from_numpy(codes).reshape(x.shape) for codes in (row_codes, column_codes))
+    row_data = array_data(values, row_scales.repeat(32, 1)[:, :columns], fmt)
+    column_data = array_data(values, column_scales.repeat(32, 0)[:rows], fmt)
+    a, c = (torch.from_numpy(data).reshape(x.shape) for data in (row_data, column_data))
     b, d = (torch.from_numpy(scales.copy()) for scales in (row_scales, column_scales))
     return a, b, c, d
 
@@ -115,7 +115,7 @@ def array_expected(shape: tuple[int, ...], options: Options) -> Four:
 
 
 def check_four(got: Any, expected: Any, note: Any = "", x: torch.Tensor | None = None) -> None:
-    names = ("rowwise codes", "rowwise scales", "columnwise codes", "columnwise scales")
+    names = ("rowwise data", "rowwise scales", "columnwise data", "columnwise scales")
     for i, (name, mine, theirs) in enumerate(zip(names, got, expected, strict=True)):
         assert mine.is_contiguous(), (name, note)
         assert_same(mine, theirs, x if i % 2 == 0 else None, f"{name}, {note}")
@@ -127,10 +127,10 @@ def check_four(got: Any, expected: Any, note: Any = "", x: torch.Tensor | None =
 def random_blocks(shape: tuple[int, ...], columnwise: bool, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of every kind with scales of every kind, those around 1 more often."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     scales = torch.randint(0, 256, mx_scale_shapes(shape)[int(columnwise)], dtype=torch.uint8, generator=generator)
     ordinary = torch.randint(0, 2, scales.shape, generator=generator).bool()
-    return codes, torch.where(ordinary, scales % 32 + 111, scales)
+    return data, torch.where(ordinary, scales % 32 + 111, scales)
 
 
 @cache
@@ -143,9 +143,9 @@ def decoded_patterns(fmt: str, dtype: str) -> np.ndarray:
 
 
 def check_decoded(
-    got: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: str, dtype: str, columnwise: bool
+    got: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, fmt: str, dtype: str, columnwise: bool
 ) -> None:
-    matrix = as_matrix(codes).numpy()
+    matrix = as_matrix(data).numpy()
     rows, columns = matrix.shape
     each = scales.numpy().repeat(32, 0)[:rows] if columnwise else scales.numpy().repeat(32, 1)[:, :columns]
     assert got.dtype == getattr(torch, dtype)
@@ -153,4 +153,4 @@ def check_decoded(
     patterns = got.view(getattr(torch, f"int{8 * got.element_size()}")).clone()
     patterns[got.isnan()] = -1
     note = f"decoded {fmt} as {dtype} (the bits of its values; -1 is NaN), columnwise {columnwise}"
-    assert_same(patterns, decoded_patterns(fmt, dtype)[each, matrix].reshape(codes.shape), codes, note)
+    assert_same(patterns, decoded_patterns(fmt, dtype)[each, matrix].reshape(data.shape), data, note)

@@ -75,7 +75,7 @@ def pieces(size: int) -> list[range]:
 def quantize(
     x: Matrix, columns: int, fmt: str, rounding: str = "up", two_dimensional: bool = False
 ) -> tuple[Codes, Codes, Codes, Codes]:
-    """Rowwise codes and scales, columnwise codes and scales, of a matrix with ``columns`` columns."""
+    """Rowwise data and scales, columnwise data and scales, of a matrix with ``columns`` columns."""
     rows = len(x)
     across, down = pieces(columns), pieces(rows)
     if two_dimensional:
@@ -92,9 +92,9 @@ def quantize(
         column_scales = [
             [scale_code(block_amax([x[i][j] for i in high]), fmt, rounding) for j in range(columns)] for high in down
         ]
-    row_codes = [[element(x[i][j], row_scales[i][j // BLOCK], fmt) for j in range(columns)] for i in range(rows)]
-    column_codes = [[element(x[i][j], column_scales[i // BLOCK][j], fmt) for j in range(columns)] for i in range(rows)]
-    return row_codes, row_scales, column_codes, column_scales
+    row_data = [[element(x[i][j], row_scales[i][j // BLOCK], fmt) for j in range(columns)] for i in range(rows)]
+    column_data = [[element(x[i][j], column_scales[i // BLOCK][j], fmt) for j in range(columns)] for i in range(rows)]
+    return row_data, row_scales, column_data, column_scales
 
 
 def wide_pattern(value: float, dtype: str) -> int:

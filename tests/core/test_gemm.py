@@ -18,7 +18,7 @@ def operands(quantizer: Any, kind: str, m: int, n: int, k: int) -> tuple[Any, An
     generator = torch.Generator().manual_seed(m + 10 * n + 100 * k)
     a, b = (quantizer(torch.randn(shape, generator=generator)) for shape in shapes)
     x, y = a.dequantize(torch.float64), b.dequantize(torch.float64)
-    # float64 products of the codes themselves, so that rounding scale_inv first plays no part.
+    # float64 products of the data themselves, so that rounding scale_inv first plays no part.
     return a, b, {"fprop": lambda: x @ y.t(), "dgrad": lambda: x @ y, "wgrad": lambda: x.t() @ y}[kind]()
 
 
@@ -38,12 +38,12 @@ def test_against_float64(quantizer: Any, kind: Any, shape: tuple[int, int, int],
 
 
 def test_power_of_two_scales_round_once() -> None:
-    codes = torch.randint(0, 120, (64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    data = torch.randint(0, 120, (64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
     def make(scale_inv: float) -> Float8Tensor:
         return Float8Tensor(
             dtype=torch.bfloat16,
-            data=codes,
+            data=data,
             fp8_dtype=torch.float8_e4m3fn,
             fp8_scale_inv=torch.tensor(scale_inv),
         )

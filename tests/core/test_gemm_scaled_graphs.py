@@ -17,7 +17,7 @@ import ottava
 from ottava import gemm_scaled
 from ottava.gemm import gemm
 from ottava.gemm_scaled import scaled_products
-from ottava.kernels import devices
+from ottava.kernels import products
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
 
 
@@ -52,16 +52,16 @@ def test_compiled_products_equal_eager_ones(library: Recorded, layout: Any) -> N
 
 
 def test_a_devices_capability_is_a_constant_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_capabilities", {0: 90})
+    monkeypatch.setattr(products, "_capabilities", {0: 90})
 
     def choose(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if devices.capability_of_index(0) >= 89 else x - 1
+        return x + 1 if products.capability_of_index(0) >= 89 else x - 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled = torch.compile(choose, fullgraph=True, backend="eager")
         assert compiled(torch.zeros(1)) == 1
-    assert devices.capability(torch.zeros(1)) == 0
+    assert products.capability(torch.zeros(1)) == 0
     assert not gemm_scaled.multiplies_fp8(torch.zeros(1))
 
 

@@ -66,10 +66,10 @@ def values_of(result: torch.Tensor) -> torch.Tensor:
 
 def decoded(q: Any, columnwise: bool) -> torch.Tensor:
     """The values of one direction in float64, by torch's own conversions."""
-    codes, scales = (q._columnwise_data, q._columnwise_scale_inv) if columnwise else inner(q)[:2]
-    columns = codes.shape[-1] if codes.dim() else 1
-    matrix = codes.contiguous().view(q._fp8_dtype).double().reshape(math.prod(codes.shape[:-1]), columns)
+    data, scales = (q._columnwise_data, q._columnwise_scale_inv) if columnwise else inner(q)[:2]
+    columns = data.shape[-1] if data.dim() else 1
+    matrix = data.contiguous().view(q._fp8_dtype).double().reshape(math.prod(data.shape[:-1]), columns)
     powers = torch.where(scales == 255, math.nan, torch.exp2(scales.double() - 127))
     side = 0 if columnwise else 1
     powers = powers.repeat_interleave(32, side).narrow(side, 0, matrix.shape[side])
-    return (matrix * powers).reshape(codes.shape)
+    return (matrix * powers).reshape(data.shape)

@@ -42,11 +42,11 @@ def direction(recipe: MXFP8BlockScaling, role: str, value: torch.Tensor, columnw
     quantizer = recipe.quantizer(role).with_usage(not columnwise, columnwise)
     matrix = value.detach().reshape(math.prod(value.shape[:-1]), value.shape[-1])
     q = quantizer(matrix)
-    codes, scales = (
+    data, scales = (
         (q._columnwise_data, q._columnwise_scale_inv) if columnwise else (q._rowwise_data, q._rowwise_scale_inv)
     )
     powers = torch.exp2(scales.double() - 127).repeat_interleave(32, 0 if columnwise else 1)
-    return codes.view(quantizer.fp8_dtype).double() * powers[: matrix.shape[0], : matrix.shape[1]]
+    return data.view(quantizer.fp8_dtype).double() * powers[: matrix.shape[0], : matrix.shape[1]]
 
 
 def close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

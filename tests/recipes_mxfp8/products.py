@@ -14,12 +14,12 @@ SHAPES = {"fprop": ((96, 64), (80, 64)), "dgrad": ((96, 80), (80, 64)), "wgrad":
 COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 
 
-def values(codes: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, columnwise: bool) -> torch.Tensor:
+def values(data: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype, columnwise: bool) -> torch.Tensor:
     """The operand in float64, from the definition of the format."""
-    rows, columns = codes.shape
+    rows, columns = data.shape
     factor = torch.tensor([2.0 ** (code - 127) for code in range(255)] + [float("nan")], dtype=torch.float64)
     spread = factor[scales.long()].repeat_interleave(32, 0 if columnwise else 1)[:rows, :columns]
-    return codes.view(fp8_dtype).double() * spread
+    return data.view(fp8_dtype).double() * spread
 
 
 def decoded(operand: Any, columnwise: bool) -> torch.Tensor:
@@ -52,8 +52,8 @@ def operands(kind: str, fp8_dtype: torch.dtype = E4M3, seed: int = 0, **options:
 
 class PerTensor(Float8QuantizerBase):
     def make(self, values: torch.Tensor, scale_inv: float) -> Any:
-        codes = (values / scale_inv).clamp(-448, 448).to(E4M3).view(torch.uint8)
-        return self.wrap(codes, None, torch.tensor(scale_inv), torch.bfloat16)
+        data = (values / scale_inv).clamp(-448, 448).to(E4M3).view(torch.uint8)
+        return self.wrap(data, None, torch.tensor(scale_inv), torch.bfloat16)
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         return self.make(tensor, 1.0)

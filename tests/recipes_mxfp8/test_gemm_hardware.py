@@ -46,13 +46,13 @@ class BlockHardware:
         assert a.shape[1] == b.shape[0]
         assert a.shape[1] % 32 == a.shape[0] % 16 == b.shape[1] % 16 == 0
         dense = []
-        for codes, scales in ((a, scale_a), (b.t(), scale_b)):
+        for data, scales in ((a, scale_a), (b.t(), scale_b)):
             assert scales.dtype == torch.float8_e8m0fnu
             assert scales.is_contiguous()
-            outer, blocks = codes.shape[0], codes.shape[1] // 32
+            outer, blocks = data.shape[0], data.shape[1] // 32
             assert scales.numel() == -(-outer // 128) * 128 * (-(-blocks // 4) * 4)
             plain = unswizzled(scales.view(torch.uint8), outer, blocks)
-            dense.append(values(codes.view(torch.uint8), plain, codes.dtype, False))
+            dense.append(values(data.view(torch.uint8), plain, data.dtype, False))
         self.calls.append({"scales": (scale_a, scale_b)} | options)
         return (dense[0] @ dense[1].t()).to(options["output_dtype"])
 

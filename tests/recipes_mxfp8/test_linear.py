@@ -97,7 +97,7 @@ def test_only_codes_are_saved(name: str) -> None:
     assert {t.dtype for t in ours} == {torch.uint8}
     assert size(theirs) == 2 * (128 * 64 + 96 * 64)
     assert size(ours) <= 0.52 * size(theirs)
-    # Columns of the input and of the weight: codes and their scales.
+    # Columns of the input and of the weight: data and their scales.
     assert sorted(tuple(t.shape) for t in ours) == [(3, 64), (4, 64), (96, 64), (128, 64)]
 
 

@@ -66,8 +66,8 @@ def elements(x: torch.Tensor, scales: torch.Tensor, fp8_dtype: torch.dtype) -> t
     """Codes of the elements of a matrix, with a scale for each."""
     scaled = (x.double() * torch.exp2(127.0 - scales.double())).float()
     largest = torch.finfo(fp8_dtype).max
-    codes = scaled.clamp(-largest, largest).to(fp8_dtype).view(torch.uint8)
-    return torch.where(x.isnan(), torch.tensor(0x7F, dtype=torch.uint8), codes)
+    data = scaled.clamp(-largest, largest).to(fp8_dtype).view(torch.uint8)
+    return torch.where(x.isnan(), torch.tensor(0x7F, dtype=torch.uint8), data)
 
 
 def spread(scales: torch.Tensor, shape: torch.Size, high: int, wide: int) -> torch.Tensor:

@@ -30,9 +30,9 @@ from tests.recipes_mxfp8.blocks import (
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_all_codes_and_scales_are_decoded(fp8_dtype: torch.dtype, columnwise: bool) -> None:
     """Each code under each scale, in all dtypes; NaN scales too."""
-    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    data = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
-    parts = (codes.t().contiguous(), scales.t().contiguous()) if columnwise else (codes, scales)
+    parts = (data.t().contiguous(), scales.t().contiguous()) if columnwise else (data, scales)
     empty = (None, None)
     rows, columns = (empty, parts) if columnwise else (parts, empty)
     for cls in (MXFP8Tensor, MXFP8TensorStorage):

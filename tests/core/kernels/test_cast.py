@@ -26,7 +26,7 @@ def all_16_bit(dtype: torch.dtype) -> torch.Tensor:
 
 
 def hard_float32() -> torch.Tensor:
-    """Every exponent with extreme mantissas, every tie between neighbouring codes with both its neighbours, random."""
+    """Every exponent with extreme mantissas, every tie between neighbouring data with both its neighbours, random."""
     exponents = np.arange(256, dtype=np.uint32)[:, None] << 23
     mantissas = np.array([0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF], dtype=np.uint32)[None]
     patterns = [(exponents | mantissas).ravel()]
@@ -46,12 +46,12 @@ def expected_codes(x: torch.Tensor, fmt: str) -> np.ndarray:
     values = x.to(torch.float32).numpy()
     finite = np.isfinite(values)
     clipped = np.clip(np.where(finite, values, 0.0), -oracle.MAX[fmt], oracle.MAX[fmt]).astype(np.float32)
-    codes = clipped.astype(ML_DTYPES[fmt]).view(np.uint8).copy()
+    data = clipped.astype(ML_DTYPES[fmt]).view(np.uint8).copy()
     top = 0x7E if fmt == "e4m3" else 0x7B
-    codes[np.isposinf(values)] = top
-    codes[np.isneginf(values)] = top | 0x80
-    codes[np.isnan(values)] = 0x7F
-    return codes
+    data[np.isposinf(values)] = top
+    data[np.isneginf(values)] = top | 0x80
+    data[np.isnan(values)] = 0x7F
+    return data
 
 
 @cache
@@ -99,8 +99,8 @@ def test_every_shape_and_stride_equals_the_reference(code_path: str) -> None:
 
 def test_transposes_move_bytes(code_path: str) -> None:
     for shape in [(1, 1), (16, 16), (31, 47), (64, 200), (129, 257), (300, 1), (1, 300), (0, 4), (4, 0)]:
-        codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
-        assert_same(kernels.transpose(codes), codes.t(), note=shape)
+        data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+        assert_same(kernels.transpose(data), data.t(), note=shape)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
         data, transposed = kernels.cast_transpose(x, torch.tensor(3.0), FP8["e5m2"])
         assert_same(transposed, data.t(), note=shape)
@@ -108,12 +108,12 @@ def test_transposes_move_bytes(code_path: str) -> None:
 
 
 def test_decode_every_code(code_path: str, fmt: str) -> None:
-    codes = torch.arange(256, dtype=torch.uint8)
+    data = torch.arange(256, dtype=torch.uint8)
     values = torch.tensor([oracle.decode(code, fmt) for code in range(256)], dtype=torch.float32)
     factors = [None, *(torch.tensor(factor) for factor in (1.0, 0.1, 2.0**-20, 3e38))]
     for factor, dtype in itertools.product(factors, (torch.float32, torch.bfloat16, torch.float16)):
         expected = (values if factor is None else values * factor).to(dtype)
-        assert_same(kernels.decode(codes, factor, FP8[fmt], dtype), expected, codes, (factor, dtype))
+        assert_same(kernels.decode(data, factor, FP8[fmt], dtype), expected, data, (factor, dtype))
 
 
 def test_threads_do_not_change_bytes(code_path: str) -> None:

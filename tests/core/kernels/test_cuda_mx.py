@@ -91,7 +91,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 def check_quantized(
     grid: Any, x: Tensor, fp8: torch.dtype, directions: tuple[bool, bool], options: Any, offsets: tuple[int, ...]
 ) -> None:
-    """``offsets`` of the source, of the codes and of the scales."""
+    """``offsets`` of the source, of the data and of the scales."""
     expected = by_reference(table.mx_quantize, x, fp8, *options, *directions)
     shapes = [s for scales in mx_scale_shapes(x.shape) for s in (tuple(x.shape), scales)]
     outs = [junk(s, torch.uint8, offsets[1 + i % 2]) for i, s in enumerate(shapes)]
@@ -145,7 +145,7 @@ def test_scales_at_any_address(grid: Any, fp8: torch.dtype) -> None:
 
 
 def blocks(shape: tuple[int, int], columnwise: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """All codes, with all scales."""
+    """All data, with all scales."""
     random = np.random.default_rng([seed, *shape])
     scales = random.integers(0, 256, mx_scale_shapes(shape)[int(columnwise)], dtype=np.uint8)
     return torch.from_numpy(random.integers(0, 256, shape, dtype=np.uint8)), torch.from_numpy(scales)
@@ -155,24 +155,24 @@ def blocks(shape: tuple[int, int], columnwise: bool, seed: int = 0) -> tuple[Ten
 @any_shape
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_decode_at_any_address(grid: Any, shape: tuple[int, int], dtype: torch.dtype, columnwise: bool) -> None:
-    codes, scales = blocks(shape, columnwise)
+    data, scales = blocks(shape, columnwise)
     for fp8, offsets in itertools.product((E4M3, E5M2), [(0, 0, 0), (1, 0, 0), (8, 1, 0), (0, 8, 1)]):
-        expected = by_reference(table.mx_decode, codes, scales, fp8, columnwise, dtype)
+        expected = by_reference(table.mx_decode, data, scales, fp8, columnwise, dtype)
         # NaN has one pattern and the sign of its code.
-        negative = torch.where(codes >= 128, -1.0, 1.0).to(dtype)
+        negative = torch.where(data >= 128, -1.0, 1.0).to(dtype)
         expected = torch.where(
             expected.isnan(), torch.copysign(torch.full_like(expected, math.nan), negative), expected
         )
         out = junk(shape, dtype, offsets[2])
-        grid.mx_decode(at(codes, offsets[0]), at(scales, offsets[1]), fp8, columnwise, out)
+        grid.mx_decode(at(data, offsets[0]), at(scales, offsets[1]), fp8, columnwise, out)
         assert same_bytes(out, expected), (fp8, offsets)
         assert surroundings_kept(out)
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0)], ids=str)
 def test_nothing_to_do(grid: Any, shape: tuple[int, int]) -> None:
-    codes, scales = (torch.empty(s, dtype=torch.uint8) for s in (shape, mx_scale_shapes(shape)[0]))
-    grid.mx_decode(codes, scales, E4M3, False, torch.empty(shape))
+    data, scales = (torch.empty(s, dtype=torch.uint8) for s in (shape, mx_scale_shapes(shape)[0]))
+    grid.mx_decode(data, scales, E4M3, False, torch.empty(shape))
     grid.epilogue32(torch.empty(shape), None, None, None, torch.empty(shape))
 
 

@@ -25,8 +25,8 @@ def scale() -> torch.Tensor:
 
 def cast_amax(x: torch.Tensor) -> Results:
     amax, saturated = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    codes, turned, scale_inv = kernels.cast_amax(x, scale(), amax, E4M3, transposed=True, saturated=saturated)
-    return codes, turned, scale_inv, amax, saturated
+    data, turned, scale_inv = kernels.cast_amax(x, scale(), amax, E4M3, transposed=True, saturated=saturated)
+    return data, turned, scale_inv, amax, saturated
 
 
 def multi(x: torch.Tensor) -> Results:

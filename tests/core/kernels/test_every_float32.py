@@ -16,11 +16,11 @@ def check_chunk(start: int, fmt: str, count: int = CHUNK) -> None:
     """Codes of the float32 values whose bits are ``start`` to ``start + count``."""
     dtype, largest, top = FP8[fmt]
     x = torch.arange(start, start + count, dtype=torch.int64).to(torch.uint32).view(torch.float32)
-    codes = kernels.cast(x, torch.ones(()), dtype)
+    data = kernels.cast(x, torch.ones(()), dtype)
     expected = x.clamp(-largest, largest).to(dtype).view(torch.uint8)
     expected = torch.where(x.isinf(), (x.signbit().to(torch.uint8) << 7) | top, expected)
     expected = torch.where(x.isnan(), torch.full_like(expected, 0x7F), expected)
-    assert_same(codes, expected, x, fmt)
+    assert_same(data, expected, x, fmt)
 
 
 @pytest.mark.slow

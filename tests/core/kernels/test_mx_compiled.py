@@ -32,8 +32,8 @@ def test_compiled_equals_eager(shape: tuple[int, ...]) -> None:
 
 def test_compiled_for_any_size() -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
-        codes, scales, _, _ = kernels.mx_quantize(x, FP8["e4m3"], columnwise=False)
-        return kernels.mx_decode(codes, scales, FP8["e4m3"], torch.bfloat16)
+        data, scales, _, _ = kernels.mx_quantize(x, FP8["e4m3"], columnwise=False)
+        return kernels.mx_decode(data, scales, FP8["e4m3"], torch.bfloat16)
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -55,6 +55,6 @@ def test_operators_are_well_formed(shape: tuple[int, ...]) -> None:
         torch.library.opcheck(torch.ops.ottava.mx_quantize.default, arguments)
     torch.library.opcheck(torch.ops.ottava.mx_scale_from_amax.default, (x.abs(), e5m2, False))
     for columnwise, dtype, fp8 in ((False, torch.bfloat16, e4m3), (True, torch.float32, e5m2)):
-        codes, scales = random_blocks(shape, columnwise)
-        codes, scales = codes % 0x78, scales % 64 + 96  # no NaN: it differs from itself
-        torch.library.opcheck(torch.ops.ottava.mx_decode.default, (codes, scales, fp8, columnwise, dtype))
+        data, scales = random_blocks(shape, columnwise)
+        data, scales = data % 0x78, scales % 64 + 96  # no NaN: it differs from itself
+        torch.library.opcheck(torch.ops.ottava.mx_decode.default, (data, scales, fp8, columnwise, dtype))

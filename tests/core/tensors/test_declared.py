@@ -11,9 +11,16 @@ import torch
 from rows import E4M3, OneScaleTensor, RowQuantizer, Rows, RowStorage, RowTensor
 
 import ottava
-from ottava import QuantizedTensor, QuantizedTensorStorage, prepare_for_saving, restore_from_saved
+from ottava import (
+    Float8Tensor,
+    Float8TensorStorage,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    prepare_for_saving,
+    restore_from_saved,
+)
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
-from ottava.tensors import InnerTensor, StaticField
+from ottava.tensors import InnerTensor, StaticField, as_data
 
 
 def parts(*shape: int) -> dict[str, Any]:
@@ -175,3 +182,57 @@ def test_values_of_a_wrong_kind_are_refused(wrong: Any) -> None:
     if "dtype" not in wrong:
         with pytest.raises(DTypeError):
             RowStorage(**(right | wrong))
+
+
+class Graded(QuantizedTensorStorage):
+    """A storage with a value that may be left out."""
+
+    inner_tensors = (InnerTensor("_bytes", "bytes", gather=True),)
+    static_fields = (StaticField("_dtype", "dtype"), StaticField("_grade", "grade", default=3))
+    counts_writes = True
+
+    @classmethod
+    def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
+        return declared | {"bytes": as_data(declared["bytes"], torch.float8_e5m2, "bytes")}
+
+    def dequantize(self, dtype: Any = None) -> torch.Tensor:
+        return self._bytes.to(dtype or self.dtype)  # type: ignore[attr-defined,no-any-return]
+
+
+def test_what_is_left_out_has_its_default() -> None:
+    for given in (torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.float8_e5m2)):
+        made: Any = Graded(bytes=given, dtype=torch.float32)
+        assert made._grade == 3
+        assert made._bytes.dtype == torch.uint8
+        tensors, spec = made.flatten_storage()
+        assert spec.static == (torch.float32, 3)
+        again: Any = spec.rebuild(tensors)
+        assert (type(again), again._grade, again._bytes) == (Graded, 3, made._bytes)
+    assert Graded(bytes=None, dtype=torch.float32, grade=4)._grade == 4  # type: ignore[attr-defined]
+    with pytest.raises(DTypeError, match=r"bytes is of torch.float32.*float8_e5m2"):
+        Graded(bytes=torch.zeros(2, 2), dtype=torch.float32)
+
+
+def test_keywords_that_nobody_declares_are_named() -> None:
+    for cls in (Float8Tensor, Float8TensorStorage):
+        given = {"dtype": torch.float32, "fp8_scale_inv": torch.ones(()), "data": torch.zeros(2, 2, dtype=torch.uint8)}
+        with pytest.raises(OptionError, match="no 'fp8_dtype'"):
+            cls(**given)
+        with pytest.raises(OptionError, match="unknown keyword 'scale'"):
+            cls(**given, fp8_dtype=torch.float8_e4m3fn, scale=1)
+
+
+def test_what_a_product_keeps_is_outdated_by_a_write_to_any_alias() -> None:
+    one, other = (Graded(bytes=torch.zeros(2, 2, dtype=torch.uint8), dtype=torch.float32) for _ in range(2))
+    other.share_writes(one)
+    cache, tensor, made = one.gemm_cache(), torch.zeros(2), []
+    assert cache is not None
+    for write in (lambda: None, other.mark_written, lambda: tensor.add_(1)):
+        write()
+        for _ in range(2):
+            cache.get(False, (tensor,), lambda: made.append(0))
+    assert len(made) == 3
+    assert one.gemm_cache() is cache
+    # A write through an alias that no longer counts with this one says nothing of it.
+    one.share_writes(Graded(bytes=None, dtype=torch.float32))
+    assert one.gemm_cache() is not cache

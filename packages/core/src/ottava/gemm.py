@@ -15,7 +15,7 @@ from ottava.errors import DeviceError, OptionError, ShapeError
 from ottava.gemm_blocks import block_product
 from ottava.gemm_scaled import may_multiply_fp8, scaled_product
 from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision, products
-from ottava.kernels.checks import check_bias, check_dtype
+from ottava.kernels.checks import check_bias, check_device, check_dtype
 from ottava.kernels.products import decoded_mm, returns_float32
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -70,9 +70,9 @@ def gemm(
     if result_dtype not in HIGH_PRECISION:
         check_dtype(result_dtype, "result dtype")
     # Adding into out must round once: the product stays float32 until the sum.
-    product_dtype = torch.float32 if accumulate else result_dtype
+    sum_dtype = torch.float32 if accumulate else result_dtype
     fast = not use_split_accumulator
-    result = _scaled(a, b, gemm_type, bias, out, product_dtype, fast)
+    result = _scaled(a, b, gemm_type, bias, out, sum_dtype, fast)
     if result is not None:
         return _into(out, result, accumulate)
 
@@ -80,16 +80,17 @@ def gemm(
     _check_operands(a, b, gemm_type, bias, out)
     owner = _custom_owner(a, b)
     if owner is not None:
-        return owner.qgemm(a, b, None, result_dtype, _scale_of(a), _scale_of(b), bias, out, accumulate, gemm_type, a, b)
+        scales = getattr(a, "_scale_inv", None), getattr(b, "_scale_inv", None)
+        return owner.qgemm(a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b)
 
     (a_columnwise, b_columnwise), transposes = _GEMMS[gemm_type]
-    compute = _compute_dtype(a, b, product_dtype)
+    compute = _compute_dtype(a, b, sum_dtype)
     left, right = _operand(a, a_columnwise, compute), _operand(b, b_columnwise, compute)
     if left.blocks is not None and right.blocks is not None:
         caches = a.gemm_cache(), b.gemm_cache()  # type: ignore[union-attr]
-        result = block_product(left, right, caches, transposes, bias, product_dtype, fast)
+        result = block_product(left, right, caches, transposes, bias, sum_dtype, fast)
     if result is None:
-        result = decoded_mm(left, right, transposes, bias, compute, product_dtype)
+        result = decoded_mm(left, right, transposes, bias, compute, sum_dtype)
     return _into(out, result, accumulate)
 
 
@@ -166,17 +167,9 @@ def _custom_owner(a: Operand, b: Operand) -> Quantizer | None:
     return None
 
 
-def _scale_of(x: Operand) -> torch.Tensor | None:
-    return getattr(x, "_scale_inv", None)
-
-
-def _rows(shape: torch.Size) -> int:
-    return math.prod(shape[:-1])
-
-
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """``[*leading, K]`` as ``[rows, K]``; K may be 0, for which ``reshape(-1, K)`` has no answer."""
-    return x if x.dim() == 2 else x.reshape(_rows(x.shape), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check_operands(
@@ -190,21 +183,17 @@ def _check_operands(
     if a.device != b.device:
         raise DeviceError(f"operands on {a.device} and {b.device}", expected="one device")
     a_shape, b_shape = a.size(), b.size()
-    if gemm_type == "fprop":
-        inner, result = (a_shape[-1], b_shape[-1]), (_rows(a_shape), _rows(b_shape))
-    elif gemm_type == "dgrad":
-        inner, result = (a_shape[-1], _rows(b_shape)), (_rows(a_shape), b_shape[-1])
-    else:
-        inner, result = (_rows(a_shape), _rows(b_shape)), (a_shape[-1], b_shape[-1])
-    if inner[0] != inner[1]:
+    transpose_a, transpose_b = _GEMMS[gemm_type][1]
+    rows, inner = (math.prod(a_shape[:-1]), a_shape[-1])[:: -1 if transpose_a else 1]
+    reduced, columns = (math.prod(b_shape[:-1]), b_shape[-1])[:: -1 if transpose_b else 1]
+    if inner != reduced:
         raise ShapeError(
-            f"{gemm_type} of {tuple(a_shape)} and {tuple(b_shape)}: reduced dimensions {inner[0]} and {inner[1]}",
+            f"{gemm_type} of {tuple(a_shape)} and {tuple(b_shape)}: reduced dimensions {inner} and {reduced}",
             expected="equal ones",
         )
     if bias is not None:
-        check_bias(bias, result[1], a.device)
+        check_bias(bias, columns, a.device)
     if out is not None:
-        if tuple(out.shape) != result:
-            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(result))
-        if out.device != a.device:
-            raise DeviceError(f"out is on {out.device}, the operands on {a.device}", expected="one device")
+        if tuple(out.shape) != (rows, columns):
+            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str((rows, columns)))
+        check_device(out, a.device, "out")

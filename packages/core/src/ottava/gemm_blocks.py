@@ -7,13 +7,14 @@ and multiplied as dense matrices.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from ottava.formats import MX_BLOCK
 from ottava.kernels import transpose
-from ottava.kernels.devices import capability
-from ottava.kernels.products import Operand
+from ottava.kernels.products import Operand, capability
 from ottava.tensors.freshness import GemmCache
 
 # What the library's scales are padded to, rows and columns, and the rows of one of its groups.
@@ -46,19 +47,10 @@ def block_product(
     (left, left_scales), (right, right_scales) = _kept(a, caches[0]), _kept(b, caches[1])
     rows, columns = a.values.shape[1 if a.columnwise else 0], b.values.shape[1 if b.columnwise else 0]
     # The library adds no float32 bias to a narrower result: then the sum is rounded here.
-    product_dtype = out_dtype if bias is None else torch.float32
-    result = F.scaled_mm(
-        left,
-        right.t(),
-        left_scales,
-        F.ScalingType.BlockWise1x32,
-        right_scales,
-        F.ScalingType.BlockWise1x32,
-        swizzle_a=F.SwizzleType.SWIZZLE_32_4_4,
-        swizzle_b=F.SwizzleType.SWIZZLE_32_4_4,
-        output_dtype=product_dtype,
-        use_fast_accum=fast_accumulation,
-    )
+    kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    options: dict[str, Any] = {"swizzle_a": order, "swizzle_b": order, "use_fast_accum": fast_accumulation}
+    options["output_dtype"] = out_dtype if bias is None else torch.float32
+    result = F.scaled_mm(left, right.t(), left_scales, kind, right_scales, kind, **options)
     result = result[:rows, :columns]
     if bias is not None:
         result = (result + bias.to(torch.float32)).to(out_dtype)

@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from ottava.kernels import transpose
-from ottava.kernels.devices import capability
 from ottava.kernels.direct import unobserved
-from ottava.kernels.products import finish
+from ottava.kernels.products import capability, finish
 from ottava.kernels.table import define_product
 from ottava.tensors.freshness import GemmCache
 from ottava.torch_private import scaled_mm

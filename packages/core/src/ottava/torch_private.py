@@ -147,9 +147,7 @@ def _ask(name: str, path: str, without: str) -> Any:
 
 #: The number of the backward pass that this runs in; -1 outside any.
 graph_task_id: Callable[[], int] = _ask(
-    "graph_task_id",
-    "_C._current_graph_task_id",
-    "the functions of torch.autograd are looked for on the stack: slower",
+    "graph_task_id", "_C._current_graph_task_id", "torch.autograd's functions are looked for on the stack: slower"
 )
 
 _SLOWER = "every kernel goes through its operator: slower"
@@ -175,14 +173,10 @@ foreach_copy_: Callable[..., None] = _ask("foreach_copy_", "_foreach_copy_", "co
 foreach_maximum_: Callable[..., None] = _ask("foreach_maximum_", "_foreach_maximum_", "torch.maximum, one by one")
 #: Whether oneDNN, which multiplies for torch on CPUs, takes bfloat16 on this machine.
 mkldnn_bf16_supported: Callable[[], bool] = _ask(
-    "mkldnn_bf16_supported",
-    "ops.mkldnn._is_mkldnn_bf16_supported",
-    "torch.backends: oneDNN is there, and the CPU has AVX-512",
+    "mkldnn_bf16_supported", "ops.mkldnn._is_mkldnn_bf16_supported", "oneDNN is there, and the CPU has AVX-512"
 )
 #: The address of a GPU's current stream. Builds of torch for CPUs do not have the private name.
-raw_stream: Callable[[int], int] = _ask(
-    "raw_stream", "_C._cuda_getCurrentRawStream", "torch.cuda.current_stream: slower"
-)
+raw_stream: Callable[[int], int] = _ask("raw_stream", "_C._cuda_getCurrentRawStream", "torch.cuda: slower")
 #: A reshaped tensor that is no view for autograd.
 unsafe_view: Callable[..., torch.Tensor] = _ask("unsafe_view", "ops.aten._unsafe_view", "a reshaped copy: slower")
 #: A copy of another dtype, or on another device.

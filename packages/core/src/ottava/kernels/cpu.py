@@ -18,22 +18,15 @@ from ottava.kernels.compiled import DTYPE_CODES, Compiled, matrix
 
 _threads = torch.get_num_threads
 
-
-def _apply_isa_from_environment() -> None:
-    wanted = os.environ.get("OTTAVA_ISA")
-    if not wanted:
-        return
-    try:
-        _cpu.set_isa(wanted)
-    except ValueError:
-        raise BackendError(
-            f"OTTAVA_ISA={wanted!r} is not an instruction set of this machine",
-            expected=f"one of {', '.join(_cpu.available_isas())}",
-            remedy="correct or unset OTTAVA_ISA",
-        ) from None
-
-
-_apply_isa_from_environment()
+try:
+    if _wanted_isa := os.environ.get("OTTAVA_ISA"):
+        _cpu.set_isa(_wanted_isa)
+except ValueError:
+    raise BackendError(
+        f"OTTAVA_ISA={_wanted_isa!r} is not an instruction set of this machine",
+        expected=f"one of {', '.join(_cpu.available_isas())}",
+        remedy="correct or unset OTTAVA_ISA",
+    ) from None
 
 
 def isa() -> str:

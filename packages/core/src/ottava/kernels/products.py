@@ -30,6 +30,28 @@ _NAMES = {"bfloat16": True, "float32": False}
 
 # What torch (or the variable) answered, asked at the first product; None before.
 _bfloat16_is_fast: bool | None = None
+_capabilities: dict[int, int] = {}
+
+
+@constant_to_compiler
+def capability_of_index(index: int) -> int:
+    """The compute capability of the GPU with this index, a constant to compiled code: 89 for 8.9.
+
+    The compiler cannot trace a question to the driver. A number, because that of torch 2.11 cannot order such
+    constants that are tuples.
+    """
+    found = _capabilities.get(index)
+    if found is None:
+        major, minor = torch.cuda.get_device_capability(index)
+        found = _capabilities[index] = 10 * major + minor
+    return found
+
+
+def capability(tensor: torch.Tensor) -> int:
+    """The compute capability of the NVIDIA GPU that ``tensor`` is on, 89 for 8.9; 0 for every other device."""
+    if not tensor.is_cuda or torch.version.hip is not None:
+        return 0
+    return capability_of_index(tensor.get_device())
 
 
 @constant_to_compiler

@@ -353,8 +353,8 @@ class Linear(torch.nn.Linear):
         return self._quantized_weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # ``.half()`` and its like dequantize; a module's weight keeps its codes and changes its nominal dtype.
-        def keep_codes(tensor: Any) -> Any:
+        # ``.half()`` and its like dequantize; a module's weight keeps its data and changes its nominal dtype.
+        def keep_data(tensor: Any) -> Any:
             moved = fn(tensor)
             if not isinstance(tensor, QuantizedTensor) or isinstance(moved, QuantizedTensor):
                 return moved
@@ -363,7 +363,7 @@ class Linear(torch.nn.Linear):
 
         self._quantized_weight = None
         initial, without_values = getattr(self.weight, "_high_precision_init_val", None), self.weight.is_meta
-        super()._apply(keep_codes, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keep_data, recurse)  # type: ignore[no-untyped-call]
         if without_values and not self.weight.is_meta:
             self._share_shards()
         if initial is not None:

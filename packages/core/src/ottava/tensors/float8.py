@@ -18,7 +18,7 @@ from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_
 from ottava.tensors.freshness import DerivedTensor
 from ottava.tensors.layout import columnwise_is_transpose
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 
 
@@ -80,14 +80,6 @@ class Float8TensorStorage(QuantizedTensorStorage):
             scale_inv = scale_inv if scale_inv.dim() == 0 else scale_inv.reshape(())
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
 
-    def flatten_columnwise(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
-        transposed = self._transpose if type(self) is Float8TensorStorage and self._data is not None else None
-        if transposed is None or not columnwise_is_transpose(transposed.device):
-            return super().flatten_columnwise()
-        # The same without the steps in between.
-        spec = StorageSpec(Float8TensorStorage, (self._dtype, self._fp8_dtype), self._quantizer, self._whole)
-        return [None, transposed, self._scale_inv], spec
-
     # -- the transpose and its validity --
 
     @property
@@ -113,13 +105,13 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
         whole = self._whole if isinstance(self._whole, Float8TensorStorage) else None
-        # The write reaches the transposed data where ``src`` has them too, or where a view is one of them.
+        # The write reaches the transposed data where ``src`` has it too, or where a view is one of it.
         holder = self if whole is None else whole
         reached = whole is None or whole._data is None
         derived = holder._derived if reached and holder._transpose is not None else None
         super().copy_from_storage(src, noop_flag=noop_flag)
         if derived is not None:
-            # They are fresh again, for every alias.
+            # It is fresh again, for every alias.
             derived.refresh(holder._data, holder._writes)
 
     # -- the elements as bytes --
@@ -180,13 +172,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     # -- values --
 
     def size(self, dim: int | None = None) -> Any:
-        if self._data is not None:
-            shape = self._data.shape
-        elif self._transpose is not None:
-            transposed = self._transpose.shape
-            shape = torch.Size((*transposed[1:], transposed[0]))
-        else:
-            raise self._empty()
+        shape = (self._in_order() if self._data is None else self._data).shape
         return shape if dim is None else shape[dim]
 
     def _decode(self, scale_inv: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -212,19 +198,15 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if type(self).gemm_operand is not Float8TensorStorage.gemm_operand:
             # A subclass whose operands are something else.
             return None
-        data = self._data
-        if not columnwise and data is not None and data.dim() == 2:
-            return data.view(self._fp8_dtype), self._scale_inv
-        transposed = self._transpose if columnwise or data is None else None
-        if transposed is not None:
-            shape = transposed.shape
-            rows = transposed if len(shape) == 2 else transposed.reshape(shape[0], math.prod(shape[1:]))
-            return (rows if columnwise else rows.t()).view(self._fp8_dtype), self._scale_inv
-        if data is None or not data.dim():
+        transposed = self._transpose if columnwise or self._data is None else None
+        held = self._data if transposed is None else transposed
+        if held is None or not held.dim():
             return None
-        if data.dim() != 2:
-            data = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
-        return (data.t() if columnwise else data).view(self._fp8_dtype), self._scale_inv
+        if held.dim() != 2:
+            leading = 1 if transposed is not None else held.dim() - 1
+            held = held.reshape(math.prod(held.shape[:leading]), math.prod(held.shape[leading:]))
+        elements = held.view(self._fp8_dtype)
+        return (elements.t() if columnwise == (transposed is None) else elements), self._scale_inv
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):

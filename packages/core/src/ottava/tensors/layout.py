@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from ottava.errors import OptionError
-from ottava.kernels.devices import capability_of_index
+from ottava.kernels.products import capability_of_index
 
 Layout = Literal["transpose", "shared"]
 

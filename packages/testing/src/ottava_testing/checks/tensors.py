@@ -112,7 +112,7 @@ def results_of_ops(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def nominal_dtype(subject: Subject) -> None:
-    """The values are those of the codes."""
+    """The values are those of the data."""
     weight = subject.weight(wide(48, 40))
     cls, values = type(weight).__name__, plain(weight)
     ways: dict[str, tuple[Op, torch.dtype]] = {
