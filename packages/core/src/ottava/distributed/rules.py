@@ -271,7 +271,7 @@ def requantize(written: Sequence[tuple[Any, torch.Tensor]]) -> None:
         options = tuple(getattr(quantizer, name) for name in rule.options)
         # Its scale follows from one amax: as far as that goes, the shard may stand for the whole.
         shape, flat = tuple(target.shape), values.detach().reshape(-1)
-        output = shard_output(target, shape, 0, flat.numel(), None, "a shard")
+        output = shard_output(target, shape, 0, flat.numel(), "a shard")
         job = ShardJob(quantizer, flat, shape, values.dtype, 0, output)
         together.setdefault((group, type(quantizer), options), []).append(job)
     for (group, *_), jobs in together.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -99,52 +98,28 @@ class ShardJob:
 
 
 def shard_output(
-    weight: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, out: Any, what: str
+    holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, what: str
 ) -> ShardOutput:
     """Where a shard of ``count`` elements from ``start_offset`` on of a weight of ``shape`` goes.
 
     Args:
-        weight: the whole weight, or the tensor that is this rank's shard of it.
-        out: None to write into ``weight``; another tensor that is the shard, or its bytes: one uint8 tensor for each of
-            ``weight.raw_inner()``, with ``count`` elements.
+        holder: the whole weight, or the tensor that is this rank's shard of it.
 
     Raises:
         ShapeError, UsageError: the shard does not fit.
     """
-    holder = out if isinstance(out, QuantizedTensorStorage) else weight
-    raw = holder.raw_inner()
-    if isinstance(out, QuantizedTensorStorage) or out is None:
-        tensors = [getattr(holder, inner.attribute) for inner in raw]
-        if not all(tensor.is_contiguous() and tensor.shape == holder.shape for tensor in tensors):
-            raise UsageError(
-                f"the bytes of {what} are not in the order of its elements",
-                expected="contiguous data that is not transposed",
-                remedy="keep the rowwise usage of weights that are cast from shards",
-            )
-        tensors = [tensor.view(-1) for tensor in tensors]
-    else:
-        given = list(out) if isinstance(out, (list, tuple)) else [out]
-        # One tensor of bytes serves a weight with data for each usage, if the other usage's is in the weight itself.
-        if len(given) != len(raw):
-            raise ShapeError(
-                f"{what} has {len(given)} tensors of bytes",
-                expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}",
-            )
-        tensors = [_bytes(tensor, what) for tensor in given]
-        for tensor in tensors:
-            if tensor.numel() != count:
-                raise ShapeError(f"{what} has {tensor.numel()} bytes", expected=f"{count}, as its master weight")
-        return ShardOutput(holder, tuple(tensors), range(shape[0] if shape else 1))
+    tensors = [getattr(holder, inner.attribute) for inner in holder.raw_inner()]
+    if not all(tensor.is_contiguous() and tensor.shape == holder.shape for tensor in tensors):
+        raise UsageError(
+            f"the bytes of {what} are not in the order of its elements",
+            expected="contiguous data that is not transposed",
+            remedy="keep the rowwise usage of weights that are cast from shards",
+        )
+    tensors = [tensor.view(-1) for tensor in tensors]
     if tuple(holder.size()) == tuple(shape):
         own = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
         return ShardOutput(holder, own, range(shape[0] if shape else 1))
     return ShardOutput(holder, tuple(tensors), _rows(holder, shape, start_offset, count, what))
-
-
-def _bytes(tensor: Any, what: str) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor) or tensor.element_size() != 1 or not tensor.is_contiguous():
-        raise UsageError(f"{what} is no contiguous tensor of bytes", expected="torch.uint8 or an 8-bit float dtype")
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _rows(holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, what: str) -> range:
