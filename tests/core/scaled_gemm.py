@@ -123,9 +123,9 @@ def coded(shape: tuple[int, ...], fp8_dtype: torch.dtype, scale: float, seed: in
     """Codes drawn from all finite ones."""
     generator = torch.Generator().manual_seed(seed)
     top = 0x7E if fp8_dtype == E4M3 else 0x7B
-    codes = torch.randint(0, top + 1, shape, dtype=torch.uint8, generator=generator)
-    codes |= torch.randint(0, 2, shape, dtype=torch.uint8, generator=generator) << 7
-    made = Float8TensorStorage(data=codes, fp8_scale_inv=torch.tensor(scale), fp8_dtype=fp8_dtype, dtype=torch.bfloat16)
+    data = torch.randint(0, top + 1, shape, dtype=torch.uint8, generator=generator)
+    data |= torch.randint(0, 2, shape, dtype=torch.uint8, generator=generator) << 7
+    made = Float8TensorStorage(data=data, fp8_scale_inv=torch.tensor(scale), fp8_dtype=fp8_dtype, dtype=torch.bfloat16)
     # As the quantizers do, where the columnwise usage is a transpose.
     made.rebuild_derived()
     return made
@@ -133,10 +133,10 @@ def coded(shape: tuple[int, ...], fp8_dtype: torch.dtype, scale: float, seed: in
 
 def matrix(x: Any) -> torch.Tensor:
     values = x.dequantize(torch.float64) if isinstance(x, QuantizedTensorStorage) else x.double()
-    codes = x._codes() if isinstance(x, Float8TensorStorage) else None
-    if codes is not None:
+    data = x._codes() if isinstance(x, Float8TensorStorage) else None
+    if data is not None:
         # The scale's product with a code need not be a float32 value.
-        values = codes.contiguous().view(x._fp8_dtype).double() * x._scale_inv.double()
+        values = data.contiguous().view(x._fp8_dtype).double() * x._scale_inv.double()
     return values.reshape(-1, values.shape[-1]) if values.numel() else values.reshape(values.shape[0], values.shape[-1])
 
 

@@ -100,8 +100,8 @@ def flip(tensor: torch.Tensor) -> None:
         elif tensor.dtype == torch.bool:
             tensor.logical_not_()
         else:
-            codes = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-            codes.bitwise_xor_(0x15)
+            data = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+            data.bitwise_xor_(0x15)
 
 
 # -- values --

@@ -31,7 +31,7 @@ def state_dict(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def state_dict_of_quantized_weights(subject: Subject) -> None:
-    """load_state_dict copies codes where it can."""
+    """load_state_dict copies data where it can."""
     _round_trip(subject, primary=True)
 
 
