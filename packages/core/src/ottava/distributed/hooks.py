@@ -26,7 +26,7 @@ from ottava.distributed.rules import rule_of
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.storage import StorageSpec
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import graph_task_id
 
@@ -92,13 +92,13 @@ def pre_all_gather(
     gathered = _to_gather(tensor, module)
     _check_rows(tensor, size, world)
     # With one rank nothing is gathered: FSDP copies the first input, and no other.
-    sent = gathered if world > 1 else gathered[:1]
+    sent = gathered if world > 1 else dict(list(gathered.items())[:1])
     inputs, coming = [], []
-    for inner in sent:
+    for inner, count in sent.items():
         data: torch.Tensor = getattr(tensor, inner.attribute)
         if inner.block_rows is None and data.shape[0] != rows:
             data = torch.nn.functional.pad(data, [0, 0] * (data.dim() - 1) + [0, rows - data.shape[0]])
-        missing = _sent_length(tensor, inner, gathered) - data.numel() if world > 1 else 0
+        missing = count - data.numel() if world > 1 else 0
         coming.append(GatheredInner(inner, data.shape, missing > 0))
         if missing > 0:
             data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
@@ -147,44 +147,30 @@ def _whole(gathered: GatheredInner, output: torch.Tensor, plan: GatherPlan) -> t
     return output[: plan.size[0]] if gathered.inner.block_rows is None else output
 
 
-def _candidates(tensor: QuantizedTensorStorage) -> tuple[InnerTensor, ...]:
-    return tuple(i for i in tensor.inner_tensors if i.gather and getattr(tensor, i.attribute) is not None)
-
-
-def _to_gather(tensor: QuantizedTensor, module: Any) -> tuple[InnerTensor, ...]:
-    """What this gather is for: rows in a forward pass, columns in a backward pass, or both at once."""
-    candidates = _candidates(tensor)
-    if not candidates:
+def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
+    """What this gather is for: rows in a forward pass, columns in a backward pass, or both; and how many elements of
+    each are sent, since FSDP allocates once for what the two passes gather in turns.
+    """
+    held = {i: getattr(tensor, i.attribute) for i in tensor.inner_tensors if i.gather}
+    both = {inner: int(data.numel()) for inner, data in held.items() if data is not None}
+    if not both:
         raise UsageError(
             f"{type(tensor).__name__} holds no inner tensor that can be gathered",
             expected="one declared with gather=True",
             remedy="keep the rowwise usage of sharded weights",
         )
-    rowwise = tuple(i for i in candidates if i.usage != "columnwise")
-    columnwise = tuple(i for i in candidates if i.usage != "rowwise")
-    if not any(i.usage == "columnwise" for i in columnwise) or not any(i.usage == "rowwise" for i in rowwise):
-        return candidates
+    if not {"rowwise", "columnwise"} <= {inner.usage for inner in both}:
+        return both
+    rowwise = {inner: count for inner, count in both.items() if inner.usage != "columnwise"}
     if tensor.rowwise_serves_columnwise:
         return rowwise
+    columnwise = {inner: count for inner, count in both.items() if inner.usage != "rowwise"}
     # FSDP makes the memory once: what is gathered in turns has to be alike.
-    kinds = [[getattr(tensor, i.attribute).dtype for i in side] for side in (rowwise, columnwise)]
-    if kinds[0] != kinds[1]:
-        return candidates
-    if getattr(module, "recomputes", False) or not resharded_after_forward(module):
-        return candidates
-    return rowwise if graph_task_id() == -1 else columnwise
-
-
-def _sent_length(tensor: QuantizedTensor, inner: InnerTensor, gathered: Sequence[InnerTensor]) -> int:
-    """Elements to send of ``inner``: FSDP allocates once for what forward and backward gather in turns."""
-    own = int(getattr(tensor, inner.attribute).numel())
-    same, other = (
-        [i for i in _candidates(tensor) if i.usage == usage]
-        for usage in (inner.usage, "columnwise" if inner.usage == "rowwise" else "rowwise")
-    )
-    if inner.usage == "both" or len(same) != len(other) or set(other) & set(gathered):
-        return own
-    return max(own, int(getattr(tensor, other[same.index(inner)].attribute).numel()))
+    alike = [held[inner].dtype for inner in rowwise] == [held[inner].dtype for inner in columnwise]
+    if not alike or getattr(module, "recomputes", False) or not resharded_after_forward(module):
+        return both
+    lengths = map(max, rowwise.values(), columnwise.values())
+    return dict(zip(rowwise if graph_task_id() == -1 else columnwise, lengths, strict=True))
 
 
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
