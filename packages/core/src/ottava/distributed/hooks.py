@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ottava.collectives import all_reduce_max
 from ottava.distributed.fsdp2 import drop_flat_copies, gathered_together, resharded_after_forward, resharded_to_fewer
 from ottava.distributed.rules import rule_of
+from ottava.distributed.shards import check_blocks
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
@@ -175,30 +176,19 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
 
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the first."""
-    matrix_rows = math.ceil(size[0] / world) * math.prod(size[1:-1])
-    for inner in tensor.inner_tensors if world > 1 else ():
-        value, blocks = getattr(tensor, inner.attribute), inner.block_rows
-        if not inner.gather or (value is None and not tensor.rowwise_serves_columnwise):
-            continue
-        if blocks is not None and len(size) < 2:
-            raise ShapeError(
-                f"a vector is sharded over {world} ranks, and is one row of the blocks of {inner.argument!r}",
-                expected="a weight with rows and columns",
-                remedy="keep it in high precision",
-            )
+    if world == 1:
+        return
+    values = {inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather}
+    coming = {i: value for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise}
+    for inner, value in coming.items() if size[0] % world else ():
         # FSDP asks for the padded size of the parameter itself.
-        if size[0] % world and (blocks or (value is not None and value.shape[1:] != tensor.shape[1:])):
+        if inner.block_rows or (value is not None and value.shape[1:] != tensor.shape[1:]):
             raise ShapeError(
                 f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size",
                 expected=f"a number of rows that {world} divides",
             )
-        if blocks is not None and matrix_rows % blocks:
-            raise ShapeError(
-                f"a {type(tensor).__name__} with {size[0]} rows on {world} ranks has {matrix_rows} on each, which cut "
-                f"the blocks of {inner.argument!r}",
-                expected=f"a multiple of {blocks} on each",
-                remedy="shard over fewer ranks, or keep this weight in high precision: it is quantized when it is used",
-            )
+    # Those of the first rank, so that all ranks say the same.
+    check_blocks(coming, size, range(math.ceil(size[0] / world)), f"a shard of a {type(tensor).__name__}")
 
 
 # Module -> the name of the group whose ranks have compared the scales of its weight.

@@ -6,7 +6,7 @@ A shard is a range of the flattened weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,20 +132,31 @@ def _rows(holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: in
             expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has",
         )
     rows = range(start_offset // row if row else 0, (start_offset // row if row else 0) + own[0])
-    leading = math.prod(shape[1:-1])
-    for inner in holder.inner_tensors:
-        if inner.block_rows is not None and len(shape) < 2:
+    if count:
+        check_blocks(holder.inner_tensors, shape, rows, what)
+    return rows
+
+
+def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows: range, what: str) -> None:
+    """Refuse rows of a weight of ``size`` that cut blocks of those inner tensors that are gathered.
+
+    Raises:
+        ShapeError: they do, or the weight is a vector, which is one row of blocks.
+    """
+    leading, remedy = math.prod(size[1:-1]), "shard over fewer ranks, or keep the weight whole or in high precision"
+    for inner in inner_tensors:
+        if inner.block_rows is None or not inner.gather:
+            continue
+        if len(size) < 2:
             raise ShapeError(
                 f"{what} is a shard of a vector, which is one row of the blocks of {inner.argument!r}",
                 expected="a weight with rows and columns",
-                remedy="keep the weight whole and cast the shard into its bytes",
+                remedy=remedy,
             )
-        blocks = inner.block_rows or 1
-        inside = rows.stop < shape[0] and rows.stop * leading % blocks
-        if inner.gather and count and (rows.start * leading % blocks or inside):
+        inside = rows.stop < size[0] and rows.stop * leading % inner.block_rows
+        if rows.start * leading % inner.block_rows or inside:
             raise ShapeError(
-                f"{what} has rows {rows.start} to {rows.stop}, which cut the blocks of {inner.argument!r}",
-                expected=f"multiples of {blocks}",
-                remedy="shard over fewer ranks, or keep the weight whole and cast the shard into its bytes",
+                f"{what} has rows {rows.start} to {rows.stop} of {size[0]}, which cut the blocks of {inner.argument!r}",
+                expected=f"multiples of {inner.block_rows}",
+                remedy=remedy,
             )
-    return rows
