@@ -88,7 +88,7 @@ def gathered_weight(
     if isinstance(plan, GatherPlan):
         whole = post_all_gather(plan, outputs, dtype, out)  # type: ignore[arg-type]
         return whole
-    # FSDP keeps the memory of the outputs, and fills it again: a view of it is the weight for good.
+    # FSDP fills the same memory at every gather, so that one view of it stays the weight.
     return None if out is not None else (outputs[0][: plan.size[0]].view(plan.size), ())
 
 
@@ -116,7 +116,7 @@ def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bo
         return False
     if size[0] % world == 0:
         return True
-    # FSDP pads uneven shards, and takes only what has their shape.
+    # FSDP pads uneven shards, and gathers only inner tensors that have the shard's shape.
     shape = (1, *size[1:])
     example = quantizer.with_usage(True, True).make_empty(shape, dtype=torch.float32)
     sent = [getattr(example, inner.attribute) for inner in example.inner_tensors if inner.gather]

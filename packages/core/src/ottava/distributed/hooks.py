@@ -134,7 +134,7 @@ def post_all_gather(
     arguments |= {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
     build: Any = plan.spec.cls
     built: QuantizedTensor = build(**arguments)
-    # What derives from bytes that are given up again is made where it is needed.
+    # FSDP frees the gathered bytes after the pass, so that a transpose is made only where it is read.
     built.rebuilds_derived = False
     return built, ()
 
@@ -144,7 +144,7 @@ def _whole(gathered: GatheredInner, output: torch.Tensor, plan: GatherPlan) -> t
     if gathered.padded:
         # Each rank sent its shard as one row, with the padding at its end.
         output = output[:, : gathered.shape.numel()].reshape(-1, *gathered.shape[1:])
-    # Rows of padding lie at the end: ranks before the last non-empty one are full.
+    # Only the last rank that has rows is padded, so that all padding lies at the end.
     return output[: plan.size[0]] if gathered.inner.block_rows is None else output
 
 
@@ -166,7 +166,7 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
     if tensor.rowwise_serves_columnwise:
         return rowwise
     columnwise = {inner: count for inner, count in both.items() if inner.usage != "rowwise"}
-    # FSDP makes the memory once: what is gathered in turns has to be alike.
+    # FSDP allocates once, so that what is gathered in turns must have the same dtypes.
     alike = [held[inner].dtype for inner in rowwise] == [held[inner].dtype for inner in columnwise]
     if not alike or getattr(module, "recomputes", False) or not resharded_after_forward(module):
         return both
@@ -200,11 +200,12 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
 
     One all-reduce serves all parameters that are gathered together.
     """
-    # The name, not the group: a tensor must not keep a group alive that was destroyed.
+    # The name is kept, not the group, because a tensor must not keep a destroyed group alive.
     if tensor._shard_group == group.group_name:
         return
     if isinstance(module, torch.nn.Module) and _agreed.get(module) == group.group_name:
-        # One rank may have a new tensor where others have not: FSDP pads the last shard again after it was loaded.
+        # FSDP pads the last shard again after a load, so that one rank may have a new tensor where the others have not:
+        # a comparison here would wait for them forever.
         _share(tensor, group)
         return
     parameters = {id(p.shard): p for p in gathered_together(module)}
@@ -254,5 +255,6 @@ def _share(shard: QuantizedTensor, group: Any) -> None:
     if quantizer is not None:
         shard.update_quantizer(quantizer.for_shards(group.group_name))
     shard._shard_group = group.group_name
-    # An uneven shard is a view of a padded one, whose padding is zeros, the same at any scale: it is on its own.
+    # FSDP pads an uneven shard, so that it is a view. The padding is zeros, the same at any scale, so that the view may
+    # take a scale of its own.
     shard._whole = None

@@ -119,7 +119,8 @@ class MasterWeights:
             weights = check_batch(*self._given)
             self._group = default_group(weights, self._group_given)
             for weight in weights:
-                # An uneven shard is a view of a padded one, whose padding is zeros at any scale: it is on its own.
+                # FSDP pads an uneven shard, so that it is a view. The padding is zeros, the same at any scale, so that
+                # the view may take a scale of its own.
                 weight.storage._whole = None
             self._batches = ShardBatches.of([weight.job for weight in weights])
         self._holders = list({id(h): h for w in weights for h in (w.storage, w.job.output.holder)}.values())
@@ -127,7 +128,7 @@ class MasterWeights:
             (h, inner.attribute) for h in self._holders for inner in h.inner_tensors if not h.is_derived(inner)
         ]
         self._masters = [local_tensor(m) for m in self._given[1] if m is not None]
-        # Of another a shard is a copy.
+        # A shard of a master that is not contiguous is a copy, which has to be made anew each time.
         self._keeps = all(master.is_contiguous() for master in self._masters)
         self._seen = self._addresses()
 
