@@ -109,10 +109,10 @@ def compare(x: torch.Tensor, format_name: str, *, two_dimensional: bool = False)
     signal = _energy(exact, rows)
     scales, clamped, noise = {}, {}, {}
     for rule in RULES:
-        codes, scales[rule], _, _ = kernels.mx_quantize(
+        data, scales[rule], _, _ = kernels.mx_quantize(
             x, dtype, rowwise=True, columnwise=False, two_dimensional=two_dimensional, scale_rounding=rule
         )
-        decoded = kernels.mx_decode(codes, scales[rule], dtype, torch.float32).double()
+        decoded = kernels.mx_decode(data, scales[rule], dtype, torch.float32).double()
         inverse = _INVERSE[scales[rule].long()].repeat_interleave(BLOCK, 1)
         clamped[rule] = over = exact.abs() * inverse > largest
         assert bool((decoded[over].abs() * inverse[over] == largest).all()), (

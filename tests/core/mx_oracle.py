@@ -67,7 +67,7 @@ def element(value: float, scale: int, fmt: str) -> int:
     return oracle.encode(oracle.float32(value * 2.0 ** (BIAS - scale)), fmt)
 
 
-def pieces(size: int) -> list[range]:
+def block_ranges(size: int) -> list[range]:
     """The blocks of a dimension; the last one may be smaller."""
     return [range(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
 
@@ -77,7 +77,7 @@ def quantize(
 ) -> tuple[Codes, Codes, Codes, Codes]:
     """Rowwise data and scales, columnwise data and scales, of a matrix with ``columns`` columns."""
     rows = len(x)
-    across, down = pieces(columns), pieces(rows)
+    across, down = block_ranges(columns), block_ranges(rows)
     if two_dimensional:
         squares = [
             [scale_code(block_amax([x[i][j] for i in high for j in wide]), fmt, rounding) for wide in across]

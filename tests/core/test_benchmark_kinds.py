@@ -186,3 +186,13 @@ def test_compiled_code_that_makes_other_bytes_is_not_timed(monkeypatch: pytest.M
     assert {row["name"] for row in rows if row["errors"]} == {"cast", "amax"}
     assert all("other bytes" in words for row in rows for words in row["errors"].values())
     assert all("compile" in row["seconds"] for row in rows if row["name"] in ("MX, decode", "transpose", "decode"))
+
+
+def test_comparing_with_compiled_code_reads_no_uninitialized_memory() -> None:
+    # Fills what is allocated with NaN, which equals nothing.
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = kernels.Set(torch.randn(64, 64).bfloat16())
+        assert kernels._compiled(kernels._torch_cast, made, "eager") is not None
+    finally:
+        torch.use_deterministic_algorithms(False)

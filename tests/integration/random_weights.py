@@ -35,7 +35,7 @@ SPECIAL = (
 
 
 class RowTensor(QuantizedTensor):
-    """E4M3 codes and a scale for each row."""
+    """E4M3 data and a scale for each row."""
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
         InnerTensor("_data", "data", gather=True),
@@ -60,11 +60,11 @@ class RowTensor(QuantizedTensor):
         return (self._data.view(E4M3).to(torch.float32) * self._scale_inv).to(dtype)
 
 
-def row_codes(values: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_data(values: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale_inv, whose number of dimensions is that of ``amax``."""
     scale_inv = amax.nan_to_num(0, 1e30).clamp(min=1e-12, max=1e30) / 448.0
-    codes = (values.to(torch.float32) / scale_inv).nan_to_num(0.0).clamp(-448.0, 448.0).to(E4M3)
-    return codes.view(torch.uint8), scale_inv
+    data = (values.to(torch.float32) / scale_inv).nan_to_num(0.0).clamp(-448.0, 448.0).to(E4M3)
+    return data.view(torch.uint8), scale_inv
 
 
 def row_amax(values: torch.Tensor) -> torch.Tensor:
@@ -82,8 +82,8 @@ class RowQuantizer(Quantizer):
     custom = True
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> RowTensor:
-        codes, scale_inv = row_codes(tensor, row_amax(tensor))
-        return RowTensor(data=codes, scale_inv=scale_inv, dtype=dtype, quantizer=self)
+        data, scale_inv = row_data(tensor, row_amax(tensor))
+        return RowTensor(data=data, scale_inv=scale_inv, dtype=dtype, quantizer=self)
 
     def make_empty(self, shape: Sequence[int], *, dtype: Any = torch.float32, device: Any = None, **rest: Any) -> Any:
         shape, place = self.check_empty(shape, dtype, device, rest.get("requires_grad", False))
@@ -113,9 +113,9 @@ class RowAmaxBatch(ShardBatch):
             length = job.shape[-1] if job.shape else 1
             whole = own.reshape(*job.shape[:-1], 1) if job.shape else own.reshape(())
             of_each = whole.reshape(-1, 1).expand(-1, length).reshape(-1)
-            codes, _ = row_codes(job.rounded(), of_each[job.start_offset : job.start_offset + job.shard.numel()])
-            job.output.data[0].copy_(codes)
-            _, scale_inv = row_codes(torch.zeros_like(whole), whole)
+            data, _ = row_data(job.rounded(), of_each[job.start_offset : job.start_offset + job.shard.numel()])
+            job.output.data[0].copy_(data)
+            _, scale_inv = row_data(torch.zeros_like(whole), whole)
             job.output.write_inner(RowTensor.inner_tensors[1], scale_inv)
         self.written()
 
@@ -135,8 +135,8 @@ class OneScaleQuantizer(Quantizer):
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Float8Tensor:
         largest = row_amax(tensor.reshape(-1)).reshape(())
-        codes, scale_inv = row_codes(tensor, largest)
-        return Float8Tensor(data=codes, fp8_scale_inv=scale_inv, fp8_dtype=E4M3, dtype=dtype, quantizer=self)
+        data, scale_inv = row_data(tensor, largest)
+        return Float8Tensor(data=data, fp8_scale_inv=scale_inv, fp8_dtype=E4M3, dtype=dtype, quantizer=self)
 
     def make_empty(self, shape: Sequence[int], *, dtype: Any = torch.float32, device: Any = None, **rest: Any) -> Any:
         shape, place = self.check_empty(shape, dtype, device, rest.get("requires_grad", False))

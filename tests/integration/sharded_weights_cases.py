@@ -134,18 +134,18 @@ def cuts(data: Any, numel: int, world: int) -> list[range]:
         # All of it on one rank.
         ends = [0] * data.draw(st.integers(0, world - 1))
         ends += [numel] * (world - 1 - len(ends))
-    parts = [range(a, b) for a, b in zip([0, *ends], [*ends, numel], strict=True)]
-    return [parts[i] for i in data.draw(st.permutations(range(world)))]
+    ranges = [range(a, b) for a, b in zip([0, *ends], [*ends, numel], strict=True)]
+    return [ranges[i] for i in data.draw(st.permutations(range(world)))]
 
 
-def pieces(
-    data: Any, batch: Sequence[Weight], parts: Sequence[Sequence[range]]
+def shards_of(
+    data: Any, batch: Sequence[Weight], ranges: Sequence[Sequence[range]]
 ) -> tuple[list[torch.Tensor | None], list[int | None]]:
     """This rank's shards and offsets; drawn for all ranks, so that these stay in step."""
     rank, world = ranks()
     shards: list[torch.Tensor | None] = []
     offsets: list[int | None] = []
-    for weight, places in zip(batch, parts, strict=True):
+    for weight, places in zip(batch, ranges, strict=True):
         without = [data.draw(st.booleans()) for _ in range(world)]
         strided = data.draw(st.booleans())
         place = places[rank]
@@ -174,10 +174,10 @@ def into_weights(data: Any, batch: Sequence[Weight]) -> None:
     """Each rank writes its range of the weights, and nothing else."""
     rank, world = ranks()
     made = [filled(weight) for weight in batch]
-    parts = [cuts(data, weight.master.numel(), world) for weight in batch]
-    shards, offsets = pieces(data, batch, parts)
+    ranges = [cuts(data, weight.master.numel(), world) for weight in batch]
+    shards, offsets = shards_of(data, batch, ranges)
     cast(data, batch, made, shards, offsets)
-    for number, (weight, quantized, places) in enumerate(zip(batch, made, parts, strict=True)):
+    for number, (weight, quantized, places) in enumerate(zip(batch, made, ranges, strict=True)):
         what = f"weight {number}"
         check_scales(weight, quantized, what)
         own = places[rank]
@@ -195,8 +195,8 @@ def again_and_again(data: Any, batch: Sequence[Weight]) -> None:
     # What delayed scaling has seen would stay.
     batch = [weight for weight in batch if weight.kind != "delayed"]
     made = [filled(weight) for weight in batch]
-    parts = [cuts(data, weight.master.numel(), world) for weight in batch]
-    shards, offsets = pieces(data, batch, parts)
+    ranges = [cuts(data, weight.master.numel(), world) for weight in batch]
+    shards, offsets = shards_of(data, batch, ranges)
     masters = MasterWeights(made, shards, start_offsets=offsets)
     values = [None if shard is None else shard.clone() for shard in shards]
     for factor in (3.0, 0.0, 1.0):
@@ -206,7 +206,7 @@ def again_and_again(data: Any, batch: Sequence[Weight]) -> None:
         with Counted() as reductions:
             masters.quantize()
         reductions.check(batch)
-    for number, (weight, quantized, places) in enumerate(zip(batch, made, parts, strict=True)):
+    for number, (weight, quantized, places) in enumerate(zip(batch, made, ranges, strict=True)):
         check_scales(weight, quantized, f"weight {number}")
         own = places[rank]
         for name in raw(quantized):
@@ -223,13 +223,13 @@ def whole_masters(data: Any, batch: Sequence[Weight]) -> None:
 
 
 def into_bytes(data: Any, batch: Sequence[Weight]) -> None:
-    """The parts go into buffers, the scales into the weights, whose bytes stay."""
+    """The shards go into buffers, the scales into the weights, whose bytes stay."""
     rank, world = ranks()
     made = [filled(weight) for weight in batch]
-    parts = [cuts(data, weight.master.numel(), world) for weight in batch]
-    shards, offsets = pieces(data, batch, parts)
+    ranges = [cuts(data, weight.master.numel(), world) for weight in batch]
+    shards, offsets = shards_of(data, batch, ranges)
     outs: list[Any] = []
-    for quantized, places in zip(made, parts, strict=True):
+    for quantized, places in zip(made, ranges, strict=True):
         as_float = data.draw(st.booleans())
         buffers = []
         for inner in quantized.raw_inner():
@@ -238,7 +238,7 @@ def into_bytes(data: Any, batch: Sequence[Weight]) -> None:
             buffers.append(buffer.view(native) if as_float and native is not None else buffer)
         outs.append(buffers[0] if len(buffers) == 1 and data.draw(st.booleans()) else tuple(buffers))
     cast(data, batch, made, shards, offsets, fsdp_shard_model_weights=outs)
-    for number, (weight, quantized, places, out) in enumerate(zip(batch, made, parts, outs, strict=True)):
+    for number, (weight, quantized, places, out) in enumerate(zip(batch, made, ranges, outs, strict=True)):
         what = f"weight {number}"
         check_scales(weight, quantized, what)
         own = places[rank]
@@ -249,8 +249,8 @@ def into_bytes(data: Any, batch: Sequence[Weight]) -> None:
         check_state(weight, what)
 
 
-def into_parts(data: Any, batch: Sequence[Weight]) -> None:
-    """The parts are quantized tensors that have rows of the weight."""
+def into_rows(data: Any, batch: Sequence[Weight]) -> None:
+    """The shards are quantized tensors that have rows of the weight."""
     rank, world = ranks()
     batch = [weight for weight in batch if weight.master.dim() > 1]
     if not batch:
@@ -322,7 +322,7 @@ def contiguous_buffer(data: Any, batch: Sequence[Weight]) -> None:
         same(quantized.dequantize(torch.float32), weight.expected.dequantize(torch.float32), f"{what} values")
 
 
-WAYS = (into_weights, into_weights, again_and_again, whole_masters, into_bytes, into_parts, contiguous_buffer)
+WAYS = (into_weights, into_weights, again_and_again, whole_masters, into_bytes, into_rows, contiguous_buffer)
 
 
 def run(examples: int) -> None:

@@ -40,9 +40,9 @@ ALIASED_SCALE = Defect(
             _DEQUANTIZED
             + '''
     def clone_storage(self) -> QuantizedTensorStorage:
-        """A copy, of the codes only."""
-        (codes, scale_inv), spec = self.flatten_storage()
-        return spec.build([codes.clone(), scale_inv])
+        """A copy, of the data only."""
+        (data, scale_inv), spec = self.flatten_storage()
+        return spec.build([data.clone(), scale_inv])
 ''',
         ),
     ),
@@ -73,7 +73,7 @@ DROPPED_IN_PLACE_OP = Defect(
             _RECIPE,
             '''@implements(RowTensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.add_.Tensor)
 def in_place(op: Any, tensor: Any, other: Any, **options: Any) -> Any:
-    """Compute, and keep the old codes."""
+    """Compute, and keep the old data."""
     op(tensor.dequantize(), other, **options)
     return tensor
 

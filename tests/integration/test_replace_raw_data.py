@@ -46,8 +46,8 @@ def layout(request: pytest.FixtureRequest) -> Iterator[str | None]:
 
 
 def held(weight: Any) -> dict[str, torch.Tensor]:
-    parts = zip(weight.inner_tensors, weight.inner_list(), strict=True)
-    return {inner.attribute: tensor for inner, tensor in parts if tensor is not None}
+    both = zip(weight.inner_tensors, weight.inner_list(), strict=True)
+    return {inner.attribute: tensor for inner, tensor in both if tensor is not None}
 
 
 def names(weight: Any) -> list[str]:
@@ -213,7 +213,7 @@ def test_what_has_no_bytes_to_move_is_refused() -> None:
 
 
 def test_a_part_of_another_weight_is_refused() -> None:
-    """It shares the scale of the whole, which finds its parts by where their bytes are."""
+    """It shares the scale of the whole, which finds its views by where their bytes are."""
     weight = Float8CurrentScalingQuantizer(E4M3).quantize(torch.randn(6, 8))
     values = weight.dequantize()
     part = weight[2:4]
@@ -244,11 +244,11 @@ def test_training_goes_on_in_the_buffer(recipe: str, layout: Any) -> None:
 
     nets = [model(), model()]
     moved = nets[1]
-    pieces = [(layer.weight, name) for layer in moved for name in names(layer.weight)]
-    flat = torch.zeros(len(pieces) * 1024, dtype=torch.uint8)
-    parts = iter(flat.split(1024))
+    placed = [(layer.weight, name) for layer in moved for name in names(layer.weight)]
+    flat = torch.zeros(len(placed) * 1024, dtype=torch.uint8)
+    buffers = iter(flat.split(1024))
     for layer in moved:
-        replace_raw_data(layer.weight, [next(parts) for _ in names(layer.weight)])
+        replace_raw_data(layer.weight, [next(buffers) for _ in names(layer.weight)])
     losses: list[list[float]] = [[], []]
     for net, seen in zip(nets, losses, strict=True):
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -260,7 +260,7 @@ def test_training_goes_on_in_the_buffer(recipe: str, layout: Any) -> None:
             optimizer.zero_grad()
             seen.append(loss.item())
     assert losses[0] == losses[1]
-    for place, (weight, name) in enumerate(pieces):
+    for place, (weight, name) in enumerate(placed):
         assert torch.equal(flat[1024 * place : 1024 * (place + 1)].view(32, 32), getattr(weight, name))
     copied = copy.deepcopy(moved)
     file = io.BytesIO()

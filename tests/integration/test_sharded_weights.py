@@ -139,7 +139,7 @@ def _twice(batch: Batch) -> None:
     batch.weights[1] = batch.weights[0]
 
 
-def _two_pieces(batch: Batch) -> None:
+def _two_shards(batch: Batch) -> None:
     batch.weights[1] = batch.weights[0]
     batch.masters[0], batch.masters[1] = batch.masters[0].view(-1)[:3000], batch.masters[0].view(-1)[3000:]
     batch.starts[0], batch.starts[1] = 0, 3000
@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[type[OttavaError], Change]] = {
     "other force_pow_2_scales": (OptionError, lambda b: _options(b, force_pow_2_scales=True)),
     "other amax_epsilon": (OptionError, lambda b: _options(b, amax_epsilon=1.0)),
     "one weight twice": (OttavaError, _twice),
-    "two pieces of one weight": (OttavaError, _two_pieces),
+    "two shards of one weight": (OttavaError, _two_shards),
     "group is a number": (OptionError, _call(amax_reduce_group=3)),
     "group is a list of ranks": (OptionError, _call(amax_reduce_group=[0, 1])),
     "manual is a number": (OttavaError, _call(manual_post_all_gather_processing=1)),
@@ -267,7 +267,7 @@ def test_a_cleared_part_is_refused_before_anything_is_written() -> None:
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("shape", [(128,), (40, 96), (8, 4, 32)])
 def test_parts_that_cut_blocks_are_refused(shape: tuple[int, ...], square: bool) -> None:
-    """Half of the rows; a weight of one dimension is one row, so that its parts are no rows at all."""
+    """Half of the rows; a weight of one dimension is one row, so that its shards are no rows at all."""
     quantizer = MXFP8Quantizer(E4M3, with_2d_quantization=square)
     weight, master = quantizer.quantize(torch.ones(shape)), torch.randn(shape)
     half = shape[0] // 2 if len(shape) > 1 else 48

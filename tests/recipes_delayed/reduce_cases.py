@@ -34,9 +34,9 @@ def shard(step: int, rank: int) -> torch.Tensor:
 
 
 def scales(net: torch.nn.Module) -> torch.Tensor:
-    parts = [value.reshape(-1) for name, value in net.state_dict().items() if "recipe_state.scale" in name]
-    parts += [value[1:].reshape(-1) for name, value in net.state_dict().items() if "amax_history" in name]
-    return torch.cat(parts)
+    values = [value.reshape(-1) for name, value in net.state_dict().items() if "recipe_state.scale" in name]
+    values += [value[1:].reshape(-1) for name, value in net.state_dict().items() if "amax_history" in name]
+    return torch.cat(values)
 
 
 class Counted:
@@ -63,7 +63,7 @@ def same_on(ranks: list[int], group: Any, values: torch.Tensor) -> None:
 
 
 def whole(net: torch.nn.Module, step: int, ranks: list[int]) -> None:
-    """One process that sees all the data, in pieces of the same shapes: the same bytes."""
+    """One process that sees all the data, in batches of the same shapes: the same bytes."""
     with ottava.autocast(DelayedScaling(amax_history_len=3, reduce_amax=False)):
         outputs = [net(shard(step, rank)) for rank in ranks]
     torch.cat(outputs).sum().backward()

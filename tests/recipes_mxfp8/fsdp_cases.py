@@ -93,7 +93,7 @@ def master(mesh: Any) -> None:
 
 def refused(mesh: Any) -> None:
     """Shards that would cut blocks are named, with what to do."""
-    for rows, message in ((96, "48 on each, which cut the blocks"), (65, "rows of another size")):
+    for rows, message in ((96, "rows 0 to 48 of 96, which cut the blocks"), (65, "rows of another size")):
         net = model(64, rows, 64, MXFP8BlockScaling())
         shard(net, mesh, True)
         with pytest.raises(ShapeError, match=message):

@@ -34,7 +34,7 @@ class IgnoresUsage(RowQuantizer):
 
 
 class TwoWays(RowStorage):
-    """Another copy of the codes for the columnwise usage."""
+    """Another copy of the data for the columnwise usage."""
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
         InnerTensor("_data", "data", usage="rowwise", gather=True),
@@ -49,8 +49,8 @@ class TwoWays(RowStorage):
         return held.size() if dim is None else held.size(dim)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        codes = self._data if self._data is not None else self._columns
-        return (codes.view(torch.float8_e4m3fn).float() * self._scale_inv).to(dtype or self.dtype)
+        data = self._data if self._data is not None else self._columns
+        return (data.view(torch.float8_e4m3fn).float() * self._scale_inv).to(dtype or self.dtype)
 
 
 class TwoWaysTensor(RowTensor, TwoWays):
@@ -67,7 +67,7 @@ class TwoWaysQuantizer(RowQuantizer):
         return data.clone()
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        data, scale_inv = self.codes(tensor.to(torch.float32))
+        data, scale_inv = self.data_and_scale(tensor.to(torch.float32))
         make: Any = self.storage if self.internal else self.tensor
         rows = data if self.rowwise_usage or not self.follows else None
         columns = self.columns(data) if self.columnwise_usage or not self.follows else None
@@ -85,8 +85,8 @@ class MakesBothAlways(TwoWaysQuantizer):
 
 @broken("usages-agree", "gives another '_data' for the rowwise usage alone")
 class UsageChangesBytes(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        data, scale_inv = super().codes(x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        data, scale_inv = super().data_and_scale(x)
         return (data if self.columnwise_usage else data ^ 1), scale_inv
 
 
@@ -127,8 +127,8 @@ class EmptyOfFloat32(RowQuantizer):
 
 @broken("results-are-apart", "overwrites an earlier result: its '_data' changed")
 class ReusesBuffer(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        data, scale_inv = super().codes(x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        data, scale_inv = super().data_and_scale(x)
         kept = _BUFFERS.setdefault(tuple(data.shape), torch.empty_like(data))
         return kept.copy_(data), scale_inv
 
@@ -191,8 +191,8 @@ class Coarse(RowQuantizer):
     def __hash__(self) -> int:
         return 1
 
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes((x * self.steps).round() / self.steps if self.steps else x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale((x * self.steps).round() / self.steps if self.steps else x)
 
 
 @broken("equality", "the quantizer of 'input' with .* equals the quantizer of 'weight' .*gives another '_data'")
@@ -242,17 +242,17 @@ class MatricesOnly(RowQuantizer):
 
 @broken("empty-shapes", r"an empty tensor of shape \(0,\) .* fails: IndexError")
 class NoEmptyRows(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
+    def data_and_scale(self, x: torch.Tensor) -> Any:
         x.abs().amax(-1, keepdim=True)
-        return super().codes(x)
+        return super().data_and_scale(x)
 
 
 @broken("non-contiguous", r"a transposed tensor \(not contiguous\) is misread by")
 class IgnoresStrides(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
+    def data_and_scale(self, x: torch.Tensor) -> Any:
         if not x.is_contiguous():
             x = x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()) if x.numel() < 4000 else x * 1
-        return super().codes(x)
+        return super().data_and_scale(x)
 
 
 @broken("dtypes", r"dequantize\(torch.bfloat16\) of a IgnoresDtype ignores dtype and gives torch.float32")
@@ -263,14 +263,14 @@ class IgnoresDtype(RowStorage):
 
 @broken("zeros", "zeros quantized by .* dequantize to nan")
 class DividesByZero(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
+    def data_and_scale(self, x: torch.Tensor) -> Any:
         amax = x.abs().amax(-1, keepdim=True)
         return (x / (amax / 448)).to(torch.float8_e4m3fn).view(torch.uint8), amax / 448
 
 
 @broken("tiny-values", "dequantize to NaN or inf")
 class InvertsTheScale(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
+    def data_and_scale(self, x: torch.Tensor) -> Any:
         amax = x.abs().amax(-1, keepdim=True)
         scale = torch.where(amax > 0, 448.0 / amax, 1.0)
         return (x * scale).to(torch.float8_e4m3fn).view(torch.uint8), 1.0 / scale
@@ -278,48 +278,48 @@ class InvertsTheScale(RowQuantizer):
 
 @broken("large-values", "values up to 3e[+]38")
 class OverflowsInHalf(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(x.clamp(-1e30, 1e30))
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x.clamp(-1e30, 1e30))
 
 
 @broken("special-values", "^inf quantized by .* which hides it")
 class HidesInfinity(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(torch.where(x.isinf(), 0.0, x))
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(torch.where(x.isinf(), 0.0, x))
 
 
 @broken("special-values", "^nan quantized by .* dequantizes to .*, which hides it")
 class HidesNan(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(torch.where(x.isnan(), 5.0, x))
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(torch.where(x.isnan(), 5.0, x))
 
 
 @broken("special-values", "one nan among what .* makes NaN or inf of rows in other blocks")
 class NanRuinsAll(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        data, scale_inv = super().codes(x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        data, scale_inv = super().data_and_scale(x)
         return data, scale_inv + (0.0 if x.is_meta else 0.0 * x.sum())
 
 
 @broken("special-values", "one inf among what .* changes rows in other blocks")
 class InfChangesAll(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(x * (2.0 if bool(x.isinf().any()) else 1.0))
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x * (2.0 if bool(x.isinf().any()) else 1.0))
 
 
 @broken("blocks", "a value in the first block changed rows of others")
 class OneScale(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
+    def data_and_scale(self, x: torch.Tensor) -> Any:
         if not x.numel():
-            return super().codes(x)
+            return super().data_and_scale(x)
         scale_inv = x.abs().amax().expand(*x.shape[:-1], 1).clamp(min=1e-30) / 448
         return (x / scale_inv).to(torch.float8_e4m3fn).view(torch.uint8), scale_inv.contiguous()
 
 
 @broken("deterministic-cast", "quantizing the same tensor twice gives different bytes in '_data': the cast of")
 class RoundsAtRandom(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(x * (1 + 0.01 * torch.rand_like(x)))
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x * (1 + 0.01 * torch.rand_like(x)))
 
 
 @broken("fake-quantization", r"fake_quantizer\('ROWS'\) gives a NoneType", fake_quant_formats=("ROWS",))
@@ -330,6 +330,6 @@ class NoFakeQuantizer(Rows):
 
 @broken("quantizing-on-meta", "on the meta device")
 class NotOnMeta(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        data, scale_inv = super().codes(x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        data, scale_inv = super().data_and_scale(x)
         return data, torch.ones(scale_inv.shape)

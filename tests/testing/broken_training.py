@@ -24,8 +24,8 @@ class BadGradients(Rows):
 class Coarse(RowQuantizer):
     """Signs only."""
 
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(x.sign())
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x.sign())
 
 
 class ShiftedTensor(RowTensor):
@@ -47,15 +47,15 @@ class NoEmptyProducts(RowStorage):
 
 @broken("frozen-parts", "the gradient of the input, with a frozen weight, is 1.02 times")
 class KnowsUsage(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(x if self.rowwise_usage and self.columnwise_usage else x * 1.02)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x if self.rowwise_usage and self.columnwise_usage else x * 1.02)
 
 
 class Drifting(RowQuantizer):
     factor = 1.0
 
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(x * self.factor)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x * self.factor)
 
 
 @broken("convert-and-autocast", "the output of a (converted layer|layer inside autocast) is")
@@ -105,8 +105,8 @@ _KEPT: dict[Any, torch.Tensor] = {}
 class OneBuffer(RowQuantizer):
     """All tensors of a shape lie in one buffer."""
 
-    def codes(self, x: torch.Tensor) -> Any:
-        data, scale_inv = super().codes(x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        data, scale_inv = super().data_and_scale(x)
         kept = _KEPT.setdefault(tuple(data.shape), torch.empty_like(data))
         return kept.copy_(data), scale_inv
 
@@ -126,14 +126,14 @@ class WearsOut(RowTensor):
 
 @broken("activation-checkpointing", "with activation checkpointing .* training is not what it is without")
 class SeesRecomputation(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(x * 1.05 if torch._C._current_graph_task_id() != -1 else x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x * 1.05 if torch._C._current_graph_task_id() != -1 else x)
 
 
 @broken("deterministic-training", "training twice from the same start in torch.float32 gives different bits")
 class RandomBackward(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(x * (1 + 0.05 * torch.rand(())) if _in_backward() else x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x * (1 + 0.05 * torch.rand(())) if _in_backward() else x)
 
 
 def _in_backward() -> bool:
@@ -147,7 +147,7 @@ _LARGEST = [0.0]
 class GlobalScale(RowQuantizer):
     """Its scale is that of the largest value that any model ever had."""
 
-    def codes(self, x: torch.Tensor) -> Any:
+    def data_and_scale(self, x: torch.Tensor) -> Any:
         if not x.is_meta and x.numel():
             _LARGEST[0] = max(_LARGEST[0], float(x.abs().max()))
         scale_inv = torch.full((*x.shape[:-1], 1), max(_LARGEST[0], 1e-3) / 448)
@@ -164,8 +164,8 @@ class CopiesAliased(RowTensor):
 
 @broken("training-follows-high-precision", "training does not follow high precision")
 class NoBackward(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(torch.zeros_like(x) if _in_backward() else x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(torch.zeros_like(x) if _in_backward() else x)
 
 
 @broken("quantized-weights-train", "training with weights that are kept quantized does not follow high precision")
@@ -179,15 +179,15 @@ class StepsBack(RowTensor):
 
 @broken("compile", r"torch.compile\(fullgraph=True\) refuses a model: ")
 class BreaksGraph(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
+    def data_and_scale(self, x: torch.Tensor) -> Any:
         torch._dynamo.graph_break()
-        return super().codes(x)
+        return super().data_and_scale(x)
 
 
 @broken("compile", "a compiled model trains otherwise than in eager mode")
 class KnowsCompiler(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return super().codes(x * 1.05 if torch.compiler.is_compiling() else x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x * 1.05 if torch.compiler.is_compiling() else x)
 
 
 @broken("compile-quantized-weights", "a compiled model with weights that are kept quantized")
@@ -315,14 +315,14 @@ class OddRank(RowQuantizer):
 class NotIndependent(RowQuantizer):
     shards = ShardRule(rows=1)
 
-    def codes(self, x: torch.Tensor) -> Any:
-        return one_scale(x) if x.numel() else super().codes(x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return one_scale(x) if x.numel() else super().data_and_scale(x)
 
 
 @broken("fsdp2-quantized-weights", "under FSDP2 with weights that are kept quantized .* (training|a shard)")
 class OneScale(RowQuantizer):
-    def codes(self, x: torch.Tensor) -> Any:
-        return one_scale(x) if x.numel() else super().codes(x)
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return one_scale(x) if x.numel() else super().data_and_scale(x)
 
 
 @broken("reduces-amaxes", "ranks that saw other data quantize the same input otherwise", needs_reduction=True)

@@ -118,8 +118,8 @@ class Columns(TwoWays):
     """Products that read the columnwise usage read the copy for it."""
 
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> Any:
-        codes = self._columns if columnwise and self._columns is not None else self._data
-        values = codes.view(torch.float8_e4m3fn).float() * self._scale_inv
+        data = self._columns if columnwise and self._columns is not None else self._data
+        values = data.view(torch.float8_e4m3fn).float() * self._scale_inv
         return values.to(dtype).reshape(-1, self.size(-1)), None
 
 

@@ -42,12 +42,12 @@ class RowQuantizer(Quantizer):
     tensor: ClassVar[type[QuantizedTensorStorage]] = RowTensor
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        data, scale_inv = self.codes(tensor.to(torch.float32))
+        data, scale_inv = self.data_and_scale(tensor.to(torch.float32))
         make: Any = self.storage if self.internal else self.tensor
         made: QuantizedTensorStorage = make(data=data, scale_inv=scale_inv, dtype=dtype, quantizer=self)
         return made
 
-    def codes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def data_and_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         magnitudes = x.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max)
         amax = x.new_zeros((*x.shape[:-1], 1)) if x.dim() and not x.shape[-1] else magnitudes.amax(-1, keepdim=True)
         scale_inv = torch.where(amax > 0, amax, 448.0).clamp(min=1e-35) / 448.0

@@ -47,7 +47,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> np.ndarray:
         return x.detach().numpy().astype(NUMPY[dtype]).astype(np.float32)
 
 
-def pieces(count: int, cuts: list[int]) -> list[slice]:
+def shard_ranges(count: int, cuts: list[int]) -> list[slice]:
     ends = sorted(cut % (count + 1) for cut in cuts)
     return [slice(a, b) for a, b in zip([0, *ends], [*ends, count], strict=True)]
 
@@ -77,8 +77,8 @@ def test_shards_have_the_bytes_of_the_whole(code_path: str, data: Any) -> None:
     fp8 = FP8_DTYPES[fmt]
     count = data.draw(st.sampled_from([0, 1, 15, 64, 65, 4095, 4097, 9000]), "count")
     weight = sample(count, data.draw(st.integers(0, 9), "seed"), data.draw(st.sampled_from([0.0, 0.3]), "special"))
-    parts = pieces(count, data.draw(st.lists(st.integers(0, 9000), max_size=6), "cuts"))
-    xs = [weight[part] for part in parts]
+    ranges = shard_ranges(count, data.draw(st.lists(st.integers(0, 9000), max_size=6), "cuts"))
+    xs = [weight[place] for place in ranges]
     seen = kernels.multi_amax(xs, [dtype] * len(xs))
     expected = [np.nanmax(np.abs(rounded(x, dtype)), initial=0.0) for x in xs]
     assert seen.tolist() == expected
@@ -192,12 +192,12 @@ def scales_of(amaxes: Tensor, rows: int, cols: int, square: bool, fp8: torch.dty
 
 
 def check_shards(
-    weight: Tensor, dtype: torch.dtype, fp8: torch.dtype, parts: list[slice], square: bool, how: str = "up"
+    weight: Tensor, dtype: torch.dtype, fp8: torch.dtype, ranges: list[slice], square: bool, how: str = "up"
 ) -> None:
     """The whole way: amaxes of the shards, their maximum, scales, codes of the shards."""
-    (rows, cols), count = weight.shape, len(parts)
-    xs = [weight.view(-1)[part] for part in parts]
-    starts = [part.start for part in parts]
+    (rows, cols), count = weight.shape, len(ranges)
+    xs = [weight.view(-1)[place] for place in ranges]
+    starts = [place.start for place in ranges]
     found = kernels.mx_multi_amax(xs, [dtype] * count, [(rows, cols)] * count, starts, [square] * count)
     sizes = kernels.mx_amax_sizes(rows, cols, square)
     assert found.shape == (count * sum(sizes),)
@@ -227,7 +227,7 @@ def test_shards_have_the_blocks_of_the_whole(code_path: str, data: Any) -> None:
     cuts += data.draw(st.sampled_from([[], [7, 8], [5, 5]]), "a single element, an empty shard")
     how = data.draw(st.sampled_from(["up", "floor"]), "rounding")
     square = data.draw(st.booleans(), "two_dimensional")
-    check_shards(weight.view(rows, cols), dtype, FP8_DTYPES[fmt], pieces(rows * cols, cuts), square, how)
+    check_shards(weight.view(rows, cols), dtype, FP8_DTYPES[fmt], shard_ranges(rows * cols, cuts), square, how)
 
 
 @any_dtype
@@ -243,7 +243,7 @@ def test_amaxes_and_codes_by_scalars(
     held = np.zeros(rows * cols, np.float32)
     held[start:stop] = rounded(weight[start:stop], dtype)
     x = held.reshape(rows, cols).tolist()
-    across, down = mx_oracle.pieces(cols), mx_oracle.pieces(rows)
+    across, down = mx_oracle.block_ranges(cols), mx_oracle.block_ranges(rows)
     by_row = [mx_oracle.block_amax([x[i][j] for j in wide]) for i in range(rows) for wide in across]
     by_column = [mx_oracle.block_amax([x[i][j] for i in high]) for high in down for j in range(cols)]
     squares = [mx_oracle.block_amax([x[i][j] for i in high for j in wide]) for high in down for wide in across]
@@ -343,7 +343,7 @@ def check_mixed_matrices() -> None:
 
 
 def test_large_matrices(on_every_isa: Callable[..., None]) -> None:
-    """Streaming stores, pieces of one matrix on several threads; only a part of a matrix is at hand."""
+    """Streaming stores, chunks of one matrix on several threads; only a part of a matrix is at hand."""
     rows, cols = 1100, 2112
     weight = sample(rows * cols, 9).view(rows, cols)
     q = kernels.mx_quantize(weight.bfloat16(), E4M3)

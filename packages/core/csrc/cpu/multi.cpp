@@ -1,5 +1,5 @@
-// The operations on many tensors: threads take pieces of all of them, so that neither one large tensor nor many small ones
-// leave a thread without work. Pieces write to places of their own, and what they find is combined in a fixed order.
+// The operations on many tensors: threads take chunks of all of them, so that neither one large tensor nor many small ones
+// leave a thread without work. Chunks write to places of their own, and what they find is combined in a fixed order.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -13,26 +13,26 @@
 namespace ottava {
 namespace {
 
-constexpr int64_t kPiece = 8 * kUnit;  // elements of a piece, about
-static_assert(kPiece >= kMxBlock * kPanelCols, "a panel is at most a piece");
+constexpr int64_t kChunk = 8 * kUnit;  // elements of a chunk, about
+static_assert(kChunk >= kMxBlock * kPanelCols, "a panel is at most a chunk");
 
-struct Piece {
+struct Chunk {
     int64_t job;
     int64_t begin, end;  // elements, or panels
 };
 
-// Each thread takes the next piece when it has done one: pieces differ in size, and threads in speed.
+// Each thread takes the next chunk when it has done one: chunks differ in size, and threads in speed.
 template <class Body>
-void over_pieces(const std::vector<Piece>& pieces, int64_t elements, int threads, const Body& body) {
+void over_chunks(const std::vector<Chunk>& chunks, int64_t elements, int threads, const Body& body) {
     std::atomic<size_t> next{0};
     const auto run = [&](int64_t, int64_t, int) {
-        for (size_t i = next++; i < pieces.size(); i = next++) body(pieces[i], i);
+        for (size_t i = next++; i < chunks.size(); i = next++) body(chunks[i], i);
     };
-    in_parallel(static_cast<int64_t>(pieces.size()), elements, threads, run);
+    in_parallel(static_cast<int64_t>(chunks.size()), elements, threads, run);
 }
 
-void add_pieces(std::vector<Piece>& pieces, int64_t job, int64_t count, int64_t each) {
-    for (int64_t begin = 0; begin < count; begin += each) pieces.push_back({job, begin, std::min(begin + each, count)});
+void add_chunks(std::vector<Chunk>& chunks, int64_t job, int64_t count, int64_t each) {
+    for (int64_t begin = 0; begin < count; begin += each) chunks.push_back({job, begin, std::min(begin + each, count)});
 }
 
 float rounded(float x, Dtype nominal) {
@@ -40,8 +40,8 @@ float rounded(float x, Dtype nominal) {
     return nominal == Dtype::bfloat16 ? widen_bfloat16(to_bfloat16(x)) : widen_half(to_half(x));
 }
 
-// One piece of a tensor, cast. What is neither in float32 nor in its nominal dtype is widened first.
-void cast_piece(const Kernels& kernels, const MultiCastJob& job, int64_t begin, int64_t end, float scale, bool stream) {
+// One chunk of a tensor, cast. What is neither in float32 nor in its nominal dtype is widened first.
+void cast_chunk(const Kernels& kernels, const MultiCastJob& job, int64_t begin, int64_t end, float scale, bool stream) {
     const MultiSource& from = job.source;
     const uint8_t* src = advance(from.src, begin, from.dtype);
     uint8_t* out = job.out + begin;
@@ -68,7 +68,7 @@ void cast_piece(const Kernels& kernels, const MultiCastJob& job, int64_t begin, 
 // The panels in which a shard may have elements: rows of blocks, and across them panels of columns.
 struct Panels {
     int64_t first_block, first_panel, across, count;
-    int64_t each;  // panels that make a piece
+    int64_t each;  // panels that make a chunk
 
     Panels(int64_t cols, int64_t start, int64_t elements) {
         const int64_t last = start + elements - 1, first_row = start / cols, last_row = last / cols;
@@ -81,7 +81,7 @@ struct Panels {
         }
         count = (last_row / kMxBlock + 1 - first_block) * across;
         const int64_t height = std::min(kMxBlock, last_row + 1 - first_row);
-        each = std::max<int64_t>(1, kPiece / (height * std::min(cols, kPanelCols)));
+        each = std::max<int64_t>(1, kChunk / (height * std::min(cols, kPanelCols)));
     }
 
     template <class Job>
@@ -102,19 +102,19 @@ struct Panels {
 // Calls body(job, number of the job, panel) for every panel of every shard.
 template <class Job, class Body>
 void over_panels(const Job* jobs, int64_t count, int threads, const Body& body) {
-    std::vector<Piece> pieces;
+    std::vector<Chunk> chunks;
     int64_t elements = 0;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t n = jobs[i].source.count;
         if (n == 0) continue;
         const Panels panels(jobs[i].cols, jobs[i].start, n);
-        add_pieces(pieces, i, panels.count, panels.each);
+        add_chunks(chunks, i, panels.count, panels.each);
         elements += n;
     }
-    over_pieces(pieces, elements, threads, [&](const Piece& piece, size_t) {
-        const Job& job = jobs[piece.job];
+    over_chunks(chunks, elements, threads, [&](const Chunk& chunk, size_t) {
+        const Job& job = jobs[chunk.job];
         const Panels panels(job.cols, job.start, job.source.count);
-        for (int64_t i = piece.begin; i < piece.end; ++i) body(job, piece.job, panels.panel(job, i));
+        for (int64_t i = chunk.begin; i < chunk.end; ++i) body(job, chunk.job, panels.panel(job, i));
     });
 }
 
@@ -122,34 +122,34 @@ void over_panels(const Job* jobs, int64_t count, int threads, const Body& body) 
 
 void multi_amax(const MultiSource* sources, int64_t count, float* out, int threads) {
     const Kernels& kernels = active_kernels();
-    std::vector<Piece> pieces;
+    std::vector<Chunk> chunks;
     int64_t elements = 0;
     for (int64_t i = 0; i < count; ++i) {
-        add_pieces(pieces, i, sources[i].count, kPiece);
+        add_chunks(chunks, i, sources[i].count, kChunk);
         elements += sources[i].count;
     }
-    std::vector<float> partial(pieces.size());
-    over_pieces(pieces, elements, threads, [&](const Piece& piece, size_t i) {
-        const MultiSource& from = sources[piece.job];
-        partial[i] = kernels.amax(advance(from.src, piece.begin, from.dtype), from.dtype, piece.end - piece.begin);
+    std::vector<float> partial(chunks.size());
+    over_chunks(chunks, elements, threads, [&](const Chunk& chunk, size_t i) {
+        const MultiSource& from = sources[chunk.job];
+        partial[i] = kernels.amax(advance(from.src, chunk.begin, from.dtype), from.dtype, chunk.end - chunk.begin);
     });
     std::fill(out, out + count, 0.0f);
-    for (size_t i = 0; i < pieces.size(); ++i) out[pieces[i].job] = std::max(out[pieces[i].job], partial[i]);
+    for (size_t i = 0; i < chunks.size(); ++i) out[chunks[i].job] = std::max(out[chunks[i].job], partial[i]);
     // Rounding keeps the order of magnitudes, so that the largest may be rounded last.
     for (int64_t i = 0; i < count; ++i) out[i] = rounded(out[i], sources[i].nominal);
 }
 
 void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, int threads) {
     const Kernels& kernels = active_kernels();
-    std::vector<Piece> pieces;
+    std::vector<Chunk> chunks;
     int64_t elements = 0;
     for (int64_t i = 0; i < count; ++i) {
-        add_pieces(pieces, i, casts[i].source.count, kPiece);
+        add_chunks(chunks, i, casts[i].source.count, kChunk);
         elements += casts[i].source.count;
     }
     const bool stream = elements >= kStreamBytes;
-    over_pieces(pieces, elements, threads, [&](const Piece& piece, size_t) {
-        cast_piece(kernels, casts[piece.job], piece.begin, piece.end, scales[piece.job], stream);
+    over_chunks(chunks, elements, threads, [&](const Chunk& chunk, size_t) {
+        cast_chunk(kernels, casts[chunk.job], chunk.begin, chunk.end, scales[chunk.job], stream);
     });
 }
 

@@ -16,7 +16,7 @@ from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_devic
 
 
 def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As of whole tensors; the options are the same for all."""
+    """As for whole tensors; a batch has one set of options, which the rule compares."""
     first: Any = jobs[0].quantizer
     return scales_by_format(jobs, amaxes, first.amax_epsilon, first.force_pow_2_scales)
 
@@ -70,7 +70,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         self.amax_epsilon = float(amax_epsilon)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group belongs to its process.
+        # A process group cannot be pickled.
         return self.__dict__ | {"amax_reduction_group": None}
 
     def make_empty(self, shape: Any, *, device: Any = None, **kwargs: Any) -> QuantizedTensorStorage:

@@ -83,9 +83,9 @@ class Float8Quantizer(Float8QuantizerBase):
                 raise DeviceError(f"{what} is on {value.device}, scale on {scale.device}", expected="one device")
         self.scale, self.amax, self.saturated = scale, amax, saturated
         self.fits = False
-        # Whether the first values that it quantizes say what the scale is: a weight that was made on meta has none.
+        # Whether the first values that it quantizes set the scale, as for a weight that was made on the meta device.
         self.unset = False
-        # Whether it quantizes a weight when it is gathered, and records apart.
+        # Whether it quantizes gathered weights, whose amaxes are recorded in a buffer of their own.
         self.gathers = False
         # The name of the group whose ranks have the other shards of the tensor.
         self.shard_group: str | None = None
@@ -114,7 +114,7 @@ class Float8Quantizer(Float8QuantizerBase):
         before = [t.clone() for t in held] if noop_flag is not None else []
         super().update_quantized(src, dst, noop_flag=noop_flag)
         if noop_flag is not None:
-            # Nothing is to happen to the state either.
+            # A no-op leaves the state as it is, too.
             for tensor, old in zip(held, before, strict=True):
                 tensor.copy_(torch.where(noop_flag.reshape(()) == 1, old, tensor))
         return dst

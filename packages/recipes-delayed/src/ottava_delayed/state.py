@@ -67,14 +67,14 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.register_buffer("scale", torch.ones(len(roles)))
         self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, len(roles)))
         self.register_buffer("saturated", torch.zeros(len(roles), dtype=torch.int64))
-        # What the last gather of a weight observed that is kept in high precision.
+        # The amax that the last gather of a high-precision weight observed.
         self.register_buffer("gathered_amax", None, persistent=False)
         self.register_buffer("gathered_saturated", None, persistent=False)
         self._kept: dict[tuple[str, bool, bool, bool], Float8Quantizer] = {}
         self._kept_at: tuple[int, int, int] | None = None
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
-        """Whatever the group: it is the update that reduces."""
+        """The group does not matter here, because only the update reduces."""
         return self.is_of(recipe)
 
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
@@ -109,7 +109,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         return made
 
     def _own(self, tensor_type: str, recording: bool, rowwise: bool, columnwise: bool) -> Float8Quantizer:
-        # Made from the buffers as they are now.
+        # They read and write the buffers that the state has now.
         slot = self.slots[tensor_type]
         return Float8Quantizer(
             self.scale[slot],
@@ -158,7 +158,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         amax: torch.Tensor | None = self.gathered_amax
         saturated: torch.Tensor | None = self.gathered_saturated
         if not torch.compiler.is_compiling():
-            # A weight that layers share was gathered for one of them.
+            # Layers that share a weight share its gather, which recorded into the state of one of them.
             present: Any = getattr(weight, "_quantizer", None)
             amax, saturated = (present.amax, present.saturated) if _gathers(present) else (None, None)
         if amax is None or saturated is None or not recording:
@@ -177,7 +177,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
             moved: torch.Tensor = fn(tensor)
-            # The model may become bfloat16; scales stay float32.
+            # ``model.bfloat16()`` converts buffers too, but scales stay float32.
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         without_values = self.scale.is_meta

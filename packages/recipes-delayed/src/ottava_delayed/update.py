@@ -24,7 +24,7 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) 
     """
     last = None
     if states and recipe.reduce_amax and _reduces(group):
-        # One collective for all layers, wherever they are.
+        # Amaxes of all devices go to one, so that one collective serves all layers.
         device = states[0].scale.device
         last = reduce_amax(torch.cat([state.amax_history[0].to(device) for state in states]), group)
     by_device: dict[torch.device, list[int]] = {}

@@ -13,7 +13,7 @@ import torch
 
 from ottava.collectives import check_group, find_group
 from ottava.distributed.rules import rule_of
-from ottava.distributed.shards import ShardJob, shard_output
+from ottava.distributed.shards import ShardJob, ShardOutput, shard_output
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.tensors import QuantizedTensorStorage, Quantizer
@@ -23,36 +23,17 @@ from ottava.torch_private import is_distributed, local_tensor
 
 @dataclass(frozen=True)
 class ShardedWeight:
-    """One weight of a batch.
+    """One weight of a batch: what errors call it, and what its quantizer is told.
 
     Attributes:
-        what: what errors call it.
-        weight: as it was given: its shape and dtype are those of the whole.
-        storage: the quantized data that this rank has: the whole, or its rows.
-        shard: flat; empty where this rank holds nothing.
-        start_offset: of the shard in the flattened weight.
-        out: another place for the shard, or None.
+        storage: the quantized data that this rank has: the whole weight, or its rows.
         group: the ranks that share the weight, if it says so itself.
     """
 
     what: str
-    weight: Any
     storage: QuantizedTensorStorage
-    quantizer: Quantizer
-    shard: torch.Tensor
-    start_offset: int
-    out: Any
+    job: ShardJob
     group: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole weight."""
-        return tuple(self.weight.size())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Nominal dtype."""
-        return self.storage.dtype
 
 
 def check_batch(
@@ -79,6 +60,8 @@ def check_batch(
         _weight(place, *entries, offsets_given=start_offsets is not None) for place, entries in enumerate(columns)
     ]
     _check_agreement(weights)
+    if outs is not None:
+        check_places([weight.job for weight in weights])
     return weights
 
 
@@ -117,8 +100,8 @@ def _weight(
         raise UsageError(f"{what} holds no data to write to", remedy="it was cleared or saved")
     if storage._whole is not None and storage is weight:
         raise UsageError(f"{what} is a view of another tensor, whose scale it has", remedy="give the whole tensor")
-    _check_out(out, storage, what)
-    return ShardedWeight(what, weight, storage, quantizer, shard, start, out, group)
+    output = _output(out, storage, shape, start, shard.numel(), what)
+    return ShardedWeight(what, storage, ShardJob(quantizer, shard, shape, storage.dtype, start, output), group)
 
 
 def _shard(master: Any, device: torch.device, what: str) -> torch.Tensor:
@@ -210,9 +193,9 @@ def _check_agreement(weights: Sequence[ShardedWeight]) -> None:
                 f"{weight.what} is on {weight.storage.device}, {weights[0].what} on {weights[0].storage.device}",
                 expected="one device for a batch",
             )
-        first = seen.setdefault(type(weight.quantizer), weight)
-        for name in rule_of(weight.quantizer).options:
-            own, other = getattr(weight.quantizer, name), getattr(first.quantizer, name)
+        first = seen.setdefault(type(weight.job.quantizer), weight)
+        for name in rule_of(weight.job.quantizer).options:
+            own, other = getattr(weight.job.quantizer, name), getattr(first.job.quantizer, name)
             if own != other:
                 raise OptionError(
                     f"{name} is {own!r} for {weight.what} and {other!r} for {first.what}",
@@ -223,13 +206,13 @@ def _check_agreement(weights: Sequence[ShardedWeight]) -> None:
 
 def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
     """Refuse a quantizer whose results are of another kind than the weight; ``fitting`` has what was found before."""
-    storage, quantizer = weight.storage, weight.quantizer
+    storage, quantizer = weight.storage, weight.job.quantizer
     static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
     usages = storage.get_usages()
-    key = (type(storage), static, tuple(usages.values()), storage.dtype, len(weight.shape), quantizer)
+    key = (type(storage), static, tuple(usages.values()), storage.dtype, len(weight.job.shape), quantizer)
     if key not in fitting:
         example = quantizer.with_usage(usages["rowwise"], usages["columnwise"]).make_empty(
-            (1,) * len(weight.shape), dtype=storage.dtype, device=storage.device
+            (1,) * len(weight.job.shape), dtype=storage.dtype, device=storage.device
         )
         fitting[key] = same_kind(example, storage)
     if not fitting[key]:
@@ -242,8 +225,12 @@ def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
         )
 
 
-def _check_out(out: Any, storage: QuantizedTensorStorage, what: str) -> None:
-    """Refuse another place for the shard of a weight that is of another kind."""
+def _output(
+    out: Any, storage: QuantizedTensorStorage, shape: tuple[int, ...], start: int, count: int, what: str
+) -> ShardOutput:
+    """Where a shard goes: into the weight itself, into another tensor that is the shard, or into bytes."""
+    if out is None:
+        return shard_output(storage, shape, start, count, what)
     if isinstance(out, QuantizedTensorStorage):
         if not any(out.get_usages().values()):
             raise UsageError(f"the shard of {what} holds no data to write to", remedy="it was cleared or saved")
@@ -251,14 +238,27 @@ def _check_out(out: Any, storage: QuantizedTensorStorage, what: str) -> None:
             raise DTypeError(f"the shard of {what} is of another kind", expected=f"a {type(storage).__name__} like it")
         if out.device != storage.device:
             raise DeviceError(f"the shard of {what} is on {out.device}, the weight on {storage.device}")
-        return
-    for buffer in [] if out is None else out if isinstance(out, (list, tuple)) else [out]:
-        natives = {native_dtype(storage, inner) for inner in storage.raw_inner()} | {torch.uint8}
+        return shard_output(out, shape, start, count, what)
+    raw, given = storage.raw_inner(), list(out) if isinstance(out, (list, tuple)) else [out]
+    # One tensor of bytes serves a weight with data for each usage, if the other usage's is in the weight itself.
+    if len(given) != len(raw):
+        raise ShapeError(
+            f"the shard of {what} has {len(given)} tensors of bytes",
+            expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}",
+        )
+    natives = {native_dtype(storage, inner) for inner in raw} | {torch.uint8}
+    for buffer in given:
         if not isinstance(buffer, torch.Tensor) or buffer.dtype not in natives:
             found = buffer.dtype if isinstance(buffer, torch.Tensor) else type(buffer).__name__
             raise DTypeError(f"the bytes for the shard of {what} are of {found}", expected="torch.uint8")
         if buffer.device != storage.device:
             raise DeviceError(f"the bytes for the shard of {what} are on {buffer.device}", expected=str(storage.device))
+        if not buffer.is_contiguous():
+            raise UsageError(f"the bytes for the shard of {what} are not contiguous", expected="contiguous memory")
+        if buffer.numel() != count:
+            raise ShapeError(f"the shard of {what} has {buffer.numel()} bytes", expected=f"{count}, as its master")
+    data = tuple(buffer.view(-1).view(torch.uint8) for buffer in given)
+    return ShardOutput(storage, data, range(shape[0] if shape else 1))
 
 
 def check_places(jobs: Sequence[ShardJob]) -> None:
@@ -287,14 +287,3 @@ def default_group(weights: Sequence[ShardedWeight], group: Any) -> Any:
             remedy="quantize the weights of each group by themselves, or pass a group that contains them all",
         )
     return next(iter(groups.values()), None)
-
-
-def make_jobs(weights: Sequence[ShardedWeight]) -> list[ShardJob]:
-    """What the quantizers are told."""
-    jobs = []
-    for w in weights:
-        output = shard_output(w.storage, w.shape, w.start_offset, w.shard.numel(), w.out, w.what)
-        jobs.append(ShardJob(w.quantizer, w.shard, w.shape, w.dtype, w.start_offset, output))
-    if any(weight.out is not None for weight in weights):
-        check_places(jobs)
-    return jobs

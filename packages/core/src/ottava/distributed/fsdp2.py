@@ -19,7 +19,7 @@ import torch
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
-# What is raised where the objects are others.
+# What a version of torch with other names raises.
 _OTHERWISE = (AttributeError, ImportError, TypeError)
 # Module that owns a parameter -> the group of parameters that FSDP gathers it with, and the state that has the group.
 _groups: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
@@ -70,7 +70,7 @@ def sharded_modules() -> list[torch.nn.Module]:
         return known
     from torch.distributed.fsdp import FSDPModule
 
-    # By their types: isinstance() would run what objects of others say of their class.
+    # Types are asked, because isinstance() would run the __class__ property of every object of the process.
     return [found for found in gc.get_objects() if issubclass(type(found), FSDPModule)]
 
 
@@ -119,7 +119,7 @@ def resharded_to_fewer(module: Any) -> bool:
     return False
 
 
-# What was found at the first gather: FSDP makes the memory for all gathers then.
+# The answer of the first gather holds for good, because FSDP allocates the memory of all gathers then.
 _resharded: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ottava.distributed.fsdp2 import gathered_together
+from ottava.distributed.fsdp2 import GatheredParameter, gathered_together
 from ottava.distributed.hooks import GatherPlan, check_shard, post_all_gather, pre_all_gather
 from ottava.distributed.rules import ShardBatches, rule_of
 from ottava.distributed.shards import ShardJob, shard_output
@@ -30,16 +30,6 @@ class HighPrecisionPlan:
     """A gather of the values themselves: the shape of the whole."""
 
     size: torch.Size
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One parameter that is gathered: its shard in high precision, and the size of the whole."""
-
-    values: torch.Tensor
-    size: torch.Size
-    module: Any
-    dtype: torch.dtype
 
 
 # Module that owns a parameter -> its shard as it was quantized together with those of its group, and the version of the
@@ -74,14 +64,8 @@ def gather_inputs(
         if missing:
             values = torch.nn.functional.pad(values, [0, 0] * (values.dim() - 1) + [0, missing])
         return (values.contiguous(),), HighPrecisionPlan(size)
-    shards = [_Shard(values, size, module, dtype)]
-    for other in gathered_together(module):
-        local: Any = other.shard
-        owner = other.module
-        if owner is not module and hasattr(local, "high_precision"):
-            own = mp_policy.param_dtype or local.dtype
-            shards.append(_Shard(local.high_precision(), other.size, owner, own))
-    _quantize_together(shards, group, world)
+    together = [p for p in gathered_together(module) if p.module is not module and hasattr(p.shard, "high_precision")]
+    _quantize_together([GatheredParameter(weight, size, module), *together], mp_policy.param_dtype, group, world)
     return pre_all_gather(_quantized.pop(module)[2], mesh, size, module)
 
 
@@ -104,7 +88,7 @@ def gathered_weight(
     if isinstance(plan, GatherPlan):
         whole = post_all_gather(plan, outputs, dtype, out)  # type: ignore[arg-type]
         return whole
-    # FSDP keeps the memory of the outputs, and fills it again: a view of it is the weight for good.
+    # FSDP fills the same memory at every gather, so that one view of it stays the weight.
     return None if out is not None else (outputs[0][: plan.size[0]].view(plan.size), ())
 
 
@@ -132,53 +116,55 @@ def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bo
         return False
     if size[0] % world == 0:
         return True
-    # FSDP pads uneven shards, and takes only what has their shape.
+    # FSDP pads uneven shards, and gathers only inner tensors that have the shard's shape.
     shape = (1, *size[1:])
     example = quantizer.with_usage(True, True).make_empty(shape, dtype=torch.float32)
     sent = [getattr(example, inner.attribute) for inner in example.inner_tensors if inner.gather]
     return all(tensor is None or tuple(tensor.shape) == shape for tensor in sent)
 
 
-def _quantize_together(shards: Sequence[_Shard], group: Any, world: int) -> None:
+def _quantize_together(
+    parameters: Sequence[GatheredParameter], param_dtype: torch.dtype | None, group: Any, world: int
+) -> None:
     """Quantize the shards of parameters that are gathered together, with one all-reduce for all that need any."""
     jobs: list[ShardJob] = []
-    reducing: list[_Shard] = []
-    made: list[tuple[_Shard, QuantizedTensor]] = []
-    for shard in shards:
-        quantizer = _quantizer_of(shard.module).with_usage(True, True)
-        if not _gathers_quantized(quantizer, shard.size, world):
+    reducing: list[GatheredParameter] = []
+    made: dict[torch.nn.Module, tuple[int, torch.dtype, QuantizedTensor]] = {}
+    for parameter in parameters:
+        weight: Any = parameter.shard
+        values, dtype, size = weight.high_precision(), param_dtype or weight.dtype, parameter.size
+        quantizer = _quantizer_of(parameter.module).with_usage(True, True)
+        if not _gathers_quantized(quantizer, size, world):
             continue
+        local: Any
         if rule_of(quantizer).independent_rows(quantizer) is not None:
-            made.append((shard, quantizer.quantize_impl(shard.values.to(shard.dtype), shard.dtype)))  # type: ignore[arg-type]
-            continue
-        row = math.prod(shard.size[1:])
-        start = min(dist.get_rank(group) * math.ceil(shard.size[0] / world), shard.size[0]) * row
-        local: Any = quantizer.make_empty(shard.values.shape, dtype=shard.dtype, device=shard.values.device)
-        output = shard_output(local, shard.size, start, shard.values.numel(), None, "a sharded weight")
-        flat = shard.values.reshape(-1)
-        jobs.append(ShardJob(quantizer, flat, tuple(shard.size), shard.dtype, start, output))
-        reducing.append(shard)
-        made.append((shard, local))
-    batches = ShardBatches.of(jobs)
-    batches.cast(_shared_amaxes(reducing, batches, group))
-    for shard, local in made:
+            local = quantizer.quantize_impl(values.to(dtype), dtype)
+        else:
+            start = min(dist.get_rank(group) * math.ceil(size[0] / world), size[0]) * math.prod(size[1:])
+            local = quantizer.make_empty(values.shape, dtype=dtype, device=values.device)
+            output = shard_output(local, size, start, values.numel(), "a sharded weight")
+            jobs.append(ShardJob(quantizer, values.reshape(-1), tuple(size), dtype, start, output))
+            reducing.append(parameter)
         if not isinstance(local, QuantizedTensor):
             raise UsageError(
-                f"the quantizer of a {type(shard.module).__name__} gives a {type(local).__name__}",
+                f"the quantizer of a {type(parameter.module).__name__} gives a {type(local).__name__}",
                 expected="a QuantizedTensor, which can be a parameter",
             )
         local._shard_group = group.group_name
-        _quantized[shard.module] = (version_of(shard.values), shard.dtype, local)
+        made[parameter.module] = (version_of(values), dtype, local)
+    batches = ShardBatches.of(jobs)
+    batches.cast(_shared_amaxes(reducing, batches, group))
+    _quantized.update(made)
 
 
-def _shared_amaxes(shards: Sequence[_Shard], batches: ShardBatches, group: Any) -> list[torch.Tensor]:
+def _shared_amaxes(parameters: Sequence[GatheredParameter], batches: ShardBatches, group: Any) -> list[torch.Tensor]:
     """The amaxes of the whole weights. A backward pass has those of the forward pass: the values are the same."""
-    if not shards:
+    if not parameters:
         return []
-    versions = [version_of(shard.values) for shard in shards]
-    known = _amaxes.get(shards[0].module)
+    versions = [version_of(parameter.shard.high_precision()) for parameter in parameters]  # type: ignore[attr-defined]
+    known = _amaxes.get(parameters[0].module)
     if graph_task_id() != -1 and known is not None and known[0] == versions:
         return known[1]
     reduced = batches.amaxes(group)
-    _amaxes[shards[0].module] = (versions, reduced)
+    _amaxes[parameters[0].module] = (versions, reduced)
     return reduced

@@ -83,7 +83,7 @@ class HighPrecisionWeight(torch.Tensor):
         plain = value._plain if isinstance(value, HighPrecisionWeight) else value.detach()
         if plain.shape != self.shape:
             raise ShapeError(f"new data has shape {tuple(plain.shape)}", expected=str(tuple(self.shape)))
-        # What torch itself keeps of this tensor, its dtype and device, follows only this way.
+        # Only torch's own setter changes the dtype and device that torch keeps of this tensor.
         torch.Tensor.data.__set__(self, HighPrecisionWeight(plain))  # type: ignore[attr-defined]
         self._plain = plain
 
@@ -102,7 +102,7 @@ class HighPrecisionWeight(torch.Tensor):
         if func in _KEEPS_CLASS:
             return tree_map(lambda r: cls(r) if isinstance(r, torch.Tensor) else r, result)
         if args and isinstance(args[0], cls) and result is args[0]._plain:
-            # An in-place op gives its argument back.
+            # An in-place op returns its argument, so the wrapper is returned for it.
             return args[0]
         return result
 

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from ottava.collectives import all_reduce_max
 from ottava.distributed.fsdp2 import drop_flat_copies, gathered_together, resharded_after_forward, resharded_to_fewer
 from ottava.distributed.rules import rule_of
+from ottava.distributed.shards import check_blocks
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.storage import StorageSpec
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import graph_task_id
 
@@ -92,13 +93,13 @@ def pre_all_gather(
     gathered = _to_gather(tensor, module)
     _check_rows(tensor, size, world)
     # With one rank nothing is gathered: FSDP copies the first input, and no other.
-    sent = gathered if world > 1 else gathered[:1]
+    sent = gathered if world > 1 else dict(list(gathered.items())[:1])
     inputs, coming = [], []
-    for inner in sent:
+    for inner, count in sent.items():
         data: torch.Tensor = getattr(tensor, inner.attribute)
         if inner.block_rows is None and data.shape[0] != rows:
             data = torch.nn.functional.pad(data, [0, 0] * (data.dim() - 1) + [0, rows - data.shape[0]])
-        missing = _sent_length(tensor, inner, gathered) - data.numel() if world > 1 else 0
+        missing = count - data.numel() if world > 1 else 0
         coming.append(GatheredInner(inner, data.shape, missing > 0))
         if missing > 0:
             data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
@@ -133,7 +134,7 @@ def post_all_gather(
     arguments |= {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
     build: Any = plan.spec.cls
     built: QuantizedTensor = build(**arguments)
-    # What derives from bytes that are given up again is made where it is needed.
+    # FSDP frees the gathered bytes after the pass, so that a transpose is made only where it is read.
     built.rebuilds_derived = False
     return built, ()
 
@@ -143,76 +144,51 @@ def _whole(gathered: GatheredInner, output: torch.Tensor, plan: GatherPlan) -> t
     if gathered.padded:
         # Each rank sent its shard as one row, with the padding at its end.
         output = output[:, : gathered.shape.numel()].reshape(-1, *gathered.shape[1:])
-    # Rows of padding lie at the end: ranks before the last non-empty one are full.
+    # Only the last rank that has rows is padded, so that all padding lies at the end.
     return output[: plan.size[0]] if gathered.inner.block_rows is None else output
 
 
-def _candidates(tensor: QuantizedTensorStorage) -> tuple[InnerTensor, ...]:
-    return tuple(i for i in tensor.inner_tensors if i.gather and getattr(tensor, i.attribute) is not None)
-
-
-def _to_gather(tensor: QuantizedTensor, module: Any) -> tuple[InnerTensor, ...]:
-    """What this gather is for: rows in a forward pass, columns in a backward pass, or both at once."""
-    candidates = _candidates(tensor)
-    if not candidates:
+def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
+    """What this gather is for: rows in a forward pass, columns in a backward pass, or both; and how many elements of
+    each are sent, since FSDP allocates once for what the two passes gather in turns.
+    """
+    held = {i: getattr(tensor, i.attribute) for i in tensor.inner_tensors if i.gather}
+    both = {inner: int(data.numel()) for inner, data in held.items() if data is not None}
+    if not both:
         raise UsageError(
             f"{type(tensor).__name__} holds no inner tensor that can be gathered",
             expected="one declared with gather=True",
             remedy="keep the rowwise usage of sharded weights",
         )
-    rowwise = tuple(i for i in candidates if i.usage != "columnwise")
-    columnwise = tuple(i for i in candidates if i.usage != "rowwise")
-    if not any(i.usage == "columnwise" for i in columnwise) or not any(i.usage == "rowwise" for i in rowwise):
-        return candidates
+    if not {"rowwise", "columnwise"} <= {inner.usage for inner in both}:
+        return both
+    rowwise = {inner: count for inner, count in both.items() if inner.usage != "columnwise"}
     if tensor.rowwise_serves_columnwise:
         return rowwise
-    # FSDP makes the memory once: what is gathered in turns has to be alike.
-    kinds = [[getattr(tensor, i.attribute).dtype for i in side] for side in (rowwise, columnwise)]
-    if kinds[0] != kinds[1]:
-        return candidates
-    if getattr(module, "recomputes", False) or not resharded_after_forward(module):
-        return candidates
-    return rowwise if graph_task_id() == -1 else columnwise
-
-
-def _sent_length(tensor: QuantizedTensor, inner: InnerTensor, gathered: Sequence[InnerTensor]) -> int:
-    """Elements to send of ``inner``: FSDP allocates once for what forward and backward gather in turns."""
-    own = int(getattr(tensor, inner.attribute).numel())
-    same, other = (
-        [i for i in _candidates(tensor) if i.usage == usage]
-        for usage in (inner.usage, "columnwise" if inner.usage == "rowwise" else "rowwise")
-    )
-    if inner.usage == "both" or len(same) != len(other) or set(other) & set(gathered):
-        return own
-    return max(own, int(getattr(tensor, other[same.index(inner)].attribute).numel()))
+    columnwise = {inner: count for inner, count in both.items() if inner.usage != "rowwise"}
+    # FSDP allocates once, so that what is gathered in turns must have the same dtypes.
+    alike = [held[inner].dtype for inner in rowwise] == [held[inner].dtype for inner in columnwise]
+    if not alike or getattr(module, "recomputes", False) or not resharded_after_forward(module):
+        return both
+    lengths = map(max, rowwise.values(), columnwise.values())
+    return dict(zip(rowwise if graph_task_id() == -1 else columnwise, lengths, strict=True))
 
 
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the first."""
-    matrix_rows = math.ceil(size[0] / world) * math.prod(size[1:-1])
-    for inner in tensor.inner_tensors if world > 1 else ():
-        value, blocks = getattr(tensor, inner.attribute), inner.block_rows
-        if not inner.gather or (value is None and not tensor.rowwise_serves_columnwise):
-            continue
-        if blocks is not None and len(size) < 2:
-            raise ShapeError(
-                f"a vector is sharded over {world} ranks, and is one row of the blocks of {inner.argument!r}",
-                expected="a weight with rows and columns",
-                remedy="keep it in high precision",
-            )
+    if world == 1:
+        return
+    values = {inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather}
+    coming = {i: value for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise}
+    for inner, value in coming.items() if size[0] % world else ():
         # FSDP asks for the padded size of the parameter itself.
-        if size[0] % world and (blocks or (value is not None and value.shape[1:] != tensor.shape[1:])):
+        if inner.block_rows or (value is not None and value.shape[1:] != tensor.shape[1:]):
             raise ShapeError(
                 f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size",
                 expected=f"a number of rows that {world} divides",
             )
-        if blocks is not None and matrix_rows % blocks:
-            raise ShapeError(
-                f"a {type(tensor).__name__} with {size[0]} rows on {world} ranks has {matrix_rows} on each, which cut "
-                f"the blocks of {inner.argument!r}",
-                expected=f"a multiple of {blocks} on each",
-                remedy="shard over fewer ranks, or keep this weight in high precision: it is quantized when it is used",
-            )
+    # Those of the first rank, so that all ranks say the same.
+    check_blocks(coming, size, range(math.ceil(size[0] / world)), f"a shard of a {type(tensor).__name__}")
 
 
 # Module -> the name of the group whose ranks have compared the scales of its weight.
@@ -224,11 +200,12 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
 
     One all-reduce serves all parameters that are gathered together.
     """
-    # The name, not the group: a tensor must not keep a group alive that was destroyed.
+    # The name is kept, not the group, because a tensor must not keep a destroyed group alive.
     if tensor._shard_group == group.group_name:
         return
     if isinstance(module, torch.nn.Module) and _agreed.get(module) == group.group_name:
-        # One rank may have a new tensor where others have not: FSDP pads the last shard again after it was loaded.
+        # FSDP pads the last shard again after a load, so that one rank may have a new tensor where the others have not:
+        # a comparison here would wait for them forever.
         _share(tensor, group)
         return
     parameters = {id(p.shard): p for p in gathered_together(module)}
@@ -278,5 +255,6 @@ def _share(shard: QuantizedTensor, group: Any) -> None:
     if quantizer is not None:
         shard.update_quantizer(quantizer.for_shards(group.group_name))
     shard._shard_group = group.group_name
-    # An uneven shard is a view of a padded one, whose padding is zeros, the same at any scale: it is on its own.
+    # FSDP pads an uneven shard, so that it is a view. The padding is zeros, the same at any scale, so that the view may
+    # take a scale of its own.
     shard._whole = None

@@ -106,7 +106,7 @@ class PerTensorBatch(ShardBatch):
         self._data = [job.output.data[0] for job in jobs]
         holders: list[Any] = [job.output.holder for job in jobs]
         self._scale_invs = [holder._scale_inv for holder in holders]
-        # After a call that raised nothing the same arguments are not looked at again.
+        # The arguments stay the same, so that they are checked in the first call only.
         self._seen, self._cast = False, False
 
     def amaxes(self) -> torch.Tensor:
@@ -183,7 +183,7 @@ class GatheredBatch:
         """This rank's shards as bytes: where each begins and how many elements it has, then all of them."""
         places = [number for job in self.jobs for number in (job.start_offset, job.shard.numel())]
         sent = [torch.tensor(places, device=self.jobs[0].shard.device), *(job.rounded() for job in self.jobs)]
-        # Of one element, contiguous() keeps strides that no view as bytes takes.
+        # Cloned, because contiguous() leaves a tensor of one element with strides that a view as bytes refuses.
         return torch.cat([v.clone(memory_format=torch.contiguous_format).view(torch.uint8) for v in sent])
 
     def cast(self, ranks: Sequence[torch.Tensor]) -> None:
@@ -194,7 +194,7 @@ class GatheredBatch:
             places = sent[:at].view(torch.int64).tolist()
             for whole, start, count in zip(wholes, places[::2], places[1::2], strict=True):
                 end = at + count * whole.element_size()
-                # Copied, since bytes need not lie where a wider dtype may begin.
+                # Copied, because the bytes may begin at an address that is not aligned for a wider dtype.
                 whole[start : start + count] = sent[at:end].clone().view(whole.dtype)
                 at = end
         for job, whole in zip(self.jobs, wholes, strict=True):
@@ -232,7 +232,7 @@ class ShardBatches:
             self.cast(self.amaxes(group))
             self.gathered.cast([sent])
             return
-        # How much a rank sends is known to it alone: the largest count travels with the amaxes.
+        # Ranks send different amounts, so that the largest is found first, in the all-reduce of the amaxes.
         unit = self.gathered.UNIT
         units = torch.full((1,), float(math.ceil(sent.numel() / unit)), device=sent.device)
         *amaxes, units = self.amaxes(group, units)
@@ -269,9 +269,9 @@ def requantize(written: Sequence[tuple[Any, torch.Tensor]]) -> None:
         usages = target.get_usages()
         quantizer = quantizer.with_usage(usages["rowwise"], usages["columnwise"])
         options = tuple(getattr(quantizer, name) for name in rule.options)
-        # Its scale follows from one amax: as far as that goes, the shard may stand for the whole.
+        # One amax gives the scale, so that the shard can be treated as a whole weight.
         shape, flat = tuple(target.shape), values.detach().reshape(-1)
-        output = shard_output(target, shape, 0, flat.numel(), None, "a shard")
+        output = shard_output(target, shape, 0, flat.numel(), "a shard")
         job = ShardJob(quantizer, flat, shape, values.dtype, 0, output)
         together.setdefault((group, type(quantizer), options), []).append(job)
     for (group, *_), jobs in together.items():

@@ -6,9 +6,8 @@ A shard is a range of the flattened weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -99,52 +98,28 @@ class ShardJob:
 
 
 def shard_output(
-    weight: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, out: Any, what: str
+    holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, what: str
 ) -> ShardOutput:
     """Where a shard of ``count`` elements from ``start_offset`` on of a weight of ``shape`` goes.
 
     Args:
-        weight: the whole weight, or the tensor that is this rank's shard of it.
-        out: None to write into ``weight``; another tensor that is the shard, or its bytes: one uint8 tensor for each of
-            ``weight.raw_inner()``, with ``count`` elements.
+        holder: the whole weight, or the tensor that is this rank's shard of it.
 
     Raises:
         ShapeError, UsageError: the shard does not fit.
     """
-    holder = out if isinstance(out, QuantizedTensorStorage) else weight
-    raw = holder.raw_inner()
-    if isinstance(out, QuantizedTensorStorage) or out is None:
-        tensors = [getattr(holder, inner.attribute) for inner in raw]
-        if not all(tensor.is_contiguous() and tensor.shape == holder.shape for tensor in tensors):
-            raise UsageError(
-                f"the bytes of {what} are not in the order of its elements",
-                expected="contiguous data that is not transposed",
-                remedy="keep the rowwise usage of weights that are cast from shards",
-            )
-        tensors = [tensor.view(-1) for tensor in tensors]
-    else:
-        given = list(out) if isinstance(out, (list, tuple)) else [out]
-        # One tensor of bytes serves a weight with data for each usage, if the other usage's is in the weight itself.
-        if len(given) != len(raw):
-            raise ShapeError(
-                f"{what} has {len(given)} tensors of bytes",
-                expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}",
-            )
-        tensors = [_bytes(tensor, what) for tensor in given]
-        for tensor in tensors:
-            if tensor.numel() != count:
-                raise ShapeError(f"{what} has {tensor.numel()} bytes", expected=f"{count}, as its master weight")
-        return ShardOutput(holder, tuple(tensors), range(shape[0] if shape else 1))
+    tensors = [getattr(holder, inner.attribute) for inner in holder.raw_inner()]
+    if not all(tensor.is_contiguous() and tensor.shape == holder.shape for tensor in tensors):
+        raise UsageError(
+            f"the bytes of {what} are not in the order of its elements",
+            expected="contiguous data that is not transposed",
+            remedy="keep the rowwise usage of weights that are cast from shards",
+        )
+    tensors = [tensor.view(-1) for tensor in tensors]
     if tuple(holder.size()) == tuple(shape):
         own = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
         return ShardOutput(holder, own, range(shape[0] if shape else 1))
     return ShardOutput(holder, tuple(tensors), _rows(holder, shape, start_offset, count, what))
-
-
-def _bytes(tensor: Any, what: str) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor) or tensor.element_size() != 1 or not tensor.is_contiguous():
-        raise UsageError(f"{what} is no contiguous tensor of bytes", expected="torch.uint8 or an 8-bit float dtype")
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _rows(holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, what: str) -> range:
@@ -157,20 +132,31 @@ def _rows(holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: in
             expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has",
         )
     rows = range(start_offset // row if row else 0, (start_offset // row if row else 0) + own[0])
-    leading = math.prod(shape[1:-1])
-    for inner in holder.inner_tensors:
-        if inner.block_rows is not None and len(shape) < 2:
+    if count:
+        check_blocks(holder.inner_tensors, shape, rows, what)
+    return rows
+
+
+def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows: range, what: str) -> None:
+    """Refuse rows of a weight of ``size`` that cut blocks of those inner tensors that are gathered.
+
+    Raises:
+        ShapeError: they do, or the weight is a vector, which is one row of blocks.
+    """
+    leading, remedy = math.prod(size[1:-1]), "shard over fewer ranks, or keep the weight whole or in high precision"
+    for inner in inner_tensors:
+        if inner.block_rows is None or not inner.gather:
+            continue
+        if len(size) < 2:
             raise ShapeError(
                 f"{what} is a shard of a vector, which is one row of the blocks of {inner.argument!r}",
                 expected="a weight with rows and columns",
-                remedy="keep the weight whole and cast the shard into its bytes",
+                remedy=remedy,
             )
-        blocks = inner.block_rows or 1
-        inside = rows.stop < shape[0] and rows.stop * leading % blocks
-        if inner.gather and count and (rows.start * leading % blocks or inside):
+        inside = rows.stop < size[0] and rows.stop * leading % inner.block_rows
+        if rows.start * leading % inner.block_rows or inside:
             raise ShapeError(
-                f"{what} has rows {rows.start} to {rows.stop}, which cut the blocks of {inner.argument!r}",
-                expected=f"multiples of {blocks}",
-                remedy="shard over fewer ranks, or keep the weight whole and cast the shard into its bytes",
+                f"{what} has rows {rows.start} to {rows.stop} of {size[0]}, which cut the blocks of {inner.argument!r}",
+                expected=f"multiples of {inner.block_rows}",
+                remedy=remedy,
             )
-    return rows

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ottava.distributed.batch import check_batch, default_group, make_jobs
+from ottava.distributed.batch import check_batch, default_group
 from ottava.distributed.rules import ShardBatches
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import QuantizedTensorStorage, Quantizer
@@ -117,21 +117,18 @@ class MasterWeights:
     def _look(self) -> None:
         with torch.no_grad():
             weights = check_batch(*self._given)
-            for weight in weights:
-                if weight.storage is not weight.weight:
-                    # An uneven shard is a view of a padded one, whose padding is zeros at any scale: it is on its own.
-                    weight.storage._whole = None
             self._group = default_group(weights, self._group_given)
-            jobs = make_jobs(weights)
-            self._batches = ShardBatches.of(jobs)
-        self._holders = list(
-            {id(h): h for w, j in zip(weights, jobs, strict=True) for h in (w.storage, j.output.holder)}.values()
-        )
+            for weight in weights:
+                # FSDP pads an uneven shard, so that it is a view. The padding is zeros, the same at any scale, so that
+                # the view may take a scale of its own.
+                weight.storage._whole = None
+            self._batches = ShardBatches.of([weight.job for weight in weights])
+        self._holders = list({id(h): h for w in weights for h in (w.storage, w.job.output.holder)}.values())
         self._watched = [
             (h, inner.attribute) for h in self._holders for inner in h.inner_tensors if not h.is_derived(inner)
         ]
         self._masters = [local_tensor(m) for m in self._given[1] if m is not None]
-        # Of another a shard is a copy.
+        # A shard of a master that is not contiguous is a copy, which has to be made anew each time.
         self._keeps = all(master.is_contiguous() for master in self._masters)
         self._seen = self._addresses()
 

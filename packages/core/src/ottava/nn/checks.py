@@ -10,7 +10,7 @@ from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.torch_private import any_autocast_enabled
 
-# Asked once, for the types of devices that layers run on: the compiler of torch 2.11 cannot trace the question.
+# Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
 _WITH_AUTOCAST = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind)
 )
@@ -18,7 +18,7 @@ _WITH_AUTOCAST = frozenset(
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     """What torch.autocast computes in where ``tensor`` is; None outside of it."""
-    # One cheap question first; compiled code asks the others only.
+    # In eager mode this one cheap question answers for every device; compiled code cannot ask it.
     if not torch.compiler.is_compiling() and not any_autocast_enabled():
         return None
     device_type = tensor.device.type

@@ -78,7 +78,7 @@ def _matcher(names: list[str], given: Filter | None, what: str) -> tuple[Predica
             )
 
     def matches(name: str, module: torch.nn.Module) -> bool:
-        # A pattern that names a container speaks of all that is in it.
+        # A pattern that matches a container matches all modules in it.
         parts = name.split(".")
         paths = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return any(fnmatchcase(path, pattern) for path in paths for pattern in patterns)
@@ -155,7 +155,7 @@ def convert(
         else:
             decisions.append(Decision(name, False, reason))
 
-    # All states before the first change: a quantizer factory may raise.
+    # All states are made before the first change, because a quantizer factory may raise.
     states = {key: replacement._make_state(chosen, None) for key, replacement in replacements.items()}
     for key, replacement in replacements.items():
         replacement._bind_prepared(chosen, states[key])
@@ -165,7 +165,7 @@ def convert(
                 parent._modules[child_name] = replacements[id(child)]
     result: Any = replacements.get(id(model), model)
     if any(state.stateful for state in states.values()) and enter_module not in result._forward_pre_hooks.values():
-        # Its forward pass is a region, in which all layers begin a step together.
+        # The model's forward pass becomes a region, so that all its layers begin a step together.
         result.register_forward_pre_hook(enter_module, prepend=True)
         result.register_forward_hook(leave_module, always_call=True)
         _keep_from_broadcast(result)

@@ -50,7 +50,7 @@ def quantized_linear(
     elif plan.grad_enabled:
         result = _apply(x, weight, bias, kept_weight, plan)
     else:
-        # No backward follows.
+        # No backward pass follows, so that nothing is saved.
         result = _product(x, weight, bias, kept_weight, plan, False, False)[0]
     return result
 
@@ -74,7 +74,7 @@ def _product(
         qw = quantizer.quantize(weight, dtype=dtype)
     y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
     if x.dim() != 2 or torch.compiler.is_compiling() or is_view(y):
-        # Not a view: the output may be modified in place (by an activation, say).
+        # The output must not be a view, because an activation, say, may modify it in place.
         y = unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
     return y, qx, qw
 
@@ -108,7 +108,7 @@ class LinearFunction(torch.autograd.Function):
             w_tensors, w_spec = _NOTHING
         else:
             w_tensors, w_spec = qw.flatten_columnwise() if kept_weight is None else qw.flatten_storage()
-        # A weight whose only form is quantized is saved as the parameter that it is.
+        # An FP8-primary weight is saved as the parameter itself, so that autograd notices a write to it.
         ctx.save_for_backward(*x_tensors, *w_tensors, weight if x_needs and primary else None)
         ctx.specs = x_spec, w_spec
         ctx.plan = plan
@@ -119,7 +119,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        # Where no second derivative is asked for there is none to refuse.
+        # once_differentiable costs time, and is needed only where a second derivative could be asked for.
         return (_once if torch.is_grad_enabled() else _gradients)(ctx, *grads)
 
 
@@ -131,7 +131,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     tensors = ctx.saved_tensors
     qx, qw = rebuild_saved(tensors, ctx.specs)
-    # The last one is a weight whose only form is quantized.
+    # The last saved tensor is the FP8-primary weight, if the layer has one.
     qw = tensors[-1] if qw is None else qw
     dx = dw = db = None
     dy2 = as_matrix(dy)
@@ -147,7 +147,8 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         elif qx is not None:
             dw = _as(gemm(qdy, qx, "wgrad", out_dtype=plan.dtype), w_dtype)
     if b_dtype is not None and ctx.needs_input_grad[2]:
-        # On a GPU a sum is one of float32 whatever its dtype, and rounded once, while 32 bits count its bytes.
+        # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
+        # float32 sum has to be asked for.
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
         db = _as(dy2.sum(0) if narrow else dy2.sum(0, dtype=torch.float32), b_dtype)
     return dx, dw, db, None, None
@@ -158,5 +159,5 @@ def _as(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 _once = once_differentiable(_gradients)
-# What LinearFunction.apply calls when it has found no transform, which takes it two microseconds.
+# Function.apply takes two microseconds to find that no transform is active; this is what it calls then.
 _apply: Any = super(torch.autograd.Function, LinearFunction).apply

@@ -14,7 +14,7 @@ from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import forward_ad, tracing, transforms
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-# Up to so many rows torch's bfloat16 loops are the faster ones: measured with AVX2 and weights of 1024 rows.
+# Up to this number of rows torch's own bfloat16 loops are faster (measured with AVX2 and weights of 1024 rows).
 _FEW_ROWS = 4
 
 
@@ -35,7 +35,7 @@ def high_precision_linear(
     given = [tensor for tensor in (x, weight, bias) if tensor is not None]
     if autocast_dtype is None:
         if not all(tensor.dtype is dtype for tensor in given):
-            # torch says what is wrong.
+            # F.linear raises the error that users of torch know.
             return F.linear(x, weight, bias)
         return _linear(x, weight, bias, wide)
     if not all(tensor.dtype in HIGH_PRECISION for tensor in given):
@@ -52,10 +52,10 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wi
         result: torch.Tensor = _Linear.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
         return result
     if not torch.is_grad_enabled():
-        # One row or a few: the whole weight would be converted for a product that reads it once.
+        # Converting the whole weight costs more than a product of a few rows, which reads it once.
         few = x.numel() <= _FEW_ROWS * x.shape[-1] if x.dim() else False
         return F.linear(x, weight, bias) if few else _product(x, weight, bias, wide)
-    # Transforms, tracing and subclasses take the product apart.
+    # Transforms, tracing and subclasses need operations that they can take apart, not an autograd function.
     apart = transforms() is not None or tracing() is not None
     apart = apart or forward_ad._current_level >= 0 or not {type(x), type(weight)} <= _PLAIN_TYPES
     if apart:
@@ -66,8 +66,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wi
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        # By one operator that widens inside: of conversions in the graph a compiler would keep the float32 results for
-        # the backward pass.
+        # One operator widens inside, because a compiler would save the float32 results of separate conversions for the
+        # backward pass.
         made = _narrow(as_matrix(x), weight.t(), bias)
         return made.view(*x.shape[:-1], weight.shape[0])
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        # Of differentiable operations, so that second derivatives exist.
+        # Only differentiable operations are used, so that second derivatives exist.
         (dy,) = grads
         x, weight = ctx.saved_tensors
         dx = dw = None

@@ -54,7 +54,7 @@ class Linear(torch.nn.Linear):
     """
 
     name: str
-    # The recipe state in use and the group it was made for; rebuilt when the region asks for another.
+    # The state in use; it is made again when a region asks for another recipe or group.
     _state: RecipeState | None = None
     _recipe: Recipe | None = None
     _quantized_weight: QuantizedTensorStorage | None = None
@@ -66,7 +66,7 @@ class Linear(torch.nn.Linear):
     _has_run: bool = False
     # Whether the state has seen the operands of that forward.
     _recorded: bool = False
-    # What a checkpoint held for a recipe that a region has yet to bring.
+    # The state that a checkpoint held, until a region brings the recipe that it belongs to.
     _loaded_state: dict[str, Any] | None = None
     #: Whether the gradient of the weight goes to ``weight.main_grad``.
     fuse_wgrad_accumulation: bool = False
@@ -120,14 +120,15 @@ class Linear(torch.nn.Linear):
         if kept is not None and recipe is not None and kept.serves(recipe, None):
             state = kept
         elif state is not None and not state.stateful:
-            # Another recipe for good. (Without one, the state waits for a region that brings its recipe.)
+            # The layer has another recipe for good, and the old state goes. (Bound to none, it keeps the state for
+            # a region that brings its recipe.)
             self._modules.pop("recipe_state", None)
         self._set_state(state)
 
     def _make_state(self, recipe: Recipe, group: Any) -> RecipeState:
         roles = [QuantizerRole("linear", tensor_type, self.name) for tensor_type in _TENSOR_TYPES]
         state = layer_state(recipe, roles, amax_reduction_group=group)
-        # Its buffers lie where the weight does.
+        # The state's buffers follow the weight's device, because the kernels read both in one call.
         return state.to(self.weight.device) if isinstance(state, torch.nn.Module) else state
 
     def _set_state(self, state: RecipeState | None) -> None:
@@ -179,7 +180,8 @@ class Linear(torch.nn.Linear):
         """Recipe (None for high precision), reduction group and whether to calibrate."""
         region, task = current_region(), _backward_task()
         if task != -1 and (region is None or region.module is not None or region.graph_task != task):
-            # A recomputation: whatever surrounds backward() now, it repeats the forward pass.
+            # Activation checkpointing recomputes in the backward pass: whatever region surrounds backward() now, the
+            # recipe is that of the forward pass.
             return (self._last_recipe if self._has_run else self._recipe), self._last_group, False
         if region is None:
             return self._recipe, None, False
@@ -193,7 +195,7 @@ class Linear(torch.nn.Linear):
         if torch.compiler.is_compiling() or graph_task_id() != -1:
             return
         if self._has_run and self._last_recipe is recipe and self._last_group is group:
-            # Setting attributes of a module takes long.
+            # Attributes are set only when they change, because nn.Module makes setting them slow.
             return
         if self.training or torch.is_grad_enabled():
             self._last_recipe, self._last_group, self._has_run = recipe, group, True
@@ -216,7 +218,7 @@ class Linear(torch.nn.Linear):
         self._remember(None if calibrating else recipe, group)
         if recipe is None:
             return self._high_precision(input)
-        # Looked up once: a module looks for its parameters in several places.
+        # Looked up once, because nn.Module searches several places for a parameter.
         weight = self.weight
         amp_dtype = autocast_dtype(weight)
         dtype = checked_dtype(self, input, weight, amp_dtype)
@@ -258,12 +260,12 @@ class Linear(torch.nn.Linear):
             enters_first(self)
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
-                # Now, since the forward pass comes after the gather: the step may begin with it.
+                # The gather comes before the forward pass, so that a step may begin with it.
                 self._take_part(state, region.amax_reduction_group, self.weight)
         return state.gather_quantizer()
 
     def own_shard(self, shard: QuantizedTensor) -> None:
-        """Give this rank's part of a weight the quantizer that :meth:`forward` would give the whole."""
+        """Give this rank's shard of a weight the quantizer that :meth:`forward` would give the whole."""
         if self._recipe is None:
             return
         quantizer = self._state_for(self._recipe, None).weight_quantizer(shard)
@@ -290,9 +292,9 @@ class Linear(torch.nn.Linear):
             if may_begin():
                 begin_step([state], group)
         elif region.cohort is not None and (region.calibrating or self._is_training()) and region.cohort.join(state):
-            # An evaluation moves no state: it may be that of one rank only.
+            # An evaluation moves no state, because one rank may evaluate alone.
             if state.has_run and not region.calibrating:
-                # It came with amaxes of a step before, after the others had begun this one.
+                # The state joined after the others had begun this step, and still holds amaxes of an earlier one.
                 begin_step([state], group)
         elif state.backward_ran and not torch.compiler.is_compiling() and may_begin():
             state.backward_ran = False
@@ -353,7 +355,7 @@ class Linear(torch.nn.Linear):
         return self._quantized_weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # ``.half()`` and its like dequantize; a module's weight keeps its data and changes its nominal dtype.
+        # ``.half()`` and its like would dequantize; a weight keeps its data and changes its nominal dtype instead.
         def keep_data(tensor: Any) -> Any:
             moved = fn(tensor)
             if not isinstance(tensor, QuantizedTensor) or isinstance(moved, QuantizedTensor):
@@ -394,9 +396,9 @@ class Linear(torch.nn.Linear):
         self._quantized_weight = None
         if self._recipe is not None or "recipe_state" in self._modules:
             return
-        # No recipe yet: the region that brings one finds its state here.
+        # The layer has no recipe yet; the region that brings one finds the loaded state here.
         own = f"{prefix}recipe_state."
-        # Copies: the caller's tensors may be those of a model that goes on training.
+        # Copied, because the caller's tensors may belong to a model that goes on training.
         loaded = {key.removeprefix(own): value.clone() for key, value in state_dict.items() if key.startswith(own)}
         if loaded:
             self._loaded_state = loaded
@@ -421,7 +423,7 @@ class Linear(torch.nn.Linear):
             destination[f"{prefix}recipe_state.{name}"] = value
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group belongs to its process.
+        # A process group cannot be pickled.
         return self.__dict__ | {"_last_group": None}
 
     def _label(self) -> str:

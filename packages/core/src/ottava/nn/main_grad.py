@@ -54,13 +54,13 @@ def into_main_grad(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tenso
 
 @dataclass(frozen=True)
 class _Target:
-    """Where gradients go, as something that autograd does not look into."""
+    """Holds ``main_grad`` so that autograd does not see it among the function's arguments."""
 
     main_grad: torch.Tensor
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The values of a weight."""
+    """The values of a weight, unchanged; in the backward pass its gradient goes to ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, target: _Target) -> torch.Tensor:
