@@ -6,14 +6,13 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ottava.collectives import check_group, find_group
 from ottava.distributed.rules import rule_of
-from ottava.distributed.shards import ShardJob, ShardOutput, shard_output
+from ottava.distributed.shards import ShardJob, ShardOutput, check_places, shard_output
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.tensors import QuantizedTensorStorage, Quantizer
@@ -61,7 +60,7 @@ def check_batch(
     ]
     _check_agreement(weights)
     if outs is not None:
-        check_places([weight.job for weight in weights])
+        check_places([data for weight in weights for data in weight.job.output.data])
     return weights
 
 
@@ -122,38 +121,32 @@ def _shard(master: Any, device: torch.device, what: str) -> torch.Tensor:
 def _offset(
     offset: Any, held: bool, offsets_given: bool, count: int, shape: Sequence[int], rows: range | None, what: str
 ) -> int:
-    """Where a shard starts; it must lie in the weight."""
-    numel = math.prod(shape)
+    """Where a shard starts; it must lie in the weight, or be the rows of it that are here."""
+    numel, row = math.prod(shape), math.prod(shape[1:])
     if offset is not None:
         if isinstance(offset, bool) or not hasattr(offset, "__index__"):
             raise OptionError(f"the start offset of {what} is {offset!r}", expected="an integer, or None for no shard")
         offset = operator.index(offset)
     if rows is not None:
-        row = math.prod(shape[1:])
-        own = rows.start * row
-        if held and count != len(rows) * row:
-            raise ShapeError(f"the master of {what} has {count} elements", expected=f"{len(rows) * row}, its rows here")
-        if offset is not None and held and count and offset != own:
-            raise OptionError(f"the start offset of {what} is {offset}", expected=f"{own}, or None: its shards say so")
-        return own
-    if not held:
-        if offset is not None and not 0 <= offset <= numel:
-            raise ShapeError(f"the start offset of {what} is {offset}", expected=f"0 to {numel}, or None for no shard")
-        return 0
-    if offset is None:
-        if offsets_given or count != numel:
-            raise OptionError(
-                f"{what} has a master of {count} elements and no start offset",
-                expected=f"the index of its first element among the {numel} of the weight",
-                remedy="pass start_offsets, with None only where the master is None",
+        if held and (count != len(rows) * row or (count and offset not in (None, rows.start * row))):
+            raise ShapeError(
+                f"the master of {what} has {count} elements" + ("" if offset is None else f" from {offset} on"),
+                expected=f"{len(rows) * row} from {rows.start * row} on, its rows here",
             )
-        return 0
-    if offset < 0 or offset + count > numel:
+        return rows.start * row
+    if held and offset is None and (offsets_given or count != numel):
+        raise OptionError(
+            f"{what} has a master of {count} elements and no start offset",
+            expected=f"the index of its first element among the {numel} of the weight",
+            remedy="pass start_offsets, with None only where the master is None",
+        )
+    start = 0 if offset is None else int(offset)
+    if not 0 <= start <= numel - count:
         raise ShapeError(
-            f"the master of {what} has {count} elements from {offset} on",
+            f"the master of {what} has {count} elements from {start} on",
             expected=f"a range inside the {numel} of the weight",
         )
-    return int(offset)
+    return start if held else 0
 
 
 def _rows_of(weight: Any, what: str) -> tuple[range, Any]:
@@ -259,19 +252,6 @@ def _output(
             raise ShapeError(f"the shard of {what} has {buffer.numel()} bytes", expected=f"{count}, as its master")
     data = tuple(buffer.view(-1).view(torch.uint8) for buffer in given)
     return ShardOutput(storage, data, range(shape[0] if shape else 1))
-
-
-def check_places(jobs: Sequence[ShardJob]) -> None:
-    """Refuse a batch in which two shards are to be written to the same bytes.
-
-    Raises:
-        ShapeError: two places overlap.
-    """
-    spans = sorted(
-        (data.data_ptr(), data.data_ptr() + data.numel()) for job in jobs for data in job.output.data if data.numel()
-    )
-    if any(end > start for (_, end), (start, _) in pairwise(spans)):
-        raise ShapeError("two shards would be written to the same bytes", expected="a place of its own for each")
 
 
 def default_group(weights: Sequence[ShardedWeight], group: Any) -> Any:

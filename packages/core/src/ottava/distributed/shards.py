@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -160,3 +161,17 @@ def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows
                 expected=f"multiples of {inner.block_rows}",
                 remedy=remedy,
             )
+
+
+def check_places(written: Iterable[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> None:
+    """Refuse contiguous tensors that are to be written and overlap each other, or those that are read meanwhile.
+
+    A tensor that is written may be one of those that are read.
+
+    Raises:
+        ShapeError: two places overlap.
+    """
+    places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in written if t.numel()]
+    places += {(t.data_ptr(), t.data_ptr() + t.nbytes) for t in read if t.numel()} - set(places)
+    if any(end > start for (_, end), (start, _) in pairwise(sorted(places))):
+        raise ShapeError("two places to write to or to read from overlap", expected="memory of its own for each")

@@ -8,13 +8,13 @@ does, one all-gather brings the shards of all such weights besides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ottava.distributed.batch import check_batch, default_group
 from ottava.distributed.rules import ShardBatches
+from ottava.distributed.shards import check_places
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava.torch_private import local_tensor
@@ -222,10 +222,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor 
                 f"the {what} is not contiguous", expected="contiguous memory, and a tensor that is no view"
             )
         moved.append((inner, held, buffer.detach().view(held.dtype).view(held.shape)))
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for entry in moved for t in entry[1:] if t.numel())
-    own = {held.data_ptr() for _, held, target in moved if held.data_ptr() == target.data_ptr()}
-    if any(end > start and start not in own for (_, end), (start, _) in pairwise(spans)):
-        raise ShapeError("a buffer overlaps another, or the data itself", expected="memory of its own for each")
+    check_places([target for *_, target in moved], [held for _, held, _ in moved])
     with torch.no_grad():
         for inner, held, target in moved:
             # Not counted as a write to the buffer: other tensors in it have transposes that stay valid.
@@ -246,13 +243,3 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None
     if isinstance(x, torch.Tensor):
         return False
     raise DTypeError(f"{type(x).__name__} is neither quantizer nor tensor", expected="a quantizer, a tensor or None")
-
-
-__all__ = [
-    "MasterWeights",
-    "cast_master_weights_to_fp8",
-    "is_custom",
-    "post_all_gather_processing",
-    "quantize_master_weights",
-    "replace_raw_data",
-]
