@@ -150,7 +150,7 @@ def test_modes_are_those_of_other_new_files() -> None:
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from ottava.cli.new_recipe.command import run_new_recipe; run_new_recipe('acme-rows', None);"
+        "import sys; from ottava.cli.new_recipe.command import new_recipe; new_recipe('acme-rows', None);"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from ottava.cli.output import console, say, show_json, table
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import Recipe
 from ottava.recipes.explanation import Explanation, RecipeRule
@@ -76,20 +73,6 @@ def _place(found: Explanation | RecipeRule) -> str | None:
     return found.place or (None if found.line is None else f"line {found.line}")
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title)
-    for column in ("layer", "role", "rowwise", "columnwise", "from"):
-        table.add_column(column, overflow="fold")
-    before = ""
-    for row in rows:
-        first = row["layer"] != before
-        before = row["layer"]
-        if first and table.row_count:
-            table.add_section()
-        table.add_row(before if first else "", row["role"], row["rowwise"], row["columnwise"], row["place"] or "-")
-    return table
-
-
 def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_json: bool) -> None:
     """Print what each role of each layer gets under a recipe, and the rules of its file that serve none of them.
 
@@ -111,9 +94,16 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
     rows, unused = _rows(recipe, list(dict.fromkeys(asked)))
     if as_json:
         left = [{"line": rule.line, "place": _place(rule), "rule": rule.text} for rule in unused]
-        print(json.dumps({"recipe": name, "layers": rows, "unused": left}, indent=2))
-        return
-    console = Console(markup=False, emoji=False)
-    console.print(_table(name, rows))
+        return show_json({"recipe": name, "layers": rows, "unused": left})
+    made = table(name, ("layer", "role", "rowwise", "columnwise", "from"), ())
+    for number, row in enumerate(rows):
+        first = number % len(_TENSOR_TYPES) == 0
+        layer = row["layer"] if first else ""
+        last_of_layer = (number + 1) % len(_TENSOR_TYPES) == 0
+        made.add_row(
+            layer, row["role"], row["rowwise"], row["columnwise"], row["place"] or "-", end_section=last_of_layer
+        )
+    console().print(made)
     for rule in unused:
-        console.print(f"unused: the rule in {_place(rule)}, {rule.text}, serves none of these layers", soft_wrap=True)
+        say(f"unused: the rule in {_place(rule)}, {rule.text}, serves none of these layers")
+    return None

@@ -7,12 +7,16 @@ import shlex
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 
 from ottava.cli.new_recipe.names import Names, checked_names
 from ottava.cli.new_recipe.rendering import render
+from ottava.cli.output import say
 from ottava.errors import OptionError, UsageError
+
+_ANOTHER = "choose another with --out"
 
 
 def _check_target(target: Path) -> None:
@@ -22,14 +26,10 @@ def _check_target(target: Path) -> None:
         UsageError: there is something already.
         OptionError: there is no folder to write to.
     """
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise UsageError(
-            f"{target} exists", expected="a folder that is new or empty", remedy="choose another with --out"
-        )
-    if target.is_dir() and any(target.iterdir()):
-        raise UsageError(
-            f"{target} has files in it", expected="a folder that is new or empty", remedy="choose another with --out"
-        )
+    folder = target.is_dir() and not target.is_symlink()
+    if (os.path.lexists(target) and not folder) or (folder and any(target.iterdir())):
+        what = f"{target} has files in it" if folder else f"{target} exists"
+        raise UsageError(what, expected="a folder that is new or empty", remedy=_ANOTHER)
     parent = target.absolute().parent
     if not parent.is_dir():
         raise OptionError(f"there is no folder {parent}", expected="a place for the new folder", remedy="make it first")
@@ -88,15 +88,15 @@ Your own scheme goes into src/{names.package}/recipe.py, where it says "Your sch
 src/{names.package}/plugin.py. Choose a license before you publish: the package has none yet."""
 
 
-def run_new_recipe(name: str, out: Path | None) -> None:
-    """Write a recipe package named ``name`` to the folder ``out``, by default one of that name, and say what is next.
-
-    Raises:
-        OptionError: ``name`` cannot be the name of a recipe, or ``out`` cannot be written.
-        UsageError: something that is installed has the name, or ``out`` exists and is not an empty folder.
-    """
-    target = Path(name) if out is None else out
-    names = checked_names(name, target)
+def new_recipe(
+    NAME: Annotated[str, typer.Argument(help="The recipe's name: lower-case letters, digits, - and _.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write, new or empty; by default one named NAME.")
+    ] = None,
+) -> None:
+    """Write a package with a recipe of your own: a working scheme to start from, its tests and its CI file."""
+    target = Path(NAME) if out is None else out
+    names = checked_names(NAME, target)
     try:
         _check_target(target)
         write_package(render(names), target)
@@ -104,6 +104,6 @@ def run_new_recipe(name: str, out: Path | None) -> None:
         raise OptionError(
             f"{target} cannot be written: {error.strerror or error}",
             expected="a folder that can be made, and written to",
-            remedy="choose another with --out",
+            remedy=_ANOTHER,
         ) from error
-    Console(markup=False, emoji=False, highlight=False).print(_advice(names, target), soft_wrap=True)
+    say(_advice(names, target))
