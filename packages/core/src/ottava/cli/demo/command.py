@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 
 import ottava
 from ottava.cli.demo.data import load_corpus
@@ -84,38 +82,22 @@ def _make_folder(out: Path) -> None:
         ) from error
 
 
-class _Forecast:
-    """Says how long all runs will take, from the first steps of a run, as soon as that is long."""
+def _forecast(task: Task, runs: int, left: int, elapsed: float) -> str | None:
+    """How long all runs will take, where that is long: those that are left as the one of ``task``, at its pace so far.
 
-    def __init__(self, steps: int, runs: int, say: Callable[[str], None]) -> None:
-        self._steps, self._runs, self._say = steps, runs, say
-        self._begun, self._said = 0, False
-        self._start: float | None = None
-        # When each step of the run ended.
-        self._ends: list[float] = []
-
-    def begin(self) -> None:
-        """Note that a run begins."""
-        self._begun += 1
-        self._ends = []
-
-    def step(self) -> None:
-        """Note the end of a step."""
-        now = time.perf_counter()
-        self._start = now if self._start is None else self._start
-        self._ends.append(now)
-        done = len(self._ends)
-        if self._said or done == 1 or done != min(1 + _FIRST_STEPS, self._steps):
-            return
-        # The runs to come are taken to be like this one: recipes differ several times in pace.
-        to_come = self._steps * (1 + self._runs - self._begun) - done
-        pace = (now - self._ends[0]) / (done - 1)
-        minutes = round((now - self._start + pace * to_come) / 60)
-        if minutes > _LONG_MINUTES:
-            runs = f"{self._runs} runs" if self._runs > 1 else "the run"
-            length = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
-            self._say(f"At the pace of these steps {runs} will take about {length}.{_SHORTER}")
-            self._said = True
+    Args:
+        task: a run, after its first steps: recipes differ several times in pace.
+        runs, left: the number of all runs, and of those after this one.
+        elapsed: seconds since the first one began.
+    """
+    steps = task.total or 0
+    if task.speed is None or task.completed != min(1 + _FIRST_STEPS, steps):
+        return None
+    minutes = round((elapsed + (steps * (1 + left) - task.completed) / task.speed) / 60)
+    if minutes <= _LONG_MINUTES:
+        return None
+    length = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+    return f"At the pace of these steps {f'{runs} runs' if runs > 1 else 'the run'} will take about {length}.{_SHORTER}"
 
 
 def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, out: Path, seed: int) -> int:
@@ -151,16 +133,22 @@ def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, o
         TimeRemainingColumn(),
     )
     failures = 0
-    with Progress(*columns, console=console()) as progress:
-        forecast = _Forecast(steps, 1 + len(names), partial(progress.console.print, soft_wrap=True))
-        for recipe in [None, *names]:
+    said = False
+    # A run's pace is the mean over all its steps: some take minutes.
+    with Progress(*columns, console=console(), speed_estimate_period=math.inf, get_time=time.perf_counter) as progress:
+        start = time.perf_counter()
+        for number, recipe in enumerate([None, *names]):
             task = progress.add_task(recipe or "bf16", total=steps, loss=math.nan)
 
-            def advance(loss: float, task: TaskID = task) -> None:
+            def advance(loss: float, number: int = number, task: TaskID = task) -> None:
+                nonlocal said
                 progress.update(task, advance=1, loss=loss)
-                forecast.step()
+                left, elapsed = len(names) - number, time.perf_counter() - start
+                forecast = None if said else _forecast(progress.tasks[task], 1 + len(names), left, elapsed)
+                if forecast is not None:
+                    progress.console.print(forecast, soft_wrap=True)
+                    said = True
 
-            forecast.begin()
             try:
                 runs.append(train(recipe, corpus, size=size, steps=steps, device=place, seed=seed, progress=advance))
             except Exception as error:

@@ -41,36 +41,29 @@ def write_package(contents: dict[str, str], target: Path) -> None:
     Raises:
         OSError: it cannot be written, or something else came to be there meanwhile.
     """
-    # Beside the target, on one disk with it, so that it appears by being renamed.
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.absolute().name}-", dir=target.absolute().parent))
-    try:
-        complete = aside / "package"
+    above, name = target.absolute().parent, target.absolute().name
+    # Beside the target, on one disk with it, so that what is complete is moved.
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=above, ignore_cleanup_errors=True) as aside:
         for path, text in contents.items():
-            file = complete / path
+            file = Path(aside, path)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, "utf-8")
-        if target.is_dir():
-            _fill(target, complete)
-        else:
-            os.rename(complete, target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fill(target: Path, complete: Path) -> None:
-    """Move everything into a folder that is there, which may be the one that the user is in."""
-    moved: list[Path] = []
-    try:
-        for entry in sorted(complete.iterdir()):
-            place = target / entry.name
-            if os.path.lexists(place):
-                raise FileExistsError(f"{place} exists")
-            os.rename(entry, place)
-            moved.append(place)
-    except BaseException:
-        for place in moved:
-            shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
-        raise
+        # One that is there may be the folder that the user is in: it is filled.
+        made, moved = not target.exists(), list[Path]()
+        try:
+            target.mkdir(exist_ok=True)
+            for entry in sorted(Path(aside).iterdir()):
+                place = target / entry.name
+                if os.path.lexists(place):
+                    raise FileExistsError(f"{place} exists")
+                os.rename(entry, place)
+                moved.append(place)
+        except BaseException:
+            for place in moved:
+                shutil.rmtree(place) if place.is_dir() else place.unlink()
+            if made:
+                target.rmdir()
+            raise
 
 
 def _advice(names: Names, target: Path) -> str:
