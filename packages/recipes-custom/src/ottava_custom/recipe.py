@@ -41,20 +41,15 @@ class CustomRecipe(Recipe):
     qfactory: Callable[[QuantizerRole], Any]
 
     def __post_init__(self) -> None:
+        expected = "a callable qfactory(role), or the name of a published one"
         if isinstance(self.qfactory, str) and registry.is_path(self.qfactory):
-            raise OptionError(
-                f"qfactory is the path {self.qfactory!r}",
-                expected="a callable qfactory(role), or the name of a published one",
-                remedy=f"use CustomRecipe.from_file({self.qfactory!r})",
-            )
+            remedy = f"use CustomRecipe.from_file({self.qfactory!r})"
+            raise OptionError(f"qfactory is the path {self.qfactory!r}", expected=expected, remedy=remedy)
         if isinstance(self.qfactory, str):
             object.__setattr__(self, "qfactory", get_quantizer_factory(self.qfactory))
         if not callable(self.qfactory):
-            raise DTypeError(
-                f"qfactory is a {type(self.qfactory).__name__}",
-                expected="a callable qfactory(role), or the name of a published one",
-                remedy="for a recipe file, use CustomRecipe.from_file(path)",
-            )
+            remedy = "for a recipe file, use CustomRecipe.from_file(path)"
+            raise DTypeError(f"qfactory is a {type(self.qfactory).__name__}", expected=expected, remedy=remedy)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> CustomRecipe:
@@ -79,15 +74,12 @@ class CustomRecipe(Recipe):
         made = self.qfactory(role)
         self._check_circle(made if isinstance(made, QuantizerRequest) else None, role)
         if not isinstance(made, (Quantizer, QuantizerRequest)):
+            over_another = "; a factory for some roles only goes over a recipe: set_quantizer_factory()"
             raise DTypeError(
                 f"the quantizer factory returned {'None' if made is None else f'a {type(made).__name__}'} for {role}",
                 expected="an ottava.Quantizer or an ottava.QuantizerRequest",
                 remedy="return ottava_custom.IdentityQuantizer() where nothing is to be quantized"
-                + (
-                    "; a factory for some roles only goes over a recipe: set_quantizer_factory()"
-                    if made is None
-                    else ""
-                ),
+                + (over_another if made is None else ""),
             )
         return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ottava.kernels.products import mm
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.reference.arithmetic import amax, cast, inverse, scale_from_amax
 from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage
+from ottava_custom.shared_elements import as_matrix
 
 # GEMM -> (columnwise usage of the left, of the right), (transpose the left, the right).
 _GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {
@@ -77,10 +77,9 @@ class CurrentScalingQuantizerRef(Quantizer):
 
             largest = reduce_amax(largest, self.shard_group)
         scale = scale_from_amax(largest, self.dtype, self.eps, self.pow_2_scales)
-        codes = cast(tensor, scale, self.dtype).contiguous()
         make = CurrentScalingTensorRefStorage if self.internal else CurrentScalingTensorRef
         return make(
-            data=codes,
+            data=cast(tensor, scale, self.dtype).contiguous(),
             scale=inverse(scale),
             dtype=dtype,
             quant_dtype=self.dtype,
@@ -153,13 +152,11 @@ def _operand(x: Any, scale: Any, columnwise: bool) -> tuple[torch.Tensor, torch.
         raise DTypeError(
             f"an operand is of {found}",
             expected="a quantized tensor, or elements of a floating-point dtype",
-            remedy="view codes as their dtype: codes.view(torch.float8_e4m3fn)",
+            remedy="view bytes as their dtype: data.view(torch.float8_e4m3fn)",
         )
     if scale is not None and (not isinstance(scale, torch.Tensor) or scale.numel() != 1):
         raise DTypeError("the scale of an operand is no tensor with one element", expected="a float32 tensor, or None")
-    values = x.detach().to(torch.float32)
-    values = values if values.dim() == 2 else values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
-    return values, scale if scale is None else scale.reshape(())
+    return as_matrix(x.detach().to(torch.float32)), scale if scale is None else scale.reshape(())
 
 
 def _check_product(left: torch.Tensor, right: torch.Tensor, bias: Any, out: Any) -> None:

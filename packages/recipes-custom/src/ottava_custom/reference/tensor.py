@@ -14,20 +14,13 @@ import torch
 
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
-from ottava.tensors import (
-    InnerTensor,
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-    StaticField,
-    as_codes,
-    check_values_dtype,
-)
+from ottava.tensors import InnerTensor, QuantizedTensor, Quantizer, StaticField, as_codes, check_values_dtype
 from ottava.torch_private import make_wrapper_subclass
 from ottava_custom.reference.arithmetic import decode
+from ottava_custom.shared_elements import SharedElements, as_matrix
 
 
-class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
+class CurrentScalingTensorRefStorage(SharedElements):
     """FP8 elements with one scale, without the tensor interface.
 
     Args:
@@ -38,7 +31,7 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         scale_t: the scale of ``data_t``; there is one scale for both.
         dtype: nominal dtype.
         quant_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        original_shape: shape of the tensor that was quantized, where ``data`` is a matrix of its rows.
+        original_shape, shape: shape of the tensor that was quantized, where ``data`` is a matrix of its rows.
         rowwise, columnwise: whether there is such a usage; None: if ``data`` or ``data_t`` is given.
         quantizer: used by in-place updates.
 
@@ -51,19 +44,14 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         InnerTensor("_scale", "scale"),
     )
     static_fields: ClassVar[tuple[StaticField, ...]] = (
-        StaticField("_dtype", "dtype"),
+        *SharedElements.static_fields,
         StaticField("quant_dtype", "quant_dtype"),
-        StaticField("_rowwise", "rowwise"),
-        StaticField("_columnwise", "columnwise"),
     )
     # Its products are its quantizer's.
     custom = True
-    rowwise_serves_columnwise = True
 
     _codes: torch.Tensor | None
     _scale: torch.Tensor
-    _rowwise: bool
-    _columnwise: bool
     #: Format of the elements.
     quant_dtype: torch.dtype
 
@@ -77,6 +65,7 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         quant_dtype: torch.dtype = torch.float8_e4m3fn,
         original_shape: Sequence[int] | None = None,
         *,
+        shape: Sequence[int] | None = None,
         rowwise: bool | None = None,
         columnwise: bool | None = None,
         quantizer: Quantizer | None = None,
@@ -85,7 +74,8 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
             self._dtype = dtype
         self._rowwise = data is not None if rowwise is None else rowwise
         self._columnwise = data_t is not None if columnwise is None else columnwise
-        self._codes, found = checked(data, scale, data_t, scale_t, quant_dtype, original_shape)
+        wanted = original_shape if shape is None else shape
+        self._codes, found = _checked(data, scale, data_t, scale_t, quant_dtype, wanted)
         self._scale = found  # type: ignore[assignment]
         self.quant_dtype = quant_dtype
         self._quantizer = quantizer
@@ -124,31 +114,6 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         """Shape of the tensor that was quantized."""
         return tuple(self.size())
 
-    # -- usages and values --
-
-    def get_usages(self) -> dict[str, bool]:
-        held = self._codes is not None
-        return {"rowwise": held and self._rowwise, "columnwise": held and self._columnwise}
-
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop a usage (False), ask for one (True), or leave it (None). The elements serve both.
-
-        Raises:
-            UsageError: it holds no data.
-            OptionError: neither usage would be left.
-        """
-        self._held()
-        self._rowwise, self._columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
-
-    def _held(self) -> torch.Tensor:
-        if self._codes is None:
-            raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
-        return self._codes
-
-    def size(self, dim: int | None = None) -> Any:
-        shape = self._held().shape
-        return shape if dim is None else shape[dim]
-
     def elements(self) -> torch.Tensor:
         """The elements as float32 ``[*leading, K]``, exactly, without the scale."""
         return decode(self._held(), self.quant_dtype)
@@ -174,8 +139,7 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
                 expected="an operand quantized for the usage",
                 remedy="call quantizer.set_usage(rowwise=True) before quantizing",
             )
-        values = self.elements().to(dtype)
-        return values.reshape(math.prod(values.shape[:-1]), values.shape[-1]), self._scale
+        return as_matrix(self.elements().to(dtype)), self._scale
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
         super().replace_inner(inner, tensor.view(torch.uint8) if inner.argument == "data" else tensor)
@@ -188,10 +152,7 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     gradient.
 
     Args:
-        data, scale, data_t, scale_t, dtype, quant_dtype, original_shape, rowwise, columnwise, quantizer: see
-            :class:`CurrentScalingTensorRefStorage`.
-        shape: as ``original_shape``.
-        requires_grad: as of any tensor.
+        requires_grad: as of any tensor; the others are those of :class:`CurrentScalingTensorRefStorage`.
 
     Raises:
         DTypeError, ShapeError: the arguments do not fit together.
@@ -200,32 +161,23 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
 
     @staticmethod
     def __new__(cls, *given: Any, requires_grad: bool = False, **named: Any) -> CurrentScalingTensorRef:
-        fields = _fields(*given, **named)
-        held, _ = checked(*fields[:4], *fields[5:])
+        bare = CurrentScalingTensorRefStorage(*given, **named)
+        held = bare._codes
         if held is None:
             raise UsageError("a CurrentScalingTensorRef needs data", expected="data or data_t")
         made: CurrentScalingTensorRef = make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
-            dtype=fields[4],
+            dtype=bare.dtype,
             device=held.device,
             requires_grad=requires_grad,
             storage_size=0,
         )
         return made
 
-    def __init__(
-        self,
-        *given: Any,
-        rowwise: bool | None = None,
-        columnwise: bool | None = None,
-        quantizer: Quantizer | None = None,
-        **named: Any,
-    ) -> None:
-        CurrentScalingTensorRefStorage.__init__(
-            self, *_fields(*given, **named), rowwise=rowwise, columnwise=columnwise, quantizer=quantizer
-        )
+    def __init__(self, *given: Any, requires_grad: bool = False, **named: Any) -> None:
+        CurrentScalingTensorRefStorage.__init__(self, *given, **named)
 
     @property
     def data(self) -> Any:
@@ -236,23 +188,7 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
         QuantizedTensor.data.fset(self, value)  # type: ignore[attr-defined]
 
 
-def _fields(
-    data: Any = None,
-    scale: Any = None,
-    data_t: Any = None,
-    scale_t: Any = None,
-    dtype: torch.dtype = torch.float32,
-    quant_dtype: torch.dtype = torch.float8_e4m3fn,
-    original_shape: Sequence[int] | None = None,
-    *,
-    shape: Sequence[int] | None = None,
-    **_: Any,
-) -> tuple[Any, ...]:
-    """What a tensor's constructor has in common with its storage's, in order."""
-    return data, scale, data_t, scale_t, dtype, quant_dtype, original_shape if shape is None else shape
-
-
-def checked(
+def _checked(
     data: Any, scale: Any, data_t: Any, scale_t: Any, quant_dtype: torch.dtype, shape: Sequence[int] | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Bytes in the order of rows and a scale without dimensions, or a typed error for what does not fit together."""
