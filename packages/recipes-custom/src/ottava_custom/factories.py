@@ -160,12 +160,7 @@ def _answered(factory: Factory, role: QuantizerRole) -> Quantizer:
 
 
 def as_factory(factory: Factory | str) -> Factory:
-    """A factory as it is; a name is that of an installed recipe, or of a published factory.
-
-    Raises:
-        DTypeError: it is neither.
-        RecipeNotFoundError: nothing installed has the name.
-    """
+    """A factory as it is; a name is that of an installed recipe, or of a published factory."""
     if isinstance(factory, str):
         published = {spec.name for spec in list_quantizer_factories()}
         return get_quantizer_factory(factory) if factory in published else mirror(factory)

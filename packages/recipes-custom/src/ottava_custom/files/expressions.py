@@ -1,7 +1,4 @@
-"""What may stand for a quantizer in a recipe file, and what each gives for a role.
-
-Whatever is wrong is an OptionError that names the place.
-"""
+"""What may stand for a quantizer in a recipe file, and what each gives for a role. Errors name the place."""
 
 from __future__ import annotations
 
@@ -17,6 +14,8 @@ from ottava.recipes.explanation import words
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import Quantizer
 from ottava_custom.files.source import Place, Source
+from ottava_custom.hybrid import HybridQuantizer
+from ottava_custom.identity import IdentityQuantizer
 
 #: What keeps high precision.
 IDENTITY = "identity"
@@ -70,8 +69,6 @@ class Identity(Expression):
     """High precision."""
 
     def serve(self, role: QuantizerRole) -> Quantizer:
-        from ottava_custom.identity import IdentityQuantizer
-
         return IdentityQuantizer()
 
     def words(self, role: QuantizerRole) -> tuple[str, str]:
@@ -142,8 +139,6 @@ class Hybrid(Expression):
                 raise side.keeps_state()
 
     def serve(self, role: QuantizerRole) -> Quantizer:
-        from ottava_custom.hybrid import HybridQuantizer
-
         rowwise, columnwise = self.rowwise.quantizer(role), self.columnwise.quantizer(role)
         with self.source.at(self.place):
             return HybridQuantizer(rowwise, columnwise)

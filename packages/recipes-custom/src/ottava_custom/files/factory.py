@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from ottava.errors import DTypeError, OptionError
@@ -12,7 +13,7 @@ from ottava.recipes.role import QuantizerRole
 from ottava_custom.files.expressions import Served
 from ottava_custom.files.rules import Rules
 from ottava_custom.files.schema import Schema
-from ottava_custom.files.source import Place, Source, read_source
+from ottava_custom.files.source import Place, Source, read_text
 from ottava_custom.files.toml_file import parse_toml
 from ottava_custom.files.yaml_file import parse_yaml
 
@@ -38,6 +39,7 @@ def _suffix(path: str) -> str:
     return suffix
 
 
+@dataclass(frozen=True)
 class FileFactory:
     """A quantizer factory from the text of a recipe file.
 
@@ -52,21 +54,19 @@ class FileFactory:
         RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the same.
     """
 
-    def __init__(self, path: str, text: str) -> None:
-        self._source = Source(path, text)
-        file = os.path.abspath(path)
+    path: str
+    text: str = field(repr=False)
+    _rules: Rules = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        file = os.path.abspath(self.path)
         if file in _reading.get():
-            raise OptionError(f"{path} is read from itself", expected="files that do not lead back to themselves")
+            raise OptionError(f"{self.path} is read from itself", expected="files that do not lead back to themselves")
         token = _reading.set((*_reading.get(), file))
         try:
-            self._rules = _rules(self._source)
+            object.__setattr__(self, "_rules", _rules(Source(self.path, self.text)))
         finally:
             _reading.reset(token)
-
-    @property
-    def path(self) -> str:
-        """The file, as it was given."""
-        return self._source.path
 
     def __call__(self, role: QuantizerRole | str) -> Served:
         """What serves a role: a quantizer, or a request for that of a recipe.
@@ -92,23 +92,11 @@ class FileFactory:
         """The rules, in the order of the file."""
         return tuple(rule.described() for rule in self._rules.rules)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FileFactory) and self._source == other._source
-
-    def __hash__(self) -> int:
-        return hash(self._source)
-
-    def __repr__(self) -> str:
-        return f"FileFactory({self.path!r})"
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileFactory, (self._source.path, self._source.text)
+        return FileFactory, (self.path, self.text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FileFactory:
         # Nothing of it changes.
-        return self
-
-    def __copy__(self) -> FileFactory:
         return self
 
 
@@ -124,5 +112,4 @@ def load_factory(path: str | os.PathLike[str]) -> FileFactory:
         raise DTypeError(f"the path is a {type(path).__name__}", expected="the path of a recipe file")
     name = str(os.fspath(path))
     _suffix(name)
-    source = read_source(name)
-    return FileFactory(source.path, source.text)
+    return FileFactory(name, read_text(name))

@@ -21,11 +21,7 @@ MAX_NAME = 100
 
 
 class Lookup:
-    """Finds what the names in a file stand for; equal texts give the same recipe object.
-
-    What can be no name, and an option that a recipe does not take, is an OptionError; what cannot be had, a
-    RecipeNotFoundError or a PluginError; all name the place.
-    """
+    """Finds what the names in a file stand for; equal texts give the same recipe object. Errors name the place."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

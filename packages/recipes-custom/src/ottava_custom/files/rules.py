@@ -119,25 +119,18 @@ class Rules:
     default: Entry | None
 
     def chosen(self, role: QuantizerRole) -> tuple[Rule | None, Entry, Served]:
-        """The rule and the entry that serve a role, and what the entry gives.
-
-        Raises:
-            OptionError: nothing serves it.
-        """
+        """The rule and the entry that serve a role, and what the entry gives; an OptionError where nothing does."""
         last: Entry | None = None
         for rule, entry in self._asked(role):
             served = entry.expression.serve(role)
             if served is not None:
                 return rule, entry, served
             last = entry
-        raise self.source.error(
-            Place("") if last is None else last.place,
-            f"nothing serves {role.tensor_type!r} of layer {role.name!r}",
-            expected="a default that serves every role",
-            remedy="add a default"
-            if last is None
-            else "use a default that is no factory, or one that gives a quantizer",
-        )
+        what = f"nothing serves {role.tensor_type!r} of layer {role.name!r}"
+        place, remedy = Place(""), "add a default"
+        if last is not None:
+            place, remedy = last.place, "use a default that is no factory, or one that gives a quantizer"
+        raise self.source.error(place, what, expected="a default that serves every role", remedy=remedy)
 
     def _asked(self, role: QuantizerRole) -> Iterator[tuple[Rule | None, Entry]]:
         for rule in self.rules:
@@ -147,11 +140,7 @@ class Rules:
             yield None, self.default
 
     def check(self) -> None:
-        """Refuse a rule that is never asked, and roles that nothing serves.
-
-        Raises:
-            OptionError: there is one.
-        """
+        """Refuse a rule that is never asked, and roles that nothing serves."""
         earlier = {name: _Taken() for name in ROLES}
         for number, rule in enumerate(self.rules):
             for entry in rule.entries.values():
@@ -159,8 +148,15 @@ class Rules:
             for name, taken in earlier.items():
                 if rule.server(QuantizerRole("linear", name)) is not None:
                     taken.add(rule.patterns, number)
-        if self.default is None:
-            self._check_complete()
+        everywhere = [rule for rule in self.rules if any(not pattern.strip("*") for pattern in rule.patterns)]
+        left = [n for n in _ASKED if not any(rule.server(QuantizerRole("linear", n)) for rule in everywhere)]
+        if left and self.default is None:
+            raise self.source.error(
+                Place(""),
+                f"there is no default, and nothing serves {', '.join(left)} of layers that no rule names",
+                expected="the key default",
+                remedy="add one; identity keeps high precision",
+            )
 
     def _check_entry(self, rule: Rule, entry: Entry, earlier: Mapping[str, _Taken]) -> None:
         """See that something is left for an entry: by other keys of its rule, and by earlier rules."""
@@ -186,17 +182,6 @@ class Rules:
             expected="rules for few layers before those for many",
             remedy="move this rule up, or take it out",
         )
-
-    def _check_complete(self) -> None:
-        everywhere = [rule for rule in self.rules if any(not pattern.strip("*") for pattern in rule.patterns)]
-        left = [n for n in _ASKED if not any(rule.server(QuantizerRole("linear", n)) for rule in everywhere)]
-        if left:
-            raise self.source.error(
-                Place(""),
-                f"there is no default, and nothing serves {', '.join(left)} of layers that no rule names",
-                expected="the key default",
-                remedy="add one; identity keeps high precision",
-            )
 
 
 def _is_served_before(rule: Rule, entry: Entry, role: QuantizerRole) -> bool:

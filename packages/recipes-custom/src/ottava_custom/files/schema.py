@@ -60,12 +60,8 @@ class Schema:
         if isinstance(node.value, list) and node.value:
             return node.value
         empty = node.value is None or node.value == []
-        raise self._error(
-            root.keys["layers"],
-            "layers has no rules" if empty else f"layers is {node}",
-            expected="a list of rules",
-            remedy="take the key out" if empty else "",
-        )
+        what, remedy = ("layers has no rules", "take the key out") if empty else (f"layers is {node}", "")
+        raise self._error(root.keys["layers"], what, expected="a list of rules", remedy=remedy)
 
     def _rule(self, node: Node) -> Rule:
         self._check_keys(node, "a rule", _RULE)

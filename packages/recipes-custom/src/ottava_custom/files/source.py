@@ -37,12 +37,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Source:
-    """A recipe file.
-
-    Attributes:
-        path: as it was given.
-        text: what it holds, lines separated by ``\\n``.
-    """
+    """A recipe file: its path as it was given, and its text, whose lines end with ``\\n``."""
 
     path: str
     text: str
@@ -77,12 +72,8 @@ class Source:
             raise
 
 
-def read_source(path: str) -> Source:
-    """The text of a file.
-
-    Raises:
-        OptionError: it is missing, no file, too large, or not UTF-8.
-    """
+def read_text(path: str) -> str:
+    """The text of a file; an OptionError where it is missing, no file, too large, or not UTF-8."""
     expected = "a recipe file, in YAML or TOML"
     try:
         mode = os.stat(path).st_mode
@@ -100,7 +91,7 @@ def read_source(path: str) -> Source:
         raise OptionError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}", expected=expected)
     if len(data) > MAX_BYTES:
         raise OptionError(f"{path} is larger than {MAX_BYTES} bytes", expected=expected, remedy="use fewer patterns")
-    return Source(path, _decoded(path, data))
+    return _decoded(path, data)
 
 
 def _decoded(path: str, data: bytes) -> str:

@@ -40,22 +40,16 @@ class _TooDeep(yaml.MarkedYAMLError):
     """Values are nested more than :data:`MAX_DEPTH` times."""
 
 
-def _integer(text: str) -> int:
-    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-
-
-def _number(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
+_BASES = {"0o": 8, "0x": 16}
+# Tag -> what such a value looks like, which characters it may begin with, and how it is read.
 _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "null": (r"~|null|Null|NULL|", "~nN", lambda text: None),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", _integer),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", lambda text: int(text, _BASES.get(text[:2], 10))),
     "float": (
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         "-+.0123456789",
-        _number,
+        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
 }
 for _name, (_pattern, _first, _) in _SCALARS.items():
@@ -65,11 +59,7 @@ for _name, (_pattern, _first, _) in _SCALARS.items():
 
 
 def parse_yaml(source: Source) -> Node | None:
-    """The document, None when there is none.
-
-    Raises:
-        OptionError: it is no YAML, or it has several documents, a tag, a key twice or one that is no text.
-    """
+    """The document, None when there is none; an OptionError where it is no YAML, or more than plain values."""
     loader = None
     try:
         loader = _Loader(source.text)
@@ -110,11 +100,7 @@ class _Reader:
         }
 
     def read(self, given: Any) -> tuple[Node, int]:
-        """The node of a YAML node, and the number of values in it.
-
-        Raises:
-            OptionError: something in it is not allowed.
-        """
+        """The node of a YAML node, and the number of values in it."""
         if id(given) in self._known:
             return self._known[id(given)]
         place = self._source.place(given.start_mark.index)

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import check_epsilon, check_high_precision
 from ottava.kernels.checks import check_bias
 from ottava.kernels.products import mm
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava_custom.reference.arithmetic import amax, cast, inverse, scale_from_amax
+from ottava_custom.reference.arithmetic import amax, cast, scale_from_amax
 from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage
 from ottava_custom.shared_elements import as_matrix
 
@@ -73,14 +74,13 @@ class CurrentScalingQuantizerRef(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         largest = amax(tensor)
         if self.shard_group is not None:
-            from ottava.distributed import reduce_amax
-
             largest = reduce_amax(largest, self.shard_group)
         scale = scale_from_amax(largest, self.dtype, self.eps, self.pow_2_scales)
         make = CurrentScalingTensorRefStorage if self.internal else CurrentScalingTensorRef
         return make(
             data=cast(tensor, scale, self.dtype).contiguous(),
-            scale=inverse(scale),
+            # Both operands are tensors, as of any quotient here.
+            scale=torch.div(torch.ones_like(scale), scale),
             dtype=dtype,
             quant_dtype=self.dtype,
             rowwise=self.rowwise_usage,
@@ -109,8 +109,7 @@ class CurrentScalingQuantizerRef(Quantizer):
         quantized tensors: so this one gives the same bits.
 
         Args:
-            qx, qw: the operands: ``input`` and ``weight`` for fprop, ``grad_output`` and ``weight`` for dgrad,
-                ``grad_output`` and ``input`` for wgrad; quantized tensors, or elements ``[rows, columns]``.
+            qx, qw: quantized tensors, or elements ``[rows, columns]``; which of them, see :meth:`Quantizer.qgemm`.
             m_params: unused.
             out_dtype: dtype of the result.
             sx, sw: scales of bare elements; of quantized tensors, their own count.

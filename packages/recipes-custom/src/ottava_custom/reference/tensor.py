@@ -16,7 +16,6 @@ from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
 from ottava.tensors import InnerTensor, QuantizedTensor, Quantizer, StaticField, as_codes, check_values_dtype
 from ottava.torch_private import make_wrapper_subclass
-from ottava_custom.reference.arithmetic import decode
 from ottava_custom.shared_elements import SharedElements, as_matrix
 
 
@@ -116,7 +115,7 @@ class CurrentScalingTensorRefStorage(SharedElements):
 
     def elements(self) -> torch.Tensor:
         """The elements as float32 ``[*leading, K]``, exactly, without the scale."""
-        return decode(self._held(), self.quant_dtype)
+        return self._held().contiguous().view(self.quant_dtype).to(torch.float32)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``float32(element) * scale``, rounded once to ``dtype`` or the nominal dtype.
@@ -193,27 +192,27 @@ def _checked(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Bytes in the order of rows and a scale without dimensions, or a typed error for what does not fit together."""
     fp8_format(quant_dtype)
-    codes, codes_t = as_codes(data, quant_dtype, "data"), as_codes(data_t, quant_dtype, "data_t")
+    held, turned = as_codes(data, quant_dtype, "data"), as_codes(data_t, quant_dtype, "data_t")
+    if held is not None:
+        held = _shaped(held, shape, "data")
+        shape = held.shape
+    if turned is not None:
+        turned = _shaped(turned, None if shape is None else (*shape[-1:], *shape[:-1]), "data_t")
+        if held is None:
+            held = turned.movedim(0, -1).contiguous() if turned.dim() else turned
     scale = scale_t if scale is None else scale
-    if codes is not None:
-        codes = _shaped(codes, shape, "data")
-    if codes_t is not None:
-        wanted = tuple(codes.shape) if codes is not None else None if shape is None else tuple(shape)
-        codes_t = _shaped(codes_t, None if wanted is None else (*wanted[-1:], *wanted[:-1]), "data_t")
-        if codes is None:
-            codes = codes_t.movedim(0, -1).contiguous() if codes_t.dim() else codes_t
-    if codes is None and scale is None:
+    if held is None and scale is None:
         return None, None
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
         raise DTypeError("scale is not a float32 tensor", expected="a float32 tensor with one element")
     if scale.numel() != 1:
         raise ShapeError(f"scale has shape {tuple(scale.shape)}", expected="one element")
-    return codes, scale.reshape(())
+    return held, scale.reshape(())
 
 
-def _shaped(codes: torch.Tensor, shape: Sequence[int] | None, name: str) -> torch.Tensor:
-    if shape is None or tuple(codes.shape) == tuple(shape):
-        return codes
-    if codes.numel() != math.prod(shape):
-        raise ShapeError(f"{name} has shape {tuple(codes.shape)}", expected=f"the elements of {tuple(shape)}")
-    return codes.reshape(tuple(shape))
+def _shaped(data: torch.Tensor, shape: Sequence[int] | None, name: str) -> torch.Tensor:
+    if shape is None or tuple(data.shape) == tuple(shape):
+        return data
+    if data.numel() != math.prod(shape):
+        raise ShapeError(f"{name} has shape {tuple(data.shape)}", expected=f"the elements of {tuple(shape)}")
+    return data.reshape(tuple(shape))
