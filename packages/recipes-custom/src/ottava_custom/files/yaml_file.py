@@ -60,18 +60,13 @@ for _name, (_pattern, _first, _) in _SCALARS.items():
 
 def parse_yaml(source: Source) -> Node | None:
     """The document, None when there is none; an OptionError where it is no YAML, or more than plain values."""
-    loader = None
     try:
-        loader = _Loader(source.text)
-        root = loader.get_single_node()
+        root = yaml.compose(source.text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         raise _told(source, error) from error
     except yaml.reader.ReaderError as error:
         what = f"character {chr(error.character)!r} is not allowed in YAML"
         raise source.error(source.place(error.position), what, remedy="take it out") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
     return None if root is None else _Reader(source).read(root)[0]
 
 

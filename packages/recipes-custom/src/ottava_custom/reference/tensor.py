@@ -39,7 +39,7 @@ class CurrentScalingTensorRefStorage(SharedElements):
     """
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
-        InnerTensor("_codes", "data", gather=True, native="quant_dtype"),
+        InnerTensor("_data", "data", gather=True, native="quant_dtype"),
         InnerTensor("_scale", "scale"),
     )
     static_fields: ClassVar[tuple[StaticField, ...]] = (
@@ -49,7 +49,7 @@ class CurrentScalingTensorRefStorage(SharedElements):
     # Its products are its quantizer's.
     custom = True
 
-    _codes: torch.Tensor | None
+    _data: torch.Tensor | None
     _scale: torch.Tensor
     #: Format of the elements.
     quant_dtype: torch.dtype
@@ -74,7 +74,7 @@ class CurrentScalingTensorRefStorage(SharedElements):
         self._rowwise = data is not None if rowwise is None else rowwise
         self._columnwise = data_t is not None if columnwise is None else columnwise
         wanted = original_shape if shape is None else shape
-        self._codes, found = _checked(data, scale, data_t, scale_t, quant_dtype, wanted)
+        self._data, found = _checked(data, scale, data_t, scale_t, quant_dtype, wanted)
         self._scale = found  # type: ignore[assignment]
         self.quant_dtype = quant_dtype
         self._quantizer = quantizer
@@ -84,14 +84,14 @@ class CurrentScalingTensorRefStorage(SharedElements):
     @property
     def data(self) -> torch.Tensor | None:
         """Elements ``[*leading, K]`` of ``quant_dtype``, or None."""
-        return self._codes.view(self.quant_dtype) if self._codes is not None and self._rowwise else None
+        return self._data.view(self.quant_dtype) if self._data is not None and self._rowwise else None
 
     @property
     def data_t(self) -> torch.Tensor | None:
         """Elements ``[K, *leading]`` of ``quant_dtype``, a view; or None."""
-        if self._codes is None or not self._columnwise:
+        if self._data is None or not self._columnwise:
             return None
-        return (self._codes.movedim(-1, 0) if self._codes.dim() else self._codes).view(self.quant_dtype)
+        return (self._data.movedim(-1, 0) if self._data.dim() else self._data).view(self.quant_dtype)
 
     @property
     def scale(self) -> torch.Tensor | None:
@@ -161,7 +161,7 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     @staticmethod
     def __new__(cls, *given: Any, requires_grad: bool = False, **named: Any) -> CurrentScalingTensorRef:
         bare = CurrentScalingTensorRefStorage(*given, **named)
-        held = bare._codes
+        held = bare._data
         if held is None:
             raise UsageError("a CurrentScalingTensorRef needs data", expected="data or data_t")
         made: CurrentScalingTensorRef = make_wrapper_subclass(
