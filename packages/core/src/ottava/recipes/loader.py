@@ -8,9 +8,9 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint
-from typing import Any, TypeVar
+from typing import Any
 
 import pluggy
 
@@ -20,13 +20,12 @@ from ottava.recipes.discovery import Found, canonical, disabled, discover, stric
 from ottava.recipes.ownership import PluginStatus, settle
 from ottava.recipes.spec import API_VERSION, FactorySpec, RecipeSpec
 
-_HOOKS = ("ottava_recipes", "ottava_quantizer_factories")
+# Hook -> what it gives, in the order of the fields of a status.
+_HOOKS = {"ottava_recipes": RecipeSpec, "ottava_quantizer_factories": FactorySpec}
 _MACHINERY = tuple(
     os.path.join(os.path.dirname(os.path.abspath(path)), "")
     for path in (pluggy.__file__, importlib.__file__, os.path.dirname(__file__))
 )
-
-SpecT = TypeVar("SpecT", RecipeSpec, FactorySpec)
 
 
 def describe(error: BaseException) -> str:
@@ -38,33 +37,33 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
 
 
-def _collect(hook: Callable[[], list[Any]], name: str, kind: type[SpecT]) -> tuple[SpecT, ...]:
+def _collect(answers: list[Any], hook: str, kind: type[RecipeSpec | FactorySpec]) -> tuple[Any, ...]:
+    """The specs that a hook gave, if they are what they should be."""
     expected = f"a list of {kind.__name__} objects"
-    answers = hook()
     if not answers:  # pluggy leaves out an answer of None
-        raise PluginError(f"{name} returned None", expected=expected, remedy="return a list, an empty one for none")
-    specs: list[SpecT] = []
+        raise PluginError(f"{hook} returned None", expected=expected, remedy="return a list, an empty one for none")
+    specs: dict[str, Any] = {}
     for given in answers:
         if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-            raise PluginError(f"{name} returned an object of type {type(given).__name__}", expected=expected)
+            raise PluginError(f"{hook} returned an object of type {type(given).__name__}", expected=expected)
         for spec in given:
             # A subclass could leave out the checks of the fields.
             if type(spec) is not kind:
-                raise PluginError(f"{name} yielded an object of type {type(spec).__name__}", expected=expected)
+                raise PluginError(f"{hook} yielded an object of type {type(spec).__name__}", expected=expected)
             if spec.api_version != API_VERSION:
                 raise PluginError(
                     f"{spec.name!r} is written for version {spec.api_version} of the extension points",
                     expected=f"version {API_VERSION}",
                     remedy="install a release of the package that fits this ottava",
                 )
-            if spec.name in (other.name for other in specs):
-                raise DuplicateRecipeError(f"{name} yielded {spec.name!r} twice", expected="one each")
-            specs.append(spec)
-    return tuple(specs)
+            if spec.name in specs:
+                raise DuplicateRecipeError(f"{hook} yielded {spec.name!r} twice", expected="one each")
+            specs[spec.name] = spec
+    return tuple(specs.values())
 
 
-def _read(plugin_name: str, entry: EntryPoint) -> tuple[tuple[RecipeSpec, ...], tuple[FactorySpec, ...]]:
-    """Load one plugin in a manager of its own, so that whatever it does stays with it."""
+def _read(plugin_name: str, entry: EntryPoint) -> list[tuple[Any, ...]]:
+    """What each hook of a plugin gives. A manager of its own keeps to itself whatever it does."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     plugin = entry.load()
@@ -78,11 +77,9 @@ def _read(plugin_name: str, entry: EntryPoint) -> tuple[tuple[RecipeSpec, ...], 
         raise PluginError(
             f"{entry.value} has no hook", expected=" or ".join(_HOOKS), remedy="define one, with @ottava.hookimpl"
         )
-    recipes, factories = _HOOKS
-    return (
-        _collect(manager.hook.ottava_recipes, recipes, RecipeSpec) if recipes in marked else (),
-        _collect(manager.hook.ottava_quantizer_factories, factories, FactorySpec) if factories in marked else (),
-    )
+    return [
+        _collect(getattr(manager.hook, name)(), name, kind) if name in marked else () for name, kind in _HOOKS.items()
+    ]
 
 
 def _status(found: Found, left_out: set[str], required: bool) -> PluginStatus:
@@ -94,14 +91,12 @@ def _status(found: Found, left_out: set[str], required: bool) -> PluginStatus:
     text = found.error
     if found.entry is not None:
         try:
-            recipes, factories = _read(name, found.entry)
+            return PluginStatus(*facts, "ok", "", *_read(name, found.entry))
         except KeyboardInterrupt:
             raise
         # A plugin may raise anything else, SystemExit and a test runner's own kinds as well.
         except BaseException as error:
             cause, text = error, describe(error)
-        else:
-            return PluginStatus(*facts, "ok", "", recipes, factories)
     if required:
         raise PluginError(
             f"plugin {name} {found.version} is broken: {text}", remedy="unset OTTAVA_STRICT_PLUGINS to go on"
@@ -117,7 +112,7 @@ def _load() -> tuple[PluginStatus, ...]:
     settled = settle(statuses)
     for status in settled:
         if status.refused and required:
-            raise status.refused[0].fresh_error()
+            raise status.refused[0].error.with_traceback(None)
     return settled
 
 

@@ -144,37 +144,33 @@ def _find(kind: str, name: str) -> tuple[RecipeSpec | FactorySpec, PluginStatus]
     for status in statuses:
         for refusal in status.refused:
             if (refusal.kind, refusal.name) == (kind, name):
-                raise refusal.fresh_error()
+                raise refusal.error.with_traceback(None)
     raise _not_found(kind, name)
 
 
 def _not_found(kind: str, name: object) -> RecipeNotFoundError:
     statuses = loader.statuses()
     known = sorted(spec.name for status in statuses for spec in status.specs(kind))
-    installed = False
     near = difflib.get_close_matches(str(name).lower(), known, n=3)
     expected = f"one of {', '.join(known)}" if known else f"a package with a {kind} to be installed"
     if near:
         expected += f" (nearest: {', '.join(near)})"
     remedies = []
-    hints = {
-        "disabled": "take the one that has it out of OTTAVA_DISABLE_PLUGINS",
-        "broken": "mend the one that has it, `ottava recipes` says what is broken",
-    }
-    for word, hint in hints.items():
-        plugins = [status for status in statuses if status.status == word]
-        if plugins:
-            remedies.append(f"{hint}: {', '.join(status.name for status in plugins)}")
-        if OWNER_PREFIX + canonical(str(name)) in (canonical(status.distribution) for status in plugins):
-            installed = True
+    idle = [status for status in statuses if status.status != "ok"]
     # The name may be misspelled: it must not become a command that installs whatever has that name.
     if near:
-        remedies.insert(0, f"use {near[0]!r}, or install the package that has {name!r}")
-    elif not installed and is_name(name):
-        own = f"pip install {OWNER_PREFIX}{name}"
-        remedies.insert(0, f"install the package that has it; were it one of Ottava's own: {own}")
-    elif not installed:
-        remedies.insert(0, f"install the package that has it; Ottava's own are named {OWNER_PREFIX}NAME")
+        remedies.append(f"use {near[0]!r}, or install the package that has {name!r}")
+    elif OWNER_PREFIX + canonical(str(name)) not in (canonical(status.distribution) for status in idle):
+        own = f"were it one of Ottava's own: pip install {OWNER_PREFIX}{name}"
+        named = own if is_name(name) else f"Ottava's own are named {OWNER_PREFIX}NAME"
+        remedies.append(f"install the package that has it; {named}")
+    for word, hint in (
+        ("disabled", "take the one that has it out of OTTAVA_DISABLE_PLUGINS"),
+        ("broken", "mend the one that has it, `ottava recipes` says what is broken"),
+    ):
+        plugins = [status.name for status in idle if status.status == word]
+        if plugins:
+            remedies.append(f"{hint}: {', '.join(plugins)}")
     return RecipeNotFoundError(
         f"no installed package provides {kind} {name!r}", expected=expected, remedy="; ".join(remedies)
     )
