@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Sequence
@@ -41,19 +41,16 @@ def make_model(reference: str) -> Any:
     """
     import torch
 
-    module, _, attribute = reference.partition(":")
     # As of `python -m`: what is being worked on is found.
     sys.path.insert(0, os.getcwd())
     try:
-        make: Any = importlib.import_module(module)
-        for name in attribute.split("."):
-            make = getattr(make, name)
+        make: Any = pkgutil.resolve_name(reference)
     except (ImportError, AttributeError, ValueError) as error:
         what = f"--model {reference!r} cannot be had: {error}"
         raise OptionError(what, expected="module:callable, what makes the model without arguments") from error
     finally:
         sys.path.remove(os.getcwd())
-    if not attribute or not callable(make):
+    if ":" not in reference or not callable(make):
         raise OptionError(f"--model {reference!r} names no callable", expected="module:callable")
     try:
         try:

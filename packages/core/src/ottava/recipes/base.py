@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes.explanation import Explanation, RecipeRule, words
-from ottava.recipes.provided import build_recipe, get_quantizer_factory
+from ottava.recipes.loader import build_recipe, get_quantizer_factory
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 

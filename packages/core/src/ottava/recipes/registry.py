@@ -9,9 +9,9 @@ from ottava.recipes import loader
 from ottava.recipes.base import Recipe
 from ottava.recipes.base import get_recipe as get_recipe
 from ottava.recipes.discovery import canonical, disabled
+from ottava.recipes.loader import Provided, is_path, specs
+from ottava.recipes.loader import get_quantizer_factory as get_quantizer_factory
 from ottava.recipes.ownership import FACTORY, RECIPE, PluginStatus
-from ottava.recipes.provided import Provided, is_path, specs
-from ottava.recipes.provided import get_quantizer_factory as get_quantizer_factory
 from ottava.recipes.spec import FactorySpec, RecipeSpec
 
 # Recipes that were built with their defaults, for code that names a recipe again and again (a region in a loop), each
