@@ -30,12 +30,7 @@ def demo_layers() -> list[str]:
 
 
 def checkpoint_layers(path: Path) -> list[str]:
-    """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or not.
-
-    Raises:
-        CheckpointError: it is damaged, or nothing that can be read.
-        UsageError: no layer is in it.
-    """
+    """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or not."""
     from ottava.checkpoint.sources import read_state
 
     state, _ = read_state(path)
@@ -76,16 +71,7 @@ def _place(found: Explanation | RecipeRule) -> str | None:
 def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_json: bool) -> None:
     """Print what each role of each layer gets under a recipe, and the rules of its file that serve none of them.
 
-    Args:
-        name: of an installed recipe, or the path of a recipe file.
-        layers: names of layers; those of the demo's model where neither these nor a checkpoint are given.
-        checkpoint: a file or folder of tensors whose layers are asked about as well.
-        as_json: print an object instead of a table.
-
-    Raises:
-        OptionError: a layer has no name; or the recipe's options or its file are not what they should be.
-        RecipeNotFoundError, PluginError: the recipe cannot be had.
-        CheckpointError, UsageError: as of :func:`checkpoint_layers`.
+    Without ``layers`` and a checkpoint these are the layers of the demo's model.
     """
     if not all(layers):
         raise OptionError("--layer ''", expected="the qualified name of a layer")
@@ -96,13 +82,10 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
         left = [{"line": rule.line, "place": _place(rule), "rule": rule.text} for rule in unused]
         return show_json({"recipe": name, "layers": rows, "unused": left})
     made = table(name, ("layer", "role", "rowwise", "columnwise", "from"), ())
-    for number, row in enumerate(rows):
-        first = number % len(_TENSOR_TYPES) == 0
-        layer = row["layer"] if first else ""
-        last_of_layer = (number + 1) % len(_TENSOR_TYPES) == 0
-        made.add_row(
-            layer, row["role"], row["rowwise"], row["columnwise"], row["place"] or "-", end_section=last_of_layer
-        )
+    for number, row in enumerate(rows, 1):
+        layer = row["layer"] if number % len(_TENSOR_TYPES) == 1 else ""
+        cells = (layer, row["role"], row["rowwise"], row["columnwise"], row["place"] or "-")
+        made.add_row(*cells, end_section=number % len(_TENSOR_TYPES) == 0)
     console().print(made)
     for rule in unused:
         say(f"unused: the rule in {_place(rule)}, {rule.text}, serves none of these layers")

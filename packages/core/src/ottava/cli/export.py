@@ -32,25 +32,21 @@ def grouped(names: Sequence[str]) -> list[str]:
 
 
 def make_model(reference: str) -> Any:
-    """The model that ``module:callable`` makes, on the meta device where it can be made there.
-
-    Raises:
-        OptionError: it is no such reference, or names nothing that can be called.
-        DTypeError: what it makes is no model.
-        UsageError: it fails.
-    """
+    """The model that ``module:callable`` makes, on the meta device where it can be made there."""
     import torch
 
     # As of `python -m`: what is being worked on is found.
     sys.path.insert(0, os.getcwd())
     try:
+        if ":" not in reference:
+            raise ValueError("it names no callable")
         make: Any = pkgutil.resolve_name(reference)
     except (ImportError, AttributeError, ValueError) as error:
         what = f"--model {reference!r} cannot be had: {error}"
         raise OptionError(what, expected="module:callable, what makes the model without arguments") from error
     finally:
         sys.path.remove(os.getcwd())
-    if ":" not in reference or not callable(make):
+    if not callable(make):
         raise OptionError(f"--model {reference!r} names no callable", expected="module:callable")
     try:
         try:

@@ -83,12 +83,9 @@ def _make_folder(out: Path) -> None:
 
 
 def _forecast(task: Task, runs: int, left: int, elapsed: float) -> str | None:
-    """How long all runs will take, where that is long: those that are left as the one of ``task``, at its pace so far.
+    """How long all runs will take, where that is long: recipes differ several times in pace, so the first steps tell.
 
-    Args:
-        task: a run, after its first steps: recipes differ several times in pace.
-        runs, left: the number of all runs, and of those after this one.
-        elapsed: seconds since the first one began.
+    The ``left`` runs after the one of ``task`` are taken to be like it; ``elapsed`` is in seconds.
     """
     steps = task.total or 0
     if task.speed is None or task.completed != min(1 + _FIRST_STEPS, steps):
@@ -101,14 +98,10 @@ def _forecast(task: Task, runs: int, left: int, elapsed: float) -> str | None:
 
 
 def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, out: Path, seed: int) -> int:
-    """Train BF16 and each recipe, print the table, write picture and page.
+    """Train BF16 and each recipe, print the table, write picture and page; 1 when a loss is not finite or a run fails.
 
-    With ``recipes`` None every installed recipe is trained, and one that fails is reported and left out. Gives 1 when
-    a loss is not finite or a recipe fails in training.
-
-    Raises:
-        OptionError, DeviceError, RecipeNotFoundError, PluginError, UsageError: before anything is trained; but
-            UsageError also when the results cannot be written in the end.
+    With ``recipes`` None every installed recipe is trained, and one that fails is reported and left out. What is wrong
+    with the options is told before anything is trained.
     """
     if size not in SIZES:
         raise OptionError(f"size {size!r}", expected=f"one of {', '.join(SIZES)}")

@@ -20,12 +20,7 @@ _ANOTHER = "choose another with --out"
 
 
 def _check_target(target: Path) -> None:
-    """Refuse to overwrite.
-
-    Raises:
-        UsageError: there is something already.
-        OptionError: there is no folder to write to.
-    """
+    """Refuse to overwrite anything, and to make the folder around the new one."""
     folder = target.is_dir() and not target.is_symlink()
     if (os.path.lexists(target) and not folder) or (folder and any(target.iterdir())):
         what = f"{target} has files in it" if folder else f"{target} exists"

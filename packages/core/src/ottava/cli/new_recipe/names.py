@@ -25,14 +25,7 @@ _REMEDY = "choose one with a prefix of your own, as acme-rows"
 
 @dataclass(frozen=True)
 class Names:
-    """A recipe's name and what is named after it.
-
-    Attributes:
-        recipe: how users ask for it.
-        package: the module that is imported.
-        distribution: the name for package indexes; the one that owns the recipe's name.
-        format: the name of its format for fake quantization.
-    """
+    """A recipe's name, and what is named after it: its module, its distribution, its format of fake quantization."""
 
     recipe: str
 
@@ -50,10 +43,7 @@ class Names:
 
 
 def checked_names(name: str, target: Path) -> Names:
-    """What follows from ``name``, if a new recipe may have it.
-
-    Args:
-        target: the folder that the package is to be written to.
+    """What follows from ``name``, if a recipe may have it that is written to ``target``.
 
     Raises:
         OptionError: it is no name for a recipe, or none for a module.
