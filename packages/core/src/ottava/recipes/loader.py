@@ -29,10 +29,9 @@ from ottava.recipes.spec import API_VERSION, FactorySpec, RecipeSpec, is_name
 
 # Hook -> what it gives, in the order of the fields of a status.
 _HOOKS = {"ottava_recipes": RecipeSpec, "ottava_quantizer_factories": FactorySpec}
-_MACHINERY = tuple(
-    os.path.join(os.path.dirname(os.path.abspath(path)), "")
-    for path in (pluggy.__file__, importlib.__file__, pkgutil.__file__, os.path.dirname(__file__))
-)
+# Files and folders (pluggy's, importlib's, Ottava's own) whose lines in a traceback are not a plugin's.
+_FOLDERS = (os.path.dirname(path) for path in (pluggy.__file__, importlib.__file__, os.path.dirname(__file__)))
+_MACHINERY = (pkgutil.__file__, *(os.path.join(os.path.abspath(folder), "") for folder in _FOLDERS))
 
 
 def describe(error: BaseException) -> str:
