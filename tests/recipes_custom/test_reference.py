@@ -164,7 +164,7 @@ def test_a_transpose_is_never_stale() -> None:
     for one in (tensor, alias):
         assert torch.equal(one.data_t.view(torch.uint8), codes_of(one).t())
         assert torch.equal(one.dequantize(), tensor.dequantize())
-    tensor._codes.zero_()
+    tensor._data.zero_()
     assert not tensor.data_t.view(torch.uint8).any()
     assert torch.equal(copied.dequantize(), before)
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 from fake_plugins import GOOD, HOOK, RECIPE, hook, offers, plugin, run
+from typer.testing import CliRunner
+
+from ottava.cli import main
 
 
 @pytest.fixture
@@ -180,6 +183,86 @@ def test_doctor_says_what_is_wrong(plugins: Path, tmp_path: Path) -> None:
         assert bad.returncode == 1
         assert "nonesuch" in bad.stdout
         assert "Traceback" not in bad.stderr
+
+
+COMMANDS = """
+import typer
+from ottava.errors import UsageError
+
+
+def hello(name: str = "you") -> None:
+    \"\"\"Says hello [/red].\"\"\"
+    if name == "nobody":
+        raise UsageError("nobody is here [/red]")
+    print("hello", name)
+
+
+def strange(what: int | str) -> None: ...
+"""
+
+
+def command_package(folder: Path, dist: str, **commands: str) -> None:
+    """A distribution that adds commands."""
+    info = folder / f"{dist.replace('-', '_')}-1.2.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.2\n")
+    entries = "".join(f"{name.replace('_', '-')} = {reference}\n" for name, reference in commands.items())
+    (info / "entry_points.txt").write_text(f"[ottava.commands]\n{entries}")
+
+
+@pytest.fixture
+def with_commands(tmp_path: Path) -> Path:
+    (tmp_path / "aaa_commands.py").write_text(COMMANDS)
+    (tmp_path / "bbb_commands.py").write_text("raise ZeroDivisionError('at import [/red]')")
+    hello = "aaa_commands:hello"
+    command_package(
+        tmp_path, "aaa-commands", say_hello=hello, strange="aaa_commands:strange", twice=hello, doctor="aaa_commands:x"
+    )
+    command_package(tmp_path, "bbb-commands", breaks="bbb_commands:run", twice="bbb_commands:run", number="math:pi")
+    return tmp_path
+
+
+def test_other_packages_add_commands(with_commands: Path) -> None:
+    said = run(with_commands, "say-hello", "--name", "me")
+    assert (said.returncode, said.stdout) == (0, "hello me\n"), said.stderr
+    failed = run(with_commands, "say-hello", "--name", "nobody")
+    assert (failed.returncode, failed.stderr) == (2, "error: nobody is here [/red].\n")
+    listed = run(with_commands, "--help")
+    assert listed.returncode == 0, listed.stderr
+    assert "Says hello [/red]." in listed.stdout
+    # Core's own commands are nobody else's.
+    assert run(with_commands, "doctor", "--help").stdout.count("Check versions") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("breaks", "'breaks' of bbb-commands 1.2 cannot be imported: ZeroDivisionError: at import [/red]"),
+        ("number", "the command 'number'"),
+        ("strange", "the command 'strange'"),
+        ("twice", "the command 'twice' is offered by aaa-commands 1.2 and by bbb-commands 1.2"),
+    ],
+)
+def test_a_broken_command_is_named_and_harms_no_other(with_commands: Path, name: str, said: str) -> None:
+    done = run(with_commands, name, "--anything", "else")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    listed = run(with_commands, "--help").stdout
+    assert name in listed
+    assert "Says hello [/red]." in listed
+    assert run(with_commands, "say-hello").returncode == 0
+
+
+def test_a_command_of_a_package_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "discover", lambda group: [])
+    for arguments in ([], ["current", "--fast"]):
+        done = CliRunner().invoke(main.app, ["check-recipe", *arguments])
+        assert done.exit_code == 2
+        assert done.output.startswith("error: the command 'check-recipe' is not installed")
+        assert "pip install ottava-testing" in done.output
+    assert CliRunner().invoke(main.app, ["nonesuch"]).exit_code == 2
 
 
 PROBE = (

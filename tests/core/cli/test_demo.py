@@ -108,21 +108,37 @@ def test_a_model_in_bfloat16_stays_in_it_whatever_the_products(products: torch.d
         (500, [7.0, 7.0, 7.0, 7.0], (0, "4 runs will take about 3 h 53 min")),
         # A slow recipe comes after fast ones: 2 x 100 s were, 2 x 400 s are to come.
         (500, [0.2, 0.2, 0.8, 0.8], (2, "4 runs will take about 17 min")),
-        (2, [400.0, 400.0], (0, "2 runs will take about 20 min")),
+        (2, [400.0, 400.0], (0, "2 runs will take about 27 min")),
         (500, [2.0], (0, "the run will take about 17 min")),
     ],
 )
 def test_a_long_run_is_announced_once(
-    monkeypatch: pytest.MonkeyPatch, steps: int, paces: list[float], said: tuple[int, str] | None
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    steps: int,
+    paces: list[float],
+    said: tuple[int, str] | None,
 ) -> None:
-    clock, now, heard = [1000.0], [0], list[tuple[int, str]]()
-    monkeypatch.setattr(command.time, "perf_counter", lambda: clock[0])
-    forecast = command._Forecast(steps, len(paces), lambda text: heard.append((now[0], text)))
-    for now[0], pace in enumerate(paces):
-        forecast.begin()
+    """Each run is replaced by a clock that goes on at the run's pace."""
+    clock, heard = [1000.0], list[tuple[int, str]]()
+    left = iter(enumerate(paces))
+
+    def run(recipe: str | None, corpus: object, *, progress: Any, **options: Any) -> Run:
+        number, pace = next(left)
         for _ in range(steps):
             clock[0] += pace
-            forecast.step()
+            progress(1.0)
+            printed = capsys.readouterr().out
+            heard.extend((number, line) for line in printed.splitlines() if "will take about" in line)
+        return Run(recipe or "bf16", [1.0] * steps, 1.0, 1.0, 1)
+
+    names = [f"r{number}" for number in range(len(paces) - 1)]
+    monkeypatch.setattr(command.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(command, "_choose", lambda asked: (names, []))
+    monkeypatch.setattr(command, "train", run)
+    monkeypatch.setattr(command, "write", lambda *arguments: None)
+    assert run_demo(**{**OPTIONS, "steps": steps}, out=tmp_path) == 0  # type: ignore[arg-type]
     assert len(heard) == (said is not None)
     for (number, text), (expected_run, words) in zip(heard, [said] if said else [], strict=True):
         assert number == expected_run

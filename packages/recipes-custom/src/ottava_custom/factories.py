@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ottava import get_quantizer_factory, get_recipe
+from ottava import get_quantizer_factory, get_recipe, list_quantizer_factories
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
 from ottava.tensors import Quantizer
@@ -22,8 +22,6 @@ Given = Quantizer | QuantizerRequest | None
 Factory = Callable[[QuantizerRole], Given]
 
 _TENSOR_TYPES = ("input", "weight", "output", "grad_output", "grad_input")
-# What the reference quantizes in E4M3; results and gradients are in E5M2.
-_FORWARD_OPERANDS = ("input", "weight")
 
 
 def current_scaling_ref_quantizer_factory(role: QuantizerRole | str) -> CurrentScalingQuantizerRef:
@@ -32,14 +30,16 @@ def current_scaling_ref_quantizer_factory(role: QuantizerRole | str) -> CurrentS
     Raises:
         OptionError: the role has a tensor type that there is not.
     """
-    forward = _check_tensor_type(QuantizerRole.of(role).tensor_type) in _FORWARD_OPERANDS
+    tensor_type = QuantizerRole.of(role).tensor_type
+    _check_tensor_type(tensor_type)
+    # Results and gradients are in E5M2.
+    forward = tensor_type in ("input", "weight")
     return CurrentScalingQuantizerRef(torch.float8_e4m3fn if forward else torch.float8_e5m2)
 
 
-def _check_tensor_type(tensor_type: str) -> str:
+def _check_tensor_type(tensor_type: str) -> None:
     if tensor_type not in _TENSOR_TYPES:
         raise OptionError(f"tensor type {tensor_type!r}", expected=", ".join(_TENSOR_TYPES))
-    return tensor_type
 
 
 #: The same under another name that is known for it.
@@ -93,7 +93,7 @@ def by_layer(patterns: Mapping[str, Factory | str], default: Factory | str) -> F
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise DTypeError(f"a pattern is a {type(pattern).__name__}", expected="a pattern of layer names")
-    return Choice(_fits_layer, tuple((pattern, as_factory(f)) for pattern, f in patterns.items()), as_factory(default))
+    return Choice("name", tuple((pattern, as_factory(f)) for pattern, f in patterns.items()), as_factory(default))
 
 
 def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
@@ -105,29 +105,22 @@ def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
     """
     for tensor_type in tensors:
         _check_tensor_type(tensor_type)
-    return Choice(_fits_tensor, tuple((name, as_factory(f)) for name, f in tensors.items()), as_factory(default))
+    return Choice("tensor_type", tuple((name, as_factory(f)) for name, f in tensors.items()), as_factory(default))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What :func:`by_layer` and :func:`by_tensor` return: the first of ``choices`` that fits a role serves it."""
+    """What :func:`by_layer` and :func:`by_tensor` return: the first pattern that fits the role serves."""
 
-    fits: Callable[[QuantizerRole, str], bool]
+    asked: str
     choices: tuple[tuple[str, Factory], ...]
     default: Factory
 
     def __call__(self, role: QuantizerRole | str) -> Given:
         """What the factory for the role gives."""
         role = QuantizerRole.of(role)
-        return next((factory for word, factory in self.choices if self.fits(role, word)), self.default)(role)
-
-
-def _fits_layer(role: QuantizerRole, pattern: str) -> bool:
-    return matches(role.name, pattern)
-
-
-def _fits_tensor(role: QuantizerRole, tensor_type: str) -> bool:
-    return role.tensor_type == tensor_type
+        text = getattr(role, self.asked)
+        return next((factory for pattern, factory in self.choices if matches(text, pattern)), self.default)(role)
 
 
 def by_direction(forward: Factory | str, backward: Factory | str) -> Factory:
@@ -154,15 +147,10 @@ class ByDirection:
         role = QuantizerRole.of(role)
         if role.is_gradient:
             return self.backward(role)
-        return HybridQuantizer(answered(self.forward, role), answered(self.backward, role))
+        return HybridQuantizer(_answered(self.forward, role), _answered(self.backward, role))
 
 
-def answered(factory: Factory, role: QuantizerRole) -> Quantizer:
-    """The quantizer of a factory, a request answered.
-
-    Raises:
-        OptionError: the factory gives none, or that of a recipe that keeps state.
-    """
+def _answered(factory: Factory, role: QuantizerRole) -> Quantizer:
     given = factory(role)
     if isinstance(given, QuantizerRequest):
         given = given.recipe.quantizer(role)
@@ -172,15 +160,8 @@ def answered(factory: Factory, role: QuantizerRole) -> Quantizer:
 
 
 def as_factory(factory: Factory | str) -> Factory:
-    """A factory as it is; a name is that of an installed recipe, or of a published factory.
-
-    Raises:
-        DTypeError: it is neither.
-        RecipeNotFoundError: nothing installed has the name.
-    """
+    """A factory as it is; a name is that of an installed recipe, or of a published factory."""
     if isinstance(factory, str):
-        from ottava import list_quantizer_factories
-
         published = {spec.name for spec in list_quantizer_factories()}
         return get_quantizer_factory(factory) if factory in published else mirror(factory)
     if not callable(factory):

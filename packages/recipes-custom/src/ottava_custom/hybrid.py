@@ -50,6 +50,7 @@ class HybridQuantizer(Quantizer):
         columnwise: bool = True,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        sides = []
         for side, quantizer in zip(SIDES, (rowwise_quantizer, columnwise_quantizer), strict=True):
             if not isinstance(quantizer, Quantizer) or isinstance(quantizer, HybridQuantizer):
                 raise DTypeError(
@@ -62,13 +63,13 @@ class HybridQuantizer(Quantizer):
                     expected="a quantizer without state",
                     remedy="use it for a whole role: return an ottava.QuantizerRequest from the factory",
                 )
-        self.rowwise_quantizer = _for_side(rowwise_quantizer, columnwise=False)
-        self.columnwise_quantizer = _for_side(columnwise_quantizer, columnwise=True)
-        # What each makes, also where only the other is asked.
-        self.kinds = tuple(
-            type(quantizer.make_empty((1, 1), device="cpu"))
-            for quantizer in (self.rowwise_quantizer, self.columnwise_quantizer)
-        )
+            copied = quantizer.copy()
+            copied.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
+            copied.internal = True
+            sides.append(copied)
+        self.rowwise_quantizer, self.columnwise_quantizer = sides
+        # The storage class of each side, also where only the other is asked.
+        self.kinds = tuple(type(quantizer.make_empty((1, 1), device="cpu")) for quantizer in sides)
         for tensor in (False, True):
             # From now on a file may hold one.
             hybrid_class(*self.kinds, tensor=tensor)
@@ -106,10 +107,3 @@ class HybridQuantizer(Quantizer):
 
 def _has_elements(storage: QuantizedTensorStorage) -> bool:
     return any(inner.gather and getattr(storage, inner.attribute) is not None for inner in storage.inner_tensors)
-
-
-def _for_side(quantizer: Quantizer, *, columnwise: bool) -> Quantizer:
-    copied = quantizer.copy()
-    copied.set_usage(rowwise=not columnwise, columnwise=columnwise)
-    copied.internal = True
-    return copied

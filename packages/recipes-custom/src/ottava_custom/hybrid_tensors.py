@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -35,34 +35,34 @@ class HybridTensorStorage(QuantizedTensorStorage):
     @classmethod
     def around(
         cls,
-        parts: Sequence[QuantizedTensorStorage | None],
+        sides: Sequence[QuantizedTensorStorage | None],
         shape: tuple[int, ...],
         dtype: torch.dtype,
         quantizer: Quantizer | None,
     ) -> HybridTensorStorage:
         """A hybrid around a storage for each side; None where the usage is not wanted."""
         arguments: dict[str, Any] = {}
-        for side, kind, part in zip(SIDES, cls.kinds, parts, strict=True):
-            held = {i: None if part is None else getattr(part, i.attribute) for i in kind.inner_tensors}
+        for side, kind, storage in zip(SIDES, cls.kinds, sides, strict=True):
+            held = {i: None if storage is None else getattr(storage, i.attribute) for i in kind.inner_tensors}
             elements = any(inner.gather and tensor is not None for inner, tensor in held.items())
             for inner, tensor in held.items():
                 # A transpose beside its elements would have to be made again whenever these are written.
-                derived = elements and part is not None and part.is_derived(inner)
+                derived = elements and storage is not None and storage.is_derived(inner)
                 arguments[f"{side}_{inner.argument}"] = None if derived else tensor
             for field in _own_fields(kind):
-                arguments[f"{side}_{field.argument}"] = None if part is None else getattr(part, field.attribute)
+                arguments[f"{side}_{field.argument}"] = None if storage is None else getattr(storage, field.attribute)
         made: Any = cls
         return made(shape=shape, dtype=dtype, quantizer=quantizer, **arguments)  # type: ignore[no-any-return]
 
-    def part(self, columnwise: bool) -> QuantizedTensorStorage:
+    def side(self, columnwise: bool) -> QuantizedTensorStorage:
         """The storage of one side, around the inner tensors that this holds.
 
         Raises:
             UsageError: it holds no data for that side.
         """
         # The compiler of torch 2.11 takes no bool for an index.
-        place = int(columnwise)
-        side, kind = SIDES[place], self.kinds[place]
+        number = int(columnwise)
+        side, kind = SIDES[number], self.kinds[number]
         tensors = [getattr(self, _attribute(side, inner.attribute)) for inner in kind.inner_tensors]
         if not self.get_usages()[side]:
             raise UsageError(
@@ -91,16 +91,16 @@ class HybridTensorStorage(QuantizedTensorStorage):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values of the rows; of the columns where only these are held. In ``dtype`` or the nominal dtype."""
-        return self.part(columnwise=not self.get_usages()["rowwise"]).dequantize(dtype or self.dtype)
+        return self.side(columnwise=not self.get_usages()["rowwise"]).dequantize(dtype or self.dtype)
 
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.part(columnwise).gemm_operand(columnwise=columnwise, dtype=dtype)
+        return self.side(columnwise).gemm_operand(columnwise=columnwise, dtype=dtype)
 
     def block_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return self.part(columnwise).block_operand(columnwise=columnwise)
+        return self.side(columnwise).block_operand(columnwise=columnwise)
 
     def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        return self.part(columnwise).scaled_operand(columnwise=columnwise)
+        return self.side(columnwise).scaled_operand(columnwise=columnwise)
 
 
 def _attribute(side: str, attribute: str) -> str:
@@ -166,19 +166,13 @@ def __getattr__(name: str) -> Any:
     kind, _, rest = name.partition("[")
     references = rest.removesuffix("]").replace("/", ".").split(",")
     if kind in ("HybridTensor", "HybridTensorStorage") and len(references) == 2:
-        _import_from_recipes(reference for reference in references if reference not in storage_classes())
+        offering = {"ottava", *(spec.factory.partition(":")[0].partition(".")[0] for spec in list_recipes())}
+        for module in (reference.partition(":")[0] for reference in references if reference not in storage_classes()):
+            # One that cannot be imported is missing, and the class with it.
+            with contextlib.suppress(Exception, SystemExit):
+                if module.partition(".")[0] in offering:
+                    importlib.import_module(module)
         known = storage_classes()
         if set(references) <= set(known):
             return hybrid_class(known[references[0]], known[references[1]], tensor=kind == "HybridTensor")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _import_from_recipes(references: Iterable[str]) -> None:
-    """Import the modules of these classes, as far as they belong to packages that offer recipes."""
-    offering = {spec.factory.partition(":")[0].partition(".")[0] for spec in list_recipes()} | {"ottava"}
-    for reference in references:
-        module = reference.partition(":")[0]
-        if module.partition(".")[0] in offering:
-            # One that cannot be imported is missing, and the class with it.
-            with contextlib.suppress(Exception, SystemExit):
-                importlib.import_module(module)

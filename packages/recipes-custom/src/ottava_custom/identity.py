@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
 
 from ottava.distributed import ShardRule
-from ottava.tensors import (
-    InnerTensor,
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-    StaticField,
-    check_values_dtype,
-)
+from ottava.tensors import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer, check_values_dtype
+from ottava_custom.shared_elements import SharedElements, as_matrix
 
 
-class IdentityTensorStorage(QuantizedTensorStorage):
+class IdentityTensorStorage(SharedElements):
     """Values in high precision as if they were quantized.
 
     Args:
@@ -29,24 +22,6 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     """
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (InnerTensor("_kept", "values", gather=True),)
-    static_fields: ClassVar[tuple[StaticField, ...]] = (
-        StaticField("_dtype", "dtype"),
-        StaticField("_rowwise", "rowwise"),
-        StaticField("_columnwise", "columnwise"),
-    )
-    rowwise_serves_columnwise = True
-
-    _kept: torch.Tensor | None
-    _rowwise: bool
-    _columnwise: bool
-
-    def get_usages(self) -> dict[str, bool]:
-        held = self._kept is not None
-        return {"rowwise": held and self._rowwise, "columnwise": held and self._columnwise}
-
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Say what the values are for; they serve both usages, and stay."""
-        self._rowwise, self._columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of the values.
@@ -59,21 +34,11 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The values themselves."""
-        values = self._held().to(dtype)
-        return values.reshape(math.prod(values.shape[:-1]), values.shape[-1]), None
-
-    def _held(self) -> torch.Tensor:
-        self.size()  # says what is wrong where there are none
-        values: Any = self._kept
-        return values  # type: ignore[no-any-return]
+        return as_matrix(self._held().to(dtype)), None
 
 
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     """Values in high precision as a quantized tensor."""
-
-    def _held(self) -> torch.Tensor:
-        values: Any = self._kept
-        return values  # type: ignore[no-any-return]
 
 
 class IdentityQuantizer(Quantizer):

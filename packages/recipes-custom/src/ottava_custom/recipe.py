@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ottava.errors import DTypeError, OptionError
-from ottava.recipes import (
-    Explanation,
-    QuantizerRequest,
-    QuantizerRole,
-    Recipe,
-    RecipeRule,
-    get_quantizer_factory,
-    registry,
-)
+from ottava.recipes import Explanation, QuantizerRequest, QuantizerRole, Recipe, RecipeRule, registry
 from ottava.tensors import Quantizer
 
 
@@ -41,20 +33,15 @@ class CustomRecipe(Recipe):
     qfactory: Callable[[QuantizerRole], Any]
 
     def __post_init__(self) -> None:
+        expected = "a callable qfactory(role), or the name of a published one"
         if isinstance(self.qfactory, str) and registry.is_path(self.qfactory):
-            raise OptionError(
-                f"qfactory is the path {self.qfactory!r}",
-                expected="a callable qfactory(role), or the name of a published one",
-                remedy=f"use CustomRecipe.from_file({self.qfactory!r})",
-            )
+            remedy = f"use CustomRecipe.from_file({self.qfactory!r})"
+            raise OptionError(f"qfactory is the path {self.qfactory!r}", expected=expected, remedy=remedy)
         if isinstance(self.qfactory, str):
-            object.__setattr__(self, "qfactory", get_quantizer_factory(self.qfactory))
+            object.__setattr__(self, "qfactory", registry.get_quantizer_factory(self.qfactory))
         if not callable(self.qfactory):
-            raise DTypeError(
-                f"qfactory is a {type(self.qfactory).__name__}",
-                expected="a callable qfactory(role), or the name of a published one",
-                remedy="for a recipe file, use CustomRecipe.from_file(path)",
-            )
+            remedy = "for a recipe file, use CustomRecipe.from_file(path)"
+            raise DTypeError(f"qfactory is a {type(self.qfactory).__name__}", expected=expected, remedy=remedy)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> CustomRecipe:
@@ -74,20 +61,13 @@ class CustomRecipe(Recipe):
             DTypeError: a factory gave something else.
         """
         over = super().given(role)
-        if over is not None:
-            return over
-        made = self.qfactory(role)
-        self._check_circle(made if isinstance(made, QuantizerRequest) else None, role)
-        if not isinstance(made, (Quantizer, QuantizerRequest)):
+        made = self._checked_answer(self.qfactory(role), role) if over is None else over
+        if made is None:
             raise DTypeError(
-                f"the quantizer factory returned {'None' if made is None else f'a {type(made).__name__}'} for {role}",
+                f"the quantizer factory returned None for {role}",
                 expected="an ottava.Quantizer or an ottava.QuantizerRequest",
-                remedy="return ottava_custom.IdentityQuantizer() where nothing is to be quantized"
-                + (
-                    "; a factory for some roles only goes over a recipe: set_quantizer_factory()"
-                    if made is None
-                    else ""
-                ),
+                remedy="return ottava_custom.IdentityQuantizer() where nothing is to be quantized; a factory for some "
+                "roles only goes over a recipe: set_quantizer_factory()",
             )
         return made
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
 import ottava
-from ottava.errors import OttavaError, text_of
+from ottava.cli.output import Json, console, show_json, table
+from ottava.errors import BackendError, OttavaError, text_of
 from ottava.recipes.registry import (
     get_quantizer_factory,
     get_recipe,
@@ -27,11 +26,19 @@ from ottava.recipes.registry import (
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report."""
+    """One row of the report."""
 
     name: str
     ok: bool
     detail: str
+
+
+def _examined(name: str, examine: Callable[[], str]) -> Check:
+    """What an examination says; where it raises one of Ottava's errors, that is wrong."""
+    try:
+        return Check(name, True, examine())
+    except OttavaError as error:
+        return Check(name, False, text_of(error))
 
 
 def _gpus() -> list[str]:
@@ -42,6 +49,10 @@ def _gpus() -> list[str]:
     numbers = range(torch.cuda.device_count())
     names = [(torch.cuda.get_device_name(n), torch.cuda.get_device_capability(n)) for n in numbers]
     return [f"{name} ({major}.{minor})" for name, (major, minor) in names]
+
+
+def _devices() -> list[str]:
+    return ["cpu", *(["cuda"] if _gpus() else [])]
 
 
 def _cpu_backend(status: str) -> Check:
@@ -78,25 +89,16 @@ def _backends() -> list[Check]:
     for name, status in available_backends().items():
         report = _REPORTS.get(name)
         checks.append(report(status) if report else Check(f"backend {name}", status == "available", status))
-    for device in ("cpu", *(["cuda"] if _gpus() else [])):
-        try:
-            checks.append(Check(f"backend chosen for {device}", True, backend_for(device)))
-        except OttavaError as error:
-            checks.append(Check(f"backend chosen for {device}", False, str(error)))
-    return checks
+    return checks + [_examined(f"backend chosen for {d}", partial(backend_for, d)) for d in _devices()]
 
 
-def _products() -> Check:
+def _products() -> str:
     from ottava.kernels.products import VARIABLE, multiplies_bfloat16
 
-    name = "bfloat16 products on cpu"
-    try:
-        fast = multiplies_bfloat16()
-    except OttavaError as error:
-        return Check(name, False, str(error))
+    fast = multiplies_bfloat16()
     answer = f"torch has {'a' if fast else 'no'} fast one of bfloat16 here"
     why = f"{VARIABLE} says so" if os.environ.get(VARIABLE) else answer
-    return Check(name, True, f"in {'bfloat16' if fast else 'float32'}, since {why}")
+    return f"in {'bfloat16' if fast else 'float32'}, since {why}"
 
 
 def _self_test(device: str) -> Check:
@@ -106,42 +108,37 @@ def _self_test(device: str) -> Check:
     from ottava import kernels
     from ottava.formats import E4M3, E5M2
 
-    name = "kernel self-test" if device == "cpu" else f"kernel self-test on {device}"
     x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256).to(device)
-    try:
+    scale = torch.tensor(0.37, device=device)
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        made = [*kernels.cast_transpose(x, scale, dtype), *kernels.mx_quantize(x, dtype)]
+        # A NaN has many bit patterns; all of them are right.
+        return [*made, kernels.decode(made[0], scale, dtype, torch.bfloat16).nan_to_num(nan=-1.0)]
+
+    def compare() -> str:
         for fmt in (E4M3, E5M2):
-            scale = torch.tensor(0.37, device=device)
-            got = (*kernels.cast_transpose(x, scale, fmt.torch_dtype), *kernels.mx_quantize(x, fmt.torch_dtype))
-            # A NaN has many bit patterns; all of them are right.
-            decoded = kernels.decode(got[0], scale, fmt.torch_dtype, torch.bfloat16).nan_to_num(nan=-1.0)
+            got = results(fmt.torch_dtype)
             with kernels.use_backend("reference"):
-                want = (*kernels.cast_transpose(x, scale, fmt.torch_dtype), *kernels.mx_quantize(x, fmt.torch_dtype))
-                redecoded = kernels.decode(want[0], scale, fmt.torch_dtype, torch.bfloat16).nan_to_num(nan=-1.0)
-            same = all(torch.equal(a, b) for a, b in zip((*got, decoded), (*want, redecoded), strict=True))
-            if not same:
-                return Check(name, False, f"{fmt.name}: bytes differ from the reference; reinstall ottava")
-    except OttavaError as error:
-        return Check(name, False, str(error))
-    return Check(name, True, "every bfloat16 value, E4M3 and E5M2: bytes equal the reference")
+                want = results(fmt.torch_dtype)
+            if not all(map(torch.equal, got, want)):
+                raise BackendError(f"{fmt.name}: bytes differ from the reference", remedy="reinstall ottava")
+        return "every bfloat16 value, E4M3 and E5M2: bytes equal the reference"
+
+    return _examined("kernel self-test" if device == "cpu" else f"kernel self-test on {device}", compare)
 
 
-def _recipe(name: str) -> Check:
-    """Whether the recipe can be built with its defaults; one that cannot do without options only has to resolve."""
-    try:
-        required = required_options(name)
-        if required:
-            return Check(f"recipe {name}", True, f"not built, it needs options: {', '.join(required)}")
-        return Check(f"recipe {name}", True, f"built, a {type(get_recipe(name)).__name__}")
-    except OttavaError as error:
-        return Check(f"recipe {name}", False, text_of(error))
+def _recipe(name: str) -> str:
+    """The recipe is built with its defaults; one that cannot do without options only has to resolve."""
+    required = required_options(name)
+    if required:
+        return f"not built, it needs options: {', '.join(required)}"
+    return f"built, a {type(get_recipe(name)).__name__}"
 
 
-def _factory(name: str) -> Check:
-    try:
-        get_quantizer_factory(name)
-    except OttavaError as error:
-        return Check(f"quantizer factory {name}", False, text_of(error))
-    return Check(f"quantizer factory {name}", True, "imported")
+def _factory(name: str) -> str:
+    get_quantizer_factory(name)
+    return "imported"
 
 
 def _plugins() -> list[Check]:
@@ -151,12 +148,12 @@ def _plugins() -> list[Check]:
         return [Check("plugins", False, str(error))]
     checks = []
     for status in statuses:
-        names = [spec.name for spec in status.recipes] + [spec.name for spec in status.quantizer_factories]
-        detail = f"{status.distribution} {status.version}, {status.status}, offers: {', '.join(names) or 'nothing'}"
-        problems = status.problems
-        checks.append(Check(f"plugin {status.name}", not problems, "\n".join(problems) or detail))
-        checks += [_recipe(spec.name) for spec in status.recipes]
-        checks += [_factory(spec.name) for spec in status.quantizer_factories]
+        recipes, factories = ([spec.name for spec in s] for s in (status.recipes, status.quantizer_factories))
+        offers = ", ".join([*recipes, *factories]) or "nothing"
+        detail = f"{status.distribution} {status.version}, {status.status}, offers: {offers}"
+        checks.append(Check(f"plugin {status.name}", not status.problems, "\n".join(status.problems) or detail))
+        checks += [_examined(f"recipe {name}", partial(_recipe, name)) for name in recipes]
+        checks += [_examined(f"quantizer factory {name}", partial(_factory, name)) for name in factories]
     if not statuses:
         checks.append(Check("plugins", True, "none; try: pip install ottava-recipes-current"))
     unknown = unknown_disabled()
@@ -174,27 +171,21 @@ def examine() -> list[Check]:
         Check("torch", True, str(torch.__version__)),
         Check("ottava", True, ottava.__version__),
         *_backends(),
-        _products(),
+        _examined("bfloat16 products on cpu", _products),
         *_plugins(),
-        *(_self_test(device) for device in ("cpu", *(["cuda"] if _gpus() else []))),
+        *map(_self_test, _devices()),
     ]
 
 
-def run_doctor(as_json: bool) -> int:
-    """Print the report; 1 when a check failed."""
+def doctor(as_json: Json = False) -> None:
+    """Check versions, kernel backends, plugins, recipes and the kernels themselves; exit code 1 when one is wrong."""
     # What recipes print when they are imported and built is no part of the report.
     with contextlib.redirect_stdout(sys.stderr):
         checks = examine()
     healthy = all(check.ok for check in checks)
     if as_json:
-        report: dict[str, Any] = {"ok": healthy, "checks": [asdict(check) for check in checks]}
-        print(json.dumps(report, indent=2))
-        return 0 if healthy else 1
-    table = Table(title="ottava doctor")
-    for heading in ("check", "", "detail"):
-        table.add_column(heading, overflow="fold")
-    for check in checks:
-        table.add_row(check.name, "ok" if check.ok else "WRONG", check.detail)
-    # Texts of plugins are printed as they are, whatever brackets and colons they have.
-    Console(markup=False, emoji=False).print(table)
-    return 0 if healthy else 1
+        show_json({"ok": healthy, "checks": [asdict(check) for check in checks]})
+    else:
+        rows = [(check.name, "ok" if check.ok else "WRONG", check.detail) for check in checks]
+        console().print(table("ottava doctor", ("check", "", "detail"), rows))
+    raise typer.Exit(0 if healthy else 1)

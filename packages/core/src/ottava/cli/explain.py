@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from ottava.cli.output import console, say, show_json, table
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import Recipe
 from ottava.recipes.explanation import Explanation, RecipeRule
@@ -33,12 +30,7 @@ def demo_layers() -> list[str]:
 
 
 def checkpoint_layers(path: Path) -> list[str]:
-    """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or not.
-
-    Raises:
-        CheckpointError: it is damaged, or nothing that can be read.
-        UsageError: no layer is in it.
-    """
+    """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or not."""
     from ottava.checkpoint.sources import read_state
 
     state, _ = read_state(path)
@@ -76,33 +68,10 @@ def _place(found: Explanation | RecipeRule) -> str | None:
     return found.place or (None if found.line is None else f"line {found.line}")
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title)
-    for column in ("layer", "role", "rowwise", "columnwise", "from"):
-        table.add_column(column, overflow="fold")
-    before = ""
-    for row in rows:
-        first = row["layer"] != before
-        before = row["layer"]
-        if first and table.row_count:
-            table.add_section()
-        table.add_row(before if first else "", row["role"], row["rowwise"], row["columnwise"], row["place"] or "-")
-    return table
-
-
 def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_json: bool) -> None:
     """Print what each role of each layer gets under a recipe, and the rules of its file that serve none of them.
 
-    Args:
-        name: of an installed recipe, or the path of a recipe file.
-        layers: names of layers; those of the demo's model where neither these nor a checkpoint are given.
-        checkpoint: a file or folder of tensors whose layers are asked about as well.
-        as_json: print an object instead of a table.
-
-    Raises:
-        OptionError: a layer has no name; or the recipe's options or its file are not what they should be.
-        RecipeNotFoundError, PluginError: the recipe cannot be had.
-        CheckpointError, UsageError: as of :func:`checkpoint_layers`.
+    Without ``layers`` and a checkpoint these are the layers of the demo's model.
     """
     if not all(layers):
         raise OptionError("--layer ''", expected="the qualified name of a layer")
@@ -111,9 +80,13 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
     rows, unused = _rows(recipe, list(dict.fromkeys(asked)))
     if as_json:
         left = [{"line": rule.line, "place": _place(rule), "rule": rule.text} for rule in unused]
-        print(json.dumps({"recipe": name, "layers": rows, "unused": left}, indent=2))
-        return
-    console = Console(markup=False, emoji=False)
-    console.print(_table(name, rows))
+        return show_json({"recipe": name, "layers": rows, "unused": left})
+    made = table(name, ("layer", "role", "rowwise", "columnwise", "from"), ())
+    for number, row in enumerate(rows, 1):
+        layer = row["layer"] if number % len(_TENSOR_TYPES) == 1 else ""
+        cells = (layer, row["role"], row["rowwise"], row["columnwise"], row["place"] or "-")
+        made.add_row(*cells, end_section=number % len(_TENSOR_TYPES) == 0)
+    console().print(made)
     for rule in unused:
-        console.print(f"unused: the rule in {_place(rule)}, {rule.text}, serves none of these layers", soft_wrap=True)
+        say(f"unused: the rule in {_place(rule)}, {rule.text}, serves none of these layers")
+    return None

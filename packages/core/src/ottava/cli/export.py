@@ -2,67 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
+import typer
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
-from ottava.checkpoint.convert import HIGH_PRECISION_NAMES, Conversion, convert_file
+from ottava.cli.output import console, say, table
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError
-from ottava.recipes.options import OptionDefaults
+from ottava.recipes.options import parse_options
 from ottava.recipes.registry import list_recipes
 
-
-def parse_options(recipe: str, given: list[str]) -> dict[str, Any]:
-    """Options from texts ``key=value``: JSON where that makes sense, else text; members of enumerations by name.
-
-    Raises:
-        OptionError: one is not ``key=value``, stands there twice, or names no member.
-    """
-    options: dict[str, Any] = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier() or key in options:
-            raise OptionError(f"--option {text!r}", expected="key=value, each key once")
-        options[key] = value
-    if not options or recipe in HIGH_PRECISION_NAMES:
-        return options
-    defaults = OptionDefaults(recipe)
-    return {key: defaults.parse(key, value) for key, value in options.items()}
-
-
-def _size(count: int) -> str:
-    size, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def _table(done: Conversion) -> Table:
-    table = Table(title=f"Converted to {done.recipe}")
-    table.add_column("tensors")
-    table.add_column("number", justify="right")
-    for kind, names in (
-        ("quantized", done.quantized),
-        ("dequantized", done.dequantized),
-        ("cast", done.cast),
-        ("copied as they are", done.copied),
-        ("dropped: scaling state of another recipe", done.dropped),
-    ):
-        if names:
-            table.add_row(kind, str(len(names)))
-    table.add_row("bytes before", _size(done.bytes_before))
-    table.add_row("bytes after", _size(done.bytes_after))
-    return table
+if TYPE_CHECKING:
+    from ottava.checkpoint.convert import Conversion
 
 
 def grouped(names: Sequence[str]) -> list[str]:
@@ -74,28 +32,21 @@ def grouped(names: Sequence[str]) -> list[str]:
 
 
 def make_model(reference: str) -> Any:
-    """The model that ``module:callable`` makes, on the meta device where it can be made there.
-
-    Raises:
-        OptionError: it is no such reference, or names nothing that can be called.
-        DTypeError: what it makes is no model.
-        UsageError: it fails.
-    """
+    """The model that ``module:callable`` makes, on the meta device where it can be made there."""
     import torch
 
-    module, _, attribute = reference.partition(":")
     # As of `python -m`: what is being worked on is found.
     sys.path.insert(0, os.getcwd())
     try:
-        make: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            make = getattr(make, part)
+        if ":" not in reference:
+            raise ValueError("it names no callable")
+        make: Any = pkgutil.resolve_name(reference)
     except (ImportError, AttributeError, ValueError) as error:
         what = f"--model {reference!r} cannot be had: {error}"
         raise OptionError(what, expected="module:callable, what makes the model without arguments") from error
     finally:
         sys.path.remove(os.getcwd())
-    if not attribute or not callable(make):
+    if not callable(make):
         raise OptionError(f"--model {reference!r} names no callable", expected="module:callable")
     try:
         try:
@@ -110,72 +61,87 @@ def make_model(reference: str) -> Any:
     return made
 
 
-def run_export(
-    *,
-    source: Path,
-    target: Path,
-    recipe: str,
-    options: list[str] | None,
-    include: list[str] | None,
-    exclude: list[str] | None,
-    model: str | None,
-    columnwise: bool,
-    prefix: str,
-    force: bool,
-) -> None:
-    """Convert, with a progress bar on a terminal, and print what became of the tensors.
+def _report(done: Conversion, target: Path) -> None:
+    """Print what became of the tensors."""
+    rows = {
+        "quantized": done.quantized,
+        "dequantized": done.dequantized,
+        "cast": done.cast,
+        "copied as they are": done.copied,
+        "dropped: scaling state of another recipe": done.dropped,
+    }
+    counts = [(kind, str(len(names))) for kind, names in rows.items() if names]
+    counts += [("bytes before", decimal(done.bytes_before)), ("bytes after", decimal(done.bytes_after))]
+    console().print(table(f"Converted to {done.recipe}", ("tensors", "number"), counts, right=("number",)))
+    for title, listed in (("Quantized", done.quantized), ("Left alone, named as embeddings", done.skipped)):
+        if listed:
+            say(f"{title}: {', '.join(grouped(listed))}")
+    say(f"Written: {target}")
 
-    Raises:
-        RecipeNotFoundError: no installed package has the recipe; the name may be misspelled, and is not installed.
-        UsageError: ``target`` exists and ``force`` is False, or it cannot be written.
-        OttavaError: as :func:`ottava.checkpoint.convert_file`; nothing is written.
-    """
-    if target.exists() and not force:
-        raise UsageError(f"{target} exists", expected="a new file", remedy="--force replaces it")
-    names = [*(spec.name for spec in list_recipes()), *HIGH_PRECISION_NAMES]
+
+def export(
+    IN: Annotated[
+        Path,
+        typer.Argument(
+            help="A safetensors file, a folder with several, a file of torch.save, or a sharded checkpoint."
+        ),
+    ],
+    OUT: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    recipe: Annotated[str, typer.Option(help="An installed recipe, or bf16, fp16 or fp32.")],
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of the recipe, key=value; may be given again.")
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="A pattern of the tensors to convert; may be given again.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="A pattern of tensors not to convert; may be given again.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="module:callable, what makes the model: the weights that convert would quantize are chosen. "
+            "--include and --exclude are then of modules."
+        ),
+    ] = None,
+    columnwise: Annotated[
+        bool, typer.Option("--columnwise", help="Write columnwise data of the recipe too, for training to go on.")
+    ] = False,
+    prefix: Annotated[
+        str, typer.Option(help="Take only tensors whose names begin with it, and take it off: model. for example.")
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+) -> None:
+    """Convert the tensors of a file to another recipe, or to high precision, one by one."""
+    from ottava.checkpoint.convert import HIGH_PRECISION_NAMES, convert_file
+
+    if OUT.exists() and not force:
+        raise UsageError(f"{OUT} exists", expected="a new file", remedy="--force replaces it")
+    known = [*(spec.name for spec in list_recipes()), *HIGH_PRECISION_NAMES]
+    # On standard error, so that the table alone can be kept.
+    bar = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    hidden = not bar.is_terminal
     try:
-        chosen = parse_options(recipe, options or [])
-        _convert(source, target, recipe, chosen, include, exclude, model, columnwise, prefix)
+        options = parse_options(None if recipe in HIGH_PRECISION_NAMES else recipe, option or [])
+        with Progress(*columns, TimeRemainingColumn(), console=bar, disable=hidden, transient=True) as progress:
+            task = progress.add_task("Converting", total=None)
+            done = convert_file(
+                IN,
+                OUT,
+                recipe,
+                options=options,
+                include=include or None,
+                exclude=exclude or None,
+                model=None if model is None else make_model(model),
+                columnwise=columnwise,
+                prefix=prefix,
+                progress=lambda read, total: progress.update(task, completed=read, total=total),
+            )
     except RecipeNotFoundError as error:
+        # The name may be misspelled: no command may be proposed that installs whatever has that name.
         if "no installed package" not in error.what:
             raise
         remedy = "`ottava recipes` lists what is installed"
-        raise RecipeNotFoundError(error.what, expected=f"one of {', '.join(names)}", remedy=remedy) from error
-
-
-def _convert(
-    source: Path,
-    target: Path,
-    recipe: str,
-    options: dict[str, Any],
-    include: list[str] | None,
-    exclude: list[str] | None,
-    model: str | None,
-    columnwise: bool,
-    prefix: str,
-) -> None:
-    # On standard error, so that the table alone can be kept.
-    bar = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=bar, disable=not bar.is_terminal, transient=True
-    ) as progress:
-        task = progress.add_task("Converting", total=None)
-        done = convert_file(
-            source,
-            target,
-            recipe,
-            options=options,
-            include=include or None,
-            exclude=exclude or None,
-            model=None if model is None else make_model(model),
-            columnwise=columnwise,
-            prefix=prefix,
-            progress=lambda read, total: progress.update(task, completed=read, total=total),
-        )
-    console = Console(markup=False, emoji=False)
-    console.print(_table(done))
-    for title, listed in (("Quantized", done.quantized), ("Left alone, named as embeddings", done.skipped)):
-        if listed:
-            console.print(f"{title}: {', '.join(grouped(listed))}", soft_wrap=True)
-    console.print(f"Written: {target}", soft_wrap=True)
+        raise RecipeNotFoundError(error.what, expected=f"one of {', '.join(known)}", remedy=remedy) from error
+    _report(done, OUT)

@@ -1,30 +1,108 @@
-"""The typer application. Commands import what they need when they run: listing recipes never imports torch."""
+"""The typer application. What a command needs is imported when it runs: listing recipes never imports torch.
+
+Other packages add commands through entry points of the group ``ottava.commands``: a command's name, and a function as
+:mod:`typer` takes it. They are looked for where a name is none of core's, and imported when they run or are listed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from typer.core import TyperGroup
 
 import ottava
-from ottava.errors import OttavaError, UsageError, text_of
+from ottava.cli.demo import demo
+from ottava.cli.doctor import doctor
+from ottava.cli.export import export
+from ottava.cli.new_recipe.command import new_recipe
+from ottava.cli.recipes import recipes
+from ottava.errors import OttavaError, PluginError, UsageError, text_of
+from ottava.recipes.discovery import Found, discover
+from ottava.recipes.loader import describe
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch.")
+#: The group of entry points by which packages add commands.
+COMMANDS = "ottava.commands"
+# Commands of Ottava's own packages, and the package that a user who types one may have to install.
+_ELSEWHERE = {"check-recipe": "ottava-testing"}
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
+def _load(name: str, offers: list[Found]) -> Callable[..., Any]:
+    """The function of a command that another package has.
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """An error that Ottava raises on purpose is told in its own words, with exit code 2."""
+    Raises:
+        UsageError: no installed package has it.
+        PluginError: several have it, or it cannot be imported.
+    """
+    if not offers:
+        package = _ELSEWHERE[name]
+        raise UsageError(f"the command {name!r} is not installed", expected=package, remedy=f"pip install {package}")
+    owners = " and by ".join(f"{found.distribution} {found.version}" for found in offers)
+    if len(offers) > 1:
+        raise PluginError(f"the command {name!r} is offered by {owners}", remedy="uninstall one")
+    entry: Any = offers[0].entry
     try:
-        yield
-    except OttavaError as error:
-        typer.echo(f"error: {text_of(error)}", err=True)
-        raise typer.Exit(2) from None
+        function: Callable[..., Any] = entry.load()
+    except (Exception, SystemExit) as error:
+        what = f"the command {name!r} of {owners} cannot be imported: {describe(error)}"
+        raise PluginError(what, remedy="reinstall the package, or report it to its authors") from error
+    return function
+
+
+def _command(name: str, function: Callable[..., Any], text: str, **settings: Any) -> Any:
+    alone = typer.Typer(add_completion=False)
+    # A text of a plugin is no markup.
+    alone.command(name, help=escape(text), **settings)(function)
+    return typer.main.get_command(alone)
+
+
+class _Commands(TyperGroup):
+    """Core's commands and those of other packages. An error that Ottava raises on purpose is told, with exit code 2."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        others = {found.entry_point for found in discover(COMMANDS) if found.entry is not None}
+        return list(dict.fromkeys([*super().list_commands(ctx), *sorted(others)]))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        offers = [found for found in discover(COMMANDS) if found.entry_point == cmd_name]
+        if not offers and cmd_name not in _ELSEWHERE:
+            return None
+        try:
+            function = _load(cmd_name, offers)
+            return _command(cmd_name, function, inspect.getdoc(function) or "")
+        except Exception as error:
+            # The list of commands has what is wrong, and who runs this one is told.
+            what = f"the command {cmd_name!r} cannot be run: {describe(error)}"
+            failure = error if isinstance(error, OttavaError) else PluginError(what)
+
+        def broken() -> None:
+            raise failure
+
+        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+        return _command(cmd_name, broken, text_of(failure), context_settings=anything)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OttavaError as error:
+            typer.echo(f"error: {text_of(error)}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch.")
+for _name, _function in (
+    ("recipes", recipes),
+    ("doctor", doctor),
+    ("demo", demo),
+    ("export", export),
+    ("new-recipe", new_recipe),
+):
+    app.command(_name)(_function)
 
 
 def _version(value: bool) -> None:
@@ -40,165 +118,3 @@ def main(
     ] = False,
 ) -> None:
     """FP8 training for PyTorch."""
-
-
-@app.command()
-def recipes(
-    as_json: Json = False,
-    explain: Annotated[
-        str | None,
-        typer.Option(help="Say which layer and role gets what under a recipe: a name, or the path of a recipe file."),
-    ] = None,
-    layer: Annotated[
-        list[str] | None,
-        typer.Option(help="With --explain: a layer's name, repeatable; by default those of the demo's model."),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="With --explain: a file or folder of tensors whose layers to ask about.")
-    ] = None,
-) -> None:
-    """List the installed recipes and quantizer factories, and the packages that are broken."""
-    with _told():
-        if explain is not None:
-            from ottava.cli.explain import show_explanation
-
-            show_explanation(explain, layer or [], checkpoint, as_json)
-            return
-        given = [option for option, value in (("--layer", layer), ("--checkpoint", checkpoint)) if value]
-        if given:
-            raise UsageError(f"{' and '.join(given)} without --explain", remedy="say which recipe: --explain NAME")
-        from ottava.cli.recipes import show_recipes
-
-        show_recipes(as_json)
-
-
-@app.command()
-def doctor(as_json: Json = False) -> None:
-    """Check versions, kernel backends, plugins, recipes and the kernels themselves; exit code 1 when one is wrong."""
-    from ottava.cli.doctor import run_doctor
-
-    with _told():
-        raise typer.Exit(run_doctor(as_json))
-
-
-@app.command()
-def demo(
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(help="A recipe to train with, repeatable; by default every installed one that can be built."),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 150,
-    size: Annotated[str, typer.Option(help="Model size: tiny, small or medium.")] = "small",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    out: Annotated[Path, typer.Option(help="Folder for the picture, the page and the results.")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = 0,
-) -> None:
-    """Train a small GPT in BF16 and in every recipe, on the standard library's source code."""
-    from ottava.cli.demo.command import run_demo
-
-    with _told():
-        raise typer.Exit(run_demo(recipes=recipe, steps=steps, size=size, device=device, out=out, seed=seed))
-
-
-@app.command()
-def export(
-    IN: Annotated[
-        Path,
-        typer.Argument(
-            help="A safetensors file, a folder with several, a file of torch.save, or a sharded checkpoint."
-        ),
-    ],
-    OUT: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    recipe: Annotated[str, typer.Option(help="An installed recipe, or bf16, fp16 or fp32.")],
-    option: Annotated[
-        list[str] | None, typer.Option(help="An option of the recipe, key=value; may be given again.")
-    ] = None,
-    include: Annotated[
-        list[str] | None, typer.Option(help="A pattern of the tensors to convert; may be given again.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="A pattern of tensors not to convert; may be given again.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="module:callable, what makes the model: the weights that convert would quantize are chosen. "
-            "--include and --exclude are then of modules."
-        ),
-    ] = None,
-    columnwise: Annotated[
-        bool, typer.Option("--columnwise", help="Write columnwise data of the recipe too, for training to go on.")
-    ] = False,
-    prefix: Annotated[
-        str, typer.Option(help="Take only tensors whose names begin with it, and take it off: model. for example.")
-    ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
-) -> None:
-    """Convert the tensors of a file to another recipe, or to high precision, one by one."""
-    from ottava.cli.export import run_export
-
-    with _told():
-        run_export(
-            source=IN,
-            target=OUT,
-            recipe=recipe,
-            options=option,
-            include=include,
-            exclude=exclude,
-            model=model,
-            columnwise=columnwise,
-            prefix=prefix,
-            force=force,
-        )
-
-
-@app.command("new-recipe")
-def new_recipe(
-    NAME: Annotated[str, typer.Argument(help="The recipe's name: lower-case letters, digits, - and _.")],
-    out: Annotated[
-        Path | None, typer.Option(help="The folder to write, new or empty; by default one named NAME.")
-    ] = None,
-) -> None:
-    """Write a package with a recipe of your own: a working scheme to start from, its tests and its CI file."""
-    from ottava.cli.new_recipe.command import run_new_recipe
-
-    with _told():
-        run_new_recipe(NAME, out)
-
-
-@app.command("check-recipe")
-def check_recipe(
-    NAME: Annotated[str | None, typer.Argument(help="An installed recipe, or the path of a recipe file.")] = None,
-    check: Annotated[list[str] | None, typer.Option(help="A check to run; may be given again. By default all.")] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="Leave out what compiles or starts processes.")] = False,
-    expect_failure: Annotated[
-        list[str] | None, typer.Option(help="A check that has to fail, CHECK=REASON; may be given again.")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="An option of the recipe, key=value; may be given again.")
-    ] = None,
-    layer: Annotated[
-        list[str] | None, typer.Option(help="The name of a layer, for recipes that go by names; may be given again.")
-    ] = None,
-    list_checks: Annotated[bool, typer.Option("--list", help="List the checks, and run none.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Run the conformance kit (ottava-testing) on a recipe; exit code 1 when a check fails."""
-    from ottava.cli.check_recipe import run_checks, show_checks
-
-    with _told():
-        if list_checks:
-            show_checks(as_json)
-            return
-        if NAME is None:
-            raise UsageError("no recipe is named", expected="the name of an installed recipe, or --list")
-        code = run_checks(
-            recipe=NAME,
-            options=option or [],
-            checks=check or [],
-            fast=fast,
-            expected_failures=expect_failure or [],
-            layers=layer or [],
-            as_json=as_json,
-        )
-        raise typer.Exit(code)

@@ -1,66 +1,86 @@
-"""``ottava recipes``."""
+"""``ottava recipes``: what is installed, what is broken, and which layer gets what."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
+from ottava.cli.explain import show_explanation
+from ottava.cli.output import Json, console, say, show_json, table
+from ottava.errors import UsageError
 from ottava.recipes.ownership import FACTORY, RECIPE, PluginStatus
 from ottava.recipes.registry import plugin_statuses, unknown_disabled
 
 
 def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
     """One row for each that the plugin offers or is refused; a plugin without any has one among the recipes."""
-    base = {"plugin": status.name, "distribution": status.distribution, "version": status.version}
-    rows: list[dict[str, Any]] = []
-    for spec in status.specs(kind):
-        capabilities = {"capabilities": list(spec.capabilities)} if kind == RECIPE else {}  # type: ignore[union-attr]
-        rows.append({"name": spec.name, "summary": spec.summary, **capabilities, **base, "status": "ok", "error": ""})
-    for refusal in (r for r in status.refused if r.kind == kind):
-        rows.append({"name": refusal.name, "summary": "", **base, "status": "refused", "error": str(refusal.error)})
-    empty = not status.recipes and not status.quantizer_factories and not status.refused
-    if empty and kind == RECIPE:
-        error = "it offers nothing" if status.status == "ok" else status.error
-        word = "empty" if status.status == "ok" else status.status
-        rows.append({"name": "", "summary": "", **base, "status": word, "error": error})
-    return [{"capabilities": [], **row} if kind == RECIPE else row for row in rows]
+
+    def row(name: str, word: str, *, summary: str = "", capabilities: Any = (), error: str = "") -> dict[str, Any]:
+        return {
+            "name": name,
+            "summary": summary,
+            **({"capabilities": list(capabilities)} if kind == RECIPE else {}),
+            "plugin": status.name,
+            "distribution": status.distribution,
+            "version": status.version,
+            "status": word,
+            "error": error,
+        }
+
+    rows = [
+        row(spec.name, "ok", summary=spec.summary, capabilities=getattr(spec, "capabilities", ()))
+        for spec in status.specs(kind)
+    ]
+    rows += [row(r.name, "refused", error=str(r.error)) for r in status.refused if r.kind == kind]
+    if kind == RECIPE and not (status.recipes or status.quantizer_factories or status.refused):
+        healthy = status.status == "ok"
+        rows.append(
+            row("", "empty" if healthy else status.status, error="it offers nothing" if healthy else status.error)
+        )
+    return rows
 
 
-def _table(title: str, rows: list[dict[str, Any]], columns: tuple[str, ...]) -> Table:
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        cells = [", ".join(row[column]) if column == "capabilities" else row[column] or "-" for column in columns]
-        table.add_row(*cells)
-    return table
-
-
-def show_recipes(as_json: bool) -> None:
-    """Print every recipe and quantizer factory with its package, and every package with a problem and its error."""
+def recipes(
+    as_json: Json = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(help="Say which layer and role gets what under a recipe: a name, or the path of a recipe file."),
+    ] = None,
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(help="With --explain: a layer's name, repeatable; by default those of the demo's model."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="With --explain: a file or folder of tensors whose layers to ask about.")
+    ] = None,
+) -> None:
+    """List the installed recipes and quantizer factories, and the packages that are broken."""
+    if explain is not None:
+        return show_explanation(explain, layer or [], checkpoint, as_json)
+    given = [option for option, value in (("--layer", layer), ("--checkpoint", checkpoint)) if value]
+    if given:
+        raise UsageError(f"{' and '.join(given)} without --explain", remedy="say which recipe: --explain NAME")
     statuses = plugin_statuses()
-    recipes, factories = ([row for status in statuses for row in _rows(status, kind)] for kind in (RECIPE, FACTORY))
+    found, factories = ([row for status in statuses for row in _rows(status, kind)] for kind in (RECIPE, FACTORY))
     unknown = unknown_disabled()
-    # Texts of plugins are printed as they are, whatever brackets and colons they have.
-    errors = Console(stderr=True, markup=False, emoji=False)
     if unknown:
-        errors.print(f"OTTAVA_DISABLE_PLUGINS names what is not installed: {', '.join(unknown)}", soft_wrap=True)
+        say(f"OTTAVA_DISABLE_PLUGINS names what is not installed: {', '.join(unknown)}", stderr=True)
     if as_json:
-        print(json.dumps({"recipes": recipes, "quantizer_factories": factories}, indent=2))
-        return
-    console = Console(markup=False, emoji=False)
-    if not recipes:
-        console.print("No recipe is installed. Try: pip install ottava-recipes-current")
-    else:
-        console.print(_table("Recipes", recipes, ("name", "version", "distribution", "capabilities", "status")))
-    if factories:
-        columns = ("name", "version", "distribution", "summary", "status")
-        console.print(_table("Quantizer factories", factories, columns))
-    for row in (*recipes, *factories):
+        return show_json({"recipes": found, "quantizer_factories": factories})
+    if not found:
+        say("No recipe is installed. Try: pip install ottava-recipes-current")
+    for title, rows, about in (
+        ("Recipes", found, "capabilities"),
+        ("Quantizer factories", factories, "summary"),
+    ):
+        columns = ("name", "version", "distribution", about, "status")
+        cells = [[", ".join(row[c]) if c == "capabilities" else row[c] or "-" for c in columns] for row in rows]
+        if rows:
+            console().print(table(title, columns, cells))
+    for row in (*found, *factories):
         if row["error"]:
             name = f" {row['name']}" if row["name"] else ""
-            text = f"{row['plugin']} {row['version']}{name} is {row['status']}: {row['error']}"
-            console.print(text, soft_wrap=True)
+            say(f"{row['plugin']} {row['version']}{name} is {row['status']}: {row['error']}")
+    return None

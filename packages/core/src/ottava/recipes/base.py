@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes.explanation import Explanation, RecipeRule, words
-from ottava.recipes.provided import build_recipe, get_quantizer_factory
+from ottava.recipes.loader import build_recipe, get_quantizer_factory
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 
@@ -78,25 +78,29 @@ class Recipe(ABC):
         Raises:
             DTypeError: the factory returned something else.
         """
+        return None if self._factory is None else self._checked_answer(self._factory(role), role)
+
+    def _checked_answer(self, answer: Any, role: QuantizerRole) -> Quantizer | QuantizerRequest | None:
+        """What a factory answered for ``role``, if it may.
+
+        Raises:
+            DTypeError: it is neither a quantizer, nor a request, nor None.
+            OptionError: it asks for what this recipe uses itself, which would lead back to its factory.
+        """
         from ottava.tensors import Quantizer
 
-        made = None if self._factory is None else self._factory(role)
-        if made is not None and not isinstance(made, (Quantizer, QuantizerRequest)):
+        if answer is not None and not isinstance(answer, (Quantizer, QuantizerRequest)):
             raise DTypeError(
-                f"the quantizer factory returned a {type(made).__name__} for {role}",
+                f"the quantizer factory returned a {type(answer).__name__} for {role}",
                 expected="an ottava.Quantizer, an ottava.QuantizerRequest or None",
             )
-        self._check_circle(made, role)
-        return made
-
-    def _check_circle(self, given: Quantizer | QuantizerRequest | None, role: QuantizerRole) -> None:
-        """Refuse a request for what this recipe uses itself, which would lead back to its factory."""
-        if isinstance(given, QuantizerRequest) and given.recipe.same_as(self):
+        if isinstance(answer, QuantizerRequest) and answer.recipe.same_as(self):
             raise OptionError(
                 f"the quantizer factory of {self.name or type(self).__name__!r} asks for that recipe, for {role}",
                 expected="a request for another recipe",
                 remedy="return None where the recipe's own quantizer is to serve",
             )
+        return answer
 
     def given_quantizer(self, role: QuantizerRole) -> Quantizer | None:
         """What :meth:`given` gives, a request answered by a quantizer with a state of its own."""

@@ -1,4 +1,4 @@
-"""Finds the entry points of the group ``ottava``. What lies wrongly on ``sys.path`` is reported, never raised."""
+"""Finds the entry points of a group. What lies wrongly on ``sys.path`` is reported, never raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from ottava.errors import OptionError
 from ottava.recipes.hookspecs import ENTRY_POINT_GROUP
 
-_SECTION = re.compile(rf"^\s*\[{ENTRY_POINT_GROUP}\]\s*$", re.M)
 _YES, _NO = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
@@ -54,10 +53,10 @@ def _text(dist: Distribution, key: str) -> str:
         return ""
 
 
-def _examine(dist: Distribution) -> list[Found]:
+def _examine(dist: Distribution, group: str) -> list[Found]:
     try:
         # Only files with our group are parsed: a malformed one of a stranger to Ottava is not Ottava's business.
-        if not _SECTION.search(dist.read_text("entry_points.txt") or ""):
+        if not re.search(rf"^\s*\[{re.escape(group)}\]\s*$", dist.read_text("entry_points.txt") or "", re.M):
             return []
     except Exception:
         return []
@@ -67,17 +66,17 @@ def _examine(dist: Distribution) -> list[Found]:
         wrong = "its metadata has no name or no version, as an interrupted installation leaves it: reinstall or delete"
         return [Found(name or folder, version or "?", "?", None, wrong)]
     try:
-        entries = [entry for entry in dist.entry_points if entry.group == ENTRY_POINT_GROUP]
+        entries = [entry for entry in dist.entry_points if entry.group == group]
     except Exception as error:
         return [Found(name, version, "?", None, f"its entry_points.txt cannot be read: {error}")]
     return [Found(name, version, entry.name, entry) for entry in entries]
 
 
-def discover() -> list[Found]:
+def discover(group: str = ENTRY_POINT_GROUP) -> list[Found]:
     """All entry points of the group, by distribution and name."""
     every: dict[tuple[str, str], Found] = {}
     for dist in distributions():
-        for found in _examine(dist):
+        for found in _examine(dist, group):
             # The first on sys.path is the one that an import finds.
             every.setdefault((canonical(found.distribution), found.entry_point), found)
     return [every[key] for key in sorted(every)]

@@ -47,16 +47,15 @@ def words(quantizer: Quantizer, name: str = "") -> str:
     """A quantizer in words: ``name``, or that of its class, and its element format if it has one."""
     import torch
 
-    dtypes: list[Any] = [getattr(quantizer, attribute, None) for attribute in ("fp8_dtype", "dtype")]
-    element = next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
-    return " ".join([name or type(quantizer).__name__, *([_format_name(element)] if element is not None else [])])
-
-
-def _format_name(dtype: Any) -> str:
     from ottava.errors import DTypeError
     from ottava.formats import fp8_format
 
-    try:
-        return fp8_format(dtype).name
-    except DTypeError:
-        return str(dtype).removeprefix("torch.")
+    dtypes: list[Any] = [getattr(quantizer, attribute, None) for attribute in ("fp8_dtype", "dtype")]
+    text = name or type(quantizer).__name__
+    for dtype in dtypes:
+        if isinstance(dtype, torch.dtype):
+            try:
+                return f"{text} {fp8_format(dtype).name}"
+            except DTypeError:
+                return f"{text} {str(dtype).removeprefix('torch.')}"
+    return text

@@ -12,33 +12,21 @@ import torch
 from ottava.errors import UsageError
 from ottava.recipes.base import QuantizerRequest, Recipe
 from ottava.recipes.role import QuantizerRole
-from ottava.recipes.state import RecipeState
+from ottava.recipes.state import RecipeState, by_recipe
 from ottava.tensors.quantizer import Quantizer
 
 
 def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> RecipeState:
     """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of other recipes."""
-    shares: list[tuple[Recipe, list[QuantizerRole]]] = []
-    for role in roles:
-        given = recipe.given(role)
-        server = given.recipe if isinstance(given, QuantizerRequest) else recipe
-        for known, together in shares:
-            if known.same_as(server):
-                together.append(role)
-                break
-        else:
-            shares.append((server, [role]))
+    given = [(recipe.given(role), role) for role in roles]
+    servers = [(answer.recipe if isinstance(answer, QuantizerRequest) else recipe, role) for answer, role in given]
+    shares = by_recipe(servers)
     if all(server is recipe for server, _ in shares):
         return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
-    parts = [
-        (
-            together,
-            (recipe.make_state if server is recipe else partial(layer_state, server))(
-                together, amax_reduction_group=amax_reduction_group
-            ),
-        )
-        for server, together in shares
-    ]
+    parts = []
+    for server, together in shares:
+        make = recipe.make_state if server is recipe else partial(layer_state, server)
+        parts.append((together, make(together, amax_reduction_group=amax_reduction_group)))
     if not any(part.stateful for _, part in parts):
         # Quantizers without state need no parts: they are the recipe's own.
         return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -53,3 +54,25 @@ class OptionDefaults:
         except (ValueError, RecursionError):
             value = {"True": True, "False": False, "None": None}.get(text, text)
         return self.adapt(option, value)
+
+
+def parse_options(recipe: str | None, given: Sequence[str]) -> dict[str, Any]:
+    """Options from texts ``key=value``, each value as of :meth:`OptionDefaults.parse`.
+
+    Args:
+        recipe: the name of an installed recipe; with None the values stay texts.
+        given: the texts.
+
+    Raises:
+        OptionError: one is not ``key=value``, stands there twice, or names no member of an enumeration.
+    """
+    options: dict[str, Any] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier() or key in options:
+            raise OptionError(f"--option {text!r}", expected="key=value, each key once")
+        options[key] = value
+    if not options or recipe is None:
+        return options
+    defaults = OptionDefaults(recipe)
+    return {key: defaults.parse(key, value) for key, value in options.items()}

@@ -24,10 +24,6 @@ class Refusal:
     name: str
     error: DuplicateRecipeError
 
-    def fresh_error(self) -> DuplicateRecipeError:
-        """The error anew: one that is raised twice would gather tracebacks."""
-        return DuplicateRecipeError(self.error.what, expected=self.error.expected, remedy=self.error.remedy)
-
 
 @dataclass(frozen=True)
 class PluginStatus:
@@ -75,40 +71,35 @@ def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: Plugin
     return DuplicateRecipeError(what, expected="one package for each name", remedy=remedy)
 
 
-def _refusals(statuses: list[PluginStatus], kind: str) -> dict[str, list[Refusal]]:
-    claims: dict[str, list[PluginStatus]] = {}
-    for status in statuses:
-        for spec in status.specs(kind):
-            claims.setdefault(spec.name, []).append(status)
-    refused: dict[str, list[Refusal]] = {}
-    for name, claimants in claims.items():
-        title = OWNER_PREFIX + canonical(name)
-        titled = [s for s in claimants if canonical(s.distribution) == title]
-        # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
-        broken = [s for s in statuses if s.status == "broken" and canonical(s.distribution) == title]
-        owner = titled[0] if len(titled) == 1 else broken[0] if broken and not titled else None
-        if len(claimants) == 1 and owner in (None, claimants[0]):
-            continue
-        error = _conflict(kind, name, claimants, owner)
-        for claimant in claimants:
-            if claimant is not owner:
-                refused.setdefault(claimant.name, []).append(Refusal(kind, name, error))
-    return refused
+def _owner(name: str, claimants: list[PluginStatus], statuses: list[PluginStatus]) -> PluginStatus | None:
+    title = OWNER_PREFIX + canonical(name)
+    titled = [s for s in claimants if canonical(s.distribution) == title]
+    # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
+    broken = [s for s in statuses if s.status == "broken" and canonical(s.distribution) == title]
+    return titled[0] if len(titled) == 1 else broken[0] if broken and not titled else None
 
 
 def settle(statuses: list[PluginStatus]) -> tuple[PluginStatus, ...]:
     """The same plugins, without what they do not get."""
-    recipes, factories = _refusals(statuses, RECIPE), _refusals(statuses, FACTORY)
-    settled = []
-    for status in statuses:
-        refused = (*recipes.get(status.name, ()), *factories.get(status.name, ()))
-        taken = {(refusal.kind, refusal.name) for refusal in refused}
-        settled.append(
-            replace(
-                status,
-                refused=refused,
-                recipes=tuple(s for s in status.recipes if (RECIPE, s.name) not in taken),
-                quantizer_factories=tuple(s for s in status.quantizer_factories if (FACTORY, s.name) not in taken),
-            )
-        )
-    return tuple(settled)
+    refused: dict[str, list[Refusal]] = {status.name: [] for status in statuses}
+    for kind in (RECIPE, FACTORY):
+        for name in dict.fromkeys(spec.name for status in statuses for spec in status.specs(kind)):
+            claimants = [s for s in statuses if name in (spec.name for spec in s.specs(kind))]
+            owner = _owner(name, claimants, statuses)
+            if len(claimants) == 1 and owner in (None, claimants[0]):
+                continue
+            error = _conflict(kind, name, claimants, owner)
+            for claimant in claimants:
+                if claimant is not owner:
+                    refused[claimant.name].append(Refusal(kind, name, error))
+    return tuple(_without(status, refused[status.name]) for status in statuses)
+
+
+def _without(status: PluginStatus, refused: list[Refusal]) -> PluginStatus:
+    taken = {(refusal.kind, refusal.name) for refusal in refused}
+    return replace(
+        status,
+        refused=tuple(refused),
+        recipes=tuple(s for s in status.recipes if (RECIPE, s.name) not in taken),
+        quantizer_factories=tuple(s for s in status.quantizer_factories if (FACTORY, s.name) not in taken),
+    )

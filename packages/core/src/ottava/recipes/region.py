@@ -93,13 +93,9 @@ class autocast(ContextDecorator):
                     remedy="pass the recipe as the first argument",
                 )
         check_group(amax_reduction_group)
-        self._recipe = (
-            _by_name(os.fspath(recipe))
-            if isinstance(recipe, (str, os.PathLike))
-            else None
-            if recipe is None
-            else as_recipe(recipe)
-        )
+        if isinstance(recipe, (str, os.PathLike)):
+            recipe = _by_name(os.fspath(recipe))
+        self._recipe = None if recipe is None else as_recipe(recipe)
         self._enabled = enabled
         self._group = amax_reduction_group
         self._calibrating = calibrating
@@ -218,7 +214,7 @@ def leave_module(module: torch.nn.Module, args: Any = None, output: Any = None) 
 def _by_name(name: str) -> Recipe:
     """The recipe ``name`` with its defaults, the same object each time: layers keep the state that it gave them."""
     _found(name)
-    return registry.defaults[name]
+    return registry.defaults[name][0]
 
 
 # A compiled function may name its recipe: the registry is asked once, while the function is traced.

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from ottava.recipes import loader
 from ottava.recipes.base import Recipe
 from ottava.recipes.base import get_recipe as get_recipe
 from ottava.recipes.discovery import canonical, disabled
+from ottava.recipes.loader import Provided, is_path, specs
+from ottava.recipes.loader import get_quantizer_factory as get_quantizer_factory
 from ottava.recipes.ownership import FACTORY, RECIPE, PluginStatus
-from ottava.recipes.provided import Provided, is_path, specs
-from ottava.recipes.provided import get_quantizer_factory as get_quantizer_factory
 from ottava.recipes.spec import FactorySpec, RecipeSpec
 
-# Recipes that were built with their defaults, for code that names a recipe again and again: a region in a loop.
-defaults: dict[str, Recipe] = {}
+# Recipes that were built with their defaults, for code that names a recipe again and again (a region in a loop), each
+# with what tells its file from one that was written since.
+defaults: dict[str, tuple[Recipe, tuple[int, int] | None]] = {}
 
 
 def plugin_statuses() -> list[PluginStatus]:
@@ -59,20 +61,11 @@ def required_options(name: str) -> list[str]:
 
 def remember_default(name: str) -> bool:
     """See that ``defaults`` has the recipe ``name``, of a file as it is now; raises as :func:`get_recipe`."""
-    stamp = _stamp(name) if is_path(name) else None
-    if name not in defaults or _stamps.get(name) != stamp:
-        defaults[name] = get_recipe(name)
-        _stamps[name] = stamp
+    stamp = None
+    if is_path(name):
+        with contextlib.suppress(OSError):
+            found = os.stat(name)
+            stamp = found.st_mtime_ns, found.st_size
+    if name not in defaults or defaults[name][1] != stamp:
+        defaults[name] = get_recipe(name), stamp
     return True
-
-
-# Path -> what tells a file that was read from one that was written since.
-_stamps: dict[str, tuple[int, int] | None] = {}
-
-
-def _stamp(path: str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size

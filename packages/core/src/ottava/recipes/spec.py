@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
 
 from ottava.errors import OptionError
 
@@ -11,30 +14,7 @@ from ottava.errors import OptionError
 API_VERSION = 1
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_SUFFIX = re.compile(r"\.[a-z0-9]+")
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-
-
-# The fields are checked as values of any type: a plugin's author need not run a type checker, and what a spec holds is
-# printed and compared by code that no plugin's failure may reach.
-def _word(value: object) -> bool:
-    return isinstance(value, str) and value.isprintable()
-
-
-def _positive(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _require(right: bool, what: str, value: object, owner: str, expected: str) -> None:
-    if not right:
-        raise OptionError(f"{what} {value!r} of {owner}", expected=expected)
-
-
-def _shared_by(block: tuple[int | None, int | None] | None) -> str:
-    if block is None:
-        return "per tensor"
-    named = {(1, None): "per row", (None, 1): "per column"}
-    return named.get(block, "block {}x{}".format(*("all" if size is None else size for size in block)))
 
 
 def is_name(name: object) -> bool:
@@ -42,15 +22,51 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
-def _check(kind: str, name: object, summary: object, factory: object, api_version: object) -> str:
-    if not is_name(name):
-        raise OptionError(f"{kind} name {name!r}", expected="lower-case letters, digits, - and _, a letter first")
-    owner = f"{kind} {name!r}"
-    _require(_word(summary), "summary", summary, owner, "one line of printable text")
-    reference = isinstance(factory, str) and _REFERENCE.fullmatch(factory) is not None
-    _require(reference, "factory", factory, owner, 'a reference "package.module:Object"')
-    _require(_positive(api_version), "api_version", api_version, owner, "a positive integer")
-    return owner
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_block(value: Any) -> bool:
+    pair = isinstance(value, tuple) and len(value) == 2 and all(size is None or _is_positive(size) for size in value)
+    return value is None or (pair and value != (None, None))
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+
+
+def _are_words(value: Any, pattern: str = ".+") -> bool:
+    return isinstance(value, tuple) and all(_is_word(each) and re.fullmatch(pattern, each) for each in value)
+
+
+_FLAG = (lambda value: isinstance(value, bool), "True or False")
+_FORMATS = (_are_words, 'a tuple of names, for example ("E4M3",)')
+# Field -> what it has to be. Values of any type are checked: a plugin's author need not run a type checker, and what a
+# spec holds is printed and compared by code that no plugin's failure may reach.
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (is_name, "lower-case letters, digits, - and _, a letter first"),
+    "summary": (_is_word, "one line of printable text"),
+    "factory": (_is_reference, 'a reference "package.module:Object"'),
+    "api_version": (_is_positive, "a positive integer"),
+    "block_size": (_is_block, "None or a tuple of two, positive integers or one None"),
+    "relative_error": (lambda value: type(value) in (int, float) and 0 < value < float("inf"), "a positive number"),
+    "file_suffixes": (partial(_are_words, pattern=r"\.[a-z0-9]+"), 'a tuple of suffixes, for example (".yaml",)'),
+    **dict.fromkeys(("formats", "fake_quant_formats"), _FORMATS),
+    **dict.fromkeys(("stateful", "needs_reduction", "quantized_weights", "deterministic", "compiles"), _FLAG),
+}
+
+
+def _check(spec: Any, kind: str) -> None:
+    for field in fields(spec):
+        value: object = getattr(spec, field.name)
+        is_right, expected = _CHECKS[field.name]
+        if not is_right(value):
+            owner = "" if field.name == "name" else f" of {kind} {spec.name!r}"
+            raise OptionError(f"{field.name} {value!r}{owner}", expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,34 +112,16 @@ class RecipeSpec:
     file_suffixes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        owner = _check("recipe", self.name, self.summary, self.factory, self.api_version)
-        block: object = self.block_size
-        pair = isinstance(block, tuple) and len(block) == 2 and all(size is None or _positive(size) for size in block)
-        right = block is None or (pair and block != (None, None))
-        _require(right, "block_size", block, owner, "None or a tuple of two, positive integers or one None")
-        for field in ("stateful", "needs_reduction", "quantized_weights", "deterministic", "compiles"):
-            value: object = getattr(self, field)
-            _require(isinstance(value, bool), field, value, owner, "True or False")
-        for field in ("formats", "fake_quant_formats"):
-            value = getattr(self, field)
-            words = isinstance(value, tuple) and all(word and _word(word) for word in value)
-            _require(words, field, value, owner, 'a tuple of names, for example ("E4M3",)')
-        error: object = self.relative_error
-        positive = type(error) in (int, float) and 0 < error < float("inf")  # type: ignore[operator]
-        _require(positive, "relative_error", error, owner, "a positive number")
-        suffixes: object = self.file_suffixes
-        known = isinstance(suffixes, tuple) and all(isinstance(s, str) and _SUFFIX.fullmatch(s) for s in suffixes)
-        _require(known, "file_suffixes", suffixes, owner, 'a tuple of suffixes, for example (".yaml",)')
+        _check(self, "recipe")
 
     @property
     def capabilities(self) -> tuple[str, ...]:
         """The flags as words, for listings."""
-        words = [*self.formats]
-        words.append(_shared_by(self.block_size))
-        words.append("stateful" if self.stateful else "stateless")
-        if self.needs_reduction:
-            words.append("reduces amax")
-        return tuple(words)
+        named = {None: "per tensor", (1, None): "per row", (None, 1): "per column"}
+        sizes = ["all" if size is None else size for size in self.block_size or ()]
+        shared = named[self.block_size] if self.block_size in named else "block {}x{}".format(*sizes)
+        kept = "stateful" if self.stateful else "stateless"
+        return (*self.formats, shared, kept, *(["reduces amax"] if self.needs_reduction else []))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,4 +144,4 @@ class FactorySpec:
     api_version: int = API_VERSION
 
     def __post_init__(self) -> None:
-        _check("quantizer factory", self.name, self.summary, self.factory, self.api_version)
+        _check(self, "quantizer factory")

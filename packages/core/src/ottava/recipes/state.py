@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ottava.recipes.role import QuantizerRole
 
@@ -34,6 +34,23 @@ class StateRecipe(Protocol):
     def same_as(self, other: Any) -> bool: ...
     def has_factory(self, factory: Any) -> bool: ...
     def update_states(self, states: Any, amax_reduction_group: Any) -> None: ...
+
+
+RecipeT = TypeVar("RecipeT", bound=StateRecipe)
+ItemT = TypeVar("ItemT")
+
+
+def by_recipe(pairs: Sequence[tuple[RecipeT, ItemT]]) -> list[tuple[RecipeT, list[ItemT]]]:
+    """The second of each pair, those of equal recipes together, in the order of the recipes."""
+    groups: list[tuple[RecipeT, list[ItemT]]] = []
+    for recipe, item in pairs:
+        for known, together in groups:
+            if known.same_as(recipe):
+                together.append(item)
+                break
+        else:
+            groups.append((recipe, [item]))
+    return groups
 
 
 class RecipeState:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ottava.recipes.base import Recipe
-from ottava.recipes.state import RecipeState, StateRecipe
+from ottava.recipes.state import RecipeState, by_recipe
 from ottava.torch_private import graph_task_id
 
 
@@ -23,15 +23,7 @@ def begin_step(states: Iterable[RecipeState], amax_reduction_group: Any) -> None
     whole = list(states)
     # A state that consists of several may be found by itself and as a part.
     parts = {id(part): part for state in whole for part in state.parts()}
-    by_recipe: list[tuple[StateRecipe, list[RecipeState]]] = []
-    for state in parts.values():
-        for recipe, together in by_recipe:
-            if recipe.same_as(state.recipe):
-                together.append(state)
-                break
-        else:
-            by_recipe.append((state.recipe, [state]))
-    for recipe, together in by_recipe:
+    for recipe, together in by_recipe([(state.recipe, state) for state in parts.values()]):
         recipe.update_states(together, amax_reduction_group)
     if not torch.compiler.is_compiling():
         for state in (*whole, *parts.values()):

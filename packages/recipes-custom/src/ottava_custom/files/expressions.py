@@ -1,7 +1,4 @@
-"""What may stand for a quantizer in a recipe file, and what each gives for a role.
-
-Whatever is wrong is an OptionError that names the place.
-"""
+"""What may stand for a quantizer in a recipe file, and what each gives for a role. Errors name the place."""
 
 from __future__ import annotations
 
@@ -17,6 +14,8 @@ from ottava.recipes.explanation import words
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import Quantizer
 from ottava_custom.files.source import Place, Source
+from ottava_custom.hybrid import HybridQuantizer
+from ottava_custom.identity import IdentityQuantizer
 
 #: What keeps high precision.
 IDENTITY = "identity"
@@ -30,8 +29,6 @@ class Expression(ABC):
 
     #: Whether it gives something for every role.
     total: ClassVar[bool] = True
-    #: Whether what it gives does not depend on the layer's name.
-    certain: ClassVar[bool] = True
 
     source: Source
     place: Place
@@ -44,9 +41,6 @@ class Expression(ABC):
     def words(self, role: QuantizerRole) -> tuple[str, str]:
         """What serves ``role`` along rows and along columns, for a role that is served."""
 
-    def check_direction(self) -> None:
-        """Refuse what cannot serve one direction: a hybrid, and what keeps state."""
-
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         """A quantizer by itself, for one direction of a hybrid; none, or one that keeps state, is refused."""
         served = self.serve(role)
@@ -57,10 +51,11 @@ class Expression(ABC):
             what = f"nothing is given for {role.tensor_type!r} of layer {role.name!r}"
             raise self.source.error(self.place, what, expected="a quantizer, for either direction")
         if served.stateful:
-            raise self._stateful()
+            raise self.keeps_state()
         return served
 
-    def _stateful(self) -> OptionError:
+    def keeps_state(self) -> OptionError:
+        """The error about one direction of a hybrid that keeps state."""
         return self.source.error(
             self.place,
             "a recipe that keeps state cannot serve one direction",
@@ -74,8 +69,6 @@ class Identity(Expression):
     """High precision."""
 
     def serve(self, role: QuantizerRole) -> Quantizer:
-        from ottava_custom.identity import IdentityQuantizer
-
         return IdentityQuantizer()
 
     def words(self, role: QuantizerRole) -> tuple[str, str]:
@@ -88,10 +81,6 @@ class OfRecipe(Expression):
 
     recipe: Recipe
     options: tuple[tuple[str, Any], ...]
-
-    def check_direction(self) -> None:
-        if self.recipe.stateful:
-            raise self._stateful()
 
     def serve(self, role: QuantizerRole) -> QuantizerRequest:
         return QuantizerRequest(self.recipe)
@@ -108,7 +97,6 @@ class OfFactory(Expression):
     """What a published quantizer factory gives."""
 
     total: ClassVar[bool] = False
-    certain: ClassVar[bool] = False
 
     name: str
     factory: Callable[[QuantizerRole], Any]
@@ -137,21 +125,20 @@ class OfFactory(Expression):
 
 @dataclass(frozen=True)
 class Hybrid(Expression):
-    """One quantizer along rows, another along columns."""
+    """One quantizer along rows, another along columns; a hybrid, and a recipe that keeps state, can be neither."""
 
     rowwise: Expression
     columnwise: Expression
 
-    @property
-    def certain(self) -> bool:  # type: ignore[override]
-        return self.rowwise.certain and self.columnwise.certain
-
-    def check_direction(self) -> None:
-        raise self.source.error(self.place, "a hybrid inside a hybrid", expected="one quantizer for one direction")
+    def __post_init__(self) -> None:
+        for side in (self.rowwise, self.columnwise):
+            if isinstance(side, Hybrid):
+                what = "a hybrid inside a hybrid"
+                raise side.source.error(side.place, what, expected="one quantizer for one direction")
+            if isinstance(side, OfRecipe) and side.recipe.stateful:
+                raise side.keeps_state()
 
     def serve(self, role: QuantizerRole) -> Quantizer:
-        from ottava_custom.hybrid import HybridQuantizer
-
         rowwise, columnwise = self.rowwise.quantizer(role), self.columnwise.quantizer(role)
         with self.source.at(self.place):
             return HybridQuantizer(rowwise, columnwise)

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes.explanation import Explanation, RecipeRule
 from ottava.recipes.role import QuantizerRole
 from ottava_custom.files.expressions import Served
-from ottava_custom.files.language import check_suffix, parse
-from ottava_custom.files.rules import Entry, Rule, nothing_serves
-from ottava_custom.files.schema import rules_of
-from ottava_custom.files.source import Source, read_source
+from ottava_custom.files.rules import Rules
+from ottava_custom.files.schema import Schema
+from ottava_custom.files.source import Place, Source, read_text
+from ottava_custom.files.toml_file import parse_toml
+from ottava_custom.files.yaml_file import parse_yaml
+
+_LANGUAGES = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": parse_toml}
+#: Suffixes of recipe files.
+SUFFIXES = tuple(_LANGUAGES)
 
 # Files that are being read: a recipe in one may be read from another.
 _reading: ContextVar[tuple[str, ...]] = ContextVar("_reading", default=())
 
 
-@contextlib.contextmanager
-def _no_circle(path: str) -> Iterator[None]:
-    place = os.path.abspath(path)
-    if place in _reading.get():
-        raise OptionError(f"{path} is read from itself", expected="files that do not lead back to themselves")
-    token = _reading.set((*_reading.get(), place))
-    try:
-        yield
-    finally:
-        _reading.reset(token)
+def _rules(source: Source) -> Rules:
+    root = _LANGUAGES[_suffix(source.path)](source)
+    if root is None or root.value is None:
+        raise source.error(Place(""), "the file is empty", expected="the keys default and layers")
+    return Schema(source).rules(root)
 
 
+def _suffix(path: str) -> str:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix not in _LANGUAGES:
+        raise OptionError(f"{path} has the suffix {suffix!r}", expected=f"one of {', '.join(SUFFIXES)}")
+    return suffix
+
+
+@dataclass(frozen=True)
 class FileFactory:
     """A quantizer factory from the text of a recipe file.
 
@@ -47,15 +54,19 @@ class FileFactory:
         RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the same.
     """
 
-    def __init__(self, path: str, text: str) -> None:
-        self._source = Source(path, text)
-        with _no_circle(path):
-            self._rules = rules_of(self._source, parse(self._source))
+    path: str
+    text: str = field(repr=False)
+    _rules: Rules = field(init=False, repr=False, compare=False)
 
-    @property
-    def path(self) -> str:
-        """The file, as it was given."""
-        return self._source.path
+    def __post_init__(self) -> None:
+        file = os.path.abspath(self.path)
+        if file in _reading.get():
+            raise OptionError(f"{self.path} is read from itself", expected="files that do not lead back to themselves")
+        token = _reading.set((*_reading.get(), file))
+        try:
+            object.__setattr__(self, "_rules", _rules(Source(self.path, self.text)))
+        finally:
+            _reading.reset(token)
 
     def __call__(self, role: QuantizerRole | str) -> Served:
         """What serves a role: a quantizer, or a request for that of a recipe.
@@ -63,7 +74,7 @@ class FileFactory:
         Raises:
             OptionError: nothing does.
         """
-        return self._chosen(QuantizerRole.of(role))[2]
+        return self._rules.chosen(QuantizerRole.of(role))[2]
 
     def explain(self, role: QuantizerRole | str) -> Explanation:
         """What serves a role, in words, with the place and the rule that say so.
@@ -72,7 +83,7 @@ class FileFactory:
             OptionError: nothing serves it.
         """
         role = QuantizerRole.of(role)
-        rule, entry, _ = self._chosen(role)
+        rule, entry, _ = self._rules.chosen(role)
         rowwise, columnwise = entry.expression.words(role)
         described = None if rule is None else rule.described()
         return Explanation(rowwise, columnwise, entry.place.line, described, entry.place.short)
@@ -81,32 +92,11 @@ class FileFactory:
         """The rules, in the order of the file."""
         return tuple(rule.described() for rule in self._rules.rules)
 
-    def _chosen(self, role: QuantizerRole) -> tuple[Rule | None, Entry, Served]:
-        last: Entry | None = None
-        for rule, entry in self._rules.asked(role):
-            served = entry.expression.serve(role)
-            if served is not None:
-                return rule, entry, served
-            last = entry
-        raise nothing_serves(self._source, role, last)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FileFactory) and self._source == other._source
-
-    def __hash__(self) -> int:
-        return hash(self._source)
-
-    def __repr__(self) -> str:
-        return f"FileFactory({self.path!r})"
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileFactory, (self._source.path, self._source.text)
+        return FileFactory, (self.path, self.text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FileFactory:
         # Nothing of it changes.
-        return self
-
-    def __copy__(self) -> FileFactory:
         return self
 
 
@@ -121,6 +111,5 @@ def load_factory(path: str | os.PathLike[str]) -> FileFactory:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise DTypeError(f"the path is a {type(path).__name__}", expected="the path of a recipe file")
     name = str(os.fspath(path))
-    check_suffix(name)
-    source = read_source(name)
-    return FileFactory(source.path, source.text)
+    _suffix(name)
+    return FileFactory(name, read_text(name))

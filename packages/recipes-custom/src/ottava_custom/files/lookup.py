@@ -21,11 +21,7 @@ MAX_NAME = 100
 
 
 class Lookup:
-    """Finds what the names in a file stand for; equal texts give the same recipe object.
-
-    What can be no name, and an option that a recipe does not take, is an OptionError; what cannot be had, a
-    RecipeNotFoundError or a PluginError; all name the place.
-    """
+    """Finds what the names in a file stand for; equal texts give the same recipe object. Errors name the place."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -37,7 +33,7 @@ class Lookup:
             return Identity(self._source, place)
         self._check(place, name, f"{IDENTITY}, a recipe or a factory")
         try:
-            return self.recipe(place, name, {}, {})
+            return self.recipe(Node(name, place), {}, {})
         except RecipeNotFoundError as missing:
             factories = [spec.name for spec in list_quantizer_factories()]
             if name in factories:
@@ -58,35 +54,32 @@ class Lookup:
         with self._source.at(place):
             return OfFactory(self._source, place, name, get_quantizer_factory(name))
 
-    def recipe(self, place: Place, name: str, options: Mapping[str, Node], keys: Mapping[str, Place]) -> Expression:
-        """A recipe with options."""
+    def recipe(self, named: Node, options: Mapping[str, Node], keys: Mapping[str, Place]) -> Expression:
+        """A recipe with options, whose keys have these places."""
+        name, place = named.value, named.place
         self._check(place, name, "the name of a recipe")
         taken: dict[str, Any] = {}
         defaults = OptionDefaults(name) if options else None
         for key, node in options.items():
             with self._source.at(node.place):
                 taken[key] = node.plain() if defaults is None else defaults.adapt(key, node.plain())
+        built = name, repr(sorted(taken.items(), key=lambda item: item[0]))
         try:
-            recipe = self._built(name, taken)
+            if "name" in taken:  # the one word that the registry keeps for itself
+                raise OptionError(f"recipe {name!r} has no option 'name'")
+            if built not in self._recipes:
+                self._recipes[built] = get_recipe(name, **taken)
         except Exception as error:
             # Where the recipe's own words name an option, or what it is, that is the place.
             what = error.what if isinstance(error, OptionError) else ""
             said = next((key for key, node in options.items() if _is_named(key, node, what)), None)
             with self._source.at(place if said is None else keys[said]):
                 raise
-        return OfRecipe(self._source, place, recipe, tuple(taken.items()))
+        return OfRecipe(self._source, place, self._recipes[built], tuple(taken.items()))
 
     def _check(self, place: Place, name: str, expected: str) -> None:
         if not is_name(name) or len(name) > MAX_NAME:
             raise self._source.error(place, f"{shown(name)} is no name", expected=expected)
-
-    def _built(self, name: str, options: dict[str, Any]) -> Recipe:
-        if "name" in options:  # the one word that the registry keeps for itself
-            raise OptionError(f"recipe {name!r} has no option 'name'")
-        key = name, repr(sorted(options.items(), key=lambda item: item[0]))
-        if key not in self._recipes:
-            self._recipes[key] = get_recipe(name, **options)
-        return self._recipes[key]
 
 
 def _is_named(key: str, node: Node, what: str) -> bool:

@@ -32,13 +32,7 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """A value.
-
-    Attributes:
-        value: a scalar; a list of nodes; or a mapping of nodes by key.
-        place: where it begins.
-        keys: where the keys of a mapping stand.
-    """
+    """A scalar, a list of nodes or a mapping of nodes by key; where it begins, and where the keys of a mapping are."""
 
     value: Any
     place: Place
@@ -66,12 +60,7 @@ class Node:
 
 
 def scalar(source: Source, value: Any, place: Place) -> Node:
-    """A node without nodes inside.
-
-    Raises:
-        OptionError: it is a NaN, which nothing equals, so that no two recipes would be equal; or an integer so large
-            that no option can hold it.
-    """
+    """A node without nodes inside. NaN is refused, which would make a recipe unequal to itself, and huge integers."""
     if isinstance(value, float) and math.isnan(value):
         raise source.error(place, "the number is NaN", expected="a number that equals itself")
     if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ottava.errors import OptionError
 from ottava.recipes.explanation import RecipeRule
 from ottava.recipes.role import QuantizerRole
-from ottava_custom.files.expressions import Expression
+from ottava_custom.files.expressions import Expression, Served
 from ottava_custom.files.source import Place, Source
 from ottava_custom.patterns import matches
 
@@ -28,6 +27,12 @@ def keys_of(role: QuantizerRole) -> tuple[str, ...]:
     """The keys of a rule that speak of a role, the one that counts most first."""
     direction = "backward" if role.is_gradient else "forward"
     return (*([role.tensor_type] if role.tensor_type in ROLES else []), direction, "all")
+
+
+def roles_of(key: str) -> list[QuantizerRole]:
+    """The roles that a key of a rule speaks of, of a layer without a name."""
+    roles = [QuantizerRole("linear", name) for name in ROLES]
+    return [role for role in roles if key in keys_of(role)]
 
 
 @lru_cache(maxsize=4096)
@@ -51,13 +56,7 @@ def covers(wide: str, narrow: str) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a rule, or the default.
-
-    Attributes:
-        key: the key.
-        place: where it stands.
-        expression: what serves.
-    """
+    """One key of a rule, or the default: where the key stands, and what serves."""
 
     key: str
     place: Place
@@ -66,29 +65,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule.
-
-    Attributes:
-        patterns: of layers.
-        entries: what serves, by key.
-        place: where the rule begins.
-    """
+    """One rule: patterns of layers, and what serves them by key."""
 
     patterns: tuple[str, ...]
     entries: Mapping[str, Entry]
     place: Place
 
-    def matches(self, name: str) -> bool:
-        """Whether it speaks of a layer."""
-        return any(matches(name, pattern) for pattern in self.patterns)
-
-    def entry_for(self, role: QuantizerRole) -> Iterator[Entry]:
+    def entries_for(self, role: QuantizerRole) -> Iterator[Entry]:
         """What it has for a role, the one that counts most first."""
         return (self.entries[key] for key in keys_of(role) if key in self.entries)
 
-    def serves(self, role: QuantizerRole) -> bool:
-        """Whether it gives something for a role, whatever the layer."""
-        return any(entry.expression.total for entry in self.entry_for(role))
+    def server(self, role: QuantizerRole) -> Entry | None:
+        """The first entry that certainly gives something for a role; None where nothing does."""
+        return next((entry for entry in self.entries_for(role) if entry.expression.total), None)
 
     def described(self) -> RecipeRule:
         """For listings."""
@@ -129,35 +118,49 @@ class Rules:
     rules: Sequence[Rule]
     default: Entry | None
 
-    def asked(self, role: QuantizerRole) -> Iterator[tuple[Rule | None, Entry]]:
-        """What may serve a role, in the order in which it is asked."""
+    def chosen(self, role: QuantizerRole) -> tuple[Rule | None, Entry, Served]:
+        """The rule and the entry that serve a role, and what the entry gives; an OptionError where nothing does."""
+        last: Entry | None = None
+        for rule, entry in self._asked(role):
+            served = entry.expression.serve(role)
+            if served is not None:
+                return rule, entry, served
+            last = entry
+        what = f"nothing serves {role.tensor_type!r} of layer {role.name!r}"
+        place, remedy = Place(""), "add a default"
+        if last is not None:
+            place, remedy = last.place, "use a default that is no factory, or one that gives a quantizer"
+        raise self.source.error(place, what, expected="a default that serves every role", remedy=remedy)
+
+    def _asked(self, role: QuantizerRole) -> Iterator[tuple[Rule | None, Entry]]:
         for rule in self.rules:
-            if rule.matches(role.name):
-                yield from ((rule, entry) for entry in rule.entry_for(role))
+            if any(matches(role.name, pattern) for pattern in rule.patterns):
+                yield from ((rule, entry) for entry in rule.entries_for(role))
         if self.default is not None:
             yield None, self.default
 
     def check(self) -> None:
-        """Refuse a rule that is never asked, and roles that nothing serves.
-
-        Raises:
-            OptionError: there is one.
-        """
+        """Refuse a rule that is never asked, and roles that nothing serves."""
         earlier = {name: _Taken() for name in ROLES}
         for number, rule in enumerate(self.rules):
             for entry in rule.entries.values():
                 self._check_entry(rule, entry, earlier)
             for name, taken in earlier.items():
-                if rule.serves(QuantizerRole("linear", name)):
+                if rule.server(QuantizerRole("linear", name)) is not None:
                     taken.add(rule.patterns, number)
-        if self.default is None:
-            self._check_complete()
+        everywhere = [rule for rule in self.rules if any(not pattern.strip("*") for pattern in rule.patterns)]
+        left = [n for n in _ASKED if not any(rule.server(QuantizerRole("linear", n)) for rule in everywhere)]
+        if left and self.default is None:
+            raise self.source.error(
+                Place(""),
+                f"there is no default, and nothing serves {', '.join(left)} of layers that no rule names",
+                expected="the key default",
+                remedy="add one; identity keeps high precision",
+            )
 
     def _check_entry(self, rule: Rule, entry: Entry, earlier: Mapping[str, _Taken]) -> None:
-        """See that something is left for an entry."""
-        roles = [QuantizerRole("linear", name) for name in ROLES]
-        spoken = [role for role in roles if entry.key in keys_of(role)]
-        own = [role for role in spoken if not _is_served_before(rule, entry, role)]
+        """See that something is left for an entry: by other keys of its rule, and by earlier rules."""
+        own = [role for role in roles_of(entry.key) if not _is_served_before(rule, entry, role)]
         if not own:
             raise self.source.error(
                 entry.place,
@@ -180,33 +183,9 @@ class Rules:
             remedy="move this rule up, or take it out",
         )
 
-    def _check_complete(self) -> None:
-        everywhere = [rule for rule in self.rules if any(not pattern.strip("*") for pattern in rule.patterns)]
-        left = [n for n in _ASKED if not any(rule.serves(QuantizerRole("linear", n)) for rule in everywhere)]
-        if left:
-            raise self.source.error(
-                Place(""),
-                f"there is no default, and nothing serves {', '.join(left)} of layers that no rule names",
-                expected="the key default",
-                remedy="add one; identity keeps high precision",
-            )
-
 
 def _is_served_before(rule: Rule, entry: Entry, role: QuantizerRole) -> bool:
     """Whether another key of the rule serves the role before ``entry`` is asked."""
-    for other in rule.entry_for(role):
-        if other is entry:
-            return False
-        if other.expression.total:
-            return True
-    return False
-
-
-def nothing_serves(source: Source, role: QuantizerRole, last: Entry | None) -> OptionError:
-    """The error about a role that nobody serves."""
-    return source.error(
-        Place("") if last is None else last.place,
-        f"nothing serves {role.tensor_type!r} of layer {role.name!r}",
-        expected="a default that serves every role",
-        remedy="add a default" if last is None else "use a default that is no factory, or one that gives a quantizer",
-    )
+    keys = keys_of(role)
+    server = rule.server(role)
+    return server is not None and keys.index(server.key) < keys.index(entry.key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import codecs
 import contextlib
 import os
 import re
@@ -17,12 +18,8 @@ from ottava.errors import OptionError, OttavaError
 #: Bytes of the largest file that is read.
 MAX_BYTES = 1 << 18
 
-_BOMS = (
-    (b"\xff\xfe\x00\x00", "UTF-32"),
-    (b"\x00\x00\xfe\xff", "UTF-32"),
-    (b"\xff\xfe", "UTF-16"),
-    (b"\xfe\xff", "UTF-16"),
-)
+# The longer ones first: those of UTF-32 begin as those of UTF-16.
+_BOMS = {"UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
 
 
 @dataclass(frozen=True)
@@ -40,12 +37,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Source:
-    """A recipe file.
-
-    Attributes:
-        path: as it was given.
-        text: what it holds, lines separated by ``\\n``.
-    """
+    """A recipe file: its path as it was given, and its text, whose lines end with ``\\n``."""
 
     path: str
     text: str
@@ -80,35 +72,30 @@ class Source:
             raise
 
 
-def read_source(path: str) -> Source:
-    """The text of a file.
-
-    Raises:
-        OptionError: it is missing, no file, too large, or not UTF-8.
-    """
+def read_text(path: str) -> str:
+    """The text of a file; an OptionError where it is missing, no file, too large, or not UTF-8."""
     expected = "a recipe file, in YAML or TOML"
     try:
-        # Opening a pipe would wait for its other end.
         mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-            raise OptionError(f"{path} is {kind}", expected=expected)
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OptionError:
-        raise
+        # Opening a pipe would wait for its other end.
+        data = None
+        if stat.S_ISREG(mode):
+            with Path(path).open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise OptionError(
             f"{path} cannot be read: {reason}", expected=expected, remedy="check the path and the permissions"
         ) from error
+    if data is None:
+        raise OptionError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}", expected=expected)
     if len(data) > MAX_BYTES:
         raise OptionError(f"{path} is larger than {MAX_BYTES} bytes", expected=expected, remedy="use fewer patterns")
-    return Source(path, _decoded(path, data))
+    return _decoded(path, data)
 
 
 def _decoded(path: str, data: bytes) -> str:
-    encoding = next((name for bom, name in _BOMS if data.startswith(bom)), None)
+    encoding = next((name for name, boms in _BOMS.items() if data.startswith(boms)), None)
     remedy = "save the file as UTF-8"
     if encoding is not None:
         raise OptionError(f"{path}, line 1: the file is in {encoding}", expected="UTF-8", remedy=remedy)

@@ -12,14 +12,12 @@ from ottava_custom.files.source import Place, Source
 
 # A dotted key, for which the standard library takes time that grows with the square of its length.
 _DEEP = re.compile(rf"(?:\.[ \t]*[\w\"'-]+[ \t]*){{{MAX_DEPTH}}}")
+# A key that needs no quotes in a message.
+_BARE = re.compile(r"[\w-]{1,60}", re.A)
 
 
 def parse_toml(source: Source) -> Node | None:
-    """The document, None when it says nothing.
-
-    Raises:
-        OptionError: it is no TOML, or has a key twice.
-    """
+    """The document, None when it says nothing; an OptionError where it is no TOML."""
     deep = _DEEP.search(source.text)
     if deep is not None:
         raise too_deep(source, source.place(deep.start()))
@@ -42,13 +40,10 @@ def _node(source: Source, value: Any, path: str, depth: int) -> Node:
     if depth > MAX_DEPTH:
         raise too_deep(source, place)
     if isinstance(value, dict):
-        paths = {key: f"{path}.{_written(key)}".lstrip(".") for key in value}
+        written = {key: key if _BARE.fullmatch(key) else shown(key) for key in value}
+        paths = {key: f"{path}.{text}".lstrip(".") for key, text in written.items()}
         below = {key: _node(source, inner, paths[key], depth + 1) for key, inner in value.items()}
         return Node(below, place, {key: Place(written) for key, written in paths.items()})
     if isinstance(value, list):
         return Node([_node(source, inner, f"{path}[{at}]", depth + 1) for at, inner in enumerate(value)], place)
     return scalar(source, value, place)
-
-
-def _written(key: str) -> str:
-    return key if re.fullmatch(r"[\w-]{1,60}", key, re.A) else shown(key)

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ottava.errors import OptionError
 from ottava_custom.files.nodes import MAX_DEPTH, Node, scalar, shown, too_deep
 from ottava_custom.files.source import Place, Source
 
@@ -32,31 +33,23 @@ class _Loader(yaml.SafeLoader):
 
     def _check_depth(self, depth: int) -> None:
         if depth > MAX_DEPTH:
-            raise TooDeep(problem_mark=self.get_mark())
+            raise _TooDeep(problem_mark=self.get_mark())
 
 
-class TooDeep(yaml.MarkedYAMLError):
+class _TooDeep(yaml.MarkedYAMLError):
     """Values are nested more than :data:`MAX_DEPTH` times."""
 
 
-def _integer(text: str) -> int:
-    digits = text.lstrip("+-")
-    base = {"0o": 8, "0x": 16}.get(digits[:2])
-    return int(text) if base is None else int(digits, base)
-
-
-def _number(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
+_BASES = {"0o": 8, "0x": 16}
+# Tag -> what such a value looks like, which characters it may begin with, and how it is read.
 _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "null": (r"~|null|Null|NULL|", "~nN", lambda text: None),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", _integer),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", lambda text: int(text, _BASES.get(text[:2], 10))),
     "float": (
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         "-+.0123456789",
-        _number,
+        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
 }
 for _name, (_pattern, _first, _) in _SCALARS.items():
@@ -66,85 +59,65 @@ for _name, (_pattern, _first, _) in _SCALARS.items():
 
 
 def parse_yaml(source: Source) -> Node | None:
-    """The document, None when there is none.
-
-    Raises:
-        OptionError: it is no YAML, or it has several documents, a tag, a key twice or one that is no text.
-    """
-    loader = None
+    """The document, None when there is none; an OptionError where it is no YAML, or more than plain values."""
     try:
-        loader = _Loader(source.text)
-        root = loader.get_single_node()
-    except TooDeep as error:
-        raise too_deep(source, _place_of(source, error)) from None
+        root = yaml.compose(source.text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         raise _told(source, error) from error
     except yaml.reader.ReaderError as error:
         what = f"character {chr(error.character)!r} is not allowed in YAML"
         raise source.error(source.place(error.position), what, remedy="take it out") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
-    return None if root is None else _Reader(source).read(root)
+    return None if root is None else _Reader(source).read(root)[0]
 
 
-def _place_of(source: Source, error: yaml.MarkedYAMLError) -> Place:
+def _told(source: Source, error: yaml.MarkedYAMLError) -> OptionError:
     mark = error.problem_mark or error.context_mark
-    return source.place(0 if mark is None else min(mark.index, len(source.text)))
-
-
-def _told(source: Source, error: yaml.MarkedYAMLError) -> Exception:
-    place, mark = _place_of(source, error), error.problem_mark
+    place = source.place(0 if mark is None else min(mark.index, len(source.text)))
+    if isinstance(error, _TooDeep):
+        return too_deep(source, place)
     problem = " ".join(str(words) for words in (error.context, error.problem) if words)
     if "single document" in problem:
         return source.error(place, "a second document begins", expected="one document", remedy="use one file for each")
-    tab = mark is not None and source.text[mark.index : mark.index + 1] == "\t"
+    tab = error.problem_mark is not None and source.text[error.problem_mark.index :].startswith("\t")
     return source.error(place, f"not YAML: {problem}", remedy="indent with spaces" if tab else "")
 
 
 class _Reader:
-    """Nodes of PyYAML's nodes. What an alias stands for is read once."""
+    """Nodes of PyYAML's nodes, each with the number of values in it. What an alias stands for is read once."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._known: dict[int, tuple[Node, int]] = {}
         self._open: set[int] = set()
-        self._containers: dict[str, Callable[[Any], tuple[Node, int]]] = {"map": self._mapping, "seq": self._sequence}
+        self._containers: dict[tuple[type, str], Callable[[Any, Place], tuple[Node, int]]] = {
+            (yaml.MappingNode, "map"): self._mapping,
+            (yaml.SequenceNode, "seq"): self._sequence,
+        }
 
-    def read(self, given: Any) -> Node:
-        """The node of a YAML node.
-
-        Raises:
-            OptionError: something in it is not allowed.
-        """
-        return self._read(given)[0]
-
-    def _place(self, given: Any) -> Place:
-        return self._source.place(given.start_mark.index)
-
-    def _read(self, given: Any) -> tuple[Node, int]:
-        """The node, and the number of values in it."""
+    def read(self, given: Any) -> tuple[Node, int]:
+        """The node of a YAML node, and the number of values in it."""
         if id(given) in self._known:
             return self._known[id(given)]
+        place = self._source.place(given.start_mark.index)
         if id(given) in self._open:
-            raise self._source.error(self._place(given), "an alias stands for what it is in", expected="no such circle")
+            raise self._source.error(place, "an alias stands for what it is in", expected="no such circle")
         self._open.add(id(given))
         if len(self._open) > MAX_DEPTH:
-            raise too_deep(self._source, self._place(given))
-        node, count = self._containers.get(given.tag.removeprefix(_PREFIX), self._scalar)(given)
+            raise too_deep(self._source, place)
+        kind = type(given), given.tag.removeprefix(_PREFIX)
+        node, count = self._containers.get(kind, self._scalar)(given, place)
         if count > _MAX_VALUES:
             what = f"these are {count} values, those that aliases stand for included"
-            raise self._source.error(node.place, what, expected=f"at most {_MAX_VALUES}")
+            raise self._source.error(place, what, expected=f"at most {_MAX_VALUES}")
         self._open.discard(id(given))
         self._known[id(given)] = node, count
         return node, count
 
-    def _scalar(self, given: Any) -> tuple[Node, int]:
-        tag, place = given.tag.removeprefix(_PREFIX), self._place(given)
+    def _scalar(self, given: Any, place: Place) -> tuple[Node, int]:
+        tag, value = given.tag.removeprefix(_PREFIX), given.value
         if not isinstance(given, yaml.ScalarNode) or (tag not in _SCALARS and tag != "str"):
             remedy = "take the tag (what begins with !) out"
             raise self._source.error(place, f"tag {shown(given.tag)}", expected="plain values", remedy=remedy)
-        value: Any = given.value
         if tag != "str":
             pattern, _, convert = _SCALARS[tag]
             # With an explicit tag, or more digits than Python converts.
@@ -156,20 +129,16 @@ class _Reader:
                 raise self._source.error(place, f"not a value: {error}") from error
         return scalar(self._source, value, place), 1
 
-    def _sequence(self, given: Any) -> tuple[Node, int]:
-        if not isinstance(given, yaml.SequenceNode):
-            return self._scalar(given)
-        items = [self._read(item) for item in given.value]
-        return Node([node for node, _ in items], self._place(given)), 1 + sum(count for _, count in items)
+    def _sequence(self, given: Any, place: Place) -> tuple[Node, int]:
+        items = [self.read(item) for item in given.value]
+        return Node([node for node, _ in items], place), 1 + sum(count for _, count in items)
 
-    def _mapping(self, given: Any) -> tuple[Node, int]:
-        if not isinstance(given, yaml.MappingNode):
-            return self._scalar(given)
+    def _mapping(self, given: Any, place: Place) -> tuple[Node, int]:
         values: dict[str, Node] = {}
         keys: dict[str, Place] = {}
         total = 1
         for key_node, value_node in given.value:
-            key, _ = self._read(key_node)
+            key, _ = self.read(key_node)
             # An alias as a key stands where it stands, but is known by what it stands for.
             if not isinstance(key.value, str):
                 remedy = "put it in quotes" if key.kind != "a list" else ""
@@ -177,7 +146,7 @@ class _Reader:
             if key.value in keys:
                 what = f"key {shown(key.value)} stands there twice, first in {keys[key.value].short}"
                 raise self._source.error(key.place, what, expected="each key once")
-            node, count = self._read(value_node)
+            node, count = self.read(value_node)
             values[key.value], keys[key.value] = node, key.place
             total += count
-        return Node(values, self._place(given), keys), total
+        return Node(values, place, keys), total

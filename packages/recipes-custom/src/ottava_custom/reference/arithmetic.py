@@ -11,7 +11,7 @@ from ottava.formats import fp8_format
 
 _LARGEST = torch.finfo(torch.float32).max
 #: What any NaN becomes, in both formats.
-_NAN_CODE = 0x7F
+_NAN = 0x7F
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -35,22 +35,12 @@ def scale_from_amax(amax: torch.Tensor, quant_dtype: torch.dtype, eps: float, po
     return scale
 
 
-def inverse(scale: torch.Tensor) -> torch.Tensor:
-    """What multiplies when dequantizing: ``1 / scale``, rounded once."""
-    return torch.div(torch.ones_like(scale), scale)
-
-
 def cast(x: torch.Tensor, scale: torch.Tensor, quant_dtype: torch.dtype) -> torch.Tensor:
-    """``x * scale`` as codes (uint8): to the nearest, ties to even; beyond the largest value saturated; NaN is 0x7F."""
+    """``x * scale`` as bytes (uint8): to the nearest, ties to even; beyond the largest value saturated; NaN is 0x7F."""
     scaled = x.to(torch.float32) * scale
     largest = fp8_format(quant_dtype).max
     unknown = scaled.isnan()
     # torch converts to E5M2 without saturation: what is too large is clamped before.
     within = torch.where(unknown, torch.zeros_like(scaled), scaled).clamp(-largest, largest)
-    codes = within.to(quant_dtype).view(torch.uint8)
-    return torch.where(unknown, torch.full_like(codes, _NAN_CODE), codes)
-
-
-def decode(codes: torch.Tensor, quant_dtype: torch.dtype) -> torch.Tensor:
-    """The elements as float32, exactly, without a scale."""
-    return codes.contiguous().view(quant_dtype).to(torch.float32)
+    data = within.to(quant_dtype).view(torch.uint8)
+    return torch.where(unknown, torch.full_like(data, _NAN), data)

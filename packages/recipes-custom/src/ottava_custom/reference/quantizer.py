@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
+from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import check_epsilon, check_high_precision
 from ottava.kernels.checks import check_bias
 from ottava.kernels.products import mm
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava_custom.reference.arithmetic import amax, cast, inverse, scale_from_amax
+from ottava_custom.reference.arithmetic import amax, cast, scale_from_amax
 from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage
+from ottava_custom.shared_elements import as_matrix
 
 # GEMM -> (columnwise usage of the left, of the right), (transpose the left, the right).
 _GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {
@@ -73,15 +74,13 @@ class CurrentScalingQuantizerRef(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         largest = amax(tensor)
         if self.shard_group is not None:
-            from ottava.distributed import reduce_amax
-
             largest = reduce_amax(largest, self.shard_group)
         scale = scale_from_amax(largest, self.dtype, self.eps, self.pow_2_scales)
-        codes = cast(tensor, scale, self.dtype).contiguous()
         make = CurrentScalingTensorRefStorage if self.internal else CurrentScalingTensorRef
         return make(
-            data=codes,
-            scale=inverse(scale),
+            data=cast(tensor, scale, self.dtype).contiguous(),
+            # Both operands are tensors, as of any quotient here.
+            scale=torch.div(torch.ones_like(scale), scale),
             dtype=dtype,
             quant_dtype=self.dtype,
             rowwise=self.rowwise_usage,
@@ -110,8 +109,7 @@ class CurrentScalingQuantizerRef(Quantizer):
         quantized tensors: so this one gives the same bits.
 
         Args:
-            qx, qw: the operands: ``input`` and ``weight`` for fprop, ``grad_output`` and ``weight`` for dgrad,
-                ``grad_output`` and ``input`` for wgrad; quantized tensors, or elements ``[rows, columns]``.
+            qx, qw: quantized tensors, or elements ``[rows, columns]``; which of them, see :meth:`Quantizer.qgemm`.
             m_params: unused.
             out_dtype: dtype of the result.
             sx, sw: scales of bare elements; of quantized tensors, their own count.
@@ -153,13 +151,11 @@ def _operand(x: Any, scale: Any, columnwise: bool) -> tuple[torch.Tensor, torch.
         raise DTypeError(
             f"an operand is of {found}",
             expected="a quantized tensor, or elements of a floating-point dtype",
-            remedy="view codes as their dtype: codes.view(torch.float8_e4m3fn)",
+            remedy="view bytes as their dtype: data.view(torch.float8_e4m3fn)",
         )
     if scale is not None and (not isinstance(scale, torch.Tensor) or scale.numel() != 1):
         raise DTypeError("the scale of an operand is no tensor with one element", expected="a float32 tensor, or None")
-    values = x.detach().to(torch.float32)
-    values = values if values.dim() == 2 else values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
-    return values, scale if scale is None else scale.reshape(())
+    return as_matrix(x.detach().to(torch.float32)), scale if scale is None else scale.reshape(())
 
 
 def _check_product(left: torch.Tensor, right: torch.Tensor, bias: Any, out: Any) -> None:

@@ -14,20 +14,12 @@ import torch
 
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
-from ottava.tensors import (
-    InnerTensor,
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-    StaticField,
-    as_data,
-    check_values_dtype,
-)
+from ottava.tensors import InnerTensor, QuantizedTensor, Quantizer, StaticField, as_data, check_values_dtype
 from ottava.torch_private import make_wrapper_subclass
-from ottava_custom.reference.arithmetic import decode
+from ottava_custom.shared_elements import SharedElements, as_matrix
 
 
-class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
+class CurrentScalingTensorRefStorage(SharedElements):
     """FP8 elements with one scale, without the tensor interface.
 
     Args:
@@ -38,7 +30,7 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         scale_t: the scale of ``data_t``; there is one scale for both.
         dtype: nominal dtype.
         quant_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        original_shape: shape of the tensor that was quantized, where ``data`` is a matrix of its rows.
+        original_shape, shape: shape of the tensor that was quantized, where ``data`` is a matrix of its rows.
         rowwise, columnwise: whether there is such a usage; None: if ``data`` or ``data_t`` is given.
         quantizer: used by in-place updates.
 
@@ -47,23 +39,18 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
     """
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
-        InnerTensor("_codes", "data", gather=True, native="quant_dtype"),
+        InnerTensor("_data", "data", gather=True, native="quant_dtype"),
         InnerTensor("_scale", "scale"),
     )
     static_fields: ClassVar[tuple[StaticField, ...]] = (
-        StaticField("_dtype", "dtype"),
+        *SharedElements.static_fields,
         StaticField("quant_dtype", "quant_dtype"),
-        StaticField("_rowwise", "rowwise"),
-        StaticField("_columnwise", "columnwise"),
     )
     # Its products are its quantizer's.
     custom = True
-    rowwise_serves_columnwise = True
 
-    _codes: torch.Tensor | None
+    _data: torch.Tensor | None
     _scale: torch.Tensor
-    _rowwise: bool
-    _columnwise: bool
     #: Format of the elements.
     quant_dtype: torch.dtype
 
@@ -77,6 +64,7 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         quant_dtype: torch.dtype = torch.float8_e4m3fn,
         original_shape: Sequence[int] | None = None,
         *,
+        shape: Sequence[int] | None = None,
         rowwise: bool | None = None,
         columnwise: bool | None = None,
         quantizer: Quantizer | None = None,
@@ -85,7 +73,8 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
             self._dtype = dtype
         self._rowwise = data is not None if rowwise is None else rowwise
         self._columnwise = data_t is not None if columnwise is None else columnwise
-        self._codes, found = checked(data, scale, data_t, scale_t, quant_dtype, original_shape)
+        wanted = original_shape if shape is None else shape
+        self._data, found = _checked(data, scale, data_t, scale_t, quant_dtype, wanted)
         self._scale = found  # type: ignore[assignment]
         self.quant_dtype = quant_dtype
         self._quantizer = quantizer
@@ -95,14 +84,14 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
     @property
     def data(self) -> torch.Tensor | None:
         """Elements ``[*leading, K]`` of ``quant_dtype``, or None."""
-        return self._codes.view(self.quant_dtype) if self._codes is not None and self._rowwise else None
+        return self._data.view(self.quant_dtype) if self._data is not None and self._rowwise else None
 
     @property
     def data_t(self) -> torch.Tensor | None:
         """Elements ``[K, *leading]`` of ``quant_dtype``, a view; or None."""
-        if self._codes is None or not self._columnwise:
+        if self._data is None or not self._columnwise:
             return None
-        return (self._codes.movedim(-1, 0) if self._codes.dim() else self._codes).view(self.quant_dtype)
+        return (self._data.movedim(-1, 0) if self._data.dim() else self._data).view(self.quant_dtype)
 
     @property
     def scale(self) -> torch.Tensor | None:
@@ -124,34 +113,9 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
         """Shape of the tensor that was quantized."""
         return tuple(self.size())
 
-    # -- usages and values --
-
-    def get_usages(self) -> dict[str, bool]:
-        held = self._codes is not None
-        return {"rowwise": held and self._rowwise, "columnwise": held and self._columnwise}
-
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop a usage (False), ask for one (True), or leave it (None). The elements serve both.
-
-        Raises:
-            UsageError: it holds no data.
-            OptionError: neither usage would be left.
-        """
-        self._held()
-        self._rowwise, self._columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
-
-    def _held(self) -> torch.Tensor:
-        if self._codes is None:
-            raise UsageError(f"{type(self).__name__} holds no data", remedy="it was cleared or saved")
-        return self._codes
-
-    def size(self, dim: int | None = None) -> Any:
-        shape = self._held().shape
-        return shape if dim is None else shape[dim]
-
     def elements(self) -> torch.Tensor:
         """The elements as float32 ``[*leading, K]``, exactly, without the scale."""
-        return decode(self._held(), self.quant_dtype)
+        return self._held().contiguous().view(self.quant_dtype).to(torch.float32)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``float32(element) * scale``, rounded once to ``dtype`` or the nominal dtype.
@@ -174,8 +138,7 @@ class CurrentScalingTensorRefStorage(QuantizedTensorStorage):
                 expected="an operand quantized for the usage",
                 remedy="call quantizer.set_usage(rowwise=True) before quantizing",
             )
-        values = self.elements().to(dtype)
-        return values.reshape(math.prod(values.shape[:-1]), values.shape[-1]), self._scale
+        return as_matrix(self.elements().to(dtype)), self._scale
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
         super().replace_inner(inner, tensor.view(torch.uint8) if inner.argument == "data" else tensor)
@@ -188,10 +151,7 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     gradient.
 
     Args:
-        data, scale, data_t, scale_t, dtype, quant_dtype, original_shape, rowwise, columnwise, quantizer: see
-            :class:`CurrentScalingTensorRefStorage`.
-        shape: as ``original_shape``.
-        requires_grad: as of any tensor.
+        requires_grad: as of any tensor; the others are those of :class:`CurrentScalingTensorRefStorage`.
 
     Raises:
         DTypeError, ShapeError: the arguments do not fit together.
@@ -200,32 +160,23 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
 
     @staticmethod
     def __new__(cls, *given: Any, requires_grad: bool = False, **named: Any) -> CurrentScalingTensorRef:
-        fields = _fields(*given, **named)
-        held, _ = checked(*fields[:4], *fields[5:])
+        bare = CurrentScalingTensorRefStorage(*given, **named)
+        held = bare._data
         if held is None:
             raise UsageError("a CurrentScalingTensorRef needs data", expected="data or data_t")
         made: CurrentScalingTensorRef = make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
-            dtype=fields[4],
+            dtype=bare.dtype,
             device=held.device,
             requires_grad=requires_grad,
             storage_size=0,
         )
         return made
 
-    def __init__(
-        self,
-        *given: Any,
-        rowwise: bool | None = None,
-        columnwise: bool | None = None,
-        quantizer: Quantizer | None = None,
-        **named: Any,
-    ) -> None:
-        CurrentScalingTensorRefStorage.__init__(
-            self, *_fields(*given, **named), rowwise=rowwise, columnwise=columnwise, quantizer=quantizer
-        )
+    def __init__(self, *given: Any, requires_grad: bool = False, **named: Any) -> None:
+        CurrentScalingTensorRefStorage.__init__(self, *given, **named)
 
     @property
     def data(self) -> Any:
@@ -236,48 +187,32 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
         QuantizedTensor.data.fset(self, value)  # type: ignore[attr-defined]
 
 
-def _fields(
-    data: Any = None,
-    scale: Any = None,
-    data_t: Any = None,
-    scale_t: Any = None,
-    dtype: torch.dtype = torch.float32,
-    quant_dtype: torch.dtype = torch.float8_e4m3fn,
-    original_shape: Sequence[int] | None = None,
-    *,
-    shape: Sequence[int] | None = None,
-    **_: Any,
-) -> tuple[Any, ...]:
-    """What a tensor's constructor has in common with its storage's, in order."""
-    return data, scale, data_t, scale_t, dtype, quant_dtype, original_shape if shape is None else shape
-
-
-def checked(
+def _checked(
     data: Any, scale: Any, data_t: Any, scale_t: Any, quant_dtype: torch.dtype, shape: Sequence[int] | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Bytes in the order of rows and a scale without dimensions, or a typed error for what does not fit together."""
     fp8_format(quant_dtype)
-    codes, codes_t = as_data(data, quant_dtype, "data"), as_data(data_t, quant_dtype, "data_t")
+    held, turned = as_data(data, quant_dtype, "data"), as_data(data_t, quant_dtype, "data_t")
+    if held is not None:
+        held = _shaped(held, shape, "data")
+        shape = held.shape
+    if turned is not None:
+        turned = _shaped(turned, None if shape is None else (*shape[-1:], *shape[:-1]), "data_t")
+        if held is None:
+            held = turned.movedim(0, -1).contiguous() if turned.dim() else turned
     scale = scale_t if scale is None else scale
-    if codes is not None:
-        codes = _shaped(codes, shape, "data")
-    if codes_t is not None:
-        wanted = tuple(codes.shape) if codes is not None else None if shape is None else tuple(shape)
-        codes_t = _shaped(codes_t, None if wanted is None else (*wanted[-1:], *wanted[:-1]), "data_t")
-        if codes is None:
-            codes = codes_t.movedim(0, -1).contiguous() if codes_t.dim() else codes_t
-    if codes is None and scale is None:
+    if held is None and scale is None:
         return None, None
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
         raise DTypeError("scale is not a float32 tensor", expected="a float32 tensor with one element")
     if scale.numel() != 1:
         raise ShapeError(f"scale has shape {tuple(scale.shape)}", expected="one element")
-    return codes, scale.reshape(())
+    return held, scale.reshape(())
 
 
-def _shaped(codes: torch.Tensor, shape: Sequence[int] | None, name: str) -> torch.Tensor:
-    if shape is None or tuple(codes.shape) == tuple(shape):
-        return codes
-    if codes.numel() != math.prod(shape):
-        raise ShapeError(f"{name} has shape {tuple(codes.shape)}", expected=f"the elements of {tuple(shape)}")
-    return codes.reshape(tuple(shape))
+def _shaped(data: torch.Tensor, shape: Sequence[int] | None, name: str) -> torch.Tensor:
+    if shape is None or tuple(data.shape) == tuple(shape):
+        return data
+    if data.numel() != math.prod(shape):
+        raise ShapeError(f"{name} has shape {tuple(data.shape)}", expected=f"the elements of {tuple(shape)}")
+    return data.reshape(tuple(shape))

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 
 import ottava
 from ottava.cli.demo.data import load_corpus
 from ottava.cli.demo.model import SIZES
 from ottava.cli.demo.report import Skipped, check_libraries, table, write
 from ottava.cli.demo.training import Run, train
+from ottava.cli.output import console, say
 from ottava.errors import DeviceError, OptionError, OttavaError, UsageError, text_of
 from ottava.kernels.products import product_dtype
 from ottava.recipes.ownership import RECIPE
@@ -30,27 +28,24 @@ _SHORTER = " --steps, --recipe and --size tiny make it shorter; Ctrl-C ends it."
 
 
 def _device(name: str) -> str:
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
-        return "cuda" if devices else "cpu"
+        return "cuda" if gpus else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")  # which is refused below, as any other that the demo does not know
     if device.type == "cpu":
         return "cpu"
-    available = ", ".join(["auto", "cpu", *(["cuda"] if devices else []), *(f"cuda:{n}" for n in range(devices))])
-    if device.type != "cuda":
-        raise DeviceError(f"device {name!r}", expected=f"one of {available}")
-    if not devices:
-        raise DeviceError(
-            f"device {name!r}, and torch sees no GPU",
-            expected=f"one of {available}",
-            remedy="check the driver, and that torch is built for CUDA",
-        )
-    if (device.index or 0) >= devices:
-        raise DeviceError(f"device {name!r}, and torch sees {devices} GPU(s)", expected=f"one of {available}")
-    return str(device)
+    cuda = device.type == "cuda"
+    if cuda and (device.index or 0) < gpus:
+        return str(device)
+    available = ", ".join(["auto", "cpu", *(["cuda"] if gpus else []), *(f"cuda:{n}" for n in range(gpus))])
+    raise DeviceError(
+        f"device {name!r}" + (f", and torch sees {gpus or 'no'} GPU(s)" if cuda else ""),
+        expected=f"one of {available}",
+        remedy="check the driver, and that torch is built for CUDA" if cuda and not gpus else "",
+    )
 
 
 def _choose(asked: list[str] | None) -> tuple[list[str], list[Skipped]]:
@@ -87,75 +82,42 @@ def _make_folder(out: Path) -> None:
         ) from error
 
 
-class _Forecast:
-    """Says how long all runs will take, from the first steps of a run, as soon as that is long."""
+def _forecast(task: Task, runs: int, left: int, elapsed: float) -> str | None:
+    """How long all runs will take, where that is long: recipes differ several times in pace, so the first steps tell.
 
-    def __init__(self, steps: int, runs: int, say: Callable[[str], None]) -> None:
-        self._steps, self._runs, self._say = steps, runs, say
-        self._begun = self._step = 0
-        self._said = False
-        self._start = self._first = 0.0
-
-    def begin(self) -> None:
-        """Note that a run begins."""
-        self._begun, self._step = self._begun + 1, 0
-
-    def step(self) -> None:
-        """Note the end of a step."""
-        now = time.perf_counter()
-        self._step += 1
-        if self._step == 1:
-            self._first = now
-            self._start = self._start or now
-        elif self._step == min(1 + _FIRST_STEPS, self._steps) and not self._said:
-            # Those to come as this one: recipes differ several times in pace.
-            to_come = self._steps * (1 + self._runs - self._begun) - self._step
-            pace = (now - self._first) / (self._step - 1)
-            minutes = (now - self._start + pace * to_come) / 60
-            if minutes > _LONG_MINUTES:
-                runs = f"{self._runs} runs" if self._runs > 1 else "the run"
-                self._say(f"At the pace of these steps {runs} will take about {_duration(minutes)}.{_SHORTER}")
-                self._said = True
-
-
-def _duration(minutes: float) -> str:
-    hours, rest = divmod(round(minutes), 60)
-    return f"{hours} h {rest} min" if hours else f"{rest} min"
-
-
-def _advance(progress: Progress, task: TaskID, forecast: _Forecast, loss: float) -> None:
-    progress.update(task, advance=1, loss=loss)
-    forecast.step()
+    The ``left`` runs after the one of ``task`` are taken to be like it; ``elapsed`` is in seconds.
+    """
+    steps = task.total or 0
+    if task.speed is None or task.completed != min(1 + _FIRST_STEPS, steps):
+        return None
+    minutes = round((elapsed + (steps * (1 + left) - task.completed) / task.speed) / 60)
+    if minutes <= _LONG_MINUTES:
+        return None
+    length = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+    return f"At the pace of these steps {f'{runs} runs' if runs > 1 else 'the run'} will take about {length}.{_SHORTER}"
 
 
 def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, out: Path, seed: int) -> int:
-    """Train BF16 and each recipe, print the table, write picture and page.
+    """Train BF16 and each recipe, print the table, write picture and page; 1 when a loss is not finite or a run fails.
 
-    With ``recipes`` None every installed recipe is trained, and one that fails is reported and left out. Gives 1 when
-    a loss is not finite or a recipe fails in training.
-
-    Raises:
-        OptionError, DeviceError, RecipeNotFoundError, PluginError, UsageError: before anything is trained; but
-            UsageError also when the results cannot be written in the end.
+    With ``recipes`` None every installed recipe is trained, and one that fails is reported and left out. What is wrong
+    with the options is told before anything is trained.
     """
     if size not in SIZES:
         raise OptionError(f"size {size!r}", expected=f"one of {', '.join(SIZES)}")
     if seed not in _SEEDS:
         raise OptionError(f"seed {seed}", expected="a number of 64 bits, with sign")
     place = _device(device)
-    errors = Console(stderr=True, markup=False, emoji=False)
     names, skipped = _choose(recipes)
     for skip in skipped:
-        errors.print(f"skipped {skip.name}: {skip.reason}", soft_wrap=True)
+        say(f"skipped {skip.name}: {skip.reason}", stderr=True)
     check_libraries()
     # An error where a variable names no dtype, before there is a folder.
     product_dtype(torch.bfloat16, torch.device(place))
     corpus = load_corpus()
     _make_folder(out)
 
-    console = Console(markup=False, emoji=False)
     runs: list[Run] = []
-    failed: list[Skipped] = []
     columns = (
         TextColumn("{task.description:>10}"),
         BarColumn(),
@@ -163,28 +125,40 @@ def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, o
         TextColumn("loss {task.fields[loss]:.3f}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
-        forecast = _Forecast(steps, 1 + len(names), partial(progress.console.print, soft_wrap=True))
-        for recipe in [None, *names]:
+    failures = 0
+    said = False
+    # A run's pace is the mean over all its steps: some take minutes.
+    with Progress(*columns, console=console(), speed_estimate_period=math.inf, get_time=time.perf_counter) as progress:
+        start = time.perf_counter()
+        for number, recipe in enumerate([None, *names]):
             task = progress.add_task(recipe or "bf16", total=steps, loss=math.nan)
-            advance = partial(_advance, progress, task, forecast)
-            forecast.begin()
+
+            def advance(loss: float, number: int = number, task: TaskID = task) -> None:
+                nonlocal said
+                progress.update(task, advance=1, loss=loss)
+                left, elapsed = len(names) - number, time.perf_counter() - start
+                forecast = None if said else _forecast(progress.tasks[task], 1 + len(names), left, elapsed)
+                if forecast is not None:
+                    progress.console.print(forecast, soft_wrap=True)
+                    said = True
+
             try:
                 runs.append(train(recipe, corpus, size=size, steps=steps, device=place, seed=seed, progress=advance))
             except Exception as error:
                 # A recipe nobody asked for by name must not cost the others their results.
                 if recipe is None or recipes:
                     raise
-                failed.append(Skipped(recipe, f"failed in training: {type(error).__name__}: {text_of(error)}"))
-                errors.print(f"{recipe} {failed[-1].reason}", soft_wrap=True)
-    console.print(table(runs, skipped + failed))
+                failures += 1
+                skipped.append(Skipped(recipe, f"failed in training: {type(error).__name__}: {text_of(error)}"))
+                say(f"{recipe} {skipped[-1].reason}", stderr=True)
+    console().print(table(runs, skipped))
     summary = f"{size} model, {steps} steps, seed {seed}, on {place}, torch {torch.__version__}."
     try:
-        write(runs, skipped + failed, out, summary)
+        write(runs, skipped, out, summary)
     except OSError as error:
         raise UsageError(f"the results cannot be written to {out}: {error}") from error
-    console.print(f"Picture {out / 'loss.png'}, page {out / 'index.html'}", soft_wrap=True)
+    say(f"Picture {out / 'loss.png'}, page {out / 'index.html'}")
     broken = [run.name for run in runs if not math.isfinite(run.validation)]
     if broken:
-        console.print(f"Not finite: {', '.join(broken)}")
-    return 1 if broken or failed else 0
+        say(f"Not finite: {', '.join(broken)}")
+    return 1 if broken or failures else 0

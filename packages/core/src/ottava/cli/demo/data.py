@@ -23,17 +23,13 @@ class Corpus:
 
 
 def load_corpus(max_bytes: int = _MAX_BYTES) -> Corpus:
-    """The top-level modules of the standard library in the order of their names, up to ``max_bytes``.
-
-    Raises:
-        OttavaError: the library's source is not there (a stripped installation).
-    """
+    """The top-level modules of the standard library in the order of their names, up to ``max_bytes``."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    texts: tuple[list[bytes], list[bytes]] = ([], [])
     total = 0
     for index, path in enumerate(sorted(folder.glob("*.py"))):
         content = path.read_bytes()
-        parts[index % _VALIDATION_EVERY == 0].append(content)
+        texts[index % _VALIDATION_EVERY == 0].append(content)
         total += len(content)
         if total >= max_bytes:
             break
@@ -43,7 +39,7 @@ def load_corpus(max_bytes: int = _MAX_BYTES) -> Corpus:
             expected="the standard library's source",
             remedy="run the demo on a Python that ships it",
         )
-    train, validation = (torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in parts)
+    train, validation = (torch.frombuffer(bytearray(b"".join(t)), dtype=torch.uint8) for t in texts)
     return Corpus(train, validation)
 
 

@@ -76,13 +76,9 @@ def _multiply_fast(model: torch.nn.Module) -> None:
 
 
 class Trainee:
-    """A model from the seed's weights, with its optimizer and schedule.
+    """A model from the seed's weights, with its optimizer and schedule; ``recipe`` is bound to the blocks' layers.
 
-    Args:
-        recipe: bound to the linear layers of the blocks; None for none.
-        size: of the model and its batches.
-        device, seed: where it is, and what its weights are drawn from.
-        dtype: of parameters and products; None: float32 parameters, and BF16 autocast.
+    ``dtype`` is that of parameters and products; None: float32 parameters, and BF16 autocast.
     """
 
     def __init__(

@@ -7,29 +7,24 @@ import shlex
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 
 from ottava.cli.new_recipe.names import Names, checked_names
 from ottava.cli.new_recipe.rendering import render
+from ottava.cli.output import say
 from ottava.errors import OptionError, UsageError
+
+_ANOTHER = "choose another with --out"
 
 
 def _check_target(target: Path) -> None:
-    """Refuse to overwrite.
-
-    Raises:
-        UsageError: there is something already.
-        OptionError: there is no folder to write to.
-    """
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise UsageError(
-            f"{target} exists", expected="a folder that is new or empty", remedy="choose another with --out"
-        )
-    if target.is_dir() and any(target.iterdir()):
-        raise UsageError(
-            f"{target} has files in it", expected="a folder that is new or empty", remedy="choose another with --out"
-        )
+    """Refuse to overwrite anything, and to make the folder around the new one."""
+    folder = target.is_dir() and not target.is_symlink()
+    if (os.path.lexists(target) and not folder) or (folder and any(target.iterdir())):
+        what = f"{target} has files in it" if folder else f"{target} exists"
+        raise UsageError(what, expected="a folder that is new or empty", remedy=_ANOTHER)
     parent = target.absolute().parent
     if not parent.is_dir():
         raise OptionError(f"there is no folder {parent}", expected="a place for the new folder", remedy="make it first")
@@ -41,36 +36,29 @@ def write_package(contents: dict[str, str], target: Path) -> None:
     Raises:
         OSError: it cannot be written, or something else came to be there meanwhile.
     """
-    # Beside the target, on one disk with it, so that it appears by being renamed.
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.absolute().name}-", dir=target.absolute().parent))
-    try:
-        complete = aside / "package"
+    above, name = target.absolute().parent, target.absolute().name
+    # Beside the target, on one disk with it, so that what is complete is moved.
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=above, ignore_cleanup_errors=True) as aside:
         for path, text in contents.items():
-            file = complete / path
+            file = Path(aside, path)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, "utf-8")
-        if target.is_dir():
-            _fill(target, complete)
-        else:
-            os.rename(complete, target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fill(target: Path, complete: Path) -> None:
-    """Move everything into a folder that is there, which may be the one that the user is in."""
-    moved: list[Path] = []
-    try:
-        for entry in sorted(complete.iterdir()):
-            place = target / entry.name
-            if os.path.lexists(place):
-                raise FileExistsError(f"{place} exists")
-            os.rename(entry, place)
-            moved.append(place)
-    except BaseException:
-        for place in moved:
-            shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
-        raise
+        # One that is there may be the folder that the user is in: it is filled.
+        made, moved = not target.exists(), list[Path]()
+        try:
+            target.mkdir(exist_ok=True)
+            for entry in sorted(Path(aside).iterdir()):
+                place = target / entry.name
+                if os.path.lexists(place):
+                    raise FileExistsError(f"{place} exists")
+                os.rename(entry, place)
+                moved.append(place)
+        except BaseException:
+            for place in moved:
+                shutil.rmtree(place) if place.is_dir() else place.unlink()
+            if made:
+                target.rmdir()
+            raise
 
 
 def _advice(names: Names, target: Path) -> str:
@@ -88,15 +76,15 @@ Your own scheme goes into src/{names.package}/recipe.py, where it says "Your sch
 src/{names.package}/plugin.py. Choose a license before you publish: the package has none yet."""
 
 
-def run_new_recipe(name: str, out: Path | None) -> None:
-    """Write a recipe package named ``name`` to the folder ``out``, by default one of that name, and say what is next.
-
-    Raises:
-        OptionError: ``name`` cannot be the name of a recipe, or ``out`` cannot be written.
-        UsageError: something that is installed has the name, or ``out`` exists and is not an empty folder.
-    """
-    target = Path(name) if out is None else out
-    names = checked_names(name, target)
+def new_recipe(
+    NAME: Annotated[str, typer.Argument(help="The recipe's name: lower-case letters, digits, - and _.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write, new or empty; by default one named NAME.")
+    ] = None,
+) -> None:
+    """Write a package with a recipe of your own: a working scheme to start from, its tests and its CI file."""
+    target = Path(NAME) if out is None else out
+    names = checked_names(NAME, target)
     try:
         _check_target(target)
         write_package(render(names), target)
@@ -104,6 +92,6 @@ def run_new_recipe(name: str, out: Path | None) -> None:
         raise OptionError(
             f"{target} cannot be written: {error.strerror or error}",
             expected="a folder that can be made, and written to",
-            remedy="choose another with --out",
+            remedy=_ANOTHER,
         ) from error
-    Console(markup=False, emoji=False, highlight=False).print(_advice(names, target), soft_wrap=True)
+    say(_advice(names, target))

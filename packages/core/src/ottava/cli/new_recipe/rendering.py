@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 from string import Template
 
 import ottava
 from ottava.cli.new_recipe.names import Names
 
-# File of the package -> its template, in the folder beside this module. Both have $names.
-FILES = {
-    "pyproject.toml": "pyproject.toml.tmpl",
-    "README.md": "README.md.tmpl",
-    ".gitignore": "gitignore.tmpl",
-    ".github/workflows/tests.yml": "tests.yml.tmpl",
-    "src/$package/__init__.py": "init.py.tmpl",
-    "src/$package/plugin.py": "plugin.py.tmpl",
-    "src/$package/recipe.py": "recipe.py.tmpl",
-    "src/$package/py.typed": "py.typed.tmpl",
-    "tests/test_conformance.py": "test_conformance.py.tmpl",
-    "tests/test_$package.py": "test_recipe.py.tmpl",
-}
+# The package as it is to be, PACKAGE in paths for its module's name, and $names in texts; each file ends in .tmpl.
+TEMPLATE = Path(__file__).parent / "template"
 
 
 def compatible_versions(version: str) -> str:
@@ -41,8 +30,10 @@ def render(names: Names) -> dict[str, str]:
         "format": names.format,
         "ottava_versions": compatible_versions(ottava.__version__),
     }
-    folder = files("ottava.cli.new_recipe") / "template"
+    paths = {path.relative_to(TEMPLATE).as_posix(): path for path in sorted(TEMPLATE.rglob("*.tmpl"))}
     return {
-        Template(path).substitute(values): Template((folder / source).read_text("utf-8")).substitute(values)
-        for path, source in FILES.items()
+        name.removesuffix(".tmpl").replace("PACKAGE", names.package): Template(path.read_text("utf-8")).substitute(
+            values
+        )
+        for name, path in paths.items()
     }
