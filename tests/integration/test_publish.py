@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from template_environment import clean_variables
 
-from ottava.cli.new_recipe.names import Names
-from ottava.cli.new_recipe.rendering import render
+from ottava_testing.new_recipe.names import Names
+from ottava_testing.new_recipe.rendering import render
 
 PAGE = (Path(__file__).parents[2] / "docs" / "publish.md").read_text()
 FILES = render(Names("acme-rows"))

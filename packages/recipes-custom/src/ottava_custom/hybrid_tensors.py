@@ -75,7 +75,10 @@ class HybridTensorStorage(QuantizedTensorStorage):
             for field in kind.static_fields
         )
         quantizer: Any = self._quantizer
-        return StorageSpec(kind, static, getattr(quantizer, f"{side}_quantizer", None)).build(tensors)
+        made: QuantizedTensorStorage = StorageSpec(kind, static, getattr(quantizer, f"{side}_quantizer", None)).build(
+            tensors
+        )
+        return made
 
     def size(self, dim: int | None = None) -> Any:
         shape = torch.Size(self._shape)  # type: ignore[attr-defined]

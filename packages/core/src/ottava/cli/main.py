@@ -18,7 +18,6 @@ import ottava
 from ottava.cli.demo import demo
 from ottava.cli.doctor import doctor
 from ottava.cli.export import export
-from ottava.cli.new_recipe.command import new_recipe
 from ottava.cli.recipes import recipes
 from ottava.errors import OttavaError, PluginError, UsageError, text_of
 from ottava.recipes.discovery import Found, discover
@@ -27,7 +26,7 @@ from ottava.recipes.loader import describe
 #: The group of entry points by which packages add commands.
 COMMANDS = "ottava.commands"
 # Commands of Ottava's own packages, and the package that a user who types one may have to install.
-_ELSEWHERE = {"check-recipe": "ottava-testing"}
+_ELSEWHERE = {"check-recipe": "ottava-testing", "new-recipe": "ottava-testing"}
 
 
 def _load(name: str, offers: list[Found]) -> Callable[..., Any]:
@@ -95,14 +94,8 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch.")
-for _name, _function in (
-    ("recipes", recipes),
-    ("doctor", doctor),
-    ("demo", demo),
-    ("export", export),
-    ("new-recipe", new_recipe),
-):
-    app.command(_name)(_function)
+for _function in (recipes, doctor, demo, export):
+    app.command()(_function)
 
 
 def _version(value: bool) -> None:

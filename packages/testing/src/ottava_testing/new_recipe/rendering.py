@@ -6,7 +6,7 @@ from pathlib import Path
 from string import Template
 
 import ottava
-from ottava.cli.new_recipe.names import Names
+from ottava_testing.new_recipe.names import Names
 
 # The package as it is to be, PACKAGE in paths for its module's name, and $names in texts; each file ends in .tmpl.
 TEMPLATE = Path(__file__).parent / "template"

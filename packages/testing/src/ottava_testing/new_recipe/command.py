@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from ottava.cli.new_recipe.names import Names, checked_names
-from ottava.cli.new_recipe.rendering import render
 from ottava.cli.output import say
 from ottava.errors import OptionError, UsageError
+from ottava_testing.new_recipe.names import Names, checked_names
+from ottava_testing.new_recipe.rendering import render
 
 _ANOTHER = "choose another with --out"
 

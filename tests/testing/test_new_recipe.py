@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 import ottava
 from ottava.cli.main import app
-from ottava.cli.new_recipe import command
-from ottava.cli.new_recipe.names import LONGEST, Names, checked_names
-from ottava.cli.new_recipe.rendering import TEMPLATE, compatible_versions, render
 from ottava.errors import OptionError, UsageError
+from ottava_testing.new_recipe import command
+from ottava_testing.new_recipe.names import LONGEST, Names, checked_names
+from ottava_testing.new_recipe.rendering import TEMPLATE, compatible_versions, render
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ def test_modes_are_those_of_other_new_files() -> None:
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from ottava.cli.new_recipe.command import new_recipe; new_recipe('acme-rows', None);"
+        "import sys; from ottava_testing.new_recipe.command import new_recipe; new_recipe('acme-rows', None);"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
