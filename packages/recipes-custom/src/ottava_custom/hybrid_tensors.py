@@ -74,11 +74,8 @@ class HybridTensorStorage(QuantizedTensorStorage):
             self.dtype if field.attribute == "_dtype" else getattr(self, _attribute(side, field.attribute))
             for field in kind.static_fields
         )
-        quantizer: Any = self._quantizer
-        made: QuantizedTensorStorage = StorageSpec(kind, static, getattr(quantizer, f"{side}_quantizer", None)).build(
-            tensors
-        )
-        return made
+        quantizer: Any = getattr(self._quantizer, f"{side}_quantizer", None)
+        return StorageSpec(kind, static, quantizer).build(tensors)  # type: ignore[no-any-return]
 
     def size(self, dim: int | None = None) -> Any:
         shape = torch.Size(self._shape)  # type: ignore[attr-defined]
