@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from file_plugins import recipe_file_packages  # noqa: F401
 
+from ottava_custom.factories import matches
 from ottava_custom.files import FileFactory
 from ottava_custom.files.rules import covers
-from ottava_custom.patterns import matches
 
 NAMES = ["".join(letters) for size in range(6) for letters in itertools.product("a.b", repeat=size)]
 ROLES = ("input", "weight", "output", "grad_output", "grad_input")

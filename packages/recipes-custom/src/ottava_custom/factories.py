@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,13 +16,19 @@ from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
 from ottava.tensors import Quantizer
 from ottava_custom.hybrid import HybridQuantizer
 from ottava_custom.identity import IdentityQuantizer
-from ottava_custom.patterns import matches
 from ottava_custom.reference.quantizer import CurrentScalingQuantizerRef
 
 Given = Quantizer | QuantizerRequest | None
 Factory = Callable[[QuantizerRole], Given]
 
-_TENSOR_TYPES = ("input", "weight", "output", "grad_output", "grad_input")
+#: What a role may be of.
+TENSOR_TYPES = ("input", "weight", "output", "grad_output", "grad_input")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern (``fnmatch``) fits the qualified name of a layer, or of a module that the layer is in."""
+    ends = [at for at, character in enumerate(name) if character == "."]
+    return any(fnmatchcase(name[:end], pattern) for end in (*ends, len(name)))
 
 
 def current_scaling_ref_quantizer_factory(role: QuantizerRole | str) -> CurrentScalingQuantizerRef:
@@ -38,8 +45,8 @@ def current_scaling_ref_quantizer_factory(role: QuantizerRole | str) -> CurrentS
 
 
 def _check_tensor_type(tensor_type: str) -> None:
-    if tensor_type not in _TENSOR_TYPES:
-        raise OptionError(f"tensor type {tensor_type!r}", expected=", ".join(_TENSOR_TYPES))
+    if tensor_type not in TENSOR_TYPES:
+        raise OptionError(f"tensor type {tensor_type!r}", expected=", ".join(TENSOR_TYPES))
 
 
 #: The same under another name that is known for it.

@@ -15,13 +15,9 @@ import typer
 import ottava
 from ottava.cli.output import Json, console, show_json, table
 from ottava.errors import BackendError, OttavaError, text_of
-from ottava.recipes.registry import (
-    get_quantizer_factory,
-    get_recipe,
-    plugin_statuses,
-    required_options,
-    unknown_disabled,
-)
+from ottava.recipes.loader import Provided
+from ottava.recipes.ownership import RECIPE
+from ottava.recipes.registry import get_quantizer_factory, get_recipe, plugin_statuses, unknown_disabled
 
 
 @dataclass(frozen=True)
@@ -55,14 +51,6 @@ def _devices() -> list[str]:
     return ["cpu", *(["cuda"] if _gpus() else [])]
 
 
-def _cpu_backend(status: str) -> Check:
-    if status != "available":
-        return Check("backend cpu", False, status)
-    from ottava.kernels import cpu
-
-    return Check("backend cpu", True, f"available, instruction set {cpu.isa()}")
-
-
 def _cuda_backend(status: str) -> Check:
     """Without its kernels a GPU is served by the reference, which is slow; without a GPU nothing is amiss."""
     from ottava.kernels.backends import UNPROVEN
@@ -78,17 +66,18 @@ def _cuda_backend(status: str) -> Check:
     return Check("backend cuda", False, f"{gpus} would run the slow reference: {status}")
 
 
-# What the report says of a backend beyond its name.
-_REPORTS: dict[str, Callable[[str], Check]] = {"cpu": _cpu_backend, "cuda": _cuda_backend}
-
-
 def _backends() -> list[Check]:
     from ottava.kernels import available_backends, backend_for
 
     checks = []
     for name, status in available_backends().items():
-        report = _REPORTS.get(name)
-        checks.append(report(status) if report else Check(f"backend {name}", status == "available", status))
+        available, detail = status == "available", status
+        if available and name == "cpu":
+            # One that is not available cannot be imported.
+            from ottava.kernels import cpu
+
+            detail = f"{status}, instruction set {cpu.isa()}"
+        checks.append(_cuda_backend(status) if name == "cuda" else Check(f"backend {name}", available, detail))
     return checks + [_examined(f"backend chosen for {d}", partial(backend_for, d)) for d in _devices()]
 
 
@@ -130,7 +119,7 @@ def _self_test(device: str) -> Check:
 
 def _recipe(name: str) -> str:
     """The recipe is built with its defaults; one that cannot do without options only has to resolve."""
-    required = required_options(name)
+    required = Provided(RECIPE, name).options()[1]
     if required:
         return f"not built, it needs options: {', '.join(required)}"
     return f"built, a {type(get_recipe(name)).__name__}"

@@ -9,8 +9,8 @@ from ottava.recipes import loader
 from ottava.recipes.base import Recipe
 from ottava.recipes.base import get_recipe as get_recipe
 from ottava.recipes.discovery import canonical, disabled
-from ottava.recipes.loader import Provided, is_path, specs
 from ottava.recipes.loader import get_quantizer_factory as get_quantizer_factory
+from ottava.recipes.loader import is_path, specs
 from ottava.recipes.ownership import FACTORY, RECIPE, PluginStatus
 from ottava.recipes.spec import FactorySpec, RecipeSpec
 
@@ -48,15 +48,6 @@ def reload() -> None:
 def unknown_disabled() -> list[str]:
     """The names in ``OTTAVA_DISABLE_PLUGINS`` that no installed plugin has: most often misspelled."""
     return sorted(disabled() - {canonical(status.distribution) for status in loader.statuses()})
-
-
-def required_options(name: str) -> list[str]:
-    """The options without which the recipe ``name`` cannot be built.
-
-    Raises:
-        As :func:`get_recipe`.
-    """
-    return Provided(RECIPE, name).options()[1]
 
 
 def remember_default(name: str) -> bool:

@@ -9,14 +9,12 @@ from functools import lru_cache
 
 from ottava.recipes.explanation import RecipeRule
 from ottava.recipes.role import QuantizerRole
+from ottava_custom.factories import TENSOR_TYPES, matches
 from ottava_custom.files.expressions import Expression, Served
 from ottava_custom.files.source import Place, Source
-from ottava_custom.patterns import matches
 
-#: The roles that a rule can name.
-ROLES = ("input", "weight", "output", "grad_output", "grad_input")
 #: The keys of a rule that say what serves, and in words for which roles.
-SERVING = ("all", "forward", "backward", *ROLES)
+SERVING = ("all", "forward", "backward", *TENSOR_TYPES)
 # How many patterns with wildcards are looked at, to tell whether they take all layers of a later one.
 _COMPARED = 64
 # What layers ask for.
@@ -26,12 +24,12 @@ _ASKED = ("input", "weight", "grad_output")
 def keys_of(role: QuantizerRole) -> tuple[str, ...]:
     """The keys of a rule that speak of a role, the one that counts most first."""
     direction = "backward" if role.is_gradient else "forward"
-    return (*([role.tensor_type] if role.tensor_type in ROLES else []), direction, "all")
+    return (*([role.tensor_type] if role.tensor_type in TENSOR_TYPES else []), direction, "all")
 
 
 def roles_of(key: str) -> list[QuantizerRole]:
     """The roles that a key of a rule speaks of, of a layer without a name."""
-    roles = [QuantizerRole("linear", name) for name in ROLES]
+    roles = [QuantizerRole("linear", name) for name in TENSOR_TYPES]
     return [role for role in roles if key in keys_of(role)]
 
 
@@ -141,7 +139,7 @@ class Rules:
 
     def check(self) -> None:
         """Refuse a rule that is never asked, and roles that nothing serves."""
-        earlier = {name: _Taken() for name in ROLES}
+        earlier = {name: _Taken() for name in TENSOR_TYPES}
         for number, rule in enumerate(self.rules):
             for entry in rule.entries.values():
                 self._check_entry(rule, entry, earlier)
