@@ -212,9 +212,9 @@ class Declared:
         """A new storage with ``function`` applied to each inner tensor held; the quantizer is copied."""
         tensors, spec = self.flatten_storage()
         quantizer = None if spec.quantizer is None else spec.quantizer.copy()
-        return StorageSpec(spec.cls, spec.static, quantizer).build(
-            [None if t is None else function(t) for t in tensors]
-        )
+        with torch.no_grad():
+            changed = [None if t is None else function(t) for t in tensors]
+            return StorageSpec(spec.cls, spec.static, quantizer).build(changed)
 
     def clone_storage(self) -> Any:
         """A copy that shares nothing."""
@@ -256,17 +256,17 @@ def check_values_dtype(dtype: torch.dtype | None) -> None:
         raise DTypeError(f"cannot dequantize to {dtype!r}", expected="a floating-point dtype or None")
 
 
-def same_kind(one: Any, other: Any) -> bool:
-    """Whether two storages have the same declaration, nominal dtype and static values, whatever their shapes.
+def same_kind(one: Any, other: Any, *, nominal: bool = True) -> bool:
+    """Whether two storages have the same declaration, static values and nominal dtype, whatever their shapes.
 
-    Values that describe the data of a usage count where both hold data for it.
+    Values that describe the data of a usage count where both hold data for it; ``nominal`` says whether the dtype does.
     """
-    if one.inner_tensors != other.inner_tensors or one.dtype != other.dtype:
+    if one.inner_tensors != other.inner_tensors or (nominal and one.dtype != other.dtype):
         return False
     mine, theirs = one.get_usages(), other.get_usages()
-    fields = {each for cls in (type(one), type(other)) for each in cls.static_fields}
+    fields = {each for cls in (type(one), type(other)) for each in cls.own_static_fields()}
     names = {f.attribute for f in fields if f.usage == "both" or (mine[f.usage] and theirs[f.usage])}
-    return all(getattr(one, name, None) == getattr(other, name, None) for name in names)
+    return all(getattr(one, name, None) == getattr(other, name, None) for name in names - {"_dtype"})
 
 
 def native_dtype(storage: Any, inner: InnerTensor) -> torch.dtype | None:

@@ -88,7 +88,10 @@ class QuantizedTensorStorage(Declared):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         tensors, spec = self._for_pickling().flatten_storage()
-        return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer)
+        return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer, self._pickled_attributes())
+
+    def _pickled_attributes(self) -> dict[str, Any]:
+        return {}
 
     def _for_pickling(self) -> QuantizedTensorStorage:
         """This storage, or a copy of a view: unpickled, it would not know of its whole."""
