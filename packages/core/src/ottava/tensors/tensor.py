@@ -190,7 +190,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """The same quantized values (shared) presented as another nominal dtype; differentiable."""
         if torch.is_grad_enabled() and self.requires_grad:
-            made: QuantizedTensor = StraightThrough.apply(self, _with_dtype, dtype)  # type: ignore[no-untyped-call]
+            made: QuantizedTensor = StraightThrough.apply(self, lambda t, d: t.make_like(t, dtype=d), dtype)  # type: ignore[no-untyped-call]
             return made
         return self.make_like(self, dtype=dtype)  # type: ignore[no-any-return]
 
@@ -332,16 +332,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     # -- copying and pickling --
 
     def __copy__(self) -> Any:
-        copied = self.make_like(self, requires_grad=self.requires_grad)
+        copied = self.make_like(self)
         for name, value in self._extra().items():
             setattr(copied, name, value)
         return copied
 
     def _extra(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in _EXTRA_ATTRIBUTES if name in self.__dict__}
-
-    def _pickled_attributes(self) -> dict[str, Any]:
-        return self._extra() | {"requires_grad": self.requires_grad}
+        held = {name: self.__dict__[name] for name in _EXTRA_ATTRIBUTES if name in self.__dict__}
+        return held | {"requires_grad": self.requires_grad}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -349,7 +347,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if not self.is_leaf:
             raise UsageError("only leaf tensors can be deep-copied", remedy="call .detach() first")
         copied: Any = self.clone_storage()
-        copied.requires_grad_(self.requires_grad)
         for name, value in self._extra().items():
             setattr(copied, name, value.clone() if isinstance(value, torch.Tensor) else value)
         if self.grad is not None:
@@ -380,7 +377,3 @@ class StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0].dequantize() if isinstance(grads[0], QuantizedTensorStorage) else grads[0]
         return grad.to(ctx.dtype), None, None
-
-
-def _with_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> Any:
-    return tensor.make_like(tensor, dtype=dtype)
