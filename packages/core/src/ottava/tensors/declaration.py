@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
@@ -64,31 +64,6 @@ class StaticField:
     argument: str
     usage: Usage = "both"
     default: Any = ...
-
-
-@dataclass(frozen=True)
-class StorageSpec:
-    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
-
-    cls: type[Declared]
-    static: tuple[Any, ...]
-    quantizer: StorageQuantizer | None
-    whole: Any = field(default=None, compare=False, repr=False)
-
-    def build(self, tensors: Sequence[torch.Tensor | None]) -> Any:
-        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
-        declared: tuple[Any, ...] = (*self.cls.inner_tensors, *self.cls.all_static_fields())
-        arguments = {each.argument: value for each, value in zip(declared, (*tensors, *self.static), strict=True)}
-        built = self.cls(**arguments, quantizer=self.quantizer)
-        if self.whole is not None:
-            built._whole = self.whole
-        return built
-
-    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> Any:
-        """:meth:`build` around the tensors that were taken out, which need no second look."""
-        if self.whole is None and self.cls.declares_all:
-            return self.cls.unchecked(tensors, self.static, self.quantizer)
-        return self.build(tensors)
 
 
 # What an inner tensor may be.
@@ -177,11 +152,6 @@ class Declared:
         """The inner tensors in the order of the declaration; None for those not held."""
         return [getattr(self, inner.attribute) for inner in self.inner_tensors]
 
-    def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
-        """The inner tensors and what builds a storage around them again. Nothing is changed."""
-        static = tuple([getattr(self, field.attribute) for field in type(self).all_static_fields()])
-        return self.inner_list(), StorageSpec(type(self), static, self._quantizer, self._whole)
-
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
         declared: list[InnerTensor | StaticField] = [*self.inner_tensors, *type(self).all_static_fields()]
@@ -207,18 +177,6 @@ class Declared:
         for inner, tensor in zip(self.inner_tensors, tensors[:count], strict=True):
             setattr(self, inner.attribute, tensor)
         return list(tensors[count:])
-
-    def apply_to_inner(self, function: Any) -> Any:
-        """A new storage with ``function`` applied to each inner tensor held; the quantizer is copied."""
-        tensors, spec = self.flatten_storage()
-        quantizer = None if spec.quantizer is None else spec.quantizer.copy()
-        return StorageSpec(spec.cls, spec.static, quantizer).build(
-            [None if t is None else function(t) for t in tensors]
-        )
-
-    def clone_storage(self) -> Any:
-        """A copy that shares nothing."""
-        return self.apply_to_inner(lambda t: t.clone())
 
     def clear(self) -> None:
         """Drop all data; the object can be filled again by :meth:`restore_from_saved`."""
@@ -256,17 +214,17 @@ def check_values_dtype(dtype: torch.dtype | None) -> None:
         raise DTypeError(f"cannot dequantize to {dtype!r}", expected="a floating-point dtype or None")
 
 
-def same_kind(one: Any, other: Any) -> bool:
-    """Whether two storages have the same declaration, nominal dtype and static values, whatever their shapes.
+def same_kind(one: Any, other: Any, *, nominal: bool = True) -> bool:
+    """Whether two storages have the same declaration, static values and nominal dtype, whatever their shapes.
 
-    Values that describe the data of a usage count where both hold data for it.
+    Values that describe the data of a usage count where both hold data for it; ``nominal`` says whether the dtype does.
     """
-    if one.inner_tensors != other.inner_tensors or one.dtype != other.dtype:
+    if one.inner_tensors != other.inner_tensors or (nominal and one.dtype != other.dtype):
         return False
     mine, theirs = one.get_usages(), other.get_usages()
-    fields = {each for cls in (type(one), type(other)) for each in cls.static_fields}
+    fields = {each for cls in (type(one), type(other)) for each in cls.own_static_fields()}
     names = {f.attribute for f in fields if f.usage == "both" or (mine[f.usage] and theirs[f.usage])}
-    return all(getattr(one, name, None) == getattr(other, name, None) for name in names)
+    return all(getattr(one, name, None) == getattr(other, name, None) for name in names - {"_dtype"})
 
 
 def native_dtype(storage: Any, inner: InnerTensor) -> torch.dtype | None:

@@ -233,18 +233,6 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
             self._writes, self._derived = other._writes, other._derived
             self._whole = other._whole
 
-    def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
-        """Whether copying from ``other`` can copy data and scale instead of quantizing again."""
-        return (
-            isinstance(other, Float8Tensor)
-            and other._fp8_dtype == self._fp8_dtype
-            and other.shape == self.shape
-            and (self._whole is None or self.shares_scales(other))
-            and self._data is not None
-            and other._data is not None
-            and (self._transpose is None or other._transpose is not None)
-        )
-
 
 class Float8QuantizerBase(Quantizer):
     """What quantizers with one scale a tensor share: the format, empty results and wrapping of kernel outputs."""

@@ -17,9 +17,7 @@ from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 Saveable = torch.Tensor | QuantizedTensorStorage | None
 
 
-def prepare_for_saving(
-    *tensors: Saveable,
-) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
+def prepare_for_saving(*tensors: Saveable) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
     """Flatten any mix of storages, quantized tensors, plain tensors and None.
 
     Returns:
@@ -39,9 +37,8 @@ def prepare_for_saving(
             flat.append(tensor)
             objects.append(None)
         else:
-            raise DTypeError(
-                f"cannot save a {type(tensor).__name__}", expected="quantized or plain tensors, storages, or None"
-            )
+            what = f"cannot save a {type(tensor).__name__}"
+            raise DTypeError(what, expected="quantized or plain tensors, storages, or None")
     return flat, objects
 
 
@@ -52,19 +49,15 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
         DTypeError: neither list is one of objects.
         ShapeError: the number of tensors does not fit the objects.
     """
-    if any(isinstance(entry, StorageSpec) for entry in tensors) or any(
-        isinstance(entry, torch.Tensor) for entry in objects
-    ):
+    swapped = any(isinstance(e, StorageSpec) for e in tensors) or any(isinstance(e, torch.Tensor) for e in objects)
+    if swapped:
         tensors, objects = objects, tensors
     if not all(spec is None or isinstance(spec, StorageSpec) for spec in objects):
         raise DTypeError("the second list holds no saved objects", expected="both lists of one prepare_for_saving")
     wanted = sum(1 if spec is None else len(spec.cls.inner_tensors) for spec in objects)
     if wanted != len(tensors):
-        raise ShapeError(
-            f"{len(tensors)} saved tensors",
-            expected=f"{wanted}",
-            remedy="pass both lists of one prepare_for_saving",
-        )
+        remedy = "pass both lists of one prepare_for_saving"
+        raise ShapeError(f"{len(tensors)} saved tensors", expected=f"{wanted}", remedy=remedy)
     return rebuild_saved(tensors, objects)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,34 @@ from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
 from ottava.tensors.declaration import Declared, StorageQuantizer, Usage, equal_scales
 from ottava.tensors.declaration import InnerTensor as InnerTensor
-from ottava.tensors.declaration import StorageSpec as StorageSpec
 from ottava.tensors.declaration import native_dtype as native_dtype
 from ottava.tensors.freshness import GemmCache, bump_version
+
+
+@dataclass(frozen=True)
+class StorageSpec:
+    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
+
+    cls: type[QuantizedTensorStorage]
+    static: tuple[Any, ...]
+    quantizer: StorageQuantizer | None
+    whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
+
+    def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
+        declared: tuple[Any, ...] = (*self.cls.inner_tensors, *self.cls.all_static_fields())
+        arguments = {each.argument: value for each, value in zip(declared, (*tensors, *self.static), strict=True)}
+        built = self.cls(**arguments, quantizer=self.quantizer)
+        if self.whole is not None:
+            built._whole = self.whole
+        return built
+
+    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        """:meth:`build` around the tensors that were taken out, which need no second look."""
+        if self.whole is None and self.cls.declares_all:
+            return self.cls.unchecked(tensors, self.static, self.quantizer)
+        return self.build(tensors)
+
 
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
@@ -86,9 +112,30 @@ class QuantizedTensorStorage(Declared):
         """Number of elements."""
         return math.prod(self.size())
 
+    def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
+        """The inner tensors and what builds a storage around them again. Nothing is changed."""
+        static = tuple([getattr(self, field.attribute) for field in type(self).all_static_fields()])
+        return self.inner_list(), StorageSpec(type(self), static, self._quantizer, self._whole)
+
+    def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
+        """A new storage with ``function`` applied to each inner tensor held; the quantizer is copied."""
+        tensors, spec = self.flatten_storage()
+        quantizer = None if spec.quantizer is None else spec.quantizer.copy()
+        with torch.no_grad():
+            changed = [None if t is None else function(t) for t in tensors]
+            return StorageSpec(spec.cls, spec.static, quantizer).build(changed)
+
+    def clone_storage(self) -> QuantizedTensorStorage:
+        """A copy that shares nothing."""
+        return self.apply_to_inner(lambda t: t.clone())
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         tensors, spec = self._for_pickling().flatten_storage()
-        return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer)
+        return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer, self._extra())
+
+    def _extra(self) -> dict[str, Any]:
+        """Attributes that copies and pickles carry along."""
+        return {}
 
     def _for_pickling(self) -> QuantizedTensorStorage:
         """This storage, or a copy of a view: unpickled, it would not know of its whole."""

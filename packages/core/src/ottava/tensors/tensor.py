@@ -13,7 +13,7 @@ from ottava.kernels.checks import check_dtype
 from ottava.tensors import aten
 from ottava.tensors.declaration import StaticField, StorageQuantizer, check_values_dtype, same_kind
 from ottava.tensors.slots import above
-from ottava.tensors.storage import QuantizedTensorStorage, rebuild_storage
+from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass
 
 # Python attributes of a parameter that copying and pickling carry along.
@@ -190,7 +190,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """The same quantized values (shared) presented as another nominal dtype; differentiable."""
         if torch.is_grad_enabled() and self.requires_grad:
-            made: QuantizedTensor = StraightThrough.apply(self, _with_dtype, dtype)  # type: ignore[no-untyped-call]
+            made: QuantizedTensor = StraightThrough.apply(self, lambda t, d: t.make_like(t, dtype=d), dtype)  # type: ignore[no-untyped-call]
             return made
         return self.make_like(self, dtype=dtype)  # type: ignore[no-any-return]
 
@@ -217,7 +217,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
         """Whether copying from ``other`` can copy inner tensors instead of quantizing again: both mean the same."""
-        if type(other) is not type(self) or not same_kind(self, other) or other.shape != self.shape:
+        if other.shape != self.shape or not same_kind(self, other, nominal=False):
             return False
         pairs = [(a, b) for a, b in zip(self.inner_list(), other.inner_list(), strict=True) if a is not None]
         alike = all(b is not None and b.shape == a.shape for a, b in pairs)
@@ -228,10 +228,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if all(mine is theirs for mine, theirs in zip(self.inner_list(), other.inner_list(), strict=True)):
             self._whole = other._whole
             self.share_writes(other)
-
-    def apply_to_inner(self, function: Any) -> Any:
-        with torch.no_grad():
-            return super().apply_to_inner(function)
 
     @property
     def data(self) -> Any:
@@ -269,11 +265,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def detach(self) -> Any:
         """An alias of the same data outside the autograd graph."""
         return self.make_like(self)
-
-    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> QuantizedTensor:
-        with torch.no_grad():
-            super().quantize_(tensor, noop_flag=noop_flag)
-        return self
 
     # -- FSDP2 --
 
@@ -341,13 +332,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     # -- copying and pickling --
 
     def __copy__(self) -> Any:
-        copied = self.make_like(self, requires_grad=self.requires_grad)
+        copied = self.make_like(self)
         for name, value in self._extra().items():
             setattr(copied, name, value)
         return copied
 
     def _extra(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in _EXTRA_ATTRIBUTES if name in self.__dict__}
+        held = {name: self.__dict__[name] for name in _EXTRA_ATTRIBUTES if name in self.__dict__}
+        return held | {"requires_grad": self.requires_grad}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -355,18 +347,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if not self.is_leaf:
             raise UsageError("only leaf tensors can be deep-copied", remedy="call .detach() first")
         copied: Any = self.clone_storage()
-        copied.requires_grad_(self.requires_grad)
         for name, value in self._extra().items():
             setattr(copied, name, value.clone() if isinstance(value, torch.Tensor) else value)
         if self.grad is not None:
             copied.grad = self.grad.clone()
         memo[id(self)] = copied
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        tensors, spec = self._for_pickling().flatten_storage()
-        extra = self._extra() | {"requires_grad": self.requires_grad}
-        return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer, extra)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         try:
@@ -391,7 +377,3 @@ class StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0].dequantize() if isinstance(grads[0], QuantizedTensorStorage) else grads[0]
         return grad.to(ctx.dtype), None, None
-
-
-def _with_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> Any:
-    return tensor.make_like(tensor, dtype=dtype)

@@ -5,6 +5,7 @@ A view of rows shares its inner tensors with the whole. Classes that define an o
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -116,6 +117,12 @@ def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
     return rows
 
 
+def bounds(op: Any, length: int, sizes: Any) -> list[tuple[int, int]]:
+    """Where each view begins and ends that ``op`` cuts a dimension into, as torch says, which refuses wrong sizes."""
+    stops = list(itertools.accumulate(len(own) for own in op(torch.arange(length), sizes)))
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
 def _allowed(op: Any, tensor: QuantizedTensor, dim: int) -> bool:
     return tensor.dim() > 0 and dim in (0, -tensor.dim()) and not defines(type(tensor), op, below=QuantizedTensor)
 
@@ -132,15 +139,8 @@ def _slice(op: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, en
 def _split(op: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if not _allowed(op, tensor, dim):
         return NotImplemented
-    # torch says which rows come together, and refuses sizes that are wrong.
-    views, first = [], 0
-    for own in op(torch.arange(tensor.shape[0]), sizes):
-        rows = rows_of(tensor, first, first + len(own))
-        if rows is NotImplemented:
-            return NotImplemented
-        views.append(rows)
-        first += len(own)
-    return views
+    views = [rows_of(tensor, *own) for own in bounds(op, tensor.shape[0], sizes)]
+    return NotImplemented if any(view is NotImplemented for view in views) else views
 
 
 @implements(QuantizedTensor, _aten.new_zeros.default, _aten.new_empty.default)

@@ -6,7 +6,6 @@ otherwise it falls back to the dequantized values. A square block counts as one 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from ottava.formats import MX_BLOCK, mx_scale_shapes
 from ottava.tensors import implements
-from ottava.tensors.tensor_ops import new_dtype
+from ottava.tensors.tensor_ops import bounds, new_dtype
 from ottava.torch_private import aten_overloads
 from ottava_mxfp8.tensors.storage import Direction
 from ottava_mxfp8.tensors.tensor import MXFP8Tensor
@@ -177,12 +176,8 @@ def _all_or_none(views: list[Any]) -> Any:
 
 @implements(MXFP8Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
 def _split(op: Any, tensor: MXFP8Tensor, sizes: Any, dim: int = 0) -> Any:
-    # torch says which entries come together, and refuses sizes that are wrong.
-    together = op(torch.arange(tensor.shape[dim]), sizes)
-    stops = list(itertools.accumulate(len(own) for own in together))
-    starts = [stop - len(own) for own, stop in zip(together, stops, strict=True)]
-    dim %= tensor.dim()
-    return _all_or_none([_narrowed(tensor, dim, *bounds) for bounds in zip(starts, stops, strict=True)])
+    cuts = bounds(op, tensor.shape[dim], sizes)
+    return _all_or_none([_narrowed(tensor, dim % tensor.dim(), *own) for own in cuts])
 
 
 @implements(MXFP8Tensor, _aten.unbind.int)
