@@ -18,6 +18,7 @@ import nox
 ROOT = Path(__file__).parent
 PACKAGES = ROOT / "packages"
 RECIPES = sorted(p.name.removeprefix("recipes-") for p in PACKAGES.glob("recipes-*") if (p / "pyproject.toml").exists())
+EVERY_PACKAGE = [*(f"recipes-{recipe}" for recipe in RECIPES), "testing", "demo"]
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 # Below 9.2, where pytest-xdist 3.8 sees no groups, and each process would make what the tests of a group share.
 TEST_TOOLS = ["pytest<9.2", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
@@ -112,13 +113,11 @@ def install(session: nox.Session, *packages: str, tools: list[str], torch: str =
     if torch == "torch":
         # The newest: what an environment of an earlier run has would do otherwise.
         session.install("--upgrade", torch, env=environment)
-    session.install(torch or torch_requirement(), *tools, *paths, "matplotlib", "jinja2", *again, env=environment)
+    session.install(torch or torch_requirement(), *tools, *paths, *again, env=environment)
 
 
-def _test(session: nox.Session, recipes: list[str], *arguments: str) -> None:
-    # Every recipe passes the conformance kit.
-    kit = ["testing"] if recipes else []
-    install(session, *(f"recipes-{r}" for r in recipes), *kit, tools=TEST_TOOLS)
+def _test(session: nox.Session, packages: list[str], *arguments: str) -> None:
+    install(session, *packages, tools=TEST_TOOLS)
     # A selection, -k for example, may leave a session of several without a test: pytest calls that 5.
     passed = [0, 5] if session.posargs else [0]
     command = ["python", "-m", "pytest", *TWO_PROCESSES, *arguments, *session.posargs]
@@ -143,19 +142,19 @@ def tests_core(session: nox.Session) -> None:
 @nox.parametrize("recipe", [nox.param(r, id=f"recipe='{r}'", tags=[r]) for r in RECIPES])
 def tests_recipe(session: nox.Session, recipe: str) -> None:
     """One recipe with core, the conformance kit and nothing else."""
-    _test(session, [recipe], f"tests/recipes_{recipe}")
+    _test(session, [f"recipes-{recipe}", "testing"], f"tests/recipes_{recipe}")
 
 
 @nox.session
 def tests_integration(session: nox.Session) -> None:
-    """What needs several packages, and the conformance kit's own tests, with everything installed."""
-    _test(session, RECIPES, "tests/integration", "tests/testing")
+    """What needs several packages, and the tests of the kit and of the demo, with everything installed."""
+    _test(session, EVERY_PACKAGE, "tests/integration", "tests/testing", "tests/demo")
 
 
 @nox.session
 def tests_long(session: nox.Session) -> None:
     """What is exhaustive or long, with everything installed: before a release."""
-    _test(session, RECIPES, "-m", "slow", "--durations", "0", "--ignore", "tests/gpu", "tests")
+    _test(session, EVERY_PACKAGE, "-m", "slow", "--durations", "0", "--ignore", "tests/gpu", "tests")
 
 
 @nox.session
@@ -186,7 +185,7 @@ def compat(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train the demo model in BF16 and every recipe."""
-    install(session, *(f"recipes-{r}" for r in RECIPES), tools=[])
+    install(session, *EVERY_PACKAGE, tools=[])
     session.run("ottava", "demo", *session.posargs)
 
 
@@ -213,7 +212,7 @@ def types(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Sphinx, warnings are errors."""
     tools = ["sphinx", "myst-parser", "furo"]
-    install(session, *(f"recipes-{r}" for r in RECIPES), "testing", tools=tools)
+    install(session, *EVERY_PACKAGE, tools=tools)
     output = ROOT / "docs" / "_build"
     shutil.rmtree(output, ignore_errors=True)
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", str(output))
@@ -222,7 +221,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Benchmarks: ratios in one process."""
-    install(session, *(f"recipes-{r}" for r in RECIPES), tools=["numpy"])
+    install(session, *EVERY_PACKAGE, tools=["numpy"])
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from ottava import kernels
-from ottava.cli.demo.data import batch, load_corpus
-from ottava.cli.demo.model import Size
-from ottava.cli.demo.training import Trainee
+from ottava_demo.data import batch, load_corpus
+from ottava_demo.model import Size
+from ottava_demo.training import Trainee
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 32

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ottava
 from ottava.checkpoint import latest_checkpoint, load_sharded, save_step
-from ottava.cli.demo.data import batch, load_corpus
-from ottava.cli.demo.model import GPT, Size
 from ottava.tensors import QuantizedTensorStorage
+from ottava_demo.data import batch, load_corpus
+from ottava_demo.model import GPT, Size
 
 # The width of an attention head.
 HEAD = 32

@@ -24,9 +24,9 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import clip_grad_norm_
 
 import ottava
-from ottava.cli.demo.training import loss_of
 from ottava.distributed import gather_quantized, quantize_master_weights
 from ottava.tensors import QuantizedTensorStorage
+from ottava_demo.training import loss_of
 
 
 def make_model(options: Any, mesh: DeviceMesh) -> torch.nn.Module:

@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ottava
-from ottava.cli.demo.training import loss_of
 from ottava.distributed import MasterWeights, replace_raw_data
 from ottava.errors import UsageError
 from ottava.tensors import QuantizedTensorStorage
+from ottava_demo.training import loss_of
 
 
 class FlatParameters:

@@ -13,11 +13,11 @@ import ottava
 from benchmarks.installed import recipes
 from benchmarks.linear import saved_bytes
 from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Gpu, Rehearsal, Shape, Tensor, Tensors, within
-from ottava.cli.demo.data import load_corpus
-from ottava.cli.demo.training import train
 from ottava.gemm import gemm
 from ottava_current import Float8CurrentScalingQuantizer
 from ottava_delayed import Float8Quantizer
+from ottava_demo.data import load_corpus
+from ottava_demo.training import train
 from ottava_mxfp8 import MXFP8Quantizer
 
 Kind = Literal["fprop", "dgrad", "wgrad"]

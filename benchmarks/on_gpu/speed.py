@@ -15,8 +15,8 @@ from benchmarks.installed import recipes
 from benchmarks.on_gpu.model_cases import OWN
 from benchmarks.on_gpu.runner import Gpu
 from benchmarks.timing import Row, Run, measure
-from ottava.cli.demo.data import load_corpus
-from ottava.cli.demo.training import train
+from ottava_demo.data import load_corpus
+from ottava_demo.training import train
 
 LARGE = 16384
 #: M = K = N -> how many times faster than bfloat16 a layer is to be.

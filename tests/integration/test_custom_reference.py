@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ottava import kernels
-from ottava.cli.demo.data import batch, load_corpus
-from ottava.cli.demo.model import SIZES
-from ottava.cli.demo.training import Trainee
 from ottava_current import Float8CurrentScalingQuantizer
 from ottava_custom import (
     CurrentScalingQuantizerRef,
@@ -22,6 +19,9 @@ from ottava_custom import (
     current_scaling_ref_quantizer_factory,
     mirror,
 )
+from ottava_demo.data import batch, load_corpus
+from ottava_demo.model import SIZES
+from ottava_demo.training import Trainee
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = [(False, 0.0), (True, 0.0), (False, 1e-3), (True, 1e-3)]

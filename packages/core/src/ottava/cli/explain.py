@@ -15,18 +15,8 @@ from ottava.recipes.role import QuantizerRole
 # What a linear layer asks for.
 _TENSOR_TYPES = ("input", "weight", "grad_output")
 _WEIGHT = ".weight"
-
-
-def demo_layers() -> list[str]:
-    """The layers of the demo's model that the demo converts."""
-    import torch
-
-    from ottava.cli.demo.model import GPT, SIZES
-
-    with torch.device("meta"):
-        model = GPT(SIZES["small"])
-    # Its weight is that of the embedding, for which the demo leaves it out.
-    return [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and name != "head"]
+#: The layers that the demo converts in its model, a GPT of four blocks.
+DEMO_LAYERS = tuple(f"blocks.{block}.{layer}" for block in range(4) for layer in ("qkv", "proj", "up", "down"))
 
 
 def checkpoint_layers(path: Path) -> list[str]:
@@ -76,7 +66,7 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
     if not all(layers):
         raise OptionError("--layer ''", expected="the qualified name of a layer")
     recipe = get_recipe(name)
-    asked = [*layers, *(checkpoint_layers(checkpoint) if checkpoint is not None else [])] or demo_layers()
+    asked = [*layers, *(checkpoint_layers(checkpoint) if checkpoint is not None else [])] or DEMO_LAYERS
     rows, unused = _rows(recipe, list(dict.fromkeys(asked)))
     if as_json:
         left = [{"line": rule.line, "place": _place(rule), "rule": rule.text} for rule in unused]

@@ -15,7 +15,6 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 import ottava
-from ottava.cli.demo import demo
 from ottava.cli.doctor import doctor
 from ottava.cli.export import export
 from ottava.cli.recipes import recipes
@@ -26,7 +25,7 @@ from ottava.recipes.loader import describe
 #: The group of entry points by which packages add commands.
 COMMANDS = "ottava.commands"
 # Commands of Ottava's own packages, and the package that a user who types one may have to install.
-_ELSEWHERE = {"check-recipe": "ottava-testing", "new-recipe": "ottava-testing"}
+_ELSEWHERE = {"check-recipe": "ottava-testing", "demo": "ottava-demo", "new-recipe": "ottava-testing"}
 
 
 def _load(name: str, offers: list[Found]) -> Callable[..., Any]:
@@ -94,7 +93,7 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch.")
-for _function in (recipes, doctor, demo, export):
+for _function in (recipes, doctor, export):
     app.command()(_function)
 
 

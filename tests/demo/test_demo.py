@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ottava.cli.demo import command, training
-from ottava.cli.demo.command import run_demo
-from ottava.cli.demo.data import batch, load_corpus
-from ottava.cli.demo.model import GPT, SIZES
-from ottava.cli.demo.report import deviation, headings, rows
-from ottava.cli.demo.training import Run, train
+import ottava
+from ottava.cli.explain import DEMO_LAYERS
 from ottava.errors import DeviceError, OptionError, RecipeNotFoundError, UsageError
 from ottava.kernels.products import cpu_products
+from ottava_demo import command, training
+from ottava_demo.command import run_demo
+from ottava_demo.data import batch, load_corpus
+from ottava_demo.model import GPT, SIZES
+from ottava_demo.report import deviation, headings, rows
+from ottava_demo.training import Run, train
 
 OPTIONS = {"recipes": None, "steps": 3, "size": "tiny", "device": "cpu", "seed": 0}
 
@@ -215,3 +217,8 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command._device("cuda:1") == "cuda:1"
     with pytest.raises(DeviceError, match=r"sees 2 GPU\(s\).*cuda:0, cuda:1"):
         command._device("cuda:2")
+
+
+def test_the_layers_that_are_explained_by_default_are_those_that_it_converts() -> None:
+    model = ottava.convert(GPT(SIZES["small"]), "current", exclude="head")
+    assert list(DEMO_LAYERS) == list(ottava.conversion_report(model).swapped)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import ottava
-from ottava.cli.demo.data import Corpus, batch
-from ottava.cli.demo.model import GPT, SIZES, Size
 from ottava.kernels.products import product_dtype
 from ottava.recipes import Recipe
+from ottava_demo.data import Corpus, batch
+from ottava_demo.model import GPT, SIZES, Size
 
 #: Bytes, and the next bytes.
 Batch = tuple[torch.Tensor, torch.Tensor]

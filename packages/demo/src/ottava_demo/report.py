@@ -13,8 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from ottava.cli import output
-from ottava.cli.demo.training import Run
 from ottava.errors import UsageError
+from ottava_demo.training import Run
 
 # Okabe and Ito's palette: told apart with any colour vision.
 _COLOURS = ["#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"]
@@ -116,7 +116,7 @@ def write(runs: list[Run], skipped: list[Skipped], out: Path, summary: str) -> N
 
     draw(runs, out / "loss.png")
     picture = base64.b64encode((out / "loss.png").read_bytes()).decode()
-    pages = jinja2.Environment(loader=jinja2.PackageLoader("ottava.cli.demo", "."), autoescape=True)
+    pages = jinja2.Environment(loader=jinja2.PackageLoader("ottava_demo", "."), autoescape=True)
     html = pages.get_template("page.html").render(
         summary=summary, headings=headings(runs), rows=rows(runs), skipped=skipped, picture=picture
     )

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+__version__ = "0.1.0"
+
 
 def demo(
     recipe: Annotated[
@@ -20,6 +22,6 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = 0,
 ) -> None:
     """Train a small GPT in BF16 and in every recipe, on the standard library's source code."""
-    from ottava.cli.demo.command import run_demo
+    from ottava_demo.command import run_demo
 
     raise typer.Exit(run_demo(recipes=recipe, steps=steps, size=size, device=device, out=out, seed=seed))

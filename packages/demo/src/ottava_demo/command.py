@@ -11,15 +11,15 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 
 import ottava
-from ottava.cli.demo.data import load_corpus
-from ottava.cli.demo.model import SIZES
-from ottava.cli.demo.report import Skipped, check_libraries, table, write
-from ottava.cli.demo.training import Run, train
 from ottava.cli.output import console, say
 from ottava.errors import DeviceError, OptionError, OttavaError, UsageError, text_of
 from ottava.kernels.products import product_dtype
 from ottava.recipes.ownership import RECIPE
 from ottava.recipes.registry import plugin_statuses
+from ottava_demo.data import load_corpus
+from ottava_demo.model import SIZES
+from ottava_demo.report import Skipped, check_libraries, table, write
+from ottava_demo.training import Run, train
 
 _SEEDS = range(-(2**63), 2**63)
 # Runs that take longer than this are announced, after so many steps that were timed.
