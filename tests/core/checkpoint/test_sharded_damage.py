@@ -18,7 +18,6 @@ import torch
 import ottava
 from ottava.checkpoint import is_complete, load_sharded, save_sharded
 from ottava.checkpoint.sources import read_state
-from ottava.checkpoint.swap import Swap
 from ottava.errors import CheckpointError, UsageError
 
 
@@ -221,11 +220,30 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pyt
     assert is_complete(path)
 
 
-def test_two_names_of_one_tensor_are_taken_back() -> None:
-    """What is put back last is what was there first."""
-    tensor = torch.zeros(3)
-    swap = Swap([(tensor, torch.ones(3)), (tensor, torch.full((3,), 2.0))], lambda: None)
-    swap.apply()
-    assert tensor.tolist() == [2.0, 2.0, 2.0]
-    swap.undo()
-    assert not tensor.any()
+def test_memory_that_was_given_up_is_found_before_any_write(tmp_path: Path) -> None:
+    """As libraries of sharded training do with the storage of what is gathered for a moment."""
+    save_sharded({name: torch.ones(3) for name in "abc"}, tmp_path / "saved")
+    target = {name: torch.zeros(3) for name in "abc"}
+    target["b"].untyped_storage().resize_(0)
+    with pytest.raises(UsageError, match="'b' has no memory"):
+        load_sharded(target, tmp_path / "saved")
+    assert not target["a"].any()
+    assert not target["c"].any()
+
+
+def test_a_load_that_fails_leaves_what_autograd_has_saved(tmp_path: Path) -> None:
+    save_sharded({name: torch.ones(3) for name in "ab"}, tmp_path / "saved")
+    weight = torch.ones(3, requires_grad=True)
+    loss = weight.square().sum()
+    with pytest.raises(UsageError, match="'b' is an expanded view"):
+        load_sharded({"a": weight, "b": torch.ones(1).expand(3)}, tmp_path / "saved")
+    loss.backward()
+    assert weight.grad is not None
+
+
+def test_two_names_of_one_tensor(tmp_path: Path) -> None:
+    save_sharded({"a": torch.ones(3), "b": torch.full((3,), 2.0)}, tmp_path / "saved")
+    tied = torch.zeros(3)
+    loaded = load_sharded({"a": tied, "b": tied}, tmp_path / "saved")
+    assert loaded["a"] is tied
+    assert tied.tolist() == [2.0, 2.0, 2.0]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.description import flatten_tensor, origin_of_quantizer
 from ottava.checkpoint.files import listed, named, of_any_class
+from ottava.checkpoint.flatten import flatten_tensor, origin_of_quantizer
 from ottava.checkpoint.model import save_file
 from ottava.checkpoint.paths import as_path, check_file_target
 from ottava.checkpoint.sources import read_state

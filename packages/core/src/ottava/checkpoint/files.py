@@ -28,7 +28,6 @@ METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 _DIGEST_KEY = "ottava.digest"
 # By torch's own names. Asking torch for a name that a file gives would import modules of that name.
 TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
-_THREADS_FROM = 64 << 20
 _BY_TORCH = "torch.load(path, weights_only=True) reads it, and `ottava export` converts it"
 _LOOKS_LIKE = (
     (b"PK\x03\x04", "a file of torch.save", _BY_TORCH),
@@ -81,10 +80,8 @@ def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -
     The JSON is ``[metadata, tensors]``, sorted by name and without spaces: the texts but for the checksum, and
     ``[dtype, shape, CRC-32 of the bytes]`` by name, with torch's names of dtypes.
     """
-    sums: Iterator[int] = map(crc32_of, tensors.values())
-    if sum(tensor.nbytes for tensor in tensors.values()) > _THREADS_FROM:
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            sums = threads.map(crc32_of, tensors.values())
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        sums = threads.map(crc32_of, tensors.values())
     about = {n: [dtype_name(t.dtype), list(t.shape), crc] for (n, t), crc in zip(tensors.items(), sums, strict=True)}
     texts = {key: text for key, text in metadata.items() if key != CHECKSUM_KEY}
     return f"{zlib.crc32(json.dumps([texts, about], sort_keys=True, separators=(',', ':')).encode()):08x}"

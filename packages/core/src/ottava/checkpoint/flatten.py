@@ -1,24 +1,83 @@
 """State dicts with quantized tensors as plain tensors by name, for whatever takes such, by the storage declaration.
 
 A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held, in the dtype that
-its bytes have, so that other tools read them. Of a sharded one, inner tensors that are gathered are sharded as it is,
-in rows or blocks of rows; those that serve every usage are equal on all ranks; those that derive from others, a
-transpose for example, are left out.
+its bytes have, so that other tools read them, and a description: text that is checked before anything is built from it.
+Of a sharded one, inner tensors that are gathered are sharded as it is, in rows or blocks of rows; those that serve
+every usage are equal on all ranks; those that derive from others, a transpose for example, are left out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.description import Described, Description, flatten_tensor, unflatten_tensor
-from ottava.checkpoint.files import METADATA_KEY, check_dense
-from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError
-from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage
+from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name
+from ottava.errors import CheckpointError, DTypeError, OttavaError, ShapeError, UsageError
+from ottava.recipes.registry import plugin_statuses
+from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
+
+_VERSION = 1
+# What a file says of what quantized a tensor; the first version had the name of a recipe in the place of a class.
+_ORIGIN = {"quantizer": str, "package": str, "version": str, "options": dict, "recipe": str}
+
+
+@dataclass(frozen=True)
+class Described:
+    """One quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are held, the static
+    fields by argument, as JSON has them, and what quantized it, as far as that is known."""
+
+    cls: str
+    tensors: tuple[str, ...]
+    static: Mapping[str, Any]
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"class": self.cls, "tensors": list(self.tensors), "static": dict(self.static), **self.origin}
+
+    @classmethod
+    def decode(cls, entry: Any) -> Described:
+        """Of JSON; raises ValueError, KeyError or TypeError where it is of another kind."""
+        origin = {key: entry[key] for key in _ORIGIN if key in entry}
+        right = isinstance(entry["tensors"], list) and isinstance(entry["static"], dict)
+        right = right and all(isinstance(text, str) for text in (entry["class"], *entry["tensors"]))
+        if not right or not all(isinstance(value, _ORIGIN[key]) for key, value in origin.items()):
+            raise ValueError("it is of another kind")
+        return cls(entry["class"], tuple(entry["tensors"]), entry["static"], origin)
+
+
+def encode_description(quantized: Mapping[str, Described], aliases: Mapping[str, str] | None = None) -> str:
+    """As text: the quantized tensors, and names of tensors that are stored under another name."""
+    body: dict[str, Any] = {"quantized": {name: entry.encode() for name, entry in quantized.items()}}
+    return json.dumps(body | {"version": _VERSION} | ({"aliases": aliases} if aliases else {}), sort_keys=True)
+
+
+def _decode_description(text: str) -> tuple[dict[str, Described], dict[str, str]]:
+    try:
+        read: Any = json.loads(text)
+        version, aliases = read["version"], read.get("aliases", {})
+        if version == _VERSION and all(isinstance(stored, str) for stored in aliases.values()):
+            return {name: Described.decode(entry) for name, entry in read["quantized"].items()}, aliases
+        if version == _VERSION:
+            raise ValueError("a name is no text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        raise CheckpointError("the metadata of quantized tensors is damaged", expected="what was saved") from error
+    what = f"the metadata of quantized tensors has version {version!r:.80}"
+    raise CheckpointError(what, expected=f"version {_VERSION}", remedy="read it with the ottava that wrote it")
+
+
+# -- whole states --
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -32,17 +91,15 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.T
         UsageError: two tensors would have one name, or a quantized tensor holds no data.
         ShapeError, UsageError: the inner tensors of a sharded quantized tensor cannot be sharded as it is.
     """
-    tensors, description = described_state(state_dict)
-    return tensors, {METADATA_KEY: description.encode()}
+    tensors, quantized = flatten_values(state_dict)
+    return tensors, {METADATA_KEY: encode_description(quantized)}
 
 
-def described_state(state_dict: Mapping[str, Any], *, once: bool = False) -> tuple[dict[str, Any], Description]:
-    """As :func:`flatten_state_dict`, with the description before it is text.
-
-    Args:
-        state_dict: tensors by name.
-        once: whether a tensor that is wholly another one, earlier in the state, is an alias of that.
-    """
+def flatten_values(
+    state_dict: Mapping[str, Any], *, derived: bool = True
+) -> tuple[dict[str, torch.Tensor], dict[str, Described]]:
+    """As :func:`flatten_state_dict`, with the descriptions before they are text, and on demand without what derives
+    from the elements of tensors that are not sharded either."""
     if not isinstance(state_dict, Mapping):
         raise DTypeError(f"the state dict is a {type(state_dict).__name__}", expected="a mapping of names to tensors")
     tensors: dict[str, torch.Tensor] = {}
@@ -50,29 +107,25 @@ def described_state(state_dict: Mapping[str, Any], *, once: bool = False) -> tup
     for name, value in state_dict.items():
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
             raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
-        if once and hasattr(value, "to_local"):
-            remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
-            raise DTypeError(f"{name!r} is sharded", expected="whole tensors", remedy=remedy)
-        made, entry = flatten_value(name, value, derived=not hasattr(value, "to_local"))
-        add_tensors(tensors, made)
+        made, entry = _flatten_value(name, value, derived and not hasattr(value, "to_local"))
+        if taken := made.keys() & tensors.keys():
+            raise UsageError(f"two tensors would have the name {min(taken)!r}", remedy="rename one of them")
+        tensors |= made
         if entry is not None:
             quantized[name] = entry
+    return tensors, quantized
+
+
+def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The names of tensors that are wholly another one, which comes earlier, and the names of those."""
     seen: dict[Any, str] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in tensors.items() if once else ():
+    for name, tensor in tensors.items():
         if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
             place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
             if (first := seen.setdefault(place, name)) != name:
                 aliases[name] = first
-    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, Description(quantized, aliases)
-
-
-def add_tensors(tensors: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Add tensors by name; raises UsageError where there is one of that name."""
-    for name, tensor in more.items():
-        if name in tensors:
-            raise UsageError(f"two tensors would have the name {name!r}", remedy="rename one of them")
-        tensors[name] = tensor
+    return aliases
 
 
 def unflatten_state_dict(
@@ -87,40 +140,155 @@ def unflatten_state_dict(
             class of a package that is not installed, which it names.
         OttavaError: the tensors do not fit together, in the words of the class.
     """
-    description = Description.decode((metadata or {}).get(METADATA_KEY))
-    left: dict[str, Any] = dict(tensors)
-    state: dict[str, Any] = {}
-    at = {name: number for number, name in enumerate(tensors)}
-    for alias, stored in description.aliases.items():
+    text = (metadata or {}).get(METADATA_KEY)
+    quantized, aliases = ({}, {}) if text is None else _decode_description(text)
+    state: dict[str, Any] = dict(tensors)
+    for alias, stored in aliases.items():
         if stored not in tensors or alias in tensors:
-            what = (
-                f"{alias!r} is said to be {stored!r}, which is {'stored beside it' if stored in tensors else 'missing'}"
-            )
+            why = "stored beside it" if stored in tensors else "missing"
+            what = f"{alias!r} is said to be {stored!r}, which is {why}"
             raise CheckpointError(what, expected="one of them", remedy="the metadata is damaged")
-        left[alias], at[alias] = tensors[stored], len(at)
-    for name, entry in description.quantized.items():
-        keys = {argument: f"{name}.{argument}" for argument in entry.tensors}
-        if missing := [key for key in keys.values() if key not in left]:
-            what = f"tensor {missing[0]!r} is missing"
-            raise CheckpointError(what, expected=f"every inner tensor of {name!r}")
-        at[name] = min((at[key] for key in keys.values()), default=0) if name not in at else at[name]
-        state[name] = unflatten_tensor(name, entry, {argument: left.pop(key) for argument, key in keys.items()})
-    if both := set(left) & set(state):
+        state[alias] = tensors[stored]
+    made = {name: unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
+    if both := state.keys() & made.keys():
         raise CheckpointError(f"{min(both)!r} is both a tensor and a quantized one", expected="one tensor of a name")
-    # In the order of the file.
-    return dict(sorted((left | state).items(), key=lambda item: at[item[0]]))
+    return state | made
 
 
-def flatten_value(name: str, value: Any, *, derived: bool) -> tuple[dict[str, torch.Tensor], Described | None]:
-    """A tensor as plain ones by name, sharded as it is; nothing is copied.
+# -- one tensor --
 
-    Args:
-        name: its name.
-        value: plain, quantized, or sharded (a DTensor) with a plain or quantized tensor on each rank.
-        derived: whether what derives from the elements of a quantized tensor is among them.
 
-    Returns:
-        Tensors by name, and what the quantized tensor is; None where it is not quantized.
+def flatten_tensor(name: str, value: QuantizedTensorStorage) -> tuple[dict[str, torch.Tensor], Described]:
+    """The inner tensors of a quantized tensor by argument, in the dtypes of their bytes, and its description.
+
+    Raises:
+        UsageError: it holds no data.
+    """
+    inner, spec = value.flatten_storage()
+    tensors = {}
+    for declared, tensor in zip(value.inner_tensors, inner, strict=True):
+        if tensor is not None:
+            native = native_dtype(value, declared)
+            tensors[declared.argument] = (tensor if native is None else tensor.view(native)).detach()
+    if not tensors:
+        raise UsageError(f"{name!r} holds no data", remedy="it was cleared or saved")
+    static = zip(spec.cls.all_static_fields(), spec.static, strict=True)
+    fields = {declared.argument: _encode_static(entry) for declared, entry in static}
+    origin = getattr(value, "_ottava_origin", None) or _distribution(type(value).__module__)
+    origin = origin_of_quantizer(value._quantizer) if isinstance(value._quantizer, Quantizer) else origin
+    return tensors, Described(_class_name(spec.cls), tuple(tensors), fields, origin)
+
+
+def unflatten_tensor(name: str, entry: Described, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
+    """A quantized tensor of inner tensors, which are taken out of tensors by name; it remembers its origin.
+
+    Raises:
+        CheckpointError: the description does not fit its class, that is not installed, or a tensor is missing.
+        OttavaError: the tensors do not fit together, in the words of the class.
+    """
+    if missing := [argument for argument in entry.tensors if f"{name}.{argument}" not in tensors]:
+        what = f"tensor {f'{name}.{missing[0]}'!r} is missing"
+        raise CheckpointError(what, expected=f"every inner tensor of {name!r}")
+    cls = _find_class(name, entry)
+    unknown = set(entry.tensors) - {declared.argument for declared in cls.inner_tensors}
+    if unknown or not entry.tensors:
+        what = f"{name!r} has {f'unknown tensors {sorted(unknown)!r:.80}' if unknown else 'no tensors'}"
+        raise CheckpointError(what, expected="those of its class", remedy="the metadata is damaged")
+    held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry.tensors)}
+    try:
+        fields = {field.attribute: _decode_static(entry.static[field.argument]) for field in cls.all_static_fields()}
+        if len(entry.static) != len(fields):
+            raise ValueError(f"it has the fields {sorted(entry.static)!r:.200}")
+        inner = [_as_held(declared, held.get(declared.argument), fields) for declared in cls.inner_tensors]
+        built: Any = StorageSpec(cls, tuple(fields.values()), None).build(inner)
+    except OttavaError as error:
+        raise type(error)(f"{name!r}: {error.what}", expected=error.expected, remedy=error.remedy) from error
+    except Exception as error:
+        # A class of any author meets values that no code of its own has made.
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{name!r} cannot be restored: {why}", expected="what it was saved with") from error
+    built._ottava_origin = entry.origin
+    return built  # type: ignore[no-any-return]
+
+
+def _as_held(declared: InnerTensor, tensor: torch.Tensor | None, fields: Mapping[str, Any]) -> torch.Tensor | None:
+    """An inner tensor as a storage holds it: 8-bit data as uint8."""
+    native = fields[declared.native] if isinstance(declared.native, str) else declared.native
+    if tensor is None or native is None:
+        return tensor
+    if not isinstance(native, torch.dtype) or native.itemsize != 1 or tensor.dtype not in (native, torch.uint8):
+        raise DTypeError(f"{declared.argument!r} is of {tensor.dtype}", expected=f"an 8-bit dtype, {native}")
+    return tensor.view(torch.uint8)
+
+
+def _encode_static(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, tuple):
+        return [_encode_static(entry) for entry in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise DTypeError(f"a static field holds a {type(value).__name__}", expected="a dtype, number, text or tuple")
+
+
+def _decode_static(value: Any) -> Any:
+    if isinstance(value, dict):
+        return TORCH_DTYPES[str(value["dtype"])]
+    return tuple(_decode_static(entry) for entry in value) if isinstance(value, list) else value
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def origin_of_quantizer(quantizer: Quantizer) -> dict[str, Any]:
+    """The class of a quantizer, its distribution, and what tells it from others of the class: plain values that are
+    neither learnt nor a process's own."""
+    not_options = {"rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", *quantizer.process_attributes}
+    options: dict[str, Any] = {}
+    for name, value in sorted(vars(quantizer).items() if not quantizer.stateful else ()):
+        if name not in not_options and name[0] != "_" and value is not None:
+            with contextlib.suppress(DTypeError):
+                options[name] = _encode_static(value)
+    found = {"quantizer": _class_name(type(quantizer)), **_distribution(type(quantizer).__module__)}
+    return found | ({"options": options} if options else {})
+
+
+@functools.cache
+def _distribution(module: str) -> dict[str, str]:
+    """Name and version of the distribution that has a module; nothing for modules of none, or of several."""
+    found = set(importlib.metadata.packages_distributions().get(module.partition(".")[0], []))
+    return {"package": min(found), "version": importlib.metadata.version(min(found))} if len(found) == 1 else {}
+
+
+def _find_class(name: str, entry: Described) -> type[QuantizedTensorStorage]:
+    """The class of a described tensor, which was imported or which an installed recipe brings: nothing else is imported
+    because a file says so."""
+    module, _, attribute = entry.cls.partition(":")
+    package = module.partition(".")[0]
+    brings: list[str] = []
+    if entry.cls not in storage_classes():
+        # A broken plugin, where all are required, must not keep a file from being read.
+        with contextlib.suppress(OttavaError):
+            factories = [spec.factory for status in plugin_statuses() for spec in status.recipes]
+            brings = [f.partition(":")[0] for f in factories if re.split(r"[.:]", f)[0] == package]
+    for place in (*brings, module) if brings else ():
+        # A module may make its classes when asked; one that cannot be imported is reported as the missing class.
+        with contextlib.suppress(Exception, SystemExit):
+            getattr(importlib.import_module(place), attribute, None)
+    found = storage_classes().get(entry.cls)
+    if found is None:
+        where = f"{entry.origin.get('package') or f'the distribution of {package!r}'} {entry.origin.get('version', '')}"
+        what = f"{name!r} is a {entry.cls!r:.200}, which is not installed"
+        raise CheckpointError(what, expected="its package", remedy=f"install {where.rstrip()}")
+    return found
+
+
+# -- one tensor, sharded or not --
+
+
+def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], Described | None]:
+    """A tensor as plain ones by name, sharded as it is, and what it is where it is quantized; nothing is copied.
 
     Raises:
         DTypeError: it is nested, jagged, sparse, on meta, or of a dtype that files do not have.
@@ -147,8 +315,9 @@ def flatten_value(name: str, value: Any, *, derived: bool) -> tuple[dict[str, to
             if "shape" in static:
                 static["shape"] = list(value.shape)
             for argument in [argument for argument in kept if declared[argument].gather]:
-                inner, tensor = declared[argument], kept[argument]
-                rows, first = sharded_rows(name, inner, tensor, tuple(local.shape), tuple(value.shape), offsets)
+                tensor = kept[argument]
+                shapes = tuple(local.shape), tuple(value.shape)
+                rows, first = sharded_rows(name, declared[argument], tensor, *shapes, offsets)
                 kept[argument], begin = _sharded(name, value, tensor, (rows, *tensor.shape[1:]))
                 if tensor.numel() and begin[0] != first:
                     what = f"the shards of {name!r} are no shards of {argument!r}"
@@ -172,9 +341,8 @@ def _box(name: str, value: Any) -> Sequence[int]:
         (box,) = value.__create_chunk_list__()
         fits = tuple(box.sizes) == tuple(value.to_local().shape) and not any(p.is_partial() for p in value.placements)
     except (RuntimeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"{name!r} cannot be saved in shards: {error}", expected="a sharded or replicated DTensor"
-        ) from error
+        what = f"{name!r} cannot be saved in shards: {error}"
+        raise UsageError(what, expected="a sharded or replicated DTensor") from error
     if not fits:
         what = f"{name!r} is sharded in a way that makes no single box of it on this rank: {value.placements}"
         raise UsageError(what, expected="shards and replicas over a mesh with all ranks")

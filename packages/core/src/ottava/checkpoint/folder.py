@@ -1,20 +1,164 @@
-"""Sharded checkpoints in the file system: which are whole, which is the latest, and how one takes its place."""
+"""Sharded checkpoints in the file system: which are whole, which is the latest, and how one takes its place.
+
+The index, ``ottava.json``, is JSON with a checksum, of which nothing is code. It is the last file that is written: a
+folder without it, with a damaged one, or with files that are not as long as it says, is no checkpoint.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import math
 import os
 import re
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from ottava.checkpoint.index import FILE_NAME, INDEX_NAME, read_index
-from ottava.checkpoint.paths import Partial, as_path, remove_leftovers, sync
+from ottava.checkpoint.files import TORCH_DTYPES
+from ottava.checkpoint.flatten import Described
+from ottava.checkpoint.paths import Partial, as_path, opened, remove_leftovers, sync
 from ottava.errors import CheckpointError
 
+INDEX_NAME = "ottava.json"
+_FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
 _STEP = re.compile(r"step-(\d+)")
+_VERSION = 2
+# The checksum is that of all bytes that follow, as they are.
+_START = re.compile(rb'\{"crc32":"([0-9a-f]{8})","checkpoint":')
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """A box of a tensor: the file with it, the name that it has there, where in the whole it begins, and its shape."""
+
+    file: str
+    key: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: torch's name of its dtype, the shape of the whole, and the shards that make it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[StoredShard, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What ``ottava.json`` says: how many ranks wrote, the length in bytes and the checksum of each file, the tensors,
+    and what the state is made of besides (see ``sharded.py``); and its own checksum."""
+
+    world_size: int
+    files: Mapping[str, tuple[int, str]]
+    tensors: Mapping[str, StoredTensor]
+    description: Mapping[str, Any]
+    crc32: int = 0
+
+    def encode(self) -> bytes:
+        """The bytes of ``ottava.json``."""
+        body = json.dumps({**asdict(self), "version": _VERSION}, separators=(",", ":"), allow_nan=False)
+        rest = body.encode() + b"}\n"
+        return f'{{"crc32":"{zlib.crc32(rest):08x}","checkpoint":'.encode() + rest
+
+
+def read_index(folder: Path) -> Index:
+    """The index of the checkpoint in ``folder``, checked, whose files are there as long as they were written.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of another version of Ottava; or files are missing or cut.
+    """
+    path = folder / INDEX_NAME
+    try:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
+        what, expected = f"{path} cannot be read: {error}", "the folder of a whole sharded checkpoint"
+        raise CheckpointError(what, expected=expected, remedy="latest_checkpoint() finds the newest one") from error
+    try:
+        start = _START.match(text)
+        if start is None or zlib.crc32(text[start.end() :]) != int(start[1], 16):
+            raise ValueError("its checksum is another")
+        body = json.loads(text)["checkpoint"]
+        version = body["version"]
+        index = _decoded(body, int(start[1], 16)) if version == _VERSION else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        what, expected = f"{path} is damaged: {error}", "the index of a sharded checkpoint"
+        raise CheckpointError(what, expected=expected, remedy="load another one") from error
+    if index is None:
+        # The files of the first version of one-file checkpoints are read.
+        remedy = "make one file of it with `ottava export` of the version of ottava that wrote it, and load that"
+        raise CheckpointError(f"{path} has version {version!r}", expected=f"version {_VERSION}", remedy=remedy)
+    for name, (size, _) in index.files.items():
+        try:
+            found = (folder / name).stat().st_size if (folder / name).is_file() else "no"
+        except OSError as error:
+            found = f"unknown ({error})"
+        if found != size:
+            what, remedy = f"{folder / name} has {found} bytes", "load another checkpoint"
+            raise CheckpointError(what, expected=f"{size}, as were written", remedy=remedy)
+    return index
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(v) is not int or not 0 <= v < 1 << 60 for v in values):
+        raise ValueError(f"{values!r:.80} is no list of sizes")
+    return tuple(values)
+
+
+def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
+    (world_size,), description, files, tensors = _sizes([body["world_size"]]), body["description"], {}, {}
+    for name, (size, checksum) in body["files"].items():
+        # A name from a file: nothing outside the folder may be reached by it.
+        if not _FILE_NAME.fullmatch(name) or not isinstance(checksum, str):
+            raise ValueError(f"{name!r} is no name of a file of tensors")
+        files[name] = (_sizes([size])[0], checksum)
+    for name, entry in body["tensors"].items():
+        name.encode()  # half a character is a UnicodeError
+        shards = tuple(
+            StoredShard(s["file"], str(s["key"]), _sizes(s["offsets"]), _sizes(s["shape"])) for s in entry["shards"]
+        )
+        tensors[name] = tensor = StoredTensor(str(entry["dtype"]), _sizes(entry["shape"]), shards)
+        if tensor.dtype not in TORCH_DTYPES or any(s.file not in files for s in shards) or not covered(tensor):
+            raise ValueError(f"the shards of {name!r} do not make the whole")
+    for entry in description["quantized"].values():
+        Described.decode(entry)
+    right = isinstance(description["state"], dict)
+    for names in description["per_rank"].values():
+        right &= len(names) == world_size and len({(tensors[name].dtype, tensors[name].shape) for name in names}) == 1
+    if not right or not set(description["largest"]) <= set(description["per_rank"]):
+        raise ValueError("it does not describe the state")
+    return Index(world_size, files, tensors, description, crc32)
+
+
+def covered(tensor: StoredTensor) -> bool:
+    """Whether the shards of a tensor lie inside it and cover it, each element once."""
+    shape, shards = tensor.shape, tensor.shards
+    for shard in shards:
+        if not len(shard.offsets) == len(shard.shape) == len(shape):
+            return False
+        if any(begin + size > whole for begin, size, whole in zip(shard.offsets, shard.shape, shape, strict=True)):
+            return False
+    if not shards or sum(math.prod(shard.shape) for shard in shards) != math.prod(shape):
+        return False
+    # Of the dimension with the most cuts, so that few have to be compared.
+    most = max(range(len(shape)), key=lambda dim: len({shard.offsets[dim] for shard in shards}), default=0)
+    ordered = sorted((s for s in shards if math.prod(s.shape)), key=lambda shard: shard.offsets[most:])
+    for number, one in enumerate(ordered):
+        for other in islice(ordered, number + 1, None):
+            if not shape or other.offsets[most] >= one.offsets[most] + one.shape[most]:
+                break
+            boxes = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in boxes):
+                return False
+    return True
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
@@ -45,14 +189,15 @@ def _step_checkpoints(folder: Path) -> Iterator[Path]:
 
 def check_target(target: Path, overwrite: bool) -> None:
     """Raise CheckpointError where something has the name and ``overwrite`` is False, or it is no checkpoint."""
-    if os.path.lexists(target) and not overwrite:
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
         remedy = "pass overwrite=True to replace a checkpoint"
         raise CheckpointError(f"{target} exists", expected="a new name", remedy=remedy)
-    if os.path.lexists(target):
-        folder = target.is_dir() and not target.is_symlink()
-        if not folder or (not (target / INDEX_NAME).exists() and any(target.iterdir())):
-            what = f"{target} is not a sharded checkpoint and is not replaced"
-            raise CheckpointError(what, expected="a checkpoint or a new name", remedy="move it away")
+    folder = target.is_dir() and not target.is_symlink()
+    if not folder or (not (target / INDEX_NAME).exists() and any(target.iterdir())):
+        what = f"{target} is not a sharded checkpoint and is not replaced"
+        raise CheckpointError(what, expected="a checkpoint or a new name", remedy="move it away")
 
 
 def publish(partial: Partial, overwrite: bool) -> None:
@@ -65,30 +210,28 @@ def publish(partial: Partial, overwrite: bool) -> None:
         CheckpointError: see :func:`check_target`.
         OSError: it cannot be renamed; what had the name has it still.
     """
-    target = partial.target
-    sync(partial.path)
+    source, target = partial.path, partial.target
+    sync(source)
     check_target(target, overwrite)
     try:
-        os.rename(partial.path, target)
+        os.rename(source, target)
     except OSError:
         if not (target / INDEX_NAME).exists():
             raise
         check_target(target, overwrite)
-        descriptor = os.open(target, os.O_RDONLY)
-        try:
+        with opened(target) as descriptor:
             with contextlib.suppress(OSError):  # where no locks are to be had, one writer at a time is up to the user
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            names = [entry.name for entry in partial.path.iterdir() if entry.name != INDEX_NAME]
+            # The index comes last: with it the new files are the checkpoint.
+            names = sorted(os.listdir(source), key=lambda name: name == INDEX_NAME)
             for name in names:
-                os.replace(partial.path / name, target / name)
-            sync(target)
-            os.replace(partial.path / INDEX_NAME, target / INDEX_NAME)
+                if name == INDEX_NAME:
+                    sync(target)
+                os.replace(source / name, target / name)
             sync(target)
             for entry in list(target.iterdir()):
-                if FILE_NAME.fullmatch(entry.name) and entry.name not in names:
+                if _FILE_NAME.fullmatch(entry.name) and entry.name not in names:
                     entry.unlink(missing_ok=True)
-        finally:
-            os.close(descriptor)
     sync(target.parent)
     remove_leftovers(target)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ottava.checkpoint.files import METADATA_KEY, listed, named, of_any_class, put_tensors, read_tensors
-from ottava.checkpoint.flatten import described_state, unflatten_state_dict
+from ottava.checkpoint.flatten import aliases_of, encode_description, flatten_values, unflatten_state_dict
 from ottava.checkpoint.paths import as_path
-from ottava.checkpoint.swap import check_writable, uninterrupted
+from ottava.checkpoint.writing import check_writable, uninterrupted
 from ottava.errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
@@ -22,6 +22,7 @@ from ottava.recipes.state import RecipeState
 from ottava.tensors.quantizer import as_device
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
+from ottava.torch_private import may_refuse_to_load
 
 
 def save_file(
@@ -43,8 +44,14 @@ def save_file(
             disk is full. Then nothing has changed.
         DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
     """
-    tensors, description = described_state(state_dict, once=True)
-    put_tensors(path, tensors, {**(metadata or {}), METADATA_KEY: description.encode()})
+    for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
+        if hasattr(value, "to_local"):
+            remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
+            raise DTypeError(f"{name!r} is sharded", expected="whole tensors", remedy=remedy)
+    tensors, quantized = flatten_values(state_dict)
+    aliases = aliases_of(tensors)
+    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    put_tensors(path, stored, {**(metadata or {}), METADATA_KEY: encode_description(quantized, aliases)})
 
 
 def load_file(
@@ -92,9 +99,10 @@ def load_model(
 ) -> tuple[list[str], ...]:
     """Load a safetensors file into a model's parameters and buffers, or change nothing.
 
-    The file is checked as a whole and compared with the model: names, shapes and kinds. Only then the model is written;
-    should a module refuse its values after all, or an interrupt come, what was written is undone. While that goes on, a
-    copy of the model is in memory, on the CPU.
+    The file is checked as a whole and compared with the model: names, shapes and kinds. Only then the model is written,
+    straight from the file. An interrupt waits for the end of that. Where a module could refuse its values after all (it
+    has hooks or a way of its own to load, or values are quantized for it), a copy of the model is kept on the CPU
+    meanwhile, from which what was written is undone.
 
     A quantized tensor in the file is copied byte by byte into a parameter of the same kind. Into one of another kind,
     and from high precision, values are quantized by the parameter's own quantizer; into high precision they are
@@ -116,19 +124,11 @@ def load_model(
     """
     if not isinstance(strict, bool):
         raise OptionError(f"strict is {strict!r}", expected="True or False")
-    targets: dict[str, Any] = _module(model).state_dict(keep_vars=True)
-    for name, tensor in targets.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise DTypeError(f"{name!r} of the model is a {type(tensor).__name__}", expected="a tensor")
-        if hasattr(tensor, "to_local"):
-            raise DTypeError(f"{name!r} of the model is sharded", expected="whole tensors", remedy="use load_sharded")
-        if tensor.is_meta:
-            remedy = "call model.to_empty first"
-            raise UsageError(f"{name!r} of the model is on meta", expected="memory to load into", remedy=remedy)
+    targets = _targets(model)
     state: dict[str, Any] = load_file(path, verify=verify)
     with named(as_path(path)):
-        # Layers keep the state of a recipe that a region has yet to bring.
         modules = dict(model.named_modules(remove_duplicate=False))
+        # Layers keep the state of a recipe that a region has yet to bring.
         waiting = tuple(
             f"{name}.recipe_state.".lstrip(".")
             for name, module in modules.items()
@@ -140,8 +140,7 @@ def load_model(
             what = [f"the file misses {listed(missing)}"] if missing else []
             what += [f"the model has no place for {listed(unexpected)}"] if unexpected else []
             raise CheckpointError("; ".join(what), expected="the names of the model", remedy="strict=False leaves them")
-        for name in unexpected:
-            del state[name]
+        state = {name: value for name, value in state.items() if name not in unexpected}
         own: dict[str, Any] = {
             f"{name}.": module for name, module in modules.items() if name and isinstance(module, RecipeState)
         }
@@ -152,6 +151,20 @@ def load_model(
             _try_recipe_state(prefix, module, state)
         _write(model, targets, state)
     return missing, unexpected
+
+
+def _targets(model: Any) -> dict[str, Any]:
+    """The tensors of a model by name, which are whole and in memory."""
+    targets: dict[str, Any] = _module(model).state_dict(keep_vars=True)
+    for name, tensor in targets.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise DTypeError(f"{name!r} of the model is a {type(tensor).__name__}", expected="a tensor")
+        if hasattr(tensor, "to_local"):
+            raise DTypeError(f"{name!r} of the model is sharded", expected="whole tensors", remedy="use load_sharded")
+        if tensor.is_meta:
+            remedy = "call model.to_empty first"
+            raise UsageError(f"{name!r} of the model is on meta", expected="memory to load into", remedy=remedy)
+    return targets
 
 
 def _module(model: Any) -> torch.nn.Module:
@@ -208,15 +221,12 @@ def _try_recipe_state(prefix: str, module: torch.nn.Module, state: Mapping[str, 
 
 
 def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    def kept(tensor: Any) -> Any:
-        def copied(plain: torch.Tensor) -> torch.Tensor:
-            return plain.to("cpu", copy=True)
-
-        return tensor.apply_to_inner(copied) if isinstance(tensor, QuantizedTensor) else copied(tensor)
-
-    with torch.no_grad():
-        backup = [(tensor, kept(tensor)) for tensor in targets.values()]
-    waiting = [(module, module._loaded_state) for module in model.modules() if isinstance(module, Linear)]
+    modules = list(model.modules())
+    waiting = [(module, module._loaded_state) for module in modules if isinstance(module, Linear)]
+    backup: list[tuple[Any, Any]] = []
+    if _may_refuse(modules, targets, state):
+        with torch.no_grad():
+            backup = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()]
     try:
         with uninterrupted():
             # Names were compared before.
@@ -231,3 +241,21 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
             raise
         what = f"a module refuses its values: {error}"
         raise CheckpointError(what, expected="values that all modules take") from error
+
+
+def _may_refuse(modules: list[torch.nn.Module], targets: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether anything besides copies of bytes, and states of recipes that were tried, is to be run."""
+    return any(may_refuse_to_load(module) for module in modules if not isinstance(module, RecipeState)) or any(
+        not isinstance(state[name], QuantizedTensor)
+        if isinstance(target, QuantizedTensor)
+        else type(target) not in (torch.Tensor, torch.nn.Parameter)
+        for name, target in targets.items()
+        if name in state
+    )
+
+
+def _on_the_cpu(tensor: Any) -> Any:
+    def copied(plain: torch.Tensor) -> torch.Tensor:
+        return plain.to("cpu", copy=True)
+
+    return tensor.apply_to_inner(copied) if isinstance(tensor, QuantizedTensor) else copied(tensor)

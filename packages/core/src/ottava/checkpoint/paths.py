@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -26,35 +27,40 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk; some file systems keep names by themselves and refuse."""
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a file or a folder, to read."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
-            os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk; some file systems keep names by themselves and refuse."""
+    with opened(path) as descriptor, contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+        os.fsync(descriptor)
 
 
 class Partial:
     """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target."""
 
+    path = target = Path()
+    _lock = -1
+
     def __init__(self, target: Path) -> None:
         self.path = self.target = Path(os.path.abspath(target))
-        self._lock = -1
-        try:
-            while not self._made():
-                self.discard()  # another writer took it for a leftover before it was locked
-        except BaseException:
+        # Until it is locked another writer may take the folder for a leftover and remove it.
+        while not self._is_held():
             self.discard()
-            raise
+            self.path = self.target.with_name(f"{_start(self.target)}{secrets.token_hex(8)}.partial")
+            os.mkdir(self.path)
 
-    def _made(self) -> bool:
-        self.path = self.target.with_name(f"{_start(self.target)}{secrets.token_hex(8)}.partial")
-        os.mkdir(self.path)
+    def _is_held(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            self._lock = os.open(self.path, os.O_RDONLY)
-            return _locked(self._lock) is not False and self.path.exists()
+            self._lock = os.open(self.path, os.O_RDONLY) if self.path != self.target else -1
+            return self._lock >= 0 and _locked(self._lock) is not False and self.path.exists()
         return False
 
     def __enter__(self) -> Self:
@@ -65,8 +71,7 @@ class Partial:
 
     def __del__(self) -> None:
         # An interrupt may come before the block begins, or as it ends.
-        if hasattr(self, "_lock"):
-            self.discard()
+        self.discard()
 
     def discard(self) -> None:
         """Remove the folder and give the lock up."""
@@ -107,13 +112,9 @@ def remove_leftovers(target: Path, start: str = "") -> None:
     target = Path(os.path.abspath(target))
     for entry in list(target.parent.iterdir()):
         if entry.name.startswith(start or _start(target)) and entry.name.endswith(".partial"):
-            with contextlib.suppress(OSError):
-                descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    if _locked(descriptor):
-                        shutil.rmtree(entry, ignore_errors=True)
-                finally:
-                    os.close(descriptor)
+            with contextlib.suppress(OSError), opened(entry) as descriptor:
+                if _locked(descriptor):
+                    shutil.rmtree(entry, ignore_errors=True)
 
 
 def check_file_target(path: Path) -> Path:

@@ -9,23 +9,82 @@ import json
 import os
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ottava.checkpoint.files import crc32_of, dtype_name, in_memory, listed
-from ottava.checkpoint.flatten import add_tensors, flatten_value
+from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
 from ottava.checkpoint.paths import as_path
-from ottava.checkpoint.ranks import Ranks
-from ottava.checkpoint.state import Merge, decode_tree, encode_tree, leaves
-from ottava.checkpoint.swap import Swap, check_writable
+from ottava.checkpoint.state import decode_tree, encode_tree, leaves, merge_trees, tensors_in
+from ottava.checkpoint.writing import check_writable, write_all
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.freshness import bump_version
 from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.torch_private import local_tensor
+
+_T = TypeVar("_T")
+
+
+class _Ranks:
+    """The ranks of a group, or this process alone: what one of them fails in, fails on all.
+
+    Raises:
+        UsageError: this process is not in the group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        if self.alone and group is not None:
+            raise UsageError("a group is given but no process group is initialized", expected="group=None")
+        self.group = group
+        self.rank, self.world = (0, 1) if self.alone else (dist.get_rank(group), dist.get_world_size(group))
+        if self.rank < 0:
+            raise UsageError("this process is not in the group", expected="a group with all that save or load")
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        values = [value] * self.world
+        if not self.alone:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def each(self, function: Callable[[], _T]) -> _T:
+        """What ``function`` gives here, once it has succeeded on every rank; else an error on every rank."""
+        result: list[_T] = []
+        failure: Exception | None = None
+        try:
+            result.append(function())
+        except Exception as error:
+            failure = error
+        messages = self.gather(None if failure is None else str(failure))
+        _fail(failure, {rank: message for rank, message in enumerate(messages) if message is not None})
+        return result[0]
+
+    def run(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
+        """A function of DCP, whose failures are reported as in :meth:`each`."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            with warnings.catch_warnings():
+                # One process alone is what is meant.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                function(*args, process_group=self.group, no_dist=self.alone, **options)
+        except CheckpointException as error:
+            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+            _fail(causes.get(self.rank), causes)
+
+
+def _fail(own: BaseException | None, failures: Mapping[int, Any]) -> None:
+    if own is not None:
+        raise own
+    for rank, message in failures.items():
+        raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")
 
 
 class _Flat:
@@ -43,29 +102,11 @@ class _Flat:
         if not isinstance(state, Mapping):
             raise DTypeError(f"the state is a {type(state).__name__}", expected="a dict")
         self.values: dict[str, Any] = {}
-        self.tensors: dict[str, Any] = {}
-        self.owners: dict[str, str] = {}
-        self.quantized: dict[str, Any] = {}
-        self.tree = encode_tree(state, self._take)
-
-    def _take(self, name: str, value: Any) -> None:
-        made, described = flatten_value(name, value, derived=False)
-        add_tensors(self.tensors, made)
-        self.values[name] = value
-        self.owners |= dict.fromkeys(made, name)
-        if described is not None:
-            self.quantized[name] = described.encode()
-
-    def written(self) -> None:
-        """Tell the quantized tensors that their bytes were written: what derives from them is outdated."""
-        for storage in (_local(self.values[name]) for name in self.quantized):
-            storage.mark_written()
-            if isinstance(storage, torch.Tensor):
-                bump_version(storage)
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if hasattr(value, "to_local") else value
+        self.tree = encode_tree(state, self.values)
+        self.tensors, quantized = flatten_values(self.values, derived=False)
+        self.quantized = {name: entry.encode() for name, entry in quantized.items()}
+        self.owners = {name: name for name in self.tensors}
+        self.owners |= {f"{name}.{argument}": name for name, entry in quantized.items() for argument in entry.tensors}
 
 
 def save_sharded(
@@ -94,7 +135,7 @@ def save_sharded(
 
     from ottava.checkpoint.storage import FolderWriter
 
-    ranks = Ranks(group)
+    ranks = _Ranks(group)
     flat = ranks.each(lambda: _Flat(state))
     per_rank = _differing(flat, ranks)
     largest = [name for name in per_rank if is_reduced_by_max(name)]
@@ -108,7 +149,7 @@ def save_sharded(
         writer.discard()
 
 
-def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
+def _differing(flat: _Flat, ranks: _Ranks) -> dict[str, list[str]]:
     """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files.
 
     Raises:
@@ -118,9 +159,8 @@ def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
         return {}
     about: dict[str, Any] = leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}
     about |= {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
-    texts = {name: json.dumps(entry, sort_keys=True) for name, entry in about.items()}
-    if len(set(ranks.gather(zlib.crc32(json.dumps(texts, sort_keys=True).encode())))) > 1:
-        first, *others = ranks.gather(texts)
+    if len(set(ranks.gather(zlib.crc32(json.dumps(about, sort_keys=True).encode())))) > 1:
+        first, *others = ranks.gather(about)
         for rank, other in enumerate(others, 1):
             for name in sorted(name for name in {*first, *other} if first.get(name) != other.get(name)):
                 what = f"{name!r} of rank {rank} is not that of rank 0: {other.get(name)} and {first.get(name)}"
@@ -151,9 +191,9 @@ def load_sharded(
 ) -> Any:
     """Load a checkpoint that any number of ranks saved into the tensors of ``state``, in place, or change nothing.
 
-    Every rank calls it, and reads its shards into new memory; when all have succeeded, the tensors are written. An
-    error on one rank is an error on all, and none has changed anything; an interrupt at any moment leaves the tensors
-    of a rank all old or all new. On each rank the new values of its shards are in memory beside the old ones.
+    Every rank calls it. Files are mapped and checked; when all ranks have found the values of their shards, each writes
+    its tensors, straight from the files. An error on one rank is an error on all, and none has changed anything; an
+    interrupt at any moment leaves the tensors of a rank all old or all new.
 
     Args:
         state: like what was saved, with tensors to load into, sharded over any number of ranks.
@@ -177,66 +217,60 @@ def load_sharded(
 
     from ottava.checkpoint.storage import FolderReader
 
-    ranks = Ranks(group)
-    reader = ranks.each(lambda: FolderReader(path))
+    ranks = _Ranks(group)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    reader = ranks.each(lambda: FolderReader(path, lambda target, value: pairs.append((target, value))))
     flat, result, stored = ranks.each(lambda: _matched(state, reader, strict, ranks))
     if len(set(ranks.gather(reader.index.crc32))) > 1:
         raise CheckpointError(f"{path} is not the same checkpoint on all ranks", expected="a shared file system")
     mine = sorted(reader.index.files)[ranks.rank :: ranks.world] if verify else []
     ranks.each(lambda: [reader.file(name, verify=True) for name in mine])
-    fresh = ranks.each(lambda: {there: _empty_like(flat.tensors[name]) for name, there in stored.items()})
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    ranks.run(load, dict(fresh), storage_reader=reader, planner=planner)
-    about = reader.index.description
     # Scaling state that each of another number of ranks had of its own: for all of these, the largest values.
-    merged = [name for name in about["largest"] if name in fresh and len(about["per_rank"][name]) != ranks.world]
-    ranks.each(lambda: fresh.update({name: reader.whole(name) for name in merged}))
-    pairs = [(_local(flat.tensors[name]), _local(fresh.pop(there))) for name, there in stored.items()]
-    swap = Swap(pairs, flat.written)
-    try:
-        ranks.each(swap.apply)
-    except BaseException:
-        swap.undo()
-        raise
+    about = reader.index.description
+    largest = [name for name in about["largest"] if name in stored and len(about["per_rank"][name]) != ranks.world]
+    pairs += ranks.each(lambda: [(flat.tensors[name], reader.whole(name)) for name in largest])
+    # Nothing is copied yet: the reader notes what goes where.
+    tensors = {there: flat.tensors[name] for name, there in stored.items() if name not in largest}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    ranks.run(load, tensors, storage_reader=reader, planner=planner)
+    # What derives from the bytes of quantized tensors is outdated now.
+    for storage in (local_tensor(flat.values[name]) for name in flat.quantized):
+        storage.mark_written()
+        if isinstance(storage, torch.Tensor):
+            bump_version(storage)
+    ranks.each(lambda: write_all(pairs))
     return result
 
 
-def _empty_like(tensor: Any) -> Any:
-    local = _local(tensor)
-    made = torch.empty(local.shape, dtype=local.dtype, device="cpu")
-    if local is tensor:
-        return made
-    about = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-    return type(tensor).from_local(made, tensor.device_mesh, tensor.placements, **about)
-
-
-def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) -> tuple[_Flat, Any, dict[str, str]]:
+def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks) -> tuple[_Flat, Any, dict[str, str]]:
     """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
     index, flat, path = reader.index, _Flat(state), reader.path
+    missing: list[str] = []
     try:
-        # DCP's own save knows no more than tensors by name.
-        by_name = {"dict": [[name, {"tensor": name}] for name in index.tensors]}
-        merge = Merge(flat.tree, index.description["state"] if any(index.description["state"].values()) else by_name)
-        result = decode_tree(merge.tree, flat.values)
+        saved = index.description["state"]
+        if not any(saved.values()):
+            # DCP's own save knows no more than tensors by name.
+            saved = {"dict": [[name, {"tensor": name}] for name in index.tensors]}
+        tree = merge_trees(flat.tree, saved, missing)
+        unexpected = [name for name in tensors_in(saved) if name not in {*tensors_in(tree)} - {*missing}]
+        result = decode_tree(tree, flat.values)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} says of no state: {error}", expected="what save_sharded wrote") from error
-    for what, names in ((f"{path} misses", merge.missing), ("the state has no place for", merge.unexpected)):
+    for what, names in ((f"{path} misses", missing), ("the state has no place for", unexpected)):
         if strict and names:
             remedy = "make the state that was saved: an optimizer has none before its first step"
             raise CheckpointError(f"{what} {listed(names)}", expected=f"the names of {path}", remedy=remedy)
     stored = {}
     for name, tensor in flat.tensors.items():
         owner = flat.owners[name]
-        if owner in merge.missing:
+        if owner in missing:
             continue
-        saved, mine = index.description["quantized"].get(owner), flat.quantized.get(owner)
-        kinds = [None if entry is None else (entry.get("class"), entry.get("static")) for entry in (saved, mine)]
-        if kinds[0] != kinds[1]:
-            words = ["not quantized" if kind is None else f"quantized, {kind[0]} of {kind[1]}" for kind in kinds]
+        kinds = [of.get(owner, {}) for of in (index.description["quantized"], flat.quantized)]
+        if any(kinds[0].get(key) != kinds[1].get(key) for key in ("class", "static")):
+            words = [f"quantized, {of['class']} of {of['static']}" if of else "not quantized" for of in kinds]
             remedy = "make the model with the recipe that was saved, or convert the checkpoint"
-            raise CheckpointError(
-                f"{owner!r} of {path} is {words[0]}", expected=f"{words[1]}, as in the state", remedy=remedy
-            )
+            expected = f"{words[1]}, as in the state"
+            raise CheckpointError(f"{owner!r} of {path} is {words[0]}", expected=expected, remedy=remedy)
         value = flat.values[owner]
         if isinstance(value, QuantizedTensorStorage) and value._whole is not None:
             what = f"{owner!r} is a view of another tensor, whose scales are not its own to change"
@@ -249,7 +283,7 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
             seen = "is not there" if found is None else f"has shape {found.shape} and dtype {found.dtype}"
             expected = f"{tuple(tensor.shape)} and {dtype}, as in the state"
             raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=expected)
-        check_writable(owner, _local(tensor))
+        check_writable(owner, local_tensor(tensor))
     return flat, result, stored
 
 
@@ -285,7 +319,7 @@ def save_step(
                 raise OptionError(f"{name} is {value!r}", expected=f"an integer from {least}")
         return as_path(folder) / f"step-{step:07d}"
 
-    ranks = Ranks(group)
+    ranks = _Ranks(group)
     path = ranks.each(check)
     save_sharded(state, path, group=group, overwrite=overwrite)
     if keep is not None and ranks.rank == 0:

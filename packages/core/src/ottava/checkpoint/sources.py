@@ -13,7 +13,7 @@ import torch
 
 from ottava.checkpoint.files import METADATA_KEY, named, read_tensors
 from ottava.checkpoint.flatten import unflatten_state_dict
-from ottava.checkpoint.index import INDEX_NAME
+from ottava.checkpoint.folder import INDEX_NAME
 from ottava.checkpoint.paths import as_path
 from ottava.errors import CheckpointError
 from ottava.tensors.storage import QuantizedTensorStorage

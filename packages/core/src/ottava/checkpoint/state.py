@@ -6,36 +6,39 @@ Every node is a dict with one key that says what it is, so that nothing a state 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ottava.checkpoint.files import TORCH_DTYPES, dtype_name
-from ottava.errors import DTypeError
+from ottava.errors import DTypeError, UsageError
 from ottava.tensors.storage import QuantizedTensorStorage
 
 
-def encode_tree(value: Any, take: Callable[[str, Any], None], path: tuple[Any, ...] = ()) -> Any:
-    """A nested state as JSON; tensors are handed to ``take`` and leave their names.
+def encode_tree(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> Any:
+    """A nested state as JSON; tensors are added to ``tensors`` and leave their names.
 
     Raises:
         DTypeError: a value is of no kind that JSON could say; it is named.
+        UsageError: two tensors would have one name.
     """
     name = ".".join(map(str, path))
     if len(path) > 100:
         raise DTypeError(f"{name[:50]!r} is nested too deep", expected="up to 100 levels")
     if isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
-        take(name, value)
+        if name in tensors:
+            raise UsageError(f"two tensors would have the name {name!r}", remedy="rename one of them")
+        tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
         for key in value:
             if isinstance(key, bool) or not isinstance(key, (str, int)):
                 raise DTypeError(f"{name!r} has the key {key!r}", expected="text and integers as keys")
-        return {"dict": [[key, encode_tree(entry, take, (*path, key))] for key, entry in value.items()]}
+        return {"dict": [[key, encode_tree(entry, tensors, (*path, key))] for key, entry in value.items()]}
     if isinstance(value, (list, tuple)):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [encode_tree(entry, take, (*path, number)) for number, entry in enumerate(value)]}
+        return {kind: [encode_tree(entry, tensors, (*path, number)) for number, entry in enumerate(value)]}
     if isinstance(value, torch.dtype):
         return {"value": {"dtype": dtype_name(value)}}
     if isinstance(value, float) and not math.isfinite(value):
@@ -71,41 +74,31 @@ def leaves(tree: Any, path: str = "") -> dict[str, Any]:
     return {name: leaf for key, entry in entries for name, leaf in leaves(entry, f"{path}.{key}").items()}
 
 
-def _tensors(tree: Any) -> list[str]:
+def tensors_in(tree: Any) -> list[str]:
+    """The names of the tensors in a tree."""
     return [leaf["tensor"] for leaf in leaves(tree).values() if "tensor" in leaf]
 
 
-class Merge:
-    """A tree to load into, with the values of a tree that was saved in the place of its own: ``tree``.
+def merge_trees(target: Any, saved: Any, missing: list[str], path: str = "") -> Any:
+    """A tree to load into, with the values of a tree that was saved in the place of its own.
 
-    Values that only the saved tree has are taken over; tensors stay those of the target. ``missing`` names what only
-    the target has, and keeps; ``unexpected`` tensors that only the saved tree has, which have no place in the result.
+    Values that only the saved tree has are taken over, tensors are not. What only the target has it keeps: the names of
+    that are added to ``missing``.
     """
-
-    def __init__(self, target: Any, saved: Any) -> None:
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.tree = self._merged(target, saved, "")
-
-    def _merged(self, target: Any, saved: Any, path: str) -> Any:
-        ((kind, mine),), ((other, theirs),) = target.items(), saved.items()
-        if kind == other == "dict":
-            found, entries = dict(theirs), []
-            for key, entry in mine:
-                if key in found:
-                    entries.append([key, self._merged(entry, found.pop(key), f"{path}.{key}")])
-                else:
-                    entries.append([key, entry])
-                    self.missing += leaves(entry, f"{path}.{key}")
-            self.unexpected += [name for entry in found.values() for name in _tensors(entry)]
-            return {"dict": entries + [[key, entry] for key, entry in found.items() if not _tensors(entry)]}
-        if kind == other and kind in ("list", "tuple") and len(mine) == len(theirs):
-            return {
-                kind: [self._merged(a, b, f"{path}.{n}") for n, (a, b) in enumerate(zip(mine, theirs, strict=True))]
-            }
-        ours, names = _tensors(target), _tensors(saved)
-        if kind == other == "tensor" or not (ours or names):
-            return target if ours else saved
-        self.missing += ours or [path.removeprefix(".")]
-        self.unexpected += names
-        return target
+    ((kind, mine),), ((other, theirs),) = target.items(), saved.items()
+    if kind == other == "dict":
+        entries, found = {}, dict(theirs)
+        for key, entry in mine:
+            below = f"{path}.{key}"
+            entries[key] = merge_trees(entry, found[key], missing, below) if key in found else entry
+            missing += leaves(entry, below) if key not in found else []
+        entries |= {key: entry for key, entry in found.items() if key not in entries and not tensors_in(entry)}
+        return {"dict": [[key, entry] for key, entry in entries.items()]}
+    if kind == other and kind in ("list", "tuple") and len(mine) == len(theirs):
+        pairs = enumerate(zip(mine, theirs, strict=True))
+        return {kind: [merge_trees(a, b, missing, f"{path}.{number}") for number, (a, b) in pairs]}
+    if not tensors_in(target) and not tensors_in(saved):
+        return saved
+    if not kind == other == "tensor":
+        missing += tensors_in(target) or [path.removeprefix(".")]
+    return target

@@ -6,10 +6,11 @@ DCP's plans travel between the live processes; of what lies in files, nothing is
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.description import Description
 from ottava.checkpoint.files import (
     CHECKSUM_KEY,
     METADATA_KEY,
@@ -35,10 +35,10 @@ from ottava.checkpoint.files import (
     read_tensors,
     write_tensors,
 )
-from ottava.checkpoint.folder import check_target, publish
-from ottava.checkpoint.index import INDEX_NAME, Index, StoredShard, StoredTensor, read_index
+from ottava.checkpoint.flatten import encode_description
+from ottava.checkpoint.folder import INDEX_NAME, Index, StoredShard, StoredTensor, check_target, publish, read_index
 from ottava.checkpoint.paths import Partial, as_path, sync
-from ottava.errors import CheckpointError, DTypeError
+from ottava.errors import CheckpointError, DTypeError, UsageError
 
 
 def _done(result: Any) -> Future[Any]:
@@ -47,7 +47,19 @@ def _done(result: Any) -> Future[Any]:
     return future
 
 
-class FolderWriter(StorageWriter):
+class _OfOnePath:
+    """What DCP asks of storages that it makes for a ``checkpoint_id``; these are made with their path."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        if checkpoint_id is not None:
+            raise UsageError("a checkpoint_id is given", expected="none: the storage has its path")
+
+
+class FolderWriter(_OfOnePath, StorageWriter):
     """Writes a checkpoint of tensors for ``torch.distributed.checkpoint.save``, whole or not at all.
 
     The file system has to be shared by all ranks. Values that are not tensors belong in ``description``.
@@ -69,13 +81,6 @@ class FolderWriter(StorageWriter):
         empty: dict[str, Any] = {"state": {"dict": []}, "quantized": {}, "per_rank": {}, "largest": []}
         self.description = description or empty
         self.partial: Partial | None = None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.path = self.path if checkpoint_id is None else as_path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
@@ -104,24 +109,25 @@ class FolderWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         path: Path = plan.storage_data
         tensors: dict[str, Any] = {}
-        told: list[tuple[Any, Any]] = []
+        stored: list[tuple[Any, StoredTensor]] = []
         for item in plan.items:
             about: Any = item.tensor_data
-            offsets, sizes, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes), tuple(about.size)
+            offsets, box, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes), tuple(about.size)
             # A rank that has no rows has an empty shard.
-            if math.prod(sizes) or not math.prod(shape):
-                key = item.index.fqn + ("" if sizes == shape else "@" + ",".join(map(str, offsets)))
+            if math.prod(box) or not math.prod(shape):
+                key = item.index.fqn + ("" if box == shape else "@" + ",".join(map(str, offsets)))
                 if key in tensors:
                     raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
                 tensors[key] = planner.resolve_data(item)
-                shard = StoredShard(path.name, key, offsets, sizes)
-                told.append((item.index, StoredTensor(dtype_name(about.properties.dtype), shape, (shard,))))
+                shard = StoredShard(path.name, key, offsets, box)
+                stored.append((item.index, StoredTensor(dtype_name(about.properties.dtype), shape, (shard,))))
         file: tuple[int, str] = (0, "")
         if tensors:
             with _written(path):
-                checksum = write_tensors(path, tensors, {METADATA_KEY: Description().encode()})
+                checksum = write_tensors(path, tensors, {METADATA_KEY: encode_description({})})
                 file = (path.stat().st_size, checksum)
-        return _done([WriteResult(index, stored.nbytes, (stored, file)) for index, stored in told])
+        sizes = [tensor.nbytes for tensor in tensors.values()]
+        return _done([WriteResult(index, n, (tensor, file)) for (index, tensor), n in zip(stored, sizes, strict=True)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         tensors: dict[str, StoredTensor] = {}
@@ -149,49 +155,45 @@ def _written(path: Path) -> Iterator[None]:
         raise CheckpointError(what, expected="a folder to write to, and room in it") from error
 
 
-class FolderReader(StorageReader):
+class FolderReader(_OfOnePath, StorageReader):
     """Reads what :class:`FolderWriter` wrote, for ``torch.distributed.checkpoint.load``; nothing is unpickled.
 
-    Files are mapped, and what is asked for is copied. Whatever DCP calls raises CheckpointError where the checkpoint is
-    not whole, or not what was written, or was replaced while it was read.
+    Files are mapped. Whatever DCP calls raises CheckpointError where the checkpoint is not whole, or not what was
+    written, or was replaced while it was read.
+
+    Args:
+        path: the folder.
+        copy: what is called with a tensor to load into and its new value, mapped, of the same shape and dtype.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = as_path(path)
-        self._read: Index | None = None
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        copy: Callable[[torch.Tensor, torch.Tensor], object] = lambda target, value: target.copy_(value),
+    ) -> None:
+        self.path, self.copy = as_path(path), copy
         self._files: dict[str, dict[str, torch.Tensor]] = {}
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path, self._read = as_path(checkpoint_id), None
-
-    @property
+    @functools.cached_property
     def index(self) -> Index:
         """The index, read at the first use."""
-        if self._read is None:
-            self._read, self._files = read_index(self.path), {}
-        return self._read
+        return read_index(self.path)
 
     def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of one file, mapped, which is the one that the index speaks of."""
         if verify or name not in self._files:
-            expected = self.index.files[name][1]
+            replaced = False
             try:
                 self._files[name], metadata = read_tensors(self.path / name, verify=verify)
-                if metadata.get(CHECKSUM_KEY) != expected:
+                if metadata.get(CHECKSUM_KEY) != self.index.files[name][1]:
                     raise CheckpointError(f"{self.path / name} is another file than was written", expected="that one")
-            except CheckpointError as error:
-                now = None
+            except CheckpointError:
                 with contextlib.suppress(CheckpointError):
-                    now = read_index(self.path)
-                if now is None or now.crc32 == self.index.crc32:
-                    raise
-                what = f"{self.path} was replaced while it was read"
-                raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from error
+                    replaced = read_index(self.path).crc32 != self.index.crc32
+                if replaced:
+                    what = f"{self.path} was replaced while it was read"
+                    raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from None
+                raise
         return self._files[name]
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:
@@ -223,8 +225,7 @@ class FolderReader(StorageReader):
             tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return Metadata(tensors)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -238,7 +239,7 @@ class FolderReader(StorageReader):
             shards = self.index.tensors[name].shards
             stored = self.shard(name, next(s for s in shards if offsets is None or s.offsets == tuple(offsets)))
             target = planner.resolve_tensor(item)
-            as_bytes(target.detach()).copy_(as_bytes(stored)[_box(item.storage_offsets, item.lengths)])
+            self.copy(as_bytes(target.detach()), as_bytes(stored)[_box(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)
         return _done(None)
 
