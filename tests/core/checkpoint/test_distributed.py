@@ -272,7 +272,7 @@ def test_names_that_differ_are_listed(tmp_path: Path) -> None:
         ({"a": {"x": y, "y": y, "n": 0}, "l": [y, 0]}, "misses 'a.y'"),
         ({"a": {"x": y, "n": 0, "m": 5}, "l": [y, 0]}, "misses 'a.m'"),
         ({"a": {"n": 0}, "l": [y, 0]}, "no place for 'a.x'"),
-        ({"a": {"x": y, "n": 0}, "l": [y]}, "misses 'l.0'"),
+        ({"a": {"x": y, "n": 0}, "l": [y, 0, y]}, "misses 'l.2'"),
         ({"a": {"x": y, "n": y}, "l": [y, 0]}, "misses 'a.n'"),
         ({"a": {"x": 1, "n": 0}, "l": [y, 0]}, "misses 'a.x'"),
         ({"a": [y]}, "misses 'a.0'"),

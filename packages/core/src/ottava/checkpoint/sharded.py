@@ -20,7 +20,7 @@ from ottava.checkpoint.files import crc32_of, dtype_name, in_memory, listed
 from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
 from ottava.checkpoint.paths import as_path
-from ottava.checkpoint.state import decode_tree, encode_tree, leaves, merge_trees, tensors_in
+from ottava.checkpoint.state import decode_tree, encode_tree, leaves, merge_trees
 from ottava.checkpoint.writing import check_writable, write_all
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava.recipes.state import is_reduced_by_max
@@ -56,35 +56,30 @@ class _Ranks:
 
     def each(self, function: Callable[[], _T]) -> _T:
         """What ``function`` gives here, once it has succeeded on every rank; else an error on every rank."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
         result: list[_T] = []
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             result.append(function())
+        except CheckpointException as error:
+            failure = error.failures[self.rank][0] if self.rank in error.failures else None
         except Exception as error:
             failure = error
         messages = self.gather(None if failure is None else str(failure))
-        _fail(failure, {rank: message for rank, message in enumerate(messages) if message is not None})
+        if failure is not None:
+            raise failure
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")
         return result[0]
 
     def run(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
-        """A function of DCP, whose failures are reported as in :meth:`each`."""
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        try:
-            with warnings.catch_warnings():
-                # One process alone is what is meant.
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                function(*args, process_group=self.group, no_dist=self.alone, **options)
-        except CheckpointException as error:
-            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-            _fail(causes.get(self.rank), causes)
-
-
-def _fail(own: BaseException | None, failures: Mapping[int, Any]) -> None:
-    if own is not None:
-        raise own
-    for rank, message in failures.items():
-        raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")
+        """A function of DCP, as in :meth:`each`."""
+        with warnings.catch_warnings():
+            # One process alone is what is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            self.each(lambda: function(*args, process_group=self.group, no_dist=self.alone, **options))
 
 
 class _Flat:
@@ -155,8 +150,6 @@ def _differing(flat: _Flat, ranks: _Ranks) -> dict[str, list[str]]:
     Raises:
         UsageError: the ranks differ in what has to be equal.
     """
-    if ranks.world == 1:
-        return {}
     about: dict[str, Any] = leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}
     about |= {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
     if len(set(ranks.gather(zlib.crc32(json.dumps(about, sort_keys=True).encode())))) > 1:
@@ -245,14 +238,16 @@ def load_sharded(
 def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks) -> tuple[_Flat, Any, dict[str, str]]:
     """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
     index, flat, path = reader.index, _Flat(state), reader.path
-    missing: list[str] = []
     try:
         saved = index.description["state"]
         if not any(saved.values()):
             # DCP's own save knows no more than tensors by name.
             saved = {"dict": [[name, {"tensor": name}] for name in index.tensors]}
-        tree = merge_trees(flat.tree, saved, missing)
-        unexpected = [name for name in tensors_in(saved) if name not in {*tensors_in(tree)} - {*missing}]
+        tree = merge_trees(flat.tree, saved)
+        ours, theirs = leaves(tree), leaves(saved)
+        held = [name for name, of in ours.items() if "tensor" in of or "value" in of]
+        missing = [n for n in held if n not in theirs or ("tensor" in ours[n]) != ("tensor" in theirs[n])]
+        unexpected = [name for name, of in theirs.items() if "tensor" in of and "tensor" not in ours.get(name, {})]
         result = decode_tree(tree, flat.values)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} says of no state: {error}", expected="what save_sharded wrote") from error

@@ -79,26 +79,16 @@ def tensors_in(tree: Any) -> list[str]:
     return [leaf["tensor"] for leaf in leaves(tree).values() if "tensor" in leaf]
 
 
-def merge_trees(target: Any, saved: Any, missing: list[str], path: str = "") -> Any:
+def merge_trees(target: Any, saved: Any) -> Any:
     """A tree to load into, with the values of a tree that was saved in the place of its own.
 
-    Values that only the saved tree has are taken over, tensors are not. What only the target has it keeps: the names of
-    that are added to ``missing``.
+    Values that only the saved tree has are taken over, tensors are not. What only the target has it keeps.
     """
     ((kind, mine),), ((other, theirs),) = target.items(), saved.items()
-    if kind == other == "dict":
-        entries, found = {}, dict(theirs)
-        for key, entry in mine:
-            below = f"{path}.{key}"
-            entries[key] = merge_trees(entry, found[key], missing, below) if key in found else entry
-            missing += leaves(entry, below) if key not in found else []
-        entries |= {key: entry for key, entry in found.items() if key not in entries and not tensors_in(entry)}
-        return {"dict": [[key, entry] for key, entry in entries.items()]}
-    if kind == other and kind in ("list", "tuple") and len(mine) == len(theirs):
-        pairs = enumerate(zip(mine, theirs, strict=True))
-        return {kind: [merge_trees(a, b, missing, f"{path}.{number}") for number, (a, b) in pairs]}
-    if not tensors_in(target) and not tensors_in(saved):
-        return saved
-    if not kind == other == "tensor":
-        missing += tensors_in(target) or [path.removeprefix(".")]
-    return target
+    tensors = bool(tensors_in(target) or tensors_in(saved))
+    if kind == other == "dict" or (kind == other in ("list", "tuple") and (tensors or len(mine) == len(theirs))):
+        ours, found = (dict(of if kind == "dict" else enumerate(of)) for of in (mine, theirs))
+        made = {key: merge_trees(entry, found[key]) if key in found else entry for key, entry in ours.items()}
+        made |= {key: entry for key, entry in found.items() if key not in ours and not tensors_in(entry)}
+        return {kind: list(made.items() if kind == "dict" else made.values())}
+    return target if tensors else saved
