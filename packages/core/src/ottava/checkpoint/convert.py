@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ottava.checkpoint.files import listed, named, of_any_class
-from ottava.checkpoint.flatten import flatten_tensor, origin_of_quantizer
+from ottava.checkpoint.flatten import class_name, flatten_tensor, held_tensors
 from ottava.checkpoint.model import save_file
 from ottava.checkpoint.paths import as_path, check_file_target
 from ottava.checkpoint.sources import read_state
@@ -30,6 +30,7 @@ from ottava.tensors.storage import QuantizedTensorStorage
 HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _EMBEDDING = re.compile(r"embed|(^|\.)(emb|wte|wpe)(\.|$)", re.IGNORECASE)
 _STATE = "recipe_state"
+_KINDS = ("quantized", "dequantized", "cast", "copied", "dropped")
 
 
 @dataclass(frozen=True)
@@ -107,163 +108,176 @@ def convert_file(
         sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         if patterns is not None and not (sequence and all(isinstance(pattern, str) for pattern in patterns)):
             raise DTypeError(f"{what} is {patterns!r}", expected="a list of patterns")
-    if not isinstance(prefix, str):
-        raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
-    name, to = _target(recipe, dict(options or {}))
-    weights: set[str] | None = None
+    to = _target(recipe, dict(options or {}), columnwise)
+    weights = None
     if model is not None:
-        if not isinstance(to, Recipe):
-            raise OptionError(f"a model, to convert to {name}", expected="a model for a recipe alone")
-        layers = convert(model, to, include=include, exclude=exclude).named_modules(remove_duplicate=False)
-        weights = {f"{layer}.weight".lstrip(".") for layer, m in layers if isinstance(m, Linear) and m.recipe is to}
-        include = exclude = None
-    every, metadata = read_state(as_path(source))
-    state = {
-        n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix) and (n != prefix or not prefix)
-    }
-    if prefix and not state:
-        starts = sorted({f"{each.partition('.')[0]}." for each in every if "." in each})[:8]
-        what, expected = f"no tensor has a name that begins with {prefix!r}", f"one of {', '.join(map(repr, starts))}"
-        raise OptionError(what, expected=expected if starts else "no prefix")
+        weights, include, exclude = to.weights_of(model, include, exclude), None, None
+    state, metadata = _read(source, prefix)
     with named(as_path(source)):
-        chosen, skipped = _chosen(state, to, include, weights)
-        for pattern in exclude or ():
-            chosen -= _fitting(state, pattern)
-        kept = _keeps_state(state, to)
-        ways: dict[str, str] = {}
-        made: dict[str, Any] = {}
-        read: dict[Any, int] = {}
-        written: dict[Any, tuple[str, Any]] = {}
-        total = sum({_place(value): value.nbytes for value in state.values()}.values())
-        for each, value in state.items():
-            if progress is not None:
-                progress(sum(read.values()), total)
-            # Those that are one tensor in the source and become the same are one.
-            place = (_place(value), each in chosen)
-            read[place[0]] = value.nbytes
-            if _STATE in each.split(".") and not kept:
-                ways[each] = "dropped"
-                continue
-            if place not in written:
-                with of_any_class(each), torch.no_grad():
-                    written[place] = _converted(each, value, to if each in chosen else None, columnwise)
-            ways[each], made[each] = written[place]
-        if progress is not None:
-            progress(total, total)
+        chosen, skipped = _chosen(state, to, weights, include, exclude)
+        ways, made, before, after = _convert_all(state, to, chosen, progress or (lambda read, total: None))
     save_file(made, target, metadata=metadata)
-    after = sum(value.nbytes for _, value in written.values())
-    kinds = ("quantized", "dequantized", "cast", "copied", "dropped")
-    quantized, dequantized, cast, copied, dropped = (tuple(n for n in ways if ways[n] == kind) for kind in kinds)
-    return Conversion(name, quantized, dequantized, cast, copied, dropped, skipped, total, after)
+    kinds = {kind: tuple(name for name in ways if ways[name] == kind) for kind in _KINDS}
+    return Conversion(to.name, **kinds, skipped=skipped, bytes_before=before, bytes_after=after)
 
 
-def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | torch.dtype]:
+@dataclass(frozen=True)
+class _Target:
+    """What tensors become: quantized by a recipe, or else high precision of a dtype."""
+
+    name: str
+    recipe: Recipe | None = None
+    dtype: torch.dtype | None = None
+    columnwise: bool = False
+
+    def weights_of(
+        self, model: torch.nn.Module, include: Sequence[str] | None, exclude: Sequence[str] | None
+    ) -> set[str]:
+        """The names of the weights of a model's layers that the recipe serves, once it is converted."""
+        if self.recipe is None:
+            raise OptionError(f"a model, to convert to {self.name}", expected="a model for a recipe alone")
+        layers = convert(model, self.recipe, include=include, exclude=exclude).named_modules(remove_duplicate=False)
+        found = {name for name, m in layers if isinstance(m, Linear) and m.recipe is self.recipe}
+        return {f"{name}.weight".lstrip(".") for name in found}
+
+    def convert(self, name: str, value: Any, chosen: bool) -> tuple[str, Any]:
+        """What becomes of a tensor, in the word for it, and the tensor."""
+        quantized = isinstance(value, QuantizedTensorStorage)
+        if self.recipe is None or not chosen:
+            dtype = self.dtype if chosen and self.dtype else value.dtype
+            way = "dequantized" if quantized else "copied" if dtype == value.dtype else "cast"
+            return way, value.dequantize(torch.float32).to(dtype) if quantized else value.to(dtype)
+        quantizer = self.recipe.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
+        quantizer.set_usage(rowwise=True, columnwise=self.columnwise)
+        quantizer.internal = False
+        try:
+            if quantized and _was_made_by(quantizer, name, value):
+                return "copied", value
+            values = value.dequantize(torch.float32) if quantized else value
+            quantizer.initialize(values)
+            return "quantized", quantizer.quantize(values, dtype=value.dtype)
+        except OttavaError:
+            raise
+        except Exception as error:
+            what = f"{name!r} of shape {tuple(value.shape)} cannot be quantized: {error}"
+            raise UsageError(what, remedy="exclude it, or report it to the authors of the recipe") from error
+
+    def keeps_state(self, state: dict[str, Any]) -> bool:
+        """Whether the scaling state of a file is the recipe's: of its buffers, beside weights of its quantizer."""
+        if self.recipe is None or not self.recipe.stateful:
+            return False
+        role = QuantizerRole("linear", "weight")
+        made: Any = self.recipe.make_state([role])
+        layers: dict[str, set[str]] = {}
+        for layer, found, buffer in (f".{name}".rpartition(f".{_STATE}.") for name in state):
+            if found:
+                layers.setdefault(layer, set()).add(buffer)
+        ours = class_name(type(self.recipe.quantizer(role)))
+        entries = [flatten_tensor(n, v)[1] for n, v in state.items() if isinstance(v, QuantizedTensorStorage)]
+        same = all(entry.get("quantizer") == ours for entry in entries)
+        return same and all(isinstance(made, torch.nn.Module) and of == {*made.state_dict()} for of in layers.values())
+
+
+def _target(recipe: Recipe | str, options: dict[str, Any], columnwise: bool) -> _Target:
     if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
-        return recipe, get_recipe(recipe, **options)
+        return _Target(recipe, get_recipe(recipe, **options), columnwise=columnwise)
     if options:
         raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
     if isinstance(recipe, Recipe):
-        return recipe.name, recipe
+        return _Target(recipe.name, recipe, columnwise=columnwise)
     if not isinstance(recipe, str):
         expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
         raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
-    return recipe, HIGH_PRECISION_NAMES[recipe]
+    return _Target(recipe, dtype=HIGH_PRECISION_NAMES[recipe])
+
+
+def _read(source: str | os.PathLike[str], prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors whose names begin with a prefix, by what follows it, and the texts of the file."""
+    if not isinstance(prefix, str):
+        raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
+    every, metadata = read_state(source)
+    state = {name[len(prefix) :]: value for name, value in every.items() if name.startswith(prefix) and name != prefix}
+    if prefix and not state:
+        starts = ", ".join(sorted({f"{name.partition('.')[0] + '.'!r}" for name in every if "." in name})[:8])
+        what = f"no tensor has a name that begins with {prefix!r}"
+        raise OptionError(what, expected=f"one of {starts}" if starts else "no prefix")
+    return state, metadata
+
+
+def _chosen(
+    state: dict[str, Any],
+    to: _Target,
+    weights: set[str] | None,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+) -> tuple[set[str], tuple[str, ...]]:
+    """The tensors to convert, and matrices that are left alone because they are named as embeddings."""
+    able: list[str] = []
+    for name, value in state.items():
+        with of_any_class(name):
+            able += [name] if value.dtype in HIGH_PRECISION and _STATE not in name.split(".") else []
+
+    def fitting(patterns: Sequence[str]) -> set[str]:
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in able):
+                what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
+                raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
+        return {name for name in able if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+    skipped: tuple[str, ...] = ()
+    quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}
+    if weights is not None:
+        if missing := sorted(weights - {*able}):
+            raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
+        chosen = weights
+    elif include is not None:
+        chosen = fitting(include)
+    elif to.recipe is None or quantized:
+        chosen = quantized if to.recipe else {*able}
+    else:
+        matrices = [name for name in able if state[name].dim() == 2 and f".{name}".endswith(".weight")]
+        tables = {_place(state[name]) for name in matrices if _EMBEDDING.search(name)}
+        skipped = tuple(name for name in matrices if _place(state[name]) in tables)
+        chosen = {*matrices} - {*skipped}
+    return chosen - fitting(exclude or ()), skipped
+
+
+def _convert_all(
+    state: dict[str, Any], to: _Target, chosen: set[str], progress: Callable[[int, int], None]
+) -> tuple[dict[str, str], dict[str, Any], int, int]:
+    """What became of each tensor, the tensors that are left, and the bytes of all before and after."""
+    keeps, ways, made = to.keeps_state(state), {}, {}
+    sizes = {_place(value): value.nbytes for value in state.values()}
+    total, read = sum(sizes.values()), 0
+    # Those that are one tensor in the source and become the same are one.
+    written: dict[Any, tuple[str, Any]] = {}
+    for name, value in state.items():
+        progress(read, total)
+        place = _place(value)
+        read += sizes.pop(place, 0)
+        if _STATE in name.split(".") and not keeps:
+            ways[name] = "dropped"
+            continue
+        key = (place, name in chosen)
+        if key not in written:
+            with of_any_class(name), torch.no_grad():
+                written[key] = to.convert(name, value, name in chosen)
+        ways[name], made[name] = written[key]
+    progress(total, total)
+    return ways, made, total, sum(value.nbytes for _, value in written.values())
 
 
 def _place(value: Any) -> Any:
     """What two names of one tensor have in common."""
-    inner = value.inner_list() if isinstance(value, QuantizedTensorStorage) else [value]
-    return tuple(t if t is None else (t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in inner)
+    return tuple((t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in held_tensors(value))
 
 
-def _able(state: dict[str, Any]) -> list[str]:
-    """The tensors of values, which can be converted."""
-    able = []
-    for name, value in state.items():
-        with of_any_class(name):
-            able += [name] if value.dtype in HIGH_PRECISION and _STATE not in name.split(".") else []
-    return able
-
-
-def _fitting(state: dict[str, Any], pattern: str) -> set[str]:
-    able = _able(state)
-    found = {name for name in able if fnmatchcase(name, pattern)}
-    if not found:
-        what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
-        raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
-    return found
-
-
-def _chosen(
-    state: dict[str, Any], to: Recipe | torch.dtype, include: Sequence[str] | None, weights: set[str] | None
-) -> tuple[set[str], tuple[str, ...]]:
-    """The tensors to convert, and those that are left alone for their names."""
-    able = set(_able(state))
-    quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}
-    if weights is not None:
-        if missing := sorted(weights - able):
-            raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
-        return weights, ()
-    if include is not None:
-        return {name for pattern in include for name in _fitting(state, pattern)}, ()
-    if isinstance(to, torch.dtype) or quantized:
-        return able if isinstance(to, torch.dtype) else quantized, ()
-    matrices = [n for n, value in state.items() if n in able and value.dim() == 2 and f".{n}".endswith(".weight")]
-    tables = {_place(state[name]) for name in matrices if _EMBEDDING.search(name)}
-    skipped = tuple(name for name in matrices if _place(state[name]) in tables)
-    return set(matrices) - set(skipped), skipped
-
-
-def _converted(name: str, value: Any, to: Recipe | torch.dtype | None, columnwise: bool) -> tuple[str, Any]:
-    quantized = isinstance(value, QuantizedTensorStorage)
-    if not isinstance(to, Recipe):
-        dtype = to or value.dtype
-        way = "dequantized" if quantized else "copied" if dtype == value.dtype else "cast"
-        return way, value.dequantize(torch.float32).to(dtype) if quantized else value.to(dtype)
-    quantizer = to.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
-    quantizer.set_usage(rowwise=True, columnwise=columnwise)
-    quantizer.internal = False
-    try:
-        if quantized and _alike(name, value, quantizer):
-            return "copied", value
-        values = value.dequantize(torch.float32) if quantized else value
-        quantizer.initialize(values)
-        return "quantized", quantizer.quantize(values, dtype=value.dtype)
-    except OttavaError:
-        raise
-    except Exception as error:
-        what = f"{name!r} of shape {tuple(value.shape)} cannot be quantized: {error}"
-        raise UsageError(what, remedy="exclude it, or report it to the authors of the recipe") from error
-
-
-def _alike(name: str, value: Any, quantizer: Any) -> bool:
-    """Whether that quantizer with the same options has made a value, which gets the usages that are asked for."""
-    new = flatten_tensor(name, quantizer.make_empty(tuple(value.size()), dtype=value.dtype, device="meta"))[1]
-    old, origin = flatten_tensor(name, value)[1], origin_of_quantizer(quantizer)
-    same = _of_one_class(old.origin, origin) and old.origin.get("options", {}) == origin.get("options", {})
-    if not same or (old.cls, old.static) != (new.cls, new.static):
+def _was_made_by(quantizer: Any, name: str, value: Any) -> bool:
+    """Whether a quantizer of its class and options has made a value, which gets the usages that are asked for."""
+    empty = quantizer.make_empty(tuple(value.size()), dtype=value.dtype, device="meta")
+    old, new = flatten_tensor(name, value)[1], flatten_tensor(name, empty)[1]
+    if any(old.get(key) != new.get(key) for key in ("class", "static", "quantizer", "options")):
         return False
     with suppress(UsageError):
         value.update_usage(rowwise_usage=True, columnwise_usage=quantizer.columnwise_usage)
-    return bool(value.get_usages()["rowwise"]) and set(new.tensors) <= set(flatten_tensor(name, value)[0])
-
-
-def _keeps_state(state: dict[str, Any], to: Recipe | torch.dtype) -> bool:
-    """Whether the scaling state of a file is that of the recipe that it is converted to."""
-    if not isinstance(to, Recipe) or not to.stateful:
-        return False
-    role = QuantizerRole("linear", "weight")
-    made: Any = to.make_state([role])
-    known = set(made.state_dict()) if isinstance(made, torch.nn.Module) else set()
-    layers: dict[str, set[str]] = {}
-    for layer, found, buffer in (f".{name}".rpartition(f".{_STATE}.") for name in state):
-        layers.setdefault(layer, set()).update([buffer] if found else [])
-    origin = origin_of_quantizer(to.quantizer(role))
-    olds = [flatten_tensor(n, v)[1].origin for n, v in state.items() if isinstance(v, QuantizedTensorStorage)]
-    return all(found in (known, set()) for found in layers.values()) and all(_of_one_class(old, origin) for old in olds)
-
-
-def _of_one_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether quantizers of one class made both; of that, the first version named the package alone."""
-    key = "quantizer" if "quantizer" in old else "package"
-    return bool(old.get(key, "") == new.get(key))
+    return bool(value.get_usages()["rowwise"]) and set(new["tensors"]) <= set(flatten_tensor(name, value)[0])

@@ -28,10 +28,10 @@ METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 _DIGEST_KEY = "ottava.digest"
 # By torch's own names. Asking torch for a name that a file gives would import modules of that name.
 TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
-_BY_TORCH = "torch.load(path, weights_only=True) reads it, and `ottava export` converts it"
+BY_TORCH = "torch.load(path, weights_only=True) reads it, and `ottava export` converts it"
 _LOOKS_LIKE = (
-    (b"PK\x03\x04", "a file of torch.save", _BY_TORCH),
-    (b"\x80", "a pickle", _BY_TORCH),
+    (b"PK\x03\x04", "a file of torch.save", BY_TORCH),
+    (b"\x80", "a pickle", BY_TORCH),
     (b"GGUF", "a GGUF file", "convert it to safetensors"),
     (b"version https://git-lfs", "a pointer of Git LFS, not the file itself", "run `git lfs pull`"),
 )
@@ -211,18 +211,21 @@ def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
             raise CheckpointError(f"{path}: tensor {name!r} has values besides 0 and 1", expected="booleans")
 
 
-def _foreign(path: Path, error: Exception) -> CheckpointError:
-    """The error for a file that the library refuses."""
+def looks_like(path: Path) -> tuple[str, str]:
+    """What a file that is no safetensors file seems to be, and what to do with it; empty texts where nobody knows."""
     start = b""
     with contextlib.suppress(OSError), path.open("rb") as file:
         start = file.read(64)
-        if not start:
-            return CheckpointError(f"{path}: the file is empty", expected="a safetensors file")
-    for magic, what, remedy in _LOOKS_LIKE:
-        if start.startswith(magic) and start[8:9] != b"{":
-            return CheckpointError(f"{path}: this looks like {what}", expected="a safetensors file", remedy=remedy)
-    why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return CheckpointError(f"{path} is damaged, or no safetensors file: {why}", expected="a whole safetensors file")
+    found = [(what, remedy) for magic, what, remedy in _LOOKS_LIKE if start.startswith(magic) and start[8:9] != b"{"]
+    return (found or [("", "")])[0]
+
+
+def _foreign(path: Path, error: Exception) -> CheckpointError:
+    """The error for a file that the library refuses."""
+    what, remedy = looks_like(path)
+    why = "the file is empty" if _identity(path)[2] == 0 else (str(error).splitlines() or [type(error).__name__])[0]
+    what = f"this looks like {what}" if what else f"it is damaged, or no safetensors file: {why[:200]}"
+    return CheckpointError(f"{path}: {what}", expected="a whole safetensors file", remedy=remedy)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,57 +26,40 @@ from ottava.recipes.registry import plugin_statuses
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
 
+#: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are
+#: held, the static fields by argument, and what quantized it, as far as that is known.
+Entry = dict[str, Any]
+_ORIGIN = {"quantizer": str, "package": str, "version": str, "options": dict}
 _VERSION = 1
-# What a file says of what quantized a tensor; the first version had the name of a recipe in the place of a class.
-_ORIGIN = {"quantizer": str, "package": str, "version": str, "options": dict, "recipe": str}
 
 
-@dataclass(frozen=True)
-class Described:
-    """One quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are held, the static
-    fields by argument, as JSON has them, and what quantized it, as far as that is known."""
-
-    cls: str
-    tensors: tuple[str, ...]
-    static: Mapping[str, Any]
-    origin: Mapping[str, Any] = field(default_factory=dict)
-
-    def encode(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"class": self.cls, "tensors": list(self.tensors), "static": dict(self.static), **self.origin}
-
-    @classmethod
-    def decode(cls, entry: Any) -> Described:
-        """Of JSON; raises ValueError, KeyError or TypeError where it is of another kind."""
-        origin = {key: entry[key] for key in _ORIGIN if key in entry}
-        right = isinstance(entry["tensors"], list) and isinstance(entry["static"], dict)
-        right = right and all(isinstance(text, str) for text in (entry["class"], *entry["tensors"]))
-        if not right or not all(isinstance(value, _ORIGIN[key]) for key, value in origin.items()):
-            raise ValueError("it is of another kind")
-        return cls(entry["class"], tuple(entry["tensors"]), entry["static"], origin)
+def check_entry(entry: Any) -> Entry:
+    """The entry of a quantized tensor; raises ValueError, KeyError or TypeError where it is of another kind."""
+    kinds = {"class": str, "tensors": list, "static": dict} | {key: _ORIGIN[key] for key in _ORIGIN if key in entry}
+    texts = all(isinstance(argument, str) for argument in entry["tensors"])
+    if not texts or not all(isinstance(entry[key], kind) for key, kind in kinds.items()):
+        raise ValueError("it is of another kind")
+    return dict(entry)
 
 
-def encode_description(quantized: Mapping[str, Described], aliases: Mapping[str, str] | None = None) -> str:
+def encode_description(quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None) -> str:
     """As text: the quantized tensors, and names of tensors that are stored under another name."""
-    body: dict[str, Any] = {"quantized": {name: entry.encode() for name, entry in quantized.items()}}
-    return json.dumps(body | {"version": _VERSION} | ({"aliases": aliases} if aliases else {}), sort_keys=True)
+    body = {"quantized": quantized, "version": _VERSION} | ({"aliases": aliases} if aliases else {})
+    return json.dumps(body, sort_keys=True)
 
 
-def _decode_description(text: str) -> tuple[dict[str, Described], dict[str, str]]:
+def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
     try:
         read: Any = json.loads(text)
         version, aliases = read["version"], read.get("aliases", {})
-        if version == _VERSION and all(isinstance(stored, str) for stored in aliases.values()):
-            return {name: Described.decode(entry) for name, entry in read["quantized"].items()}, aliases
         if version == _VERSION:
-            raise ValueError("a name is no text")
+            if not all(isinstance(stored, str) for stored in aliases.values()):
+                raise ValueError("a name is no text")
+            return {name: check_entry(entry) for name, entry in read["quantized"].items()}, aliases
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         raise CheckpointError("the metadata of quantized tensors is damaged", expected="what was saved") from error
     what = f"the metadata of quantized tensors has version {version!r:.80}"
     raise CheckpointError(what, expected=f"version {_VERSION}", remedy="read it with the ottava that wrote it")
-
-
-# -- whole states --
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -97,13 +79,13 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.T
 
 def flatten_values(
     state_dict: Mapping[str, Any], *, derived: bool = True
-) -> tuple[dict[str, torch.Tensor], dict[str, Described]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
     """As :func:`flatten_state_dict`, with the descriptions before they are text, and on demand without what derives
     from the elements of tensors that are not sharded either."""
     if not isinstance(state_dict, Mapping):
         raise DTypeError(f"the state dict is a {type(state_dict).__name__}", expected="a mapping of names to tensors")
     tensors: dict[str, torch.Tensor] = {}
-    quantized: dict[str, Described] = {}
+    quantized: dict[str, Entry] = {}
     for name, value in state_dict.items():
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
             raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
@@ -155,10 +137,12 @@ def unflatten_state_dict(
     return state | made
 
 
-# -- one tensor --
+def held_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that a quantized tensor holds; a plain one by itself."""
+    return [t for t in value.inner_list() if t is not None] if isinstance(value, QuantizedTensorStorage) else [value]
 
 
-def flatten_tensor(name: str, value: QuantizedTensorStorage) -> tuple[dict[str, torch.Tensor], Described]:
+def flatten_tensor(name: str, value: QuantizedTensorStorage) -> tuple[dict[str, torch.Tensor], Entry]:
     """The inner tensors of a quantized tensor by argument, in the dtypes of their bytes, and its description.
 
     Raises:
@@ -175,30 +159,31 @@ def flatten_tensor(name: str, value: QuantizedTensorStorage) -> tuple[dict[str, 
     static = zip(spec.cls.all_static_fields(), spec.static, strict=True)
     fields = {declared.argument: _encode_static(entry) for declared, entry in static}
     origin = getattr(value, "_ottava_origin", None) or _distribution(type(value).__module__)
-    origin = origin_of_quantizer(value._quantizer) if isinstance(value._quantizer, Quantizer) else origin
-    return tensors, Described(_class_name(spec.cls), tuple(tensors), fields, origin)
+    if isinstance(value._quantizer, Quantizer):
+        origin = _origin_of(value._quantizer)
+    return tensors, {"class": class_name(spec.cls), "tensors": list(tensors), "static": fields, **origin}
 
 
-def unflatten_tensor(name: str, entry: Described, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
+def unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
     """A quantized tensor of inner tensors, which are taken out of tensors by name; it remembers its origin.
 
     Raises:
         CheckpointError: the description does not fit its class, that is not installed, or a tensor is missing.
         OttavaError: the tensors do not fit together, in the words of the class.
     """
-    if missing := [argument for argument in entry.tensors if f"{name}.{argument}" not in tensors]:
+    if missing := [argument for argument in entry["tensors"] if f"{name}.{argument}" not in tensors]:
         what = f"tensor {f'{name}.{missing[0]}'!r} is missing"
         raise CheckpointError(what, expected=f"every inner tensor of {name!r}")
     cls = _find_class(name, entry)
-    unknown = set(entry.tensors) - {declared.argument for declared in cls.inner_tensors}
-    if unknown or not entry.tensors:
+    unknown = set(entry["tensors"]) - {declared.argument for declared in cls.inner_tensors}
+    if unknown or not entry["tensors"]:
         what = f"{name!r} has {f'unknown tensors {sorted(unknown)!r:.80}' if unknown else 'no tensors'}"
         raise CheckpointError(what, expected="those of its class", remedy="the metadata is damaged")
-    held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry.tensors)}
+    held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
     try:
-        fields = {field.attribute: _decode_static(entry.static[field.argument]) for field in cls.all_static_fields()}
-        if len(entry.static) != len(fields):
-            raise ValueError(f"it has the fields {sorted(entry.static)!r:.200}")
+        fields = {field.attribute: _decode_static(entry["static"][field.argument]) for field in cls.all_static_fields()}
+        if len(entry["static"]) != len(fields):
+            raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")
         inner = [_as_held(declared, held.get(declared.argument), fields) for declared in cls.inner_tensors]
         built: Any = StorageSpec(cls, tuple(fields.values()), None).build(inner)
     except OttavaError as error:
@@ -207,7 +192,7 @@ def unflatten_tensor(name: str, entry: Described, tensors: dict[str, torch.Tenso
         # A class of any author meets values that no code of its own has made.
         why = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{name!r} cannot be restored: {why}", expected="what it was saved with") from error
-    built._ottava_origin = entry.origin
+    built._ottava_origin = {key: entry[key] for key in _ORIGIN if key in entry}
     return built  # type: ignore[no-any-return]
 
 
@@ -237,37 +222,37 @@ def _decode_static(value: Any) -> Any:
     return tuple(_decode_static(entry) for entry in value) if isinstance(value, list) else value
 
 
-def _class_name(cls: type) -> str:
+def class_name(cls: type) -> str:
+    """``"module:Class"``."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def origin_of_quantizer(quantizer: Quantizer) -> dict[str, Any]:
+def _origin_of(quantizer: Quantizer) -> dict[str, Any]:
     """The class of a quantizer, its distribution, and what tells it from others of the class: plain values that are
     neither learnt nor a process's own."""
     not_options = {"rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", *quantizer.process_attributes}
-    options: dict[str, Any] = {}
+    found = {"quantizer": class_name(type(quantizer)), **_distribution(type(quantizer).__module__)}
     for name, value in sorted(vars(quantizer).items() if not quantizer.stateful else ()):
         if name not in not_options and name[0] != "_" and value is not None:
             with contextlib.suppress(DTypeError):
-                options[name] = _encode_static(value)
-    found = {"quantizer": _class_name(type(quantizer)), **_distribution(type(quantizer).__module__)}
-    return found | ({"options": options} if options else {})
+                found.setdefault("options", {})[name] = _encode_static(value)
+    return found
 
 
 @functools.cache
-def _distribution(module: str) -> dict[str, str]:
+def _distribution(module: str) -> dict[str, Any]:
     """Name and version of the distribution that has a module; nothing for modules of none, or of several."""
     found = set(importlib.metadata.packages_distributions().get(module.partition(".")[0], []))
     return {"package": min(found), "version": importlib.metadata.version(min(found))} if len(found) == 1 else {}
 
 
-def _find_class(name: str, entry: Described) -> type[QuantizedTensorStorage]:
+def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
     """The class of a described tensor, which was imported or which an installed recipe brings: nothing else is imported
     because a file says so."""
-    module, _, attribute = entry.cls.partition(":")
+    module, _, attribute = entry["class"].partition(":")
     package = module.partition(".")[0]
     brings: list[str] = []
-    if entry.cls not in storage_classes():
+    if entry["class"] not in storage_classes():
         # A broken plugin, where all are required, must not keep a file from being read.
         with contextlib.suppress(OttavaError):
             factories = [spec.factory for status in plugin_statuses() for spec in status.recipes]
@@ -276,18 +261,15 @@ def _find_class(name: str, entry: Described) -> type[QuantizedTensorStorage]:
         # A module may make its classes when asked; one that cannot be imported is reported as the missing class.
         with contextlib.suppress(Exception, SystemExit):
             getattr(importlib.import_module(place), attribute, None)
-    found = storage_classes().get(entry.cls)
+    found = storage_classes().get(entry["class"])
     if found is None:
-        where = f"{entry.origin.get('package') or f'the distribution of {package!r}'} {entry.origin.get('version', '')}"
-        what = f"{name!r} is a {entry.cls!r:.200}, which is not installed"
+        where = f"{entry.get('package') or f'the distribution of {package!r}'} {entry.get('version', '')}"
+        what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
         raise CheckpointError(what, expected="its package", remedy=f"install {where.rstrip()}")
     return found
 
 
-# -- one tensor, sharded or not --
-
-
-def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], Described | None]:
+def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], Entry | None]:
     """A tensor as plain ones by name, sharded as it is, and what it is where it is quantized; nothing is copied.
 
     Raises:
@@ -309,11 +291,10 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
             what = f"{name!r} holds only what derives from its elements"
             raise UsageError(what, expected="rowwise data", remedy="keep the rowwise usage of weights")
         kept = {a: held[a] for a, inner in declared.items() if derived or not local.is_derived(inner)}
-        static = dict(described.static)
         if sharded:
             offsets = _box(name, value)
-            if "shape" in static:
-                static["shape"] = list(value.shape)
+            if "shape" in described["static"]:
+                described["static"]["shape"] = list(value.shape)
             for argument in [argument for argument in kept if declared[argument].gather]:
                 tensor = kept[argument]
                 shapes = tuple(local.shape), tuple(value.shape)
@@ -322,7 +303,7 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
                 if tensor.numel() and begin[0] != first:
                     what = f"the shards of {name!r} are no shards of {argument!r}"
                     raise ShapeError(what, expected="as many blocks on each rank but the last")
-        described = replace(described, tensors=tuple(kept), static=static)
+        described["tensors"] = list(kept)
         return {f"{name}.{argument}": tensor.detach() for argument, tensor in kept.items()}, described
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ottava.checkpoint.files import TORCH_DTYPES
-from ottava.checkpoint.flatten import Described
+from ottava.checkpoint.flatten import check_entry
 from ottava.checkpoint.paths import Partial, as_path, opened, remove_leftovers, sync
 from ottava.errors import CheckpointError
 
@@ -129,7 +129,7 @@ def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
         if tensor.dtype not in TORCH_DTYPES or any(s.file not in files for s in shards) or not covered(tensor):
             raise ValueError(f"the shards of {name!r} do not make the whole")
     for entry in description["quantized"].values():
-        Described.decode(entry)
+        check_entry(entry)
     right = isinstance(description["state"], dict)
     for names in description["per_rank"].values():
         right &= len(names) == world_size and len({(tensors[name].dtype, tensors[name].shape) for name in names}) == 1

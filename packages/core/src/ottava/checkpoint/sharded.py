@@ -98,10 +98,10 @@ class _Flat:
             raise DTypeError(f"the state is a {type(state).__name__}", expected="a dict")
         self.values: dict[str, Any] = {}
         self.tree = encode_tree(state, self.values)
-        self.tensors, quantized = flatten_values(self.values, derived=False)
-        self.quantized = {name: entry.encode() for name, entry in quantized.items()}
+        self.tensors, self.quantized = flatten_values(self.values, derived=False)
         self.owners = {name: name for name in self.tensors}
-        self.owners |= {f"{name}.{argument}": name for name, entry in quantized.items() for argument in entry.tensors}
+        for name, entry in self.quantized.items():
+            self.owners |= {f"{name}.{argument}": name for argument in entry["tensors"]}
 
 
 def save_sharded(
@@ -212,7 +212,9 @@ def load_sharded(
 
     ranks = _Ranks(group)
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    reader = ranks.each(lambda: FolderReader(path, lambda target, value: pairs.append((target, value))))
+    reader = ranks.each(lambda: FolderReader(path))
+    # Nothing is copied yet: the reader notes what goes where.
+    reader.copy = lambda target, value: pairs.append((target, value))
     flat, result, stored = ranks.each(lambda: _matched(state, reader, strict, ranks))
     if len(set(ranks.gather(reader.index.crc32))) > 1:
         raise CheckpointError(f"{path} is not the same checkpoint on all ranks", expected="a shared file system")
@@ -222,7 +224,6 @@ def load_sharded(
     about = reader.index.description
     largest = [name for name in about["largest"] if name in stored and len(about["per_rank"][name]) != ranks.world]
     pairs += ranks.each(lambda: [(flat.tensors[name], reader.whole(name)) for name in largest])
-    # Nothing is copied yet: the reader notes what goes where.
     tensors = {there: flat.tensors[name] for name, there in stored.items() if name not in largest}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     ranks.run(load, tensors, storage_reader=reader, planner=planner)

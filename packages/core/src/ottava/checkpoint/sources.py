@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, named, read_tensors
-from ottava.checkpoint.flatten import unflatten_state_dict
+from ottava.checkpoint.files import BY_TORCH, METADATA_KEY, looks_like, named, read_tensors
+from ottava.checkpoint.flatten import held_tensors, unflatten_state_dict
 from ottava.checkpoint.folder import INDEX_NAME
 from ottava.checkpoint.paths import as_path
 from ottava.errors import CheckpointError
-from ottava.tensors.storage import QuantizedTensorStorage
 
 _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -30,16 +29,13 @@ def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
     Raises:
         CheckpointError: it is none of these, or damaged.
     """
-    place, start = as_path(path), b""
+    place = as_path(path)
     if (place / INDEX_NAME).is_file():
         return _sharded(place), {}
     if place.is_dir() and not (place / _SINGLE).is_file():
         return _folder(place), {}
     file = place / _SINGLE if place.is_dir() else place
-    if file.is_file():
-        with file.open("rb") as opened:
-            start = opened.read(9)
-    if start.startswith((b"PK\x03\x04", b"\x80")) and start[8:9] != b"{":
+    if file.is_file() and looks_like(file)[1] == BY_TORCH:
         return _unpickled(file), {}
     tensors, metadata = read_tensors(file)
     with named(file):
@@ -54,21 +50,21 @@ def _folder(folder: Path) -> dict[str, Any]:
         what = f"{folder} has neither {_FOLDER_INDEX}, {_SINGLE} nor {INDEX_NAME}"
         raise CheckpointError(what, expected="a folder of tensors")
     try:
-        found: dict[str, str] = json.loads(index.read_bytes().decode())["weight_map"]
-        outside = [name for name, file in found.items() if Path(file).name != file]
+        missing: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        files = sorted({Path(file) for file in missing.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         what = f"{index} is damaged: {type(error).__name__}: {error}"
         raise CheckpointError(what, expected="names of files by tensor") from error
-    if outside:
-        what = f"{index} has {outside[0]!r} in {found[outside[0]]!r}"
-        raise CheckpointError(what, expected="files in the same folder")
     state: dict[str, Any] = {}
-    for file in dict.fromkeys(found.values()):
+    for file in files:
+        if file.name != str(file):
+            raise CheckpointError(f"{index} names {str(file)!r}", expected="files in the same folder")
         tensors, metadata = read_tensors(folder / file)
-        for name in (name for name, there in found.items() if there == file and name not in tensors):
-            raise CheckpointError(f"{folder / file} has no tensor {name!r}", expected=f"what {index} says")
         with named(folder / file):
             state |= unflatten_state_dict(tensors, metadata)
+        missing = {name: there for name, there in missing.items() if there != file.name or name not in tensors}
+    for name, there in missing.items():
+        raise CheckpointError(f"{folder / there} has no tensor {name!r}", expected=f"what {index} says")
     return state
 
 
@@ -97,12 +93,10 @@ def _unpickled(path: Path) -> dict[str, Any]:
     except Exception as error:
         # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the code.
         needs = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = f"it needs code to be run{f' ({needs[1]})' if needs else ''}"
-        why = why if needs or "Weights only" in str(error) else (str(error).splitlines() or [repr(error)])[0][:200]
-        what, remedy = (
-            f"{path} cannot be read as a file of torch.save: {why}",
-            "save model.state_dict() with torch.save",
-        )
+        why = (str(error).splitlines() or [repr(error)])[0][:200]
+        if needs or "Weights only" in str(error):
+            why = f"it needs code to be run{f' ({needs[1]})' if needs else ''}"
+        what, remedy = f"{path} cannot be read as a file of torch.save: {why}", "torch.save(model.state_dict(), path)"
         raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}", expected="a state dict of tensors")
@@ -110,11 +104,11 @@ def _unpickled(path: Path) -> dict[str, Any]:
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             what, remedy = f"{path}: {name!r} is a {type(value).__name__}", "save the state dict of the model by itself"
             raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy)
-        for plain in value.inner_list() if isinstance(value, QuantizedTensorStorage) else [value]:
-            if plain is not None and (plain.is_nested or plain.is_meta or plain.layout != torch.strided):
+        for tensor in held_tensors(value):
+            if tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided:
                 raise CheckpointError(f"{path}: {name!r} is on meta, sparse or nested", expected="dense tensors")
             # Strides are the file's word: a small file could ask for any amount of memory.
-            if plain is not None and plain.nbytes > plain.untyped_storage().nbytes():
-                what = f"{path}: {name!r} of shape {tuple(plain.shape)} has more elements than it has memory"
+            if tensor.nbytes > tensor.untyped_storage().nbytes():
+                what = f"{path}: {name!r} of shape {tuple(tensor.shape)} has more elements than it has memory"
                 raise CheckpointError(what, expected="no expanded views", remedy="save .contiguous() copies")
     return state

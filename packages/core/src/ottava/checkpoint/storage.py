@@ -160,18 +160,12 @@ class FolderReader(_OfOnePath, StorageReader):
 
     Files are mapped. Whatever DCP calls raises CheckpointError where the checkpoint is not whole, or not what was
     written, or was replaced while it was read.
-
-    Args:
-        path: the folder.
-        copy: what is called with a tensor to load into and its new value, mapped, of the same shape and dtype.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        copy: Callable[[torch.Tensor, torch.Tensor], object] = lambda target, value: target.copy_(value),
-    ) -> None:
-        self.path, self.copy = as_path(path), copy
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = as_path(path)
+        #: Called with a tensor to load into and its new value, mapped, of the same shape and dtype.
+        self.copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_
         self._files: dict[str, dict[str, torch.Tensor]] = {}
 
     @functools.cached_property

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ottava.checkpoint.files import as_bytes
+from ottava.checkpoint.flatten import held_tensors
 from ottava.errors import UsageError
-from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import foreach_copy_
 
 
@@ -34,11 +34,6 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if waiting:
             signal.raise_signal(signal.SIGINT)
-
-
-def held_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors that a quantized tensor holds; a plain one by itself."""
-    return [t for t in value.inner_list() if t is not None] if isinstance(value, QuantizedTensorStorage) else [value]
 
 
 def check_writable(name: str, value: Any) -> None:
