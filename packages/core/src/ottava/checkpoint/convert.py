@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import listed, named, of_any_class
+from ottava.checkpoint.files import as_path, check_file_target, listed, named, of_any_class, translated
 from ottava.checkpoint.flatten import class_name, flatten_tensor, held_tensors
 from ottava.checkpoint.model import save_file
-from ottava.checkpoint.paths import as_path, check_file_target
 from ottava.checkpoint.sources import read_state
-from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, UsageError
+from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.conversion import convert
 from ottava.nn.linear import Linear
@@ -150,17 +149,13 @@ class _Target:
         quantizer = self.recipe.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
         quantizer.set_usage(rowwise=True, columnwise=self.columnwise)
         quantizer.internal = False
-        try:
+        what, remedy = f"{name!r} of shape {tuple(value.shape)} cannot be quantized", "exclude it, or tell its authors"
+        with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
             if quantized and _was_made_by(quantizer, name, value):
                 return "copied", value
             values = value.dequantize(torch.float32) if quantized else value
             quantizer.initialize(values)
             return "quantized", quantizer.quantize(values, dtype=value.dtype)
-        except OttavaError:
-            raise
-        except Exception as error:
-            what = f"{name!r} of shape {tuple(value.shape)} cannot be quantized: {error}"
-            raise UsageError(what, remedy="exclude it, or report it to the authors of the recipe") from error
 
     def keeps_state(self, state: dict[str, Any]) -> bool:
         """Whether the scaling state of a file is the recipe's: of its buffers, beside weights of its quantizer."""

@@ -1,27 +1,34 @@
-"""safetensors files, by their library: written from tensors by name, and mapped, so that only what is used is read.
+"""safetensors files, by their library, and how a file or a folder appears under its name: whole, or not at all.
 
-Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors, and ``ottava.crc32`` is the checksum
-of all else. One without the other is damage, so that no single error makes another tool's file, which nobody can check.
+Files are written from tensors by name, and mapped, so that only what is used is read. Two entries of metadata are
+Ottava's: ``ottava`` describes the quantized tensors, and ``ottava.crc32`` is the checksum of all else. One without the
+other is damage, so that no single error makes another tool's file, which nobody can check.
+
+What is written goes to a hidden folder beside its place, and one rename gives it its name. The folder is locked while
+its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import hashlib
 import json
 import os
+import secrets
+import shutil
 import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
-from ottava.checkpoint.paths import Partial, as_path, check_file_target, remove_leftovers, sync
-from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
+from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError, text_of
 
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 # What the first version wrote in the place of the checksum: those of the header and of each tensor.
@@ -35,6 +42,148 @@ _LOOKS_LIKE = (
     (b"GGUF", "a GGUF file", "convert it to safetensors"),
     (b"version https://git-lfs", "a pointer of Git LFS, not the file itself", "run `git lfs pull`"),
 )
+
+
+@contextlib.contextmanager
+def translated(
+    what: str, expected: str, remedy: str = "", *, to: type[OttavaError] = CheckpointError, of: Any = Exception
+) -> Iterator[None]:
+    """What anybody's code raises, or some kinds of it, as an error of Ottava; those pass."""
+    try:
+        yield
+    except OttavaError:
+        raise
+    except of as error:
+        why = text_of(error) if isinstance(error, (OSError, RuntimeError)) else f"{type(error).__name__}: {error}"
+        raise to(f"{what}: {why}", expected=expected, remedy=remedy) from error
+
+
+@contextlib.contextmanager
+def named(what: object) -> Iterator[None]:
+    """Errors of Ottava name the file, or the tensor."""
+    try:
+        yield
+    except OttavaError as error:
+        if str(what) in error.what:
+            raise
+        raise type(error)(f"{what}: {error.what}", expected=error.expected, remedy=error.remedy) from error
+
+
+def of_any_class(name: str) -> contextlib.AbstractContextManager[None]:
+    """The class of a quantized tensor may be anybody's, and what a file says to it anything: CheckpointError."""
+    return translated(f"{name!r} has no values", "a tensor that can be loaded or dequantized")
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """``path`` as a ``Path``; raises DTypeError where it is none."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise DTypeError(f"the path is a {type(path).__name__}", expected="a path")
+    return Path(path)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a file or a folder, to read."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk; some file systems keep names by themselves and refuse."""
+    with opened(path) as descriptor, contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+        os.fsync(descriptor)
+
+
+class Partial:
+    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target."""
+
+    path = target = Path()
+    _lock = -1
+
+    def __init__(self, target: Path) -> None:
+        self.path = self.target = Path(os.path.abspath(target))
+        # Until it is locked another writer may take the folder for a leftover and remove it.
+        while not self._is_held():
+            self.discard()
+            self.path = self.target.with_name(f"{_start(self.target)}{secrets.token_hex(8)}.partial")
+            os.mkdir(self.path)
+
+    def _is_held(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            self._lock = os.open(self.path, os.O_RDONLY) if self.path != self.target else -1
+            return self._lock >= 0 and _locked(self._lock) is not False and self.path.exists()
+        return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.discard()
+
+    def __del__(self) -> None:
+        # An interrupt may come before the block begins, or as it ends.
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the folder and give the lock up."""
+        if self.path != self.target:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            descriptor, self._lock = self._lock, -1
+            os.close(descriptor)
+
+    def put_file(self, name: str) -> None:
+        """Give a file in the folder, which is on the disk, the name of the target."""
+        with contextlib.suppress(FileNotFoundError):
+            # Who may read the old one may read the new one.
+            os.chmod(self.path / name, stat.S_IMODE(os.stat(self.target).st_mode))
+        os.replace(self.path / name, self.target)
+        sync(self.target.parent)
+
+
+def _locked(descriptor: int) -> bool | None:
+    """Whether a folder could be locked; None where no locks are to be had, and so nobody removes what others left."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _start(target: Path) -> str:
+    """How the hidden folders of writers of ``target`` begin: of two targets never alike, however long the names."""
+    digest = hashlib.blake2b(os.fsencode(target.name), digest_size=8).hexdigest()
+    return f".{target.name[:40]}-{digest}."
+
+
+def remove_leftovers(target: Path, start: str = "") -> None:
+    """Remove the hidden folders beside ``target`` whose writers were killed: those of this target, or with a start."""
+    target = Path(os.path.abspath(target))
+    for entry in list(target.parent.iterdir()):
+        if entry.name.startswith(start or _start(target)) and entry.name.endswith(".partial"):
+            with contextlib.suppress(OSError), opened(entry) as descriptor:
+                if _locked(descriptor):
+                    shutil.rmtree(entry, ignore_errors=True)
+
+
+def check_file_target(path: Path) -> Path:
+    """Where a file of that name is written, which is what a link leads to.
+
+    Raises:
+        UsageError: a folder, a device or a pipe has the name, which a file would replace.
+    """
+    with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError):
+        place = Path(os.path.realpath(path))
+        mode = os.stat(place).st_mode if os.path.lexists(place) else stat.S_IFREG
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise UsageError(f"{path} cannot be written: it is {what}", expected="a new name, or a file to replace")
+    return place
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -61,11 +210,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def in_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor where it is contiguous and on the CPU, else a copy that is; DTypeError where it has no bytes."""
     check_dense(name, tensor)
-    try:
+    with translated(f"{name!r} is a {type(tensor).__name__}", "a plain tensor", to=DTypeError, of=RuntimeError):
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         plain.data_ptr()  # a wrapper has none, and says so
-    except RuntimeError as error:
-        raise DTypeError(f"{name!r} is a {type(tensor).__name__}: {error}", expected="a plain tensor") from error
     return plain
 
 
@@ -136,13 +283,11 @@ def put_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor
         DTypeError, UsageError: as of that; or ``path`` is no regular file, or cannot be written.
     """
     place = check_file_target(as_path(path))
-    try:
+    expected = "a file in an existing folder, and room for it"
+    with translated(f"{path} cannot be written", expected, to=UsageError, of=OSError):
         with Partial(place) as partial:
             write_tensors(partial.path / "tensors", tensors, metadata)
             partial.put_file("tensors")
-    except OSError as error:
-        what = f"{path} cannot be written: {error}"
-        raise UsageError(what, expected="a file in an existing folder, and room for it") from error
     remove_leftovers(place)
 
 
@@ -180,10 +325,8 @@ def read_tensors(path: str | os.PathLike[str], *, verify: bool = True) -> tuple[
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    try:
+    with translated(f"{path} cannot be read", "a safetensors file"):
         found = path.stat()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", expected="a safetensors file") from error
     # Opening a pipe would wait for its other end.
     if not stat.S_ISREG(found.st_mode):
         what, remedy = ("a folder", "name one of its files") if path.is_dir() else ("no regular file", "")
@@ -226,29 +369,6 @@ def _foreign(path: Path, error: Exception) -> CheckpointError:
     why = "the file is empty" if _identity(path)[2] == 0 else (str(error).splitlines() or [type(error).__name__])[0]
     what = f"this looks like {what}" if what else f"it is damaged, or no safetensors file: {why[:200]}"
     return CheckpointError(f"{path}: {what}", expected="a whole safetensors file", remedy=remedy)
-
-
-@contextlib.contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Errors name the file."""
-    try:
-        yield
-    except OttavaError as error:
-        if str(path) in error.what:
-            raise
-        raise type(error)(f"{path}: {error.what}", expected=error.expected, remedy=error.remedy) from error
-
-
-@contextlib.contextmanager
-def of_any_class(name: str) -> Iterator[None]:
-    """The class of a quantized tensor may be anybody's, and what a file says to it anything: CheckpointError."""
-    try:
-        yield
-    except OttavaError:
-        raise
-    except Exception as error:
-        what = f"{name!r} has no values: {type(error).__name__}: {error}"
-        raise CheckpointError(what, expected="a tensor that can be loaded or dequantized") from error
 
 
 def listed(names: Sequence[str]) -> str:

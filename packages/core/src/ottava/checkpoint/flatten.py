@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name
+from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name, named, translated
 from ottava.errors import CheckpointError, DTypeError, OttavaError, ShapeError, UsageError
 from ottava.recipes.registry import plugin_statuses
 from ottava.tensors.quantizer import Quantizer
@@ -49,15 +49,13 @@ def encode_description(quantized: Mapping[str, Entry], aliases: Mapping[str, str
 
 
 def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
-    try:
+    with translated("the metadata of quantized tensors is damaged", "what was saved"):
         read: Any = json.loads(text)
         version, aliases = read["version"], read.get("aliases", {})
         if version == _VERSION:
             if not all(isinstance(stored, str) for stored in aliases.values()):
                 raise ValueError("a name is no text")
             return {name: check_entry(entry) for name, entry in read["quantized"].items()}, aliases
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        raise CheckpointError("the metadata of quantized tensors is damaged", expected="what was saved") from error
     what = f"the metadata of quantized tensors has version {version!r:.80}"
     raise CheckpointError(what, expected=f"version {_VERSION}", remedy="read it with the ottava that wrote it")
 
@@ -180,18 +178,13 @@ def unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) 
         what = f"{name!r} has {f'unknown tensors {sorted(unknown)!r:.80}' if unknown else 'no tensors'}"
         raise CheckpointError(what, expected="those of its class", remedy="the metadata is damaged")
     held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
-    try:
+    # A class of any author meets values that no code of its own has made.
+    with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
         fields = {field.attribute: _decode_static(entry["static"][field.argument]) for field in cls.all_static_fields()}
         if len(entry["static"]) != len(fields):
             raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")
         inner = [_as_held(declared, held.get(declared.argument), fields) for declared in cls.inner_tensors]
         built: Any = StorageSpec(cls, tuple(fields.values()), None).build(inner)
-    except OttavaError as error:
-        raise type(error)(f"{name!r}: {error.what}", expected=error.expected, remedy=error.remedy) from error
-    except Exception as error:
-        # A class of any author meets values that no code of its own has made.
-        why = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{name!r} cannot be restored: {why}", expected="what it was saved with") from error
     built._ottava_origin = {key: entry[key] for key in _ORIGIN if key in entry}
     return built  # type: ignore[no-any-return]
 
@@ -318,12 +311,9 @@ def _sharded(name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...])
 
 def _box(name: str, value: Any) -> Sequence[int]:
     """Where in a sharded tensor this rank's box begins."""
-    try:
+    with translated(f"{name!r} cannot be saved in shards", "a sharded or replicated DTensor", to=UsageError):
         (box,) = value.__create_chunk_list__()
         fits = tuple(box.sizes) == tuple(value.to_local().shape) and not any(p.is_partial() for p in value.placements)
-    except (RuntimeError, ValueError, AttributeError) as error:
-        what = f"{name!r} cannot be saved in shards: {error}"
-        raise UsageError(what, expected="a sharded or replicated DTensor") from error
     if not fits:
         what = f"{name!r} is sharded in a way that makes no single box of it on this rank: {value.placements}"
         raise UsageError(what, expected="shards and replicas over a mesh with all ranks")

@@ -16,13 +16,11 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ottava.checkpoint.files import TORCH_DTYPES
+from ottava.checkpoint.files import TORCH_DTYPES, Partial, as_path, opened, remove_leftovers, sync, translated
 from ottava.checkpoint.flatten import check_entry
-from ottava.checkpoint.paths import Partial, as_path, opened, remove_leftovers, sync
 from ottava.errors import CheckpointError
 
 INDEX_NAME = "ottava.json"
@@ -67,7 +65,7 @@ class Index:
         """The bytes of ``ottava.json``."""
         body = json.dumps({**asdict(self), "version": _VERSION}, separators=(",", ":"), allow_nan=False)
         rest = body.encode() + b"}\n"
-        return f'{{"crc32":"{zlib.crc32(rest):08x}","checkpoint":'.encode() + rest
+        return b'{"crc32":"%08x","checkpoint":' % zlib.crc32(rest) + rest
 
 
 def read_index(folder: Path) -> Index:
@@ -77,34 +75,52 @@ def read_index(folder: Path) -> Index:
         CheckpointError: there is none, it is damaged, or of another version of Ottava; or files are missing or cut.
     """
     path = folder / INDEX_NAME
-    try:
+    with translated(f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"):
         text = path.read_bytes()
-    except (OSError, ValueError) as error:
-        what, expected = f"{path} cannot be read: {error}", "the folder of a whole sharded checkpoint"
-        raise CheckpointError(what, expected=expected, remedy="latest_checkpoint() finds the newest one") from error
-    try:
+    with translated(f"{path} is damaged", "the index of a sharded checkpoint", "load another one"):
         start = _START.match(text)
         if start is None or zlib.crc32(text[start.end() :]) != int(start[1], 16):
             raise ValueError("its checksum is another")
         body = json.loads(text)["checkpoint"]
-        version = body["version"]
-        index = _decoded(body, int(start[1], 16)) if version == _VERSION else None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        what, expected = f"{path} is damaged: {error}", "the index of a sharded checkpoint"
-        raise CheckpointError(what, expected=expected, remedy="load another one") from error
+        index = _decoded(body, int(start[1], 16)) if body["version"] == _VERSION else None
     if index is None:
         # The files of the first version of one-file checkpoints are read.
         remedy = "make one file of it with `ottava export` of the version of ottava that wrote it, and load that"
-        raise CheckpointError(f"{path} has version {version!r}", expected=f"version {_VERSION}", remedy=remedy)
+        what = f"{path} has version {body['version']!r}"
+        raise CheckpointError(what, expected=f"version {_VERSION}", remedy=remedy)
     for name, (size, _) in index.files.items():
-        try:
+        found: Any = "no"
+        with contextlib.suppress(OSError):
             found = (folder / name).stat().st_size if (folder / name).is_file() else "no"
-        except OSError as error:
-            found = f"unknown ({error})"
         if found != size:
-            what, remedy = f"{folder / name} has {found} bytes", "load another checkpoint"
-            raise CheckpointError(what, expected=f"{size}, as were written", remedy=remedy)
+            what, expected = f"{folder / name} has {found} bytes", f"{size}, as were written"
+            raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
     return index
+
+
+def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
+    """An index of JSON; raises whatever JSON of another form leads to."""
+    files, tensors, about = {}, {}, body["description"]
+    for name, (size, checksum) in body["files"].items():
+        # A name from a file: nothing outside the folder may be reached by it.
+        if not _FILE_NAME.fullmatch(name) or not isinstance(checksum, str):
+            raise ValueError(f"{name!r} is no name of a file of tensors")
+        files[name] = (_sizes([size])[0], checksum)
+    for name, of in body["tensors"].items():
+        name.encode()  # half a character is a UnicodeError
+        boxes = [(s["file"], str(s["key"]), _sizes(s["offsets"]), _sizes(s["shape"])) for s in of["shards"]]
+        tensors[name] = StoredTensor(str(of["dtype"]), _sizes(of["shape"]), tuple(StoredShard(*box) for box in boxes))
+        if of["dtype"] not in TORCH_DTYPES or any(box[0] not in files for box in boxes) or not _whole(tensors[name]):
+            raise ValueError(f"the shards of {name!r} do not make the whole")
+    for entry in about["quantized"].values():
+        check_entry(entry)
+    right = isinstance(about["state"], dict) and set(about["largest"]) <= set(about["per_rank"])
+    for names in about["per_rank"].values():
+        alike = {(tensors[name].dtype, tensors[name].shape) for name in names}
+        right &= len(names) == body["world_size"] and len(alike) == 1
+    if not right:
+        raise ValueError("it does not describe the state")
+    return Index(_sizes([body["world_size"]])[0], files, tensors, about, crc32)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
@@ -113,52 +129,15 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
-    (world_size,), description, files, tensors = _sizes([body["world_size"]]), body["description"], {}, {}
-    for name, (size, checksum) in body["files"].items():
-        # A name from a file: nothing outside the folder may be reached by it.
-        if not _FILE_NAME.fullmatch(name) or not isinstance(checksum, str):
-            raise ValueError(f"{name!r} is no name of a file of tensors")
-        files[name] = (_sizes([size])[0], checksum)
-    for name, entry in body["tensors"].items():
-        name.encode()  # half a character is a UnicodeError
-        shards = tuple(
-            StoredShard(s["file"], str(s["key"]), _sizes(s["offsets"]), _sizes(s["shape"])) for s in entry["shards"]
-        )
-        tensors[name] = tensor = StoredTensor(str(entry["dtype"]), _sizes(entry["shape"]), shards)
-        if tensor.dtype not in TORCH_DTYPES or any(s.file not in files for s in shards) or not covered(tensor):
-            raise ValueError(f"the shards of {name!r} do not make the whole")
-    for entry in description["quantized"].values():
-        check_entry(entry)
-    right = isinstance(description["state"], dict)
-    for names in description["per_rank"].values():
-        right &= len(names) == world_size and len({(tensors[name].dtype, tensors[name].shape) for name in names}) == 1
-    if not right or not set(description["largest"]) <= set(description["per_rank"]):
-        raise ValueError("it does not describe the state")
-    return Index(world_size, files, tensors, description, crc32)
-
-
-def covered(tensor: StoredTensor) -> bool:
-    """Whether the shards of a tensor lie inside it and cover it, each element once."""
-    shape, shards = tensor.shape, tensor.shards
-    for shard in shards:
-        if not len(shard.offsets) == len(shard.shape) == len(shape):
-            return False
-        if any(begin + size > whole for begin, size, whole in zip(shard.offsets, shard.shape, shape, strict=True)):
-            return False
-    if not shards or sum(math.prod(shard.shape) for shard in shards) != math.prod(shape):
+def _whole(tensor: StoredTensor) -> bool:
+    """Whether the shards of a tensor lie inside it, begin in different places and have as many elements as it has."""
+    shards, rank = tensor.shards, len(tensor.shape)
+    if not shards or any(len(shard.offsets) != rank or len(shard.shape) != rank for shard in shards):
         return False
-    # Of the dimension with the most cuts, so that few have to be compared.
-    most = max(range(len(shape)), key=lambda dim: len({shard.offsets[dim] for shard in shards}), default=0)
-    ordered = sorted((s for s in shards if math.prod(s.shape)), key=lambda shard: shard.offsets[most:])
-    for number, one in enumerate(ordered):
-        for other in islice(ordered, number + 1, None):
-            if not shape or other.offsets[most] >= one.offsets[most] + one.shape[most]:
-                break
-            boxes = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in boxes):
-                return False
-    return True
+    ends = [tuple(map(sum, zip(shard.offsets, shard.shape, strict=True))) for shard in shards]
+    inside = all(end <= size for box in ends for end, size in zip(box, tensor.shape, strict=True))
+    different = len({shard.offsets for shard in shards}) == len(shards)
+    return inside and different and sum(math.prod(s.shape) for s in shards) == math.prod(tensor.shape)
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
@@ -189,13 +168,11 @@ def _step_checkpoints(folder: Path) -> Iterator[Path]:
 
 def check_target(target: Path, overwrite: bool) -> None:
     """Raise CheckpointError where something has the name and ``overwrite`` is False, or it is no checkpoint."""
-    if not os.path.lexists(target):
-        return
-    if not overwrite:
+    if os.path.lexists(target) and not overwrite:
         remedy = "pass overwrite=True to replace a checkpoint"
         raise CheckpointError(f"{target} exists", expected="a new name", remedy=remedy)
-    folder = target.is_dir() and not target.is_symlink()
-    if not folder or (not (target / INDEX_NAME).exists() and any(target.iterdir())):
+    replaceable = target.is_dir() and ((target / INDEX_NAME).exists() or not any(target.iterdir()))
+    if os.path.lexists(target) and (target.is_symlink() or not replaceable):
         what = f"{target} is not a sharded checkpoint and is not replaced"
         raise CheckpointError(what, expected="a checkpoint or a new name", remedy="move it away")
 
@@ -204,11 +181,8 @@ def publish(partial: Partial, overwrite: bool) -> None:
     """Give a folder that is written to its end its final name.
 
     A checkpoint that is there is replaced by the one rename of its index, once the new files lie beside the old ones;
-    then those that the index does not name are removed.
-
-    Raises:
-        CheckpointError: see :func:`check_target`.
-        OSError: it cannot be renamed; what had the name has it still.
+    then those that the index does not name are removed. Raises CheckpointError as :func:`check_target`, and OSError
+    where it cannot be renamed: what had the name has it still.
     """
     source, target = partial.path, partial.target
     sync(source)
@@ -222,16 +196,15 @@ def publish(partial: Partial, overwrite: bool) -> None:
         with opened(target) as descriptor:
             with contextlib.suppress(OSError):  # where no locks are to be had, one writer at a time is up to the user
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The index comes last: with it the new files are the checkpoint.
             names = sorted(os.listdir(source), key=lambda name: name == INDEX_NAME)
             for name in names:
                 if name == INDEX_NAME:
                     sync(target)
                 os.replace(source / name, target / name)
             sync(target)
-            for entry in list(target.iterdir()):
-                if _FILE_NAME.fullmatch(entry.name) and entry.name not in names:
-                    entry.unlink(missing_ok=True)
+            for old in os.listdir(target):
+                if _FILE_NAME.fullmatch(old) and old not in names:
+                    (target / old).unlink(missing_ok=True)
     sync(target.parent)
     remove_leftovers(target)
 

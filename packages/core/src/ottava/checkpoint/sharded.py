@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ottava.checkpoint.files import crc32_of, dtype_name, in_memory, listed
+from ottava.checkpoint.files import as_path, crc32_of, dtype_name, in_memory, listed, translated
 from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
-from ottava.checkpoint.paths import as_path
 from ottava.checkpoint.state import decode_tree, encode_tree, leaves, merge_trees
 from ottava.checkpoint.writing import check_writable, write_all
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
@@ -239,7 +238,7 @@ def load_sharded(
 def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks) -> tuple[_Flat, Any, dict[str, str]]:
     """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
     index, flat, path = reader.index, _Flat(state), reader.path
-    try:
+    with translated(f"{path} says of no state", "what save_sharded wrote"):
         saved = index.description["state"]
         if not any(saved.values()):
             # DCP's own save knows no more than tensors by name.
@@ -250,8 +249,6 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks)
         missing = [n for n in held if n not in theirs or ("tensor" in ours[n]) != ("tensor" in theirs[n])]
         unexpected = [name for name, of in theirs.items() if "tensor" in of and "tensor" not in ours.get(name, {})]
         result = decode_tree(tree, flat.values)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} says of no state: {error}", expected="what save_sharded wrote") from error
     for what, names in ((f"{path} misses", missing), ("the state has no place for", unexpected)):
         if strict and names:
             remedy = "make the state that was saved: an optimizer has none before its first step"

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import BY_TORCH, METADATA_KEY, looks_like, named, read_tensors
+from ottava.checkpoint.files import BY_TORCH, METADATA_KEY, as_path, looks_like, named, read_tensors, translated
 from ottava.checkpoint.flatten import held_tensors, unflatten_state_dict
 from ottava.checkpoint.folder import INDEX_NAME
-from ottava.checkpoint.paths import as_path
 from ottava.errors import CheckpointError
 
 _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -49,12 +48,9 @@ def _folder(folder: Path) -> dict[str, Any]:
     if not index.is_file():
         what = f"{folder} has neither {_FOLDER_INDEX}, {_SINGLE} nor {INDEX_NAME}"
         raise CheckpointError(what, expected="a folder of tensors")
-    try:
+    with translated(f"{index} is damaged", "names of files by tensor"):
         missing: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         files = sorted({Path(file) for file in missing.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        what = f"{index} is damaged: {type(error).__name__}: {error}"
-        raise CheckpointError(what, expected="names of files by tensor") from error
     state: dict[str, Any] = {}
     for file in files:
         if file.name != str(file):

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,21 +30,18 @@ from ottava.checkpoint.files import (
     CHECKSUM_KEY,
     METADATA_KEY,
     TORCH_DTYPES,
+    Partial,
     as_bytes,
+    as_path,
     dtype_name,
     read_tensors,
+    sync,
+    translated,
     write_tensors,
 )
 from ottava.checkpoint.flatten import encode_description
 from ottava.checkpoint.folder import INDEX_NAME, Index, StoredShard, StoredTensor, check_target, publish, read_index
-from ottava.checkpoint.paths import Partial, as_path, sync
 from ottava.errors import CheckpointError, DTypeError, UsageError
-
-
-def _done(result: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
 
 
 class _OfOnePath:
@@ -58,28 +55,36 @@ class _OfOnePath:
         if checkpoint_id is not None:
             raise UsageError("a checkpoint_id is given", expected="none: the storage has its path")
 
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
 
 class FolderWriter(_OfOnePath, StorageWriter):
     """Writes a checkpoint of tensors for ``torch.distributed.checkpoint.save``, whole or not at all.
 
-    The file system has to be shared by all ranks. Values that are not tensors belong in ``description``.
+    The file system has to be shared by all ranks. What DCP calls raises CheckpointError where ``path`` exists or cannot
+    be written, DTypeError where a value is not a tensor.
 
     Args:
         path: the folder to write; its parent is made.
         overwrite: whether a checkpoint of that name is replaced.
-        description: JSON that the index keeps.
-
-    Raises:
-        CheckpointError: ``path`` exists, or cannot be written; from whatever DCP calls.
-        DTypeError: a value is not a tensor; from the planning.
+        description: JSON that the index keeps, of values that are not tensors.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], *, overwrite: bool = False, description: Mapping[str, Any] | None = None
     ) -> None:
         self.path, self.overwrite = as_path(path), overwrite
-        empty: dict[str, Any] = {"state": {"dict": []}, "quantized": {}, "per_rank": {}, "largest": []}
-        self.description = description or empty
+        self.description = description or {"state": {"dict": []}, "quantized": {}, "per_rank": {}, "largest": []}
         self.partial: Partial | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -121,38 +126,32 @@ class FolderWriter(_OfOnePath, StorageWriter):
                 tensors[key] = planner.resolve_data(item)
                 shard = StoredShard(path.name, key, offsets, box)
                 stored.append((item.index, StoredTensor(dtype_name(about.properties.dtype), shape, (shard,))))
-        file: tuple[int, str] = (0, "")
+        checksum = ""
         if tensors:
             with _written(path):
                 checksum = write_tensors(path, tensors, {METADATA_KEY: encode_description({})})
-                file = (path.stat().st_size, checksum)
         sizes = [tensor.nbytes for tensor in tensors.values()]
-        return _done([WriteResult(index, n, (tensor, file)) for (index, tensor), n in zip(stored, sizes, strict=True)])
+        return _done([WriteResult(i, size, (t, checksum)) for (i, t), size in zip(stored, sizes, strict=True)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self.partial is not None  # it was planned
         tensors: dict[str, StoredTensor] = {}
         files: dict[str, tuple[int, str]] = {}
-        for result in (result for rank in results for result in rank):
-            name, (stored, file) = result.index.fqn, result.storage_data
-            tensors[name] = replace(stored, shards=(*(tensors[name].shards if name in tensors else ()), *stored.shards))
-            files[stored.shards[0].file] = file
-        if self.partial is None:
-            raise CheckpointError(f"{self.path} was not planned", expected="torch.distributed.checkpoint.save")
         with _written(self.path):
+            for result in (result for rank in results for result in rank):
+                name, (stored, checksum) = result.index.fqn, result.storage_data
+                shards = (*(tensors[name].shards if name in tensors else ()), *stored.shards)
+                tensors[name] = replace(stored, shards=shards)
+                files[shards[-1].file] = ((self.partial.path / shards[-1].file).stat().st_size, checksum)
             (self.partial.path / INDEX_NAME).write_bytes(Index(len(results), files, tensors, self.description).encode())
             sync(self.partial.path / INDEX_NAME)
-            # Read once more before it may stand for a checkpoint: ranks may not see each other's files.
+            # Read once more before it may stand for a checkpoint.
             read_index(self.partial.path)
             publish(self.partial, self.overwrite)
 
 
-@contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"{path} cannot be written: {error}"
-        raise CheckpointError(what, expected="a folder to write to, and room in it") from error
+def _written(path: Path) -> contextlib.AbstractContextManager[None]:
+    return translated(f"{path} cannot be written", "a folder to write to, and room in it", of=OSError)
 
 
 class FolderReader(_OfOnePath, StorageReader):
@@ -204,7 +203,7 @@ class FolderReader(_OfOnePath, StorageReader):
         tensor, about = self.index.tensors[name], self.index.description
         made = self.shard(name, tensor.shards[0])
         if len(tensor.shards) > 1:
-            made = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+            made = torch.zeros(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
             for shard in tensor.shards:
                 as_bytes(made)[_box(shard.offsets, shard.shape)].copy_(as_bytes(self.shard(name, shard)))
         for other in about["per_rank"][name][1:] if name in about["largest"] else ():
@@ -220,12 +219,6 @@ class FolderReader(_OfOnePath, StorageReader):
         return Metadata(tensors)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
