@@ -29,6 +29,7 @@ from ottava.tensors.storage import QuantizedTensorStorage
 HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _EMBEDDING = re.compile(r"embed|(^|\.)(emb|wte|wpe)(\.|$)", re.IGNORECASE)
 _STATE = "recipe_state"
+_Patterns = Sequence[str] | None
 _KINDS = ("quantized", "dequantized", "cast", "copied", "dropped")
 
 
@@ -108,9 +109,8 @@ def convert_file(
         if patterns is not None and not (sequence and all(isinstance(pattern, str) for pattern in patterns)):
             raise DTypeError(f"{what} is {patterns!r}", expected="a list of patterns")
     to = _target(recipe, dict(options or {}), columnwise)
-    weights = None
-    if model is not None:
-        weights, include, exclude = to.weights_of(model, include, exclude), None, None
+    weights = None if model is None else to.weights_of(model, include, exclude)
+    include, exclude = (include, exclude) if model is None else (None, None)
     state, metadata = _read(source, prefix)
     with named(as_path(source)):
         chosen, skipped = _chosen(state, to, weights, include, exclude)
@@ -129,9 +129,7 @@ class _Target:
     dtype: torch.dtype | None = None
     columnwise: bool = False
 
-    def weights_of(
-        self, model: torch.nn.Module, include: Sequence[str] | None, exclude: Sequence[str] | None
-    ) -> set[str]:
+    def weights_of(self, model: torch.nn.Module, include: _Patterns, exclude: _Patterns) -> set[str]:
         """The names of the weights of a model's layers that the recipe serves, once it is converted."""
         if self.recipe is None:
             raise OptionError(f"a model, to convert to {self.name}", expected="a model for a recipe alone")
@@ -164,9 +162,8 @@ class _Target:
         role = QuantizerRole("linear", "weight")
         made: Any = self.recipe.make_state([role])
         layers: dict[str, set[str]] = {}
-        for layer, found, buffer in (f".{name}".rpartition(f".{_STATE}.") for name in state):
-            if found:
-                layers.setdefault(layer, set()).add(buffer)
+        for layer, _, buffer in (f".{name}".rpartition(f".{_STATE}.") for name in state if _is_scaling_state(name)):
+            layers.setdefault(layer, set()).add(buffer)
         ours = class_name(type(self.recipe.quantizer(role)))
         entries = [flatten_tensor(n, v)[1] for n, v in state.items() if isinstance(v, QuantizedTensorStorage)]
         same = all(entry.get("quantizer") == ours for entry in entries)
@@ -191,7 +188,9 @@ def _read(source: str | os.PathLike[str], prefix: str) -> tuple[dict[str, Any], 
     if not isinstance(prefix, str):
         raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
     every, metadata = read_state(source)
-    state = {name[len(prefix) :]: value for name, value in every.items() if name.startswith(prefix) and name != prefix}
+    state = {
+        n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix) and (n != prefix or not prefix)
+    }
     if prefix and not state:
         starts = ", ".join(sorted({f"{name.partition('.')[0] + '.'!r}" for name in every if "." in name})[:8])
         what = f"no tensor has a name that begins with {prefix!r}"
@@ -200,17 +199,13 @@ def _read(source: str | os.PathLike[str], prefix: str) -> tuple[dict[str, Any], 
 
 
 def _chosen(
-    state: dict[str, Any],
-    to: _Target,
-    weights: set[str] | None,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
+    state: dict[str, Any], to: _Target, weights: set[str] | None, include: _Patterns, exclude: _Patterns
 ) -> tuple[set[str], tuple[str, ...]]:
     """The tensors to convert, and matrices that are left alone because they are named as embeddings."""
     able: list[str] = []
     for name, value in state.items():
         with of_any_class(name):
-            able += [name] if value.dtype in HIGH_PRECISION and _STATE not in name.split(".") else []
+            able += [name] if value.dtype in HIGH_PRECISION and not _is_scaling_state(name) else []
 
     def fitting(patterns: Sequence[str]) -> set[str]:
         for pattern in patterns:
@@ -250,7 +245,7 @@ def _convert_all(
         progress(read, total)
         place = _place(value)
         read += sizes.pop(place, 0)
-        if _STATE in name.split(".") and not keeps:
+        if _is_scaling_state(name) and not keeps:
             ways[name] = "dropped"
             continue
         key = (place, name in chosen)
@@ -260,6 +255,10 @@ def _convert_all(
         ways[name], made[name] = written[key]
     progress(total, total)
     return ways, made, total, sum(value.nbytes for _, value in written.values())
+
+
+def _is_scaling_state(name: str) -> bool:
+    return f".{_STATE}." in f".{name}"
 
 
 def _place(value: Any) -> Any:

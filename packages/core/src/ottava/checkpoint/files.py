@@ -54,8 +54,8 @@ def translated(
     except OttavaError:
         raise
     except of as error:
-        why = text_of(error) if isinstance(error, (OSError, RuntimeError)) else f"{type(error).__name__}: {error}"
-        raise to(f"{what}: {why}", expected=expected, remedy=remedy) from error
+        kind = "" if isinstance(error, (OSError, RuntimeError)) else f"{type(error).__name__}: "
+        raise to(f"{what}: {kind}{text_of(error)}", expected=expected, remedy=remedy) from error
 
 
 @contextlib.contextmanager
@@ -112,10 +112,11 @@ class Partial:
             os.mkdir(self.path)
 
     def _is_held(self) -> bool:
+        if self.path == self.target:
+            return False
         with contextlib.suppress(FileNotFoundError):
-            self._lock = os.open(self.path, os.O_RDONLY) if self.path != self.target else -1
-            return self._lock >= 0 and _locked(self._lock) is not False and self.path.exists()
-        return False
+            self._lock = os.open(self.path, os.O_RDONLY)
+        return self._lock >= 0 and _locked(self._lock) is not False and self.path.exists()
 
     def __enter__(self) -> Self:
         return self

@@ -1,11 +1,15 @@
 """Sharded checkpoints over ``torch.distributed.checkpoint``: saved by any number of ranks, loaded by any other.
 
 Without an initialized process group, one process saves and loads the same format alone.
+
+What a nested state holds besides tensors is JSON, in which every node is a dict with one key that says what it is, so
+that nothing can be taken for something else.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 import zlib
@@ -16,10 +20,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ottava.checkpoint.files import as_path, crc32_of, dtype_name, in_memory, listed, translated
+from ottava.checkpoint.files import TORCH_DTYPES, as_path, crc32_of, dtype_name, in_memory, listed, translated
 from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
-from ottava.checkpoint.state import decode_tree, encode_tree, leaves, merge_trees
 from ottava.checkpoint.writing import check_writable, write_all
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava.recipes.state import is_reduced_by_max
@@ -31,11 +34,7 @@ _T = TypeVar("_T")
 
 
 class _Ranks:
-    """The ranks of a group, or this process alone: what one of them fails in, fails on all.
-
-    Raises:
-        UsageError: this process is not in the group.
-    """
+    """The ranks of a group, or this process alone: what one of them fails in, fails on all."""
 
     def __init__(self, group: Any) -> None:
         self.alone = not (dist.is_available() and dist.is_initialized())
@@ -81,22 +80,85 @@ class _Ranks:
             self.each(lambda: function(*args, process_group=self.group, no_dist=self.alone, **options))
 
 
-class _Flat:
-    """A nested state as plain tensors by name, sharded as it is, and the rest as JSON; nothing is copied.
+def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> Any:
+    """A nested state as JSON; tensors are added to ``tensors`` and leave their names."""
+    name = ".".join(map(str, path))
+    if len(path) > 100:
+        raise DTypeError(f"{name[:50]!r} is nested too deep", expected="up to 100 levels")
+    if isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
+        if name in tensors:
+            raise UsageError(f"two tensors would have the name {name!r}", remedy="rename one of them")
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        for key in value:
+            if isinstance(key, bool) or not isinstance(key, (str, int)):
+                raise DTypeError(f"{name!r} has the key {key!r}", expected="text and integers as keys")
+        return {"dict": [[key, _encoded(entry, tensors, (*path, key))] for key, entry in value.items()]}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_encoded(entry, tensors, (*path, number)) for number, entry in enumerate(value)]}
+    if isinstance(value, torch.dtype):
+        return {"value": {"dtype": dtype_name(value)}}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"value": {"float": str(float(value))}}  # JSON has no infinities and no NaN
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    expected = "a tensor, number, text, bool, None or torch.dtype, or a dict, list or tuple of them"
+    raise DTypeError(f"{name!r} is a {type(value).__name__}", expected=expected, remedy="leave it out")
 
-    Attributes:
-        tree: the nested state with names in the place of tensors.
-        values: the tensors as they are in the state.
-        tensors: the plain tensors that they are made of.
-        owners: the name of the value that each of those belongs to.
-        quantized: what the quantized tensors are, for JSON.
-    """
+
+def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError where it is none."""
+    ((kind, value),) = tree.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: _decoded(entry, tensors) for key, entry in value}
+    if kind in ("list", "tuple"):
+        entries = [_decoded(entry, tensors) for entry in value]
+        return tuple(entries) if kind == "tuple" else entries
+    if kind == "value" and isinstance(value, dict):
+        ((special, text),) = value.items()
+        return float(text) if special == "float" else TORCH_DTYPES[text]
+    return {"value": value}[kind]
+
+
+def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    """The leaves of a tree, tensors, values and empty containers, by the names that errors give them."""
+    ((kind, value),) = tree.items()
+    if kind in ("tensor", "value") or not value:
+        return {path.removeprefix("."): tree}
+    entries = value if kind == "dict" else enumerate(value)
+    return {name: leaf for key, entry in entries for name, leaf in _leaves(entry, f"{path}.{key}").items()}
+
+
+def _tensors_in(tree: Any) -> list[str]:
+    """The names of the tensors in a tree."""
+    return [leaf["tensor"] for leaf in _leaves(tree).values() if "tensor" in leaf]
+
+
+def _merged(target: Any, saved: Any) -> Any:
+    """A tree to load into with the values, but not the tensors, of a tree that was saved; what only it has it keeps."""
+    ((kind, mine),), ((other, theirs),) = target.items(), saved.items()
+    tensors = bool(_tensors_in(target) or _tensors_in(saved))
+    if kind == other == "dict" or (kind == other in ("list", "tuple") and (tensors or len(mine) == len(theirs))):
+        ours, found = (dict(of if kind == "dict" else enumerate(of)) for of in (mine, theirs))
+        made = {key: _merged(entry, found[key]) if key in found else entry for key, entry in ours.items()}
+        made |= {key: entry for key, entry in found.items() if key not in ours and not _tensors_in(entry)}
+        return {kind: list(made.items() if kind == "dict" else made.values())}
+    return target if tensors else saved
+
+
+class _Flat:
+    """A nested state as JSON with the names of tensors, those tensors, and the plain ones that they are made of, each with
+    the name of its owner; nothing is copied."""
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, Mapping):
             raise DTypeError(f"the state is a {type(state).__name__}", expected="a dict")
         self.values: dict[str, Any] = {}
-        self.tree = encode_tree(state, self.values)
+        self.tree = _encoded(state, self.values)
         self.tensors, self.quantized = flatten_values(self.values, derived=False)
         self.owners = {name: name for name in self.tensors}
         for name, entry in self.quantized.items():
@@ -146,18 +208,18 @@ def save_sharded(
 def _differing(flat: _Flat, ranks: _Ranks) -> dict[str, list[str]]:
     """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files.
 
-    Raises:
-        UsageError: the ranks differ in what has to be equal.
+    Raises UsageError where the ranks differ in what has to be equal.
     """
-    about: dict[str, Any] = leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}
+    about: dict[str, Any] = _leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}
     about |= {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
-    if len(set(ranks.gather(zlib.crc32(json.dumps(about, sort_keys=True).encode())))) > 1:
-        first, *others = ranks.gather(about)
-        for rank, other in enumerate(others, 1):
-            for name in sorted(name for name in {*first, *other} if first.get(name) != other.get(name)):
-                what = f"{name!r} of rank {rank} is not that of rank 0: {other.get(name)} and {first.get(name)}"
-                expected = "the same names, shapes, dtypes and values besides tensors on all ranks"
-                raise UsageError(what, expected=expected, remedy="save what each rank has of its own as tensors")
+    texts = {name: json.dumps(entry, sort_keys=True) for name, entry in about.items()}
+    if len(set(ranks.gather(zlib.crc32(json.dumps(texts, sort_keys=True).encode())))) > 1:
+        every = ranks.gather(texts)
+        rank = next(rank for rank, of in enumerate(every) if of != every[0])
+        name = min(name for name in every[0] | every[rank] if every[0].get(name) != every[rank].get(name))
+        what = f"{name!r} of rank {rank} is not that of rank 0: {every[rank].get(name)} and {every[0].get(name)}"
+        expected = "the same names, shapes, dtypes and values besides tensors on all ranks"
+        raise UsageError(what, expected=expected, remedy="save what each rank has of its own as tensors")
     own = {n: crc32_of(in_memory(n, t)) for n, t in flat.tensors.items() if not hasattr(t, "to_local")}
     sums = ranks.gather(own)
     names: dict[str, list[str]] = {}
@@ -243,12 +305,12 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks)
         if not any(saved.values()):
             # DCP's own save knows no more than tensors by name.
             saved = {"dict": [[name, {"tensor": name}] for name in index.tensors]}
-        tree = merge_trees(flat.tree, saved)
-        ours, theirs = leaves(tree), leaves(saved)
+        tree = _merged(flat.tree, saved)
+        ours, theirs = _leaves(tree), _leaves(saved)
         held = [name for name, of in ours.items() if "tensor" in of or "value" in of]
         missing = [n for n in held if n not in theirs or ("tensor" in ours[n]) != ("tensor" in theirs[n])]
         unexpected = [name for name, of in theirs.items() if "tensor" in of and "tensor" not in ours.get(name, {})]
-        result = decode_tree(tree, flat.values)
+        result = _decoded(tree, flat.values)
     for what, names in ((f"{path} misses", missing), ("the state has no place for", unexpected)):
         if strict and names:
             remedy = "make the state that was saved: an optimizer has none before its first step"

@@ -89,9 +89,8 @@ def _unpickled(path: Path) -> dict[str, Any]:
     except Exception as error:
         # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the code.
         needs = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = (str(error).splitlines() or [repr(error)])[0][:200]
-        if needs or "Weights only" in str(error):
-            why = f"it needs code to be run{f' ({needs[1]})' if needs else ''}"
+        code = f"it needs code to be run{f' ({needs[1]})' if needs else ''}"
+        why = code if needs or "Weights only" in str(error) else (str(error).splitlines() or [repr(error)])[0][:200]
         what, remedy = f"{path} cannot be read as a file of torch.save: {why}", "torch.save(model.state_dict(), path)"
         raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy) from error
     if not isinstance(state, dict):

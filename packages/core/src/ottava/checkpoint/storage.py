@@ -40,7 +40,16 @@ from ottava.checkpoint.files import (
     write_tensors,
 )
 from ottava.checkpoint.flatten import encode_description
-from ottava.checkpoint.folder import INDEX_NAME, Index, StoredShard, StoredTensor, check_target, publish, read_index
+from ottava.checkpoint.folder import (
+    INDEX_NAME,
+    Index,
+    StoredShard,
+    StoredTensor,
+    check_target,
+    is_complete,
+    publish,
+    read_index,
+)
 from ottava.errors import CheckpointError, DTypeError, UsageError
 
 
@@ -175,15 +184,12 @@ class FolderReader(_OfOnePath, StorageReader):
     def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of one file, mapped, which is the one that the index speaks of."""
         if verify or name not in self._files:
-            replaced = False
             try:
                 self._files[name], metadata = read_tensors(self.path / name, verify=verify)
                 if metadata.get(CHECKSUM_KEY) != self.index.files[name][1]:
                     raise CheckpointError(f"{self.path / name} is another file than was written", expected="that one")
             except CheckpointError:
-                with contextlib.suppress(CheckpointError):
-                    replaced = read_index(self.path).crc32 != self.index.crc32
-                if replaced:
+                if is_complete(self.path) and read_index(self.path).crc32 != self.index.crc32:
                     what = f"{self.path} was replaced while it was read"
                     raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from None
                 raise
