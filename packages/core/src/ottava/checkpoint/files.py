@@ -173,11 +173,7 @@ def remove_leftovers(target: Path, start: str = "") -> None:
 
 
 def check_file_target(path: Path) -> Path:
-    """Where a file of that name is written, which is what a link leads to.
-
-    Raises:
-        UsageError: a folder, a device or a pipe has the name, which a file would replace.
-    """
+    """Where a file of that name is written, which is what a link leads to; UsageError where that is no regular file."""
     with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError):
         place = Path(os.path.realpath(path))
         mode = os.stat(place).st_mode if os.path.lexists(place) else stat.S_IFREG
@@ -236,13 +232,7 @@ def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU, meanwhile.
-
-    Raises:
-        DTypeError: a tensor is none that the format has.
-        UsageError: a name is not possible.
-        OSError: the file cannot be written.
-    """
+    """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU, meanwhile."""
     plain = {name: in_memory(name, tensor) for name, tensor in tensors.items()}
     for name in plain:
         if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
@@ -278,11 +268,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def put_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """:func:`write_tensors` as the file ``path``, which appears whole or not at all; one that is there is replaced.
-
-    Raises:
-        DTypeError, UsageError: as of that; or ``path`` is no regular file, or cannot be written.
-    """
+    """:func:`write_tensors` as the file ``path``, which appears whole or not at all; one that is there is replaced."""
     place = check_file_target(as_path(path))
     expected = "a file in an existing folder, and room for it"
     with translated(f"{path} cannot be written", expected, to=UsageError, of=OSError):
@@ -295,22 +281,15 @@ def put_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor
 def read_tensors(path: str | os.PathLike[str], *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors of a file, mapped into memory, on the CPU and in the order of their bytes, and its metadata.
 
-    Args:
-        path: the file. Nothing in it is trusted; memory is bounded by its size.
-        verify: whether the bytes are compared with the checksum, which reads all of them.
-
-    Raises:
-        CheckpointError: it is not a whole safetensors file, is damaged, or was replaced while it was read.
-        DTypeError: ``path`` is no path.
+    Nothing in it is trusted; memory is bounded by its size. With ``verify`` its bytes are compared with the checksum.
+    Raises CheckpointError where it is no whole safetensors file, is damaged, or was replaced while it was read.
     """
     place = as_path(path)
     before = _identity(place)
-    tensors: dict[str, Any] = {}
-    metadata: dict[str, str] = {}
     try:
         try:
             with safe_open(place, "pt") as file:
-                metadata = file.metadata() or {}
+                metadata: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
             _check(place, tensors, metadata, verify)
         finally:
@@ -318,9 +297,9 @@ def read_tensors(path: str | os.PathLike[str], *, verify: bool = True) -> tuple[
             if _identity(place) != before:
                 what = f"{place} was replaced while it was read"
                 raise CheckpointError(what, expected="one file", remedy="load it again")
+    except OttavaError:
+        raise
     except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
-        if isinstance(error, OttavaError):
-            raise
         raise _foreign(place, error) from error
     return tensors, metadata
 

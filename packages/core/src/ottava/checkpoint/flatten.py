@@ -141,11 +141,7 @@ def held_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def flatten_tensor(name: str, value: QuantizedTensorStorage) -> tuple[dict[str, torch.Tensor], Entry]:
-    """The inner tensors of a quantized tensor by argument, in the dtypes of their bytes, and its description.
-
-    Raises:
-        UsageError: it holds no data.
-    """
+    """The inner tensors of a quantized tensor by argument, in the dtypes of their bytes, and its entry."""
     inner, spec = value.flatten_storage()
     tensors = {}
     for declared, tensor in zip(value.inner_tensors, inner, strict=True):
@@ -163,15 +159,10 @@ def flatten_tensor(name: str, value: QuantizedTensorStorage) -> tuple[dict[str, 
 
 
 def unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
-    """A quantized tensor of inner tensors, which are taken out of tensors by name; it remembers its origin.
-
-    Raises:
-        CheckpointError: the description does not fit its class, that is not installed, or a tensor is missing.
-        OttavaError: the tensors do not fit together, in the words of the class.
-    """
-    if missing := [argument for argument in entry["tensors"] if f"{name}.{argument}" not in tensors]:
-        what = f"tensor {f'{name}.{missing[0]}'!r} is missing"
-        raise CheckpointError(what, expected=f"every inner tensor of {name!r}")
+    """A quantized tensor of inner tensors, which are taken out of tensors by name; it remembers its origin."""
+    for key in (f"{name}.{argument}" for argument in entry["tensors"]):
+        if key not in tensors:
+            raise CheckpointError(f"tensor {key!r} is missing", expected=f"every inner tensor of {name!r}")
     cls = _find_class(name, entry)
     unknown = set(entry["tensors"]) - {declared.argument for declared in cls.inner_tensors}
     if unknown or not entry["tensors"]:
@@ -263,12 +254,7 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
 
 
 def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], Entry | None]:
-    """A tensor as plain ones by name, sharded as it is, and what it is where it is quantized; nothing is copied.
-
-    Raises:
-        DTypeError: it is nested, jagged, sparse, on meta, or of a dtype that files do not have.
-        ShapeError, UsageError: it is sharded in a way that no file could be resharded from.
-    """
+    """A tensor as plain ones by name, sharded as it is, and its entry where it is quantized; nothing is copied."""
     sharded = hasattr(value, "to_local")
     with torch.no_grad():
         local: Any = value.to_local() if sharded else value
@@ -303,9 +289,8 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
 def _sharded(name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, Sequence[int]]:
     """A tensor of the mesh and placements of another one, and where in it this rank's shard begins."""
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    made = type(value).from_local(
-        local.detach(), value.device_mesh, value.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    sizes = {"shape": torch.Size(shape), "stride": stride}
+    made = type(value).from_local(local.detach(), value.device_mesh, value.placements, run_check=False, **sizes)
     return made, _box(name, made)
 
 
@@ -328,17 +313,10 @@ def sharded_rows(
     shape: Sequence[int],
     offsets: Sequence[int],
 ) -> tuple[int, int]:
-    """Rows that an inner tensor of the whole has, and the first one of this rank's shard of it.
+    """Rows that an inner tensor of the whole has, and the first one of this rank's shard of it, which is ``tensor``.
 
-    Args:
-        name: of the quantized tensor, for errors.
-        inner: the declaration.
-        tensor: this rank's inner tensor.
-        local: shape of this rank's shard of the quantized tensor.
-        shape, offsets: shape of the whole, and where in it the shard begins.
-
-    Raises:
-        ShapeError: the shards are not of rows, or cut blocks of rows in two.
+    ``local`` and ``shape`` are those of the quantized tensor's shard and whole, in which the shard begins at
+    ``offsets``. Raises ShapeError where the shards are not of rows, or cut blocks of rows in two.
     """
     if any(offset for offset in offsets[1:]) or tuple(local[1:]) != tuple(shape[1:]):
         raise ShapeError(f"{name!r} is sharded in columns", expected="shards of dimension 0")

@@ -69,11 +69,7 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of the checkpoint in ``folder``, checked, whose files are there as long as they were written.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or of another version of Ottava; or files are missing or cut.
-    """
+    """The index of the checkpoint in ``folder``, checked, whose files are there as long as they were written."""
     path = folder / INDEX_NAME
     with translated(f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"):
         text = path.read_bytes()

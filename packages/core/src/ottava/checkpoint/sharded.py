@@ -151,8 +151,8 @@ def _merged(target: Any, saved: Any) -> Any:
 
 
 class _Flat:
-    """A nested state as JSON with the names of tensors, those tensors, and the plain ones that they are made of, each with
-    the name of its owner; nothing is copied."""
+    """A nested state as JSON with the names of tensors, those tensors, and the plain ones that they are made of, each
+    with the name of its owner; nothing is copied."""
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, Mapping):
@@ -196,7 +196,7 @@ def save_sharded(
     per_rank = _differing(flat, ranks)
     largest = [name for name in per_rank if is_reduced_by_max(name)]
     description = {"state": flat.tree, "quantized": flat.quantized, "per_rank": per_rank, "largest": largest}
-    writer = ranks.each(lambda: FolderWriter(path, overwrite=overwrite, description=description))
+    writer = ranks.each(lambda: FolderWriter(path, overwrite, description))
     tensors = {per_rank[name][ranks.rank] if name in per_rank else name: t for name, t in flat.tensors.items()}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
@@ -210,6 +210,8 @@ def _differing(flat: _Flat, ranks: _Ranks) -> dict[str, list[str]]:
 
     Raises UsageError where the ranks differ in what has to be equal.
     """
+    if ranks.world == 1:
+        return {}
     about: dict[str, Any] = _leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}
     about |= {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
     texts = {name: json.dumps(entry, sort_keys=True) for name, entry in about.items()}
@@ -301,12 +303,8 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks)
     """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
     index, flat, path = reader.index, _Flat(state), reader.path
     with translated(f"{path} says of no state", "what save_sharded wrote"):
-        saved = index.description["state"]
-        if not any(saved.values()):
-            # DCP's own save knows no more than tensors by name.
-            saved = {"dict": [[name, {"tensor": name}] for name in index.tensors]}
-        tree = _merged(flat.tree, saved)
-        ours, theirs = _leaves(tree), _leaves(saved)
+        tree = _merged(flat.tree, index.description["state"])
+        ours, theirs = _leaves(tree), _leaves(index.description["state"])
         held = [name for name, of in ours.items() if "tensor" in of or "value" in of]
         missing = [n for n in held if n not in theirs or ("tensor" in ours[n]) != ("tensor" in theirs[n])]
         unexpected = [name for name, of in theirs.items() if "tensor" in of and "tensor" not in ours.get(name, {})]

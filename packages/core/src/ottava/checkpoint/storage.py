@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -50,7 +45,7 @@ from ottava.checkpoint.folder import (
     publish,
     read_index,
 )
-from ottava.errors import CheckpointError, DTypeError, UsageError
+from ottava.errors import CheckpointError, UsageError
 
 
 class _OfOnePath:
@@ -78,33 +73,18 @@ def _done(result: Any) -> Future[Any]:
 
 
 class FolderWriter(_OfOnePath, StorageWriter):
-    """Writes a checkpoint of tensors for ``torch.distributed.checkpoint.save``, whole or not at all.
+    """Writes tensors, and a description of all else, on a file system that all ranks share: whole or not at all.
 
-    The file system has to be shared by all ranks. What DCP calls raises CheckpointError where ``path`` exists or cannot
-    be written, DTypeError where a value is not a tensor.
-
-    Args:
-        path: the folder to write; its parent is made.
-        overwrite: whether a checkpoint of that name is replaced.
-        description: JSON that the index keeps, of values that are not tensors.
+    What DCP calls raises CheckpointError where ``path`` exists, is not to be replaced, or cannot be written.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, overwrite: bool = False, description: Mapping[str, Any] | None = None
-    ) -> None:
-        self.path, self.overwrite = as_path(path), overwrite
-        self.description = description or {"state": {"dict": []}, "quantized": {}, "per_rank": {}, "largest": []}
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool, description: Mapping[str, Any]) -> None:
+        self.path, self.overwrite, self.description = as_path(path), overwrite, description
         self.partial: Partial | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
             check_target(self.path, self.overwrite)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                raise DTypeError(f"{item.index.fqn!r} is not a tensor", expected="tensors", remedy="use save_sharded")
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with _written(self.path):
@@ -142,7 +122,7 @@ class FolderWriter(_OfOnePath, StorageWriter):
         sizes = [tensor.nbytes for tensor in tensors.values()]
         return _done([WriteResult(i, size, (t, checksum)) for (i, t), size in zip(stored, sizes, strict=True)])
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         assert self.partial is not None  # it was planned
         tensors: dict[str, StoredTensor] = {}
         files: dict[str, tuple[int, str]] = {}
@@ -216,15 +196,17 @@ class FolderReader(_OfOnePath, StorageReader):
             made = torch.maximum(made, self.whole(other))
         return made
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
         tensors: dict[str, Any] = {}
         for name, tensor in self.index.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
-            properties = TensorProperties(dtype=TORCH_DTYPES[tensor.dtype])
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        return Metadata(tensors)
+            chunks = [dcp.ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
+            properties = dcp.TensorProperties(dtype=TORCH_DTYPES[tensor.dtype])
+            tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        return dcp.Metadata(tensors)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def set_up_storage_reader(
+        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None: ...
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
