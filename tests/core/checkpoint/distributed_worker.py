@@ -35,7 +35,7 @@ from ottava.checkpoint import (
     save_step,
     storage,
 )
-from ottava.checkpoint.sources import read_state
+from ottava.checkpoint.convert import read_state
 from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor

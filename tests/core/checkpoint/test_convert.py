@@ -13,7 +13,7 @@ import torch
 
 import ottava
 from ottava import checkpoint
-from ottava.checkpoint.sources import read_state
+from ottava.checkpoint.convert import read_state
 from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, RecipeNotFoundError, UsageError
 from ottava.tensors import Float8Tensor
 

@@ -25,8 +25,8 @@ from ottava.checkpoint import (
     save_step,
     unflatten_state_dict,
 )
+from ottava.checkpoint.convert import read_state
 from ottava.checkpoint.flatten import sharded_rows
-from ottava.checkpoint.sources import read_state
 from ottava.errors import CheckpointError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import InnerTensor
 

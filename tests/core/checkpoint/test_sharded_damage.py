@@ -17,7 +17,7 @@ import torch
 
 import ottava
 from ottava.checkpoint import is_complete, load_sharded, save_sharded
-from ottava.checkpoint.sources import read_state
+from ottava.checkpoint.convert import read_state
 from ottava.errors import CheckpointError, UsageError
 
 

@@ -193,10 +193,8 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else "on meta" if tensor.is_meta else f"of layout {tensor.layout}"
         raise DTypeError(f"{name!r} is {kind}", expected="a dense tensor with values", remedy="save what it is made of")
-    try:
+    with translated(f"{name!r} is of {tensor.dtype}", "a dtype that safetensors has", to=DTypeError):
         TensorSpec(dtype=dtype_name(tensor.dtype), shape=[0], data_ptr=0, data_len=0)
-    except SafetensorError as error:
-        raise DTypeError(f"{name!r} is of {tensor.dtype}", expected="a dtype that safetensors has") from error
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

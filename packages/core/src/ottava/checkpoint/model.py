@@ -83,10 +83,8 @@ def load_file(
         OttavaError: the tensors do not fit together.
     """
     place = as_device(device)
-    try:
+    with translated(f"device {str(place)!r} cannot be used", "a device that torch has", to=DeviceError):
         torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise DeviceError(f"device {str(place)!r} cannot be used: {str(error).splitlines()[0]}") from error
     tensors, metadata = read_tensors(path, verify=verify)
     with named(as_path(path)):
         return unflatten_state_dict({name: tensor.to(place) for name, tensor in tensors.items()}, metadata)

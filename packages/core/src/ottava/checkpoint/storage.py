@@ -204,9 +204,7 @@ class FolderReader(_OfOnePath, StorageReader):
             tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return dcp.Metadata(tensors)
 
-    def set_up_storage_reader(
-        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None: ...
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None: ...
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:

@@ -37,11 +37,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def check_writable(name: str, value: Any) -> None:
-    """Write one element of what a tensor holds as it is, so that what torch refuses is known before any value changes.
-
-    Raises:
-        UsageError: it is an expanded view, was made in inference mode, or cannot be written for another reason.
-    """
+    """Write one element of what a tensor holds, as it is: what torch refuses is known before any value changes."""
     for tensor in held_tensors(value):
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             what = f"{name!r} is an expanded view: several of its elements are one"
@@ -57,10 +53,8 @@ def check_writable(name: str, value: Any) -> None:
 
 
 def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy into each tensor its new value, of one shape and dtype; tensors were :func:`check_writable`.
-
-    It is one call into torch, in the middle of which no code of Python's runs, and so no interrupt.
-    """
+    """Copy into each tensor its new value, of one shape and dtype, by one call into torch: no code of Python's runs in
+    the middle of it, and so no interrupt comes there."""
     if pairs:
         targets, values = zip(*[(as_bytes(target), as_bytes(value)) for target, value in pairs], strict=True)
         with uninterrupted(), torch.no_grad():

@@ -39,7 +39,7 @@ def checkpoint_layers(path: Path) -> list[str]:
         CheckpointError: it is damaged, or nothing that can be read.
         UsageError: no layer is in it.
     """
-    from ottava.checkpoint.sources import read_state
+    from ottava.checkpoint.convert import read_state
 
     state, _ = read_state(path)
     found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
