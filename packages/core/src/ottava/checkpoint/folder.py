@@ -16,6 +16,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +127,24 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _whole(tensor: StoredTensor) -> bool:
-    """Whether the shards of a tensor lie inside it, begin in different places and have as many elements as it has."""
-    shards, rank = tensor.shards, len(tensor.shape)
-    if not shards or any(len(shard.offsets) != rank or len(shard.shape) != rank for shard in shards):
+    """Whether the shards of a tensor lie inside it and cover it, each element once."""
+    shards, shape = tensor.shards, tensor.shape
+    if not shards or any(len(s.offsets) != len(shape) or len(s.shape) != len(shape) for s in shards):
         return False
-    ends = [tuple(map(sum, zip(shard.offsets, shard.shape, strict=True))) for shard in shards]
-    inside = all(end <= size for box in ends for end, size in zip(box, tensor.shape, strict=True))
-    different = len({shard.offsets for shard in shards}) == len(shards)
-    return inside and different and sum(math.prod(s.shape) for s in shards) == math.prod(tensor.shape)
+    boxes = [list(zip(s.offsets, map(sum, zip(s.offsets, s.shape)), strict=True)) for s in shards]
+    inside = all(end <= size for box in boxes for (_, end), size in zip(box, shape, strict=True))
+    if not inside or sum(math.prod(s.shape) for s in shards) != math.prod(shape):
+        return False
+    # In the order of the dimension with the most cuts, so that few are compared.
+    most = max(range(len(shape)), key=lambda dim: len({box[dim] for box in boxes}), default=0)
+    boxes = sorted((box for box in boxes if all(end > begin for begin, end in box)), key=lambda box: box[most:])
+    for number, one in enumerate(boxes):
+        for other in islice(boxes, number + 1, None):
+            if other[most][0] >= one[most][1]:
+                break
+            if all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True)):
+                return False
+    return True
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:

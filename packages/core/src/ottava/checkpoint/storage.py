@@ -131,7 +131,8 @@ class FolderWriter(_OfOnePath, StorageWriter):
                 name, (stored, checksum) = result.index.fqn, result.storage_data
                 shards = (*(tensors[name].shards if name in tensors else ()), *stored.shards)
                 tensors[name] = replace(stored, shards=shards)
-                files[shards[-1].file] = ((self.partial.path / shards[-1].file).stat().st_size, checksum)
+                if (file := shards[-1].file) not in files:
+                    files[file] = ((self.partial.path / file).stat().st_size, checksum)
             (self.partial.path / INDEX_NAME).write_bytes(Index(len(results), files, tensors, self.description).encode())
             sync(self.partial.path / INDEX_NAME)
             # Read once more before it may stand for a checkpoint.
