@@ -303,3 +303,12 @@ def test_nothing_else_asks_for_what_is_private() -> None:
         ]
     assert found == []
     assert _private_uses(PACKAGES / "core" / "src" / "ottava" / "distributed" / "fsdp2.py")
+
+
+def test_a_module_may_refuse_to_load_where_its_hooks_cannot_be_seen() -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), ottava.nn.Linear(2, 2))
+    assert not any(torch_private.may_refuse_to_load(module) for module in plain.modules())
+    for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+        module = torch.nn.Linear(2, 2)
+        del module.__dict__[name]
+        assert torch_private.may_refuse_to_load(module)

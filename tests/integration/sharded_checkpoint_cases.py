@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ottava
 from ottava.checkpoint import is_complete, load_sharded, save_sharded
-from ottava.checkpoint.sources import read_state
+from ottava.checkpoint.convert import read_state
 from ottava.errors import CheckpointError, ShapeError
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 

@@ -25,8 +25,8 @@ from ottava.checkpoint import (
     save_step,
     unflatten_state_dict,
 )
+from ottava.checkpoint.convert import read_state
 from ottava.checkpoint.flatten import sharded_rows
-from ottava.checkpoint.sources import read_state
 from ottava.errors import CheckpointError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import InnerTensor
 
@@ -272,7 +272,7 @@ def test_names_that_differ_are_listed(tmp_path: Path) -> None:
         ({"a": {"x": y, "y": y, "n": 0}, "l": [y, 0]}, "misses 'a.y'"),
         ({"a": {"x": y, "n": 0, "m": 5}, "l": [y, 0]}, "misses 'a.m'"),
         ({"a": {"n": 0}, "l": [y, 0]}, "no place for 'a.x'"),
-        ({"a": {"x": y, "n": 0}, "l": [y]}, "misses 'l.0'"),
+        ({"a": {"x": y, "n": 0}, "l": [y, 0, y]}, "misses 'l.2'"),
         ({"a": {"x": y, "n": y}, "l": [y, 0]}, "misses 'a.n'"),
         ({"a": {"x": 1, "n": 0}, "l": [y, 0]}, "misses 'a.x'"),
         ({"a": [y]}, "misses 'a.0'"),

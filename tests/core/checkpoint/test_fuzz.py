@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 
 from ottava import checkpoint
-from ottava.checkpoint.sources import read_state
+from ottava.checkpoint.convert import read_state
 from ottava.errors import OttavaError
 
 Attack = Callable[[bytes], str]

@@ -148,6 +148,53 @@ def test_a_module_that_refuses_undoes_everything(small: Any, contents: Any, tmp_
         handle.remove()
 
 
+def test_no_copy_of_a_model_is_kept_that_refuses_nothing(
+    small: Any, contents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would take longer than the load: its memory is new."""
+    import ottava.checkpoint.model as module
+
+    kept: list[Any] = []
+    monkeypatch.setattr(module, "_on_the_cpu", kept.append)
+    checkpoint.save_model(small(0), tmp_path / "x")
+    model = small(1)
+    checkpoint.load_model(model, tmp_path / "x")
+    assert contents(model) == contents(small(0))
+    assert not kept
+    model.layer.register_load_state_dict_post_hook(lambda *_: None)
+    checkpoint.load_model(model, tmp_path / "x")
+    assert len(kept) == len(model.state_dict())
+
+
+def test_a_module_with_a_way_of_its_own_to_load_undoes_everything(contents: Any, tmp_path: Path) -> None:
+    class Own(torch.nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            super()._load_from_state_dict(*args)
+            raise ZeroDivisionError("by the module")
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), Own(3, 3))
+    checkpoint.save_model(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3)),
+                          tmp_path / "x")  # fmt: skip
+    before = contents(model)
+    with pytest.raises(CheckpointError, match="by the module"):
+        checkpoint.load_model(model, tmp_path / "x")
+    assert contents(model) == before
+
+
+def test_values_that_cannot_be_quantized_undo_everything(recipe: Any, contents: Any, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(linear(recipe, seed, primary=True)[0] for seed in range(2)))
+    checkpoint.save_model(torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(16, 8)), tmp_path / "x")
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("by the quantizer")
+
+    model[1].weight._quantizer.update_quantized = fails
+    before = contents(model)
+    with pytest.raises(CheckpointError, match="by the quantizer"):
+        checkpoint.load_model(model, tmp_path / "x")
+    assert contents(model) == before
+
+
 class Loose(QuantizedTensorStorage):
     """A third party's storage, which checks nothing."""
 

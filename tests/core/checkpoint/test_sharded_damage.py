@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import ottava
-from ottava.checkpoint import is_complete, load_sharded, save_sharded
-from ottava.checkpoint.sources import read_state
-from ottava.checkpoint.swap import Swap
+from ottava.checkpoint import folder, is_complete, load_sharded, save_sharded
+from ottava.checkpoint.convert import read_state
 from ottava.errors import CheckpointError, UsageError
 
 
@@ -192,6 +191,28 @@ def test_what_was_written_is_taken_back(tmp_path: Path, monkeypatch: pytest.Monk
     assert not any(value.any() for value in target.values())
 
 
+@pytest.mark.parametrize(
+    ("shape", "boxes", "right"),
+    [
+        ((), [((), ())], True),
+        ((), [((), ()), ((), ())], False),
+        ((4, 3), [((0, 0), (2, 3)), ((2, 0), (2, 3))], True),
+        ((4, 3), [((0, 0), (2, 3)), ((1, 0), (2, 3))], False),
+        ((4, 3), [((0, 0), (2, 3)), ((2, 0), (1, 3))], False),
+        ((4, 4), [((0, 0), (4, 2)), ((0, 2), (4, 2))], True),
+        ((4, 4), [((0, 0), (4, 2)), ((0, 1), (4, 2))], False),
+        ((4, 4), [((r, c), (2, 2)) for r in (0, 2) for c in (0, 2)], True),
+        ((4, 4), [((0, 0), (2, 2)), ((0, 2), (2, 2)), ((1, 0), (2, 2)), ((2, 2), (2, 2))], False),
+        ((4, 4), [((0, 0), (4, 4)), ((4, 0), (0, 4))], True),
+        ((0, 4), [((0, 0), (0, 4))], True),
+        ((0, 4), [], False),
+    ],
+)
+def test_shards_make_the_whole(shape: Any, boxes: Any, right: bool) -> None:
+    shards = tuple(folder.StoredShard("file", "key", *box) for box in boxes)
+    assert folder._whole(folder.StoredTensor("float32", shape, shards)) == right
+
+
 @pytest.mark.parametrize("name", ["x", "half \ud800"])
 def test_sizes_and_names_that_no_tensor_has(name: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"
@@ -221,11 +242,30 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pyt
     assert is_complete(path)
 
 
-def test_two_names_of_one_tensor_are_taken_back() -> None:
-    """What is put back last is what was there first."""
-    tensor = torch.zeros(3)
-    swap = Swap([(tensor, torch.ones(3)), (tensor, torch.full((3,), 2.0))], lambda: None)
-    swap.apply()
-    assert tensor.tolist() == [2.0, 2.0, 2.0]
-    swap.undo()
-    assert not tensor.any()
+def test_memory_that_was_given_up_is_found_before_any_write(tmp_path: Path) -> None:
+    """As libraries of sharded training do with the storage of what is gathered for a moment."""
+    save_sharded({name: torch.ones(3) for name in "abc"}, tmp_path / "saved")
+    target = {name: torch.zeros(3) for name in "abc"}
+    target["b"].untyped_storage().resize_(0)
+    with pytest.raises(UsageError, match="'b' has no memory"):
+        load_sharded(target, tmp_path / "saved")
+    assert not target["a"].any()
+    assert not target["c"].any()
+
+
+def test_a_load_that_fails_leaves_what_autograd_has_saved(tmp_path: Path) -> None:
+    save_sharded({name: torch.ones(3) for name in "ab"}, tmp_path / "saved")
+    weight = torch.ones(3, requires_grad=True)
+    loss = weight.square().sum()
+    with pytest.raises(UsageError, match="'b' is an expanded view"):
+        load_sharded({"a": weight, "b": torch.ones(1).expand(3)}, tmp_path / "saved")
+    loss.backward()
+    assert weight.grad is not None
+
+
+def test_two_names_of_one_tensor(tmp_path: Path) -> None:
+    save_sharded({"a": torch.ones(3), "b": torch.full((3,), 2.0)}, tmp_path / "saved")
+    tied = torch.zeros(3)
+    loaded = load_sharded({"a": tied, "b": tied}, tmp_path / "saved")
+    assert loaded["a"] is tied
+    assert tied.tolist() == [2.0, 2.0, 2.0]

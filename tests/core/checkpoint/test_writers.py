@@ -15,8 +15,8 @@ import torch
 
 from ottava import checkpoint
 from ottava.checkpoint import files, storage
-from ottava.checkpoint.paths import Partial
-from ottava.checkpoint.sources import read_state
+from ottava.checkpoint.convert import read_state
+from ottava.checkpoint.files import Partial
 from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
 
 

@@ -263,6 +263,20 @@ def is_view(tensor: torch.Tensor) -> bool:
     return ask is None or ask()
 
 
+PRIVATE["may_refuse_to_load"] = (
+    "nn.Module._load_state_dict_pre_hooks and _load_state_dict_post_hooks",
+    "every module counts as one with hooks: load_model keeps a copy of the model until it has succeeded",
+)
+
+
+def may_refuse_to_load(module: torch.nn.Module) -> bool:
+    """Whether ``load_state_dict`` of a module runs hooks, or methods that are neither torch's nor Ottava's."""
+    hooks = [getattr(module, f"_load_state_dict_{when}_hooks", True) for when in ("pre", "post")]
+    cls = type(module)
+    methods = (cls.load_state_dict, cls._load_from_state_dict, cls.set_extra_state)
+    return any(hooks) or any(m.__module__.partition(".")[0] not in ("torch", "ottava") for m in methods)
+
+
 def is_distributed(tensor: Any) -> bool:
     """Whether it is a DTensor, whose import takes long."""
     return hasattr(tensor, "to_local")

@@ -1,23 +1,36 @@
-"""Files of tensors from one recipe to another, or to high precision."""
+"""Files of tensors from one recipe to another, or to high precision, and what they are read from."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.description import flatten_tensor, origin_of_quantizer
-from ottava.checkpoint.files import listed, named, of_any_class
+from ottava.checkpoint.files import (
+    BY_TORCH,
+    METADATA_KEY,
+    as_path,
+    check_file_target,
+    listed,
+    looks_like,
+    named,
+    of_any_class,
+    read_tensors,
+    translated,
+)
+from ottava.checkpoint.flatten import class_name, flatten_tensor, held_tensors, unflatten_state_dict
+from ottava.checkpoint.folder import INDEX_NAME
 from ottava.checkpoint.model import save_file
-from ottava.checkpoint.paths import as_path, check_file_target
-from ottava.checkpoint.sources import read_state
-from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, UsageError
+from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.conversion import convert
 from ottava.nn.linear import Linear
@@ -30,6 +43,9 @@ from ottava.tensors.storage import QuantizedTensorStorage
 HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _EMBEDDING = re.compile(r"embed|(^|\.)(emb|wte|wpe)(\.|$)", re.IGNORECASE)
 _STATE = "recipe_state"
+_FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_Patterns = Sequence[str] | None
+_KINDS = ("quantized", "dequantized", "cast", "copied", "dropped")
 
 
 @dataclass(frozen=True)
@@ -107,163 +123,258 @@ def convert_file(
         sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         if patterns is not None and not (sequence and all(isinstance(pattern, str) for pattern in patterns)):
             raise DTypeError(f"{what} is {patterns!r}", expected="a list of patterns")
+    to = _target(recipe, dict(options or {}), columnwise)
+    weights = None if model is None else to.weights_of(model, include, exclude)
+    include, exclude = (include, exclude) if model is None else (None, None)
+    state, metadata = _read(source, prefix)
+    with named(as_path(source)):
+        chosen, skipped = _chosen(state, to, weights, include, exclude)
+        ways, made, before, after = _convert_all(state, to, chosen, progress or (lambda read, total: None))
+    save_file(made, target, metadata=metadata)
+    kinds = {kind: tuple(name for name in ways if ways[name] == kind) for kind in _KINDS}
+    return Conversion(to.name, **kinds, skipped=skipped, bytes_before=before, bytes_after=after)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What tensors become: quantized by a recipe, or else high precision of a dtype."""
+
+    name: str
+    recipe: Recipe | None = None
+    dtype: torch.dtype | None = None
+    columnwise: bool = False
+
+    def weights_of(self, model: torch.nn.Module, include: _Patterns, exclude: _Patterns) -> set[str]:
+        """The names of the weights of a model's layers that the recipe serves, once it is converted."""
+        if self.recipe is None:
+            raise OptionError(f"a model, to convert to {self.name}", expected="a model for a recipe alone")
+        layers = convert(model, self.recipe, include=include, exclude=exclude).named_modules(remove_duplicate=False)
+        found = {name for name, m in layers if isinstance(m, Linear) and m.recipe is self.recipe}
+        return {f"{name}.weight".lstrip(".") for name in found}
+
+    def convert(self, name: str, value: Any, chosen: bool) -> tuple[str, Any]:
+        """What becomes of a tensor, in the word for it, and the tensor."""
+        quantized = isinstance(value, QuantizedTensorStorage)
+        if self.recipe is None or not chosen:
+            dtype = self.dtype if chosen and self.dtype else value.dtype
+            way = "dequantized" if quantized else "copied" if dtype == value.dtype else "cast"
+            return way, value.dequantize(torch.float32).to(dtype) if quantized else value.to(dtype)
+        quantizer = self.recipe.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
+        quantizer.set_usage(rowwise=True, columnwise=self.columnwise)
+        quantizer.internal = False
+        what, remedy = f"{name!r} of shape {tuple(value.shape)} cannot be quantized", "exclude it, or tell its authors"
+        with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
+            if quantized and _was_made_by(quantizer, name, value):
+                return "copied", value
+            values = value.dequantize(torch.float32) if quantized else value
+            quantizer.initialize(values)
+            return "quantized", quantizer.quantize(values, dtype=value.dtype)
+
+    def keeps_state(self, state: dict[str, Any]) -> bool:
+        """Whether the scaling state of a file is the recipe's: of its buffers, beside weights of its quantizer."""
+        if self.recipe is None or not self.recipe.stateful:
+            return False
+        role = QuantizerRole("linear", "weight")
+        made: Any = self.recipe.make_state([role])
+        layers: dict[str, set[str]] = {}
+        for layer, _, buffer in (f".{name}".rpartition(f".{_STATE}.") for name in state if _is_scaling_state(name)):
+            layers.setdefault(layer, set()).add(buffer)
+        ours = class_name(type(self.recipe.quantizer(role)))
+        entries = [flatten_tensor(n, v)[1] for n, v in state.items() if isinstance(v, QuantizedTensorStorage)]
+        same = all(entry.get("quantizer") == ours for entry in entries)
+        return same and all(isinstance(made, torch.nn.Module) and of == {*made.state_dict()} for of in layers.values())
+
+
+def _target(recipe: Recipe | str, options: dict[str, Any], columnwise: bool) -> _Target:
+    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
+        return _Target(recipe, get_recipe(recipe, **options), columnwise=columnwise)
+    if options:
+        raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
+    if isinstance(recipe, Recipe):
+        return _Target(recipe.name, recipe, columnwise=columnwise)
+    if not isinstance(recipe, str):
+        expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
+        raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
+    return _Target(recipe, dtype=HIGH_PRECISION_NAMES[recipe])
+
+
+def _read(source: str | os.PathLike[str], prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors whose names begin with a prefix, by what follows it, and the texts of the file."""
     if not isinstance(prefix, str):
         raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
-    name, to = _target(recipe, dict(options or {}))
-    weights: set[str] | None = None
-    if model is not None:
-        if not isinstance(to, Recipe):
-            raise OptionError(f"a model, to convert to {name}", expected="a model for a recipe alone")
-        layers = convert(model, to, include=include, exclude=exclude).named_modules(remove_duplicate=False)
-        weights = {f"{layer}.weight".lstrip(".") for layer, m in layers if isinstance(m, Linear) and m.recipe is to}
-        include = exclude = None
-    every, metadata = read_state(as_path(source))
+    every, metadata = read_state(source)
     state = {
         n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix) and (n != prefix or not prefix)
     }
     if prefix and not state:
-        starts = sorted({f"{each.partition('.')[0]}." for each in every if "." in each})[:8]
-        what, expected = f"no tensor has a name that begins with {prefix!r}", f"one of {', '.join(map(repr, starts))}"
-        raise OptionError(what, expected=expected if starts else "no prefix")
-    with named(as_path(source)):
-        chosen, skipped = _chosen(state, to, include, weights)
-        for pattern in exclude or ():
-            chosen -= _fitting(state, pattern)
-        kept = _keeps_state(state, to)
-        ways: dict[str, str] = {}
-        made: dict[str, Any] = {}
-        read: dict[Any, int] = {}
-        written: dict[Any, tuple[str, Any]] = {}
-        total = sum({_place(value): value.nbytes for value in state.values()}.values())
-        for each, value in state.items():
-            if progress is not None:
-                progress(sum(read.values()), total)
-            # Those that are one tensor in the source and become the same are one.
-            place = (_place(value), each in chosen)
-            read[place[0]] = value.nbytes
-            if _STATE in each.split(".") and not kept:
-                ways[each] = "dropped"
-                continue
-            if place not in written:
-                with of_any_class(each), torch.no_grad():
-                    written[place] = _converted(each, value, to if each in chosen else None, columnwise)
-            ways[each], made[each] = written[place]
-        if progress is not None:
-            progress(total, total)
-    save_file(made, target, metadata=metadata)
-    after = sum(value.nbytes for _, value in written.values())
-    kinds = ("quantized", "dequantized", "cast", "copied", "dropped")
-    quantized, dequantized, cast, copied, dropped = (tuple(n for n in ways if ways[n] == kind) for kind in kinds)
-    return Conversion(name, quantized, dequantized, cast, copied, dropped, skipped, total, after)
+        starts = ", ".join(sorted({f"{name.partition('.')[0] + '.'!r}" for name in every if "." in name})[:8])
+        what = f"no tensor has a name that begins with {prefix!r}"
+        raise OptionError(what, expected=f"one of {starts}" if starts else "no prefix")
+    return state, metadata
 
 
-def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | torch.dtype]:
-    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
-        return recipe, get_recipe(recipe, **options)
-    if options:
-        raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
-    if isinstance(recipe, Recipe):
-        return recipe.name, recipe
-    if not isinstance(recipe, str):
-        expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
-        raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
-    return recipe, HIGH_PRECISION_NAMES[recipe]
+def _chosen(
+    state: dict[str, Any], to: _Target, weights: set[str] | None, include: _Patterns, exclude: _Patterns
+) -> tuple[set[str], tuple[str, ...]]:
+    """The tensors to convert, and matrices that are left alone because they are named as embeddings."""
+    able: list[str] = []
+    for name, value in state.items():
+        with of_any_class(name):
+            able += [name] if value.dtype in HIGH_PRECISION and not _is_scaling_state(name) else []
+
+    def fitting(patterns: Sequence[str]) -> set[str]:
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in able):
+                what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
+                raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
+        return {name for name in able if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+    skipped: tuple[str, ...] = ()
+    quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}
+    if weights is not None:
+        if missing := sorted(weights - {*able}):
+            raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
+        chosen = weights
+    elif include is not None:
+        chosen = fitting(include)
+    elif to.recipe is None or quantized:
+        chosen = quantized if to.recipe else {*able}
+    else:
+        matrices = [name for name in able if state[name].dim() == 2 and f".{name}".endswith(".weight")]
+        tables = {_place(state[name]) for name in matrices if _EMBEDDING.search(name)}
+        skipped = tuple(name for name in matrices if _place(state[name]) in tables)
+        chosen = {*matrices} - {*skipped}
+    return chosen - fitting(exclude or ()), skipped
+
+
+def _convert_all(
+    state: dict[str, Any], to: _Target, chosen: set[str], progress: Callable[[int, int], None]
+) -> tuple[dict[str, str], dict[str, Any], int, int]:
+    """What became of each tensor, the tensors that are left, and the bytes of all before and after."""
+    keeps, ways, made = to.keeps_state(state), {}, {}
+    sizes = {_place(value): value.nbytes for value in state.values()}
+    total, read = sum(sizes.values()), 0
+    # Those that are one tensor in the source and become the same are one.
+    written: dict[Any, tuple[str, Any]] = {}
+    for name, value in state.items():
+        progress(read, total)
+        place = _place(value)
+        read += sizes.pop(place, 0)
+        if _is_scaling_state(name) and not keeps:
+            ways[name] = "dropped"
+            continue
+        key = (place, name in chosen)
+        if key not in written:
+            with of_any_class(name), torch.no_grad():
+                written[key] = to.convert(name, value, name in chosen)
+        ways[name], made[name] = written[key]
+    progress(total, total)
+    return ways, made, total, sum(value.nbytes for _, value in written.values())
+
+
+def _is_scaling_state(name: str) -> bool:
+    return f".{_STATE}." in f".{name}"
 
 
 def _place(value: Any) -> Any:
     """What two names of one tensor have in common."""
-    inner = value.inner_list() if isinstance(value, QuantizedTensorStorage) else [value]
-    return tuple(t if t is None else (t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in inner)
+    return tuple((t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in held_tensors(value))
 
 
-def _able(state: dict[str, Any]) -> list[str]:
-    """The tensors of values, which can be converted."""
-    able = []
-    for name, value in state.items():
-        with of_any_class(name):
-            able += [name] if value.dtype in HIGH_PRECISION and _STATE not in name.split(".") else []
-    return able
-
-
-def _fitting(state: dict[str, Any], pattern: str) -> set[str]:
-    able = _able(state)
-    found = {name for name in able if fnmatchcase(name, pattern)}
-    if not found:
-        what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
-        raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
-    return found
-
-
-def _chosen(
-    state: dict[str, Any], to: Recipe | torch.dtype, include: Sequence[str] | None, weights: set[str] | None
-) -> tuple[set[str], tuple[str, ...]]:
-    """The tensors to convert, and those that are left alone for their names."""
-    able = set(_able(state))
-    quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}
-    if weights is not None:
-        if missing := sorted(weights - able):
-            raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
-        return weights, ()
-    if include is not None:
-        return {name for pattern in include for name in _fitting(state, pattern)}, ()
-    if isinstance(to, torch.dtype) or quantized:
-        return able if isinstance(to, torch.dtype) else quantized, ()
-    matrices = [n for n, value in state.items() if n in able and value.dim() == 2 and f".{n}".endswith(".weight")]
-    tables = {_place(state[name]) for name in matrices if _EMBEDDING.search(name)}
-    skipped = tuple(name for name in matrices if _place(state[name]) in tables)
-    return set(matrices) - set(skipped), skipped
-
-
-def _converted(name: str, value: Any, to: Recipe | torch.dtype | None, columnwise: bool) -> tuple[str, Any]:
-    quantized = isinstance(value, QuantizedTensorStorage)
-    if not isinstance(to, Recipe):
-        dtype = to or value.dtype
-        way = "dequantized" if quantized else "copied" if dtype == value.dtype else "cast"
-        return way, value.dequantize(torch.float32).to(dtype) if quantized else value.to(dtype)
-    quantizer = to.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
-    quantizer.set_usage(rowwise=True, columnwise=columnwise)
-    quantizer.internal = False
-    try:
-        if quantized and _alike(name, value, quantizer):
-            return "copied", value
-        values = value.dequantize(torch.float32) if quantized else value
-        quantizer.initialize(values)
-        return "quantized", quantizer.quantize(values, dtype=value.dtype)
-    except OttavaError:
-        raise
-    except Exception as error:
-        what = f"{name!r} of shape {tuple(value.shape)} cannot be quantized: {error}"
-        raise UsageError(what, remedy="exclude it, or report it to the authors of the recipe") from error
-
-
-def _alike(name: str, value: Any, quantizer: Any) -> bool:
-    """Whether that quantizer with the same options has made a value, which gets the usages that are asked for."""
-    new = flatten_tensor(name, quantizer.make_empty(tuple(value.size()), dtype=value.dtype, device="meta"))[1]
-    old, origin = flatten_tensor(name, value)[1], origin_of_quantizer(quantizer)
-    same = _of_one_class(old.origin, origin) and old.origin.get("options", {}) == origin.get("options", {})
-    if not same or (old.cls, old.static) != (new.cls, new.static):
+def _was_made_by(quantizer: Any, name: str, value: Any) -> bool:
+    """Whether a quantizer of its class and options has made a value, which gets the usages that are asked for."""
+    empty = quantizer.make_empty(tuple(value.size()), dtype=value.dtype, device="meta")
+    old, new = flatten_tensor(name, value)[1], flatten_tensor(name, empty)[1]
+    if any(old.get(key) != new.get(key) for key in ("class", "static", "quantizer", "options")):
         return False
     with suppress(UsageError):
         value.update_usage(rowwise_usage=True, columnwise_usage=quantizer.columnwise_usage)
-    return bool(value.get_usages()["rowwise"]) and set(new.tensors) <= set(flatten_tensor(name, value)[0])
+    return bool(value.get_usages()["rowwise"]) and set(new["tensors"]) <= set(flatten_tensor(name, value)[0])
 
 
-def _keeps_state(state: dict[str, Any], to: Recipe | torch.dtype) -> bool:
-    """Whether the scaling state of a file is that of the recipe that it is converted to."""
-    if not isinstance(to, Recipe) or not to.stateful:
-        return False
-    role = QuantizerRole("linear", "weight")
-    made: Any = to.make_state([role])
-    known = set(made.state_dict()) if isinstance(made, torch.nn.Module) else set()
-    layers: dict[str, set[str]] = {}
-    for layer, found, buffer in (f".{name}".rpartition(f".{_STATE}.") for name in state):
-        layers.setdefault(layer, set()).update([buffer] if found else [])
-    origin = origin_of_quantizer(to.quantizer(role))
-    olds = [flatten_tensor(n, v)[1].origin for n, v in state.items() if isinstance(v, QuantizedTensorStorage)]
-    return all(found in (known, set()) for found in layers.values()) and all(_of_one_class(old, origin) for old in olds)
+def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The state dict at ``path``, checked, and mapped where the files allow that, and other texts of the file.
+
+    It is a safetensors file, a folder of such with an index, a file of ``torch.save``, or a sharded checkpoint. Of what
+    each rank of that had of its own it is rank 0's; of what the next step would have reduced, the largest of all.
+    Raises CheckpointError where it is none of these, or damaged.
+    """
+    place = as_path(path)
+    if (place / INDEX_NAME).is_file():
+        return _read_sharded(place), {}
+    if place.is_dir() and not (place / _SINGLE).is_file():
+        return _read_folder(place), {}
+    file = place / _SINGLE if place.is_dir() else place
+    if file.is_file() and looks_like(file)[1] == BY_TORCH:
+        return _read_pickled(file), {}
+    tensors, metadata = read_tensors(file)
+    with named(file):
+        state = unflatten_state_dict(tensors, metadata)
+    return state, {key: text for key, text in metadata.items() if not key.startswith(METADATA_KEY)}
 
 
-def _of_one_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether quantizers of one class made both; of that, the first version named the package alone."""
-    key = "quantizer" if "quantizer" in old else "package"
-    return bool(old.get(key, "") == new.get(key))
+def _read_folder(folder: Path) -> dict[str, Any]:
+    """safetensors files with an index of which tensor is in which, as large models are published."""
+    index = folder / _FOLDER_INDEX
+    if not index.is_file():
+        what = f"{folder} has neither {_FOLDER_INDEX}, {_SINGLE} nor {INDEX_NAME}"
+        raise CheckpointError(what, expected="a folder of tensors")
+    with translated(f"{index} is damaged", "names of files by tensor"):
+        missing: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        files = sorted({Path(file) for file in missing.values()})
+    state: dict[str, Any] = {}
+    for file in files:
+        if file.name != str(file):
+            raise CheckpointError(f"{index} names {str(file)!r}", expected="files in the same folder")
+        tensors, metadata = read_tensors(folder / file)
+        with named(folder / file):
+            state |= unflatten_state_dict(tensors, metadata)
+        missing = {name: there for name, there in missing.items() if there != file.name or name not in tensors}
+    for name, there in missing.items():
+        raise CheckpointError(f"{folder / there} has no tensor {name!r}", expected=f"what {index} says")
+    return state
+
+
+def _read_sharded(path: Path) -> dict[str, Any]:
+    from ottava.checkpoint.storage import FolderReader
+
+    reader = FolderReader(path)
+    for name in reader.index.files:
+        reader.file(name, verify=True)
+    others = {name for names in reader.index.description["per_rank"].values() for name in names[1:]}
+    tensors = {name: reader.whole(name) for name in sorted(reader.index.tensors) if name not in others}
+    text = json.dumps({"version": 1, "quantized": reader.index.description["quantized"]})
+    with named(path):
+        return unflatten_state_dict(tensors, {METADATA_KEY: text})
+
+
+def _read_pickled(path: Path) -> dict[str, Any]:
+    """The state dict in a file of ``torch.save``, of which no code is run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # files of old versions of torch cannot be mapped
+                state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the code.
+        needs = re.search(r"GLOBAL ([\w.]+)", str(error))
+        code = f"it needs code to be run{f' ({needs[1]})' if needs else ''}"
+        why = code if needs or "Weights only" in str(error) else (str(error).splitlines() or [repr(error)])[0][:200]
+        what, remedy = f"{path} cannot be read as a file of torch.save: {why}", "torch.save(model.state_dict(), path)"
+        raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}", expected="a state dict of tensors")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            what, remedy = f"{path}: {name!r} is a {type(value).__name__}", "save the state dict of the model by itself"
+            raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy)
+        for tensor in held_tensors(value):
+            if tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided:
+                raise CheckpointError(f"{path}: {name!r} is on meta, sparse or nested", expected="dense tensors")
+            # Strides are the file's word: a small file could ask for any amount of memory.
+            if tensor.nbytes > tensor.untyped_storage().nbytes():
+                what = f"{path}: {name!r} of shape {tuple(tensor.shape)} has more elements than it has memory"
+                raise CheckpointError(what, expected="no expanded views", remedy="save .contiguous() copies")
+    return state

@@ -1,41 +1,186 @@
-"""safetensors files, by their library: written from tensors by name, and mapped, so that only what is used is read.
+"""safetensors files, by their library, and how a file or a folder appears under its name: whole, or not at all.
 
-Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors, and ``ottava.crc32`` is the checksum
-of all else. One without the other is damage, so that no single error makes another tool's file, which nobody can check.
+Files are written from tensors by name, and mapped, so that only what is used is read. Two entries of metadata are
+Ottava's: ``ottava`` describes the quantized tensors, and ``ottava.crc32`` is the checksum of all else. One without the
+other is damage, so that no single error makes another tool's file, which nobody can check.
+
+What is written goes to a hidden folder beside its place, and one rename gives it its name. The folder is locked while
+its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import hashlib
 import json
 import os
+import secrets
+import shutil
 import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
-from ottava.checkpoint.paths import Partial, as_path, check_file_target, remove_leftovers, sync
-from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
+from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError, text_of
 
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 # What the first version wrote in the place of the checksum: those of the header and of each tensor.
 _DIGEST_KEY = "ottava.digest"
 # By torch's own names. Asking torch for a name that a file gives would import modules of that name.
 TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
-_THREADS_FROM = 64 << 20
-_BY_TORCH = "torch.load(path, weights_only=True) reads it, and `ottava export` converts it"
+BY_TORCH = "torch.load(path, weights_only=True) reads it, and `ottava export` converts it"
 _LOOKS_LIKE = (
-    (b"PK\x03\x04", "a file of torch.save", _BY_TORCH),
-    (b"\x80", "a pickle", _BY_TORCH),
+    (b"PK\x03\x04", "a file of torch.save", BY_TORCH),
+    (b"\x80", "a pickle", BY_TORCH),
     (b"GGUF", "a GGUF file", "convert it to safetensors"),
     (b"version https://git-lfs", "a pointer of Git LFS, not the file itself", "run `git lfs pull`"),
 )
+
+
+@contextlib.contextmanager
+def translated(
+    what: str, expected: str, remedy: str = "", *, to: type[OttavaError] = CheckpointError, of: Any = Exception
+) -> Iterator[None]:
+    """What anybody's code raises, or some kinds of it, as an error of Ottava; those pass."""
+    try:
+        yield
+    except OttavaError:
+        raise
+    except of as error:
+        kind = "" if isinstance(error, (OSError, RuntimeError)) else f"{type(error).__name__}: "
+        raise to(f"{what}: {kind}{text_of(error)}", expected=expected, remedy=remedy) from error
+
+
+@contextlib.contextmanager
+def named(what: object) -> Iterator[None]:
+    """Errors of Ottava name the file, or the tensor."""
+    try:
+        yield
+    except OttavaError as error:
+        if str(what) in error.what:
+            raise
+        raise type(error)(f"{what}: {error.what}", expected=error.expected, remedy=error.remedy) from error
+
+
+def of_any_class(name: str) -> contextlib.AbstractContextManager[None]:
+    """The class of a quantized tensor may be anybody's, and what a file says to it anything: CheckpointError."""
+    return translated(f"{name!r} has no values", "a tensor that can be loaded or dequantized")
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """``path`` as a ``Path``; raises DTypeError where it is none."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise DTypeError(f"the path is a {type(path).__name__}", expected="a path")
+    return Path(path)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a file or a folder, to read."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk; some file systems keep names by themselves and refuse."""
+    with opened(path) as descriptor, contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+        os.fsync(descriptor)
+
+
+class Partial:
+    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target."""
+
+    path = target = Path()
+    _lock = -1
+
+    def __init__(self, target: Path) -> None:
+        self.path = self.target = Path(os.path.abspath(target))
+        # Until it is locked another writer may take the folder for a leftover and remove it.
+        while not self._is_held():
+            self.discard()
+            self.path = self.target.with_name(f"{_start(self.target)}{secrets.token_hex(8)}.partial")
+            os.mkdir(self.path)
+
+    def _is_held(self) -> bool:
+        if self.path == self.target:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            self._lock = os.open(self.path, os.O_RDONLY)
+        return self._lock >= 0 and _locked(self._lock) is not False and self.path.exists()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.discard()
+
+    def __del__(self) -> None:
+        # An interrupt may come before the block begins, or as it ends.
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the folder and give the lock up."""
+        if self.path != self.target:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            descriptor, self._lock = self._lock, -1
+            os.close(descriptor)
+
+    def put_file(self, name: str) -> None:
+        """Give a file in the folder, which is on the disk, the name of the target."""
+        with contextlib.suppress(FileNotFoundError):
+            # Who may read the old one may read the new one.
+            os.chmod(self.path / name, stat.S_IMODE(os.stat(self.target).st_mode))
+        os.replace(self.path / name, self.target)
+        sync(self.target.parent)
+
+
+def _locked(descriptor: int) -> bool | None:
+    """Whether a folder could be locked; None where no locks are to be had, and so nobody removes what others left."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _start(target: Path) -> str:
+    """How the hidden folders of writers of ``target`` begin: of two targets never alike, however long the names."""
+    digest = hashlib.blake2b(os.fsencode(target.name), digest_size=8).hexdigest()
+    return f".{target.name[:40]}-{digest}."
+
+
+def remove_leftovers(target: Path, start: str = "") -> None:
+    """Remove the hidden folders beside ``target`` whose writers were killed: those of this target, or with a start."""
+    target = Path(os.path.abspath(target))
+    for entry in list(target.parent.iterdir()):
+        if entry.name.startswith(start or _start(target)) and entry.name.endswith(".partial"):
+            with contextlib.suppress(OSError), opened(entry) as descriptor:
+                if _locked(descriptor):
+                    shutil.rmtree(entry, ignore_errors=True)
+
+
+def check_file_target(path: Path) -> Path:
+    """Where a file of that name is written, which is what a link leads to; UsageError where that is no regular file."""
+    with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError):
+        place = Path(os.path.realpath(path))
+        mode = os.stat(place).st_mode if os.path.lexists(place) else stat.S_IFREG
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise UsageError(f"{path} cannot be written: it is {what}", expected="a new name, or a file to replace")
+    return place
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -48,10 +193,8 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else "on meta" if tensor.is_meta else f"of layout {tensor.layout}"
         raise DTypeError(f"{name!r} is {kind}", expected="a dense tensor with values", remedy="save what it is made of")
-    try:
+    with translated(f"{name!r} is of {tensor.dtype}", "a dtype that safetensors has", to=DTypeError):
         TensorSpec(dtype=dtype_name(tensor.dtype), shape=[0], data_ptr=0, data_len=0)
-    except SafetensorError as error:
-        raise DTypeError(f"{name!r} is of {tensor.dtype}", expected="a dtype that safetensors has") from error
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,11 +205,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def in_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor where it is contiguous and on the CPU, else a copy that is; DTypeError where it has no bytes."""
     check_dense(name, tensor)
-    try:
+    with translated(f"{name!r} is a {type(tensor).__name__}", "a plain tensor", to=DTypeError, of=RuntimeError):
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         plain.data_ptr()  # a wrapper has none, and says so
-    except RuntimeError as error:
-        raise DTypeError(f"{name!r} is a {type(tensor).__name__}: {error}", expected="a plain tensor") from error
     return plain
 
 
@@ -81,23 +222,15 @@ def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -
     The JSON is ``[metadata, tensors]``, sorted by name and without spaces: the texts but for the checksum, and
     ``[dtype, shape, CRC-32 of the bytes]`` by name, with torch's names of dtypes.
     """
-    sums: Iterator[int] = map(crc32_of, tensors.values())
-    if sum(tensor.nbytes for tensor in tensors.values()) > _THREADS_FROM:
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            sums = threads.map(crc32_of, tensors.values())
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        sums = threads.map(crc32_of, tensors.values())
     about = {n: [dtype_name(t.dtype), list(t.shape), crc] for (n, t), crc in zip(tensors.items(), sums, strict=True)}
     texts = {key: text for key, text in metadata.items() if key != CHECKSUM_KEY}
     return f"{zlib.crc32(json.dumps([texts, about], sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU, meanwhile.
-
-    Raises:
-        DTypeError: a tensor is none that the format has.
-        UsageError: a name is not possible.
-        OSError: the file cannot be written.
-    """
+    """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU, meanwhile."""
     plain = {name: in_memory(name, tensor) for name, tensor in tensors.items()}
     for name in plain:
         if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
@@ -133,41 +266,28 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def put_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """:func:`write_tensors` as the file ``path``, which appears whole or not at all; one that is there is replaced.
-
-    Raises:
-        DTypeError, UsageError: as of that; or ``path`` is no regular file, or cannot be written.
-    """
+    """:func:`write_tensors` as the file ``path``, which appears whole or not at all; one that is there is replaced."""
     place = check_file_target(as_path(path))
-    try:
+    expected = "a file in an existing folder, and room for it"
+    with translated(f"{path} cannot be written", expected, to=UsageError, of=OSError):
         with Partial(place) as partial:
             write_tensors(partial.path / "tensors", tensors, metadata)
             partial.put_file("tensors")
-    except OSError as error:
-        what = f"{path} cannot be written: {error}"
-        raise UsageError(what, expected="a file in an existing folder, and room for it") from error
     remove_leftovers(place)
 
 
 def read_tensors(path: str | os.PathLike[str], *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors of a file, mapped into memory, on the CPU and in the order of their bytes, and its metadata.
 
-    Args:
-        path: the file. Nothing in it is trusted; memory is bounded by its size.
-        verify: whether the bytes are compared with the checksum, which reads all of them.
-
-    Raises:
-        CheckpointError: it is not a whole safetensors file, is damaged, or was replaced while it was read.
-        DTypeError: ``path`` is no path.
+    Nothing in it is trusted; memory is bounded by its size. With ``verify`` its bytes are compared with the checksum.
+    Raises CheckpointError where it is no whole safetensors file, is damaged, or was replaced while it was read.
     """
     place = as_path(path)
     before = _identity(place)
-    tensors: dict[str, Any] = {}
-    metadata: dict[str, str] = {}
     try:
         try:
             with safe_open(place, "pt") as file:
-                metadata = file.metadata() or {}
+                metadata: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
             _check(place, tensors, metadata, verify)
         finally:
@@ -175,18 +295,16 @@ def read_tensors(path: str | os.PathLike[str], *, verify: bool = True) -> tuple[
             if _identity(place) != before:
                 what = f"{place} was replaced while it was read"
                 raise CheckpointError(what, expected="one file", remedy="load it again")
+    except OttavaError:
+        raise
     except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
-        if isinstance(error, OttavaError):
-            raise
         raise _foreign(place, error) from error
     return tensors, metadata
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    try:
+    with translated(f"{path} cannot be read", "a safetensors file"):
         found = path.stat()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", expected="a safetensors file") from error
     # Opening a pipe would wait for its other end.
     if not stat.S_ISREG(found.st_mode):
         what, remedy = ("a folder", "name one of its files") if path.is_dir() else ("no regular file", "")
@@ -214,41 +332,21 @@ def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
             raise CheckpointError(f"{path}: tensor {name!r} has values besides 0 and 1", expected="booleans")
 
 
-def _foreign(path: Path, error: Exception) -> CheckpointError:
-    """The error for a file that the library refuses."""
+def looks_like(path: Path) -> tuple[str, str]:
+    """What a file that is no safetensors file seems to be, and what to do with it; empty texts where nobody knows."""
     start = b""
     with contextlib.suppress(OSError), path.open("rb") as file:
         start = file.read(64)
-        if not start:
-            return CheckpointError(f"{path}: the file is empty", expected="a safetensors file")
-    for magic, what, remedy in _LOOKS_LIKE:
-        if start.startswith(magic) and start[8:9] != b"{":
-            return CheckpointError(f"{path}: this looks like {what}", expected="a safetensors file", remedy=remedy)
-    why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return CheckpointError(f"{path} is damaged, or no safetensors file: {why}", expected="a whole safetensors file")
+    found = [(what, remedy) for magic, what, remedy in _LOOKS_LIKE if start.startswith(magic) and start[8:9] != b"{"]
+    return (found or [("", "")])[0]
 
 
-@contextlib.contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Errors name the file."""
-    try:
-        yield
-    except OttavaError as error:
-        if str(path) in error.what:
-            raise
-        raise type(error)(f"{path}: {error.what}", expected=error.expected, remedy=error.remedy) from error
-
-
-@contextlib.contextmanager
-def of_any_class(name: str) -> Iterator[None]:
-    """The class of a quantized tensor may be anybody's, and what a file says to it anything: CheckpointError."""
-    try:
-        yield
-    except OttavaError:
-        raise
-    except Exception as error:
-        what = f"{name!r} has no values: {type(error).__name__}: {error}"
-        raise CheckpointError(what, expected="a tensor that can be loaded or dequantized") from error
+def _foreign(path: Path, error: Exception) -> CheckpointError:
+    """The error for a file that the library refuses."""
+    what, remedy = looks_like(path)
+    why = "the file is empty" if _identity(path)[2] == 0 else (str(error).splitlines() or [type(error).__name__])[0]
+    what = f"this looks like {what}" if what else f"it is damaged, or no safetensors file: {why[:200]}"
+    return CheckpointError(f"{path}: {what}", expected="a whole safetensors file", remedy=remedy)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,24 +1,63 @@
 """State dicts with quantized tensors as plain tensors by name, for whatever takes such, by the storage declaration.
 
 A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held, in the dtype that
-its bytes have, so that other tools read them. Of a sharded one, inner tensors that are gathered are sharded as it is,
-in rows or blocks of rows; those that serve every usage are equal on all ranks; those that derive from others, a
-transpose for example, are left out.
+its bytes have, so that other tools read them, and a description: text that is checked before anything is built from it.
+Of a sharded one, inner tensors that are gathered are sharded as it is, in rows or blocks of rows; those that serve
+every usage are equal on all ranks; those that derive from others, a transpose for example, are left out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.description import Described, Description, flatten_tensor, unflatten_tensor
-from ottava.checkpoint.files import METADATA_KEY, check_dense
-from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError
-from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage
+from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name, named, translated
+from ottava.errors import CheckpointError, DTypeError, OttavaError, ShapeError, UsageError
+from ottava.recipes.registry import plugin_statuses
+from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
+
+#: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are
+#: held, the static fields by argument, and what quantized it, as far as that is known.
+Entry = dict[str, Any]
+_ORIGIN = {"quantizer": str, "package": str, "version": str, "options": dict}
+_VERSION = 1
+
+
+def check_entry(entry: Any) -> Entry:
+    """The entry of a quantized tensor; raises ValueError, KeyError or TypeError where it is of another kind."""
+    kinds = {"class": str, "tensors": list, "static": dict} | {key: _ORIGIN[key] for key in _ORIGIN if key in entry}
+    texts = all(isinstance(argument, str) for argument in entry["tensors"])
+    if not texts or not all(isinstance(entry[key], kind) for key, kind in kinds.items()):
+        raise ValueError("it is of another kind")
+    return dict(entry)
+
+
+def encode_description(quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None) -> str:
+    """As text: the quantized tensors, and names of tensors that are stored under another name."""
+    body = {"quantized": quantized, "version": _VERSION} | ({"aliases": aliases} if aliases else {})
+    return json.dumps(body, sort_keys=True)
+
+
+def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    with translated("the metadata of quantized tensors is damaged", "what was saved"):
+        read: Any = json.loads(text)
+        version, aliases = read["version"], read.get("aliases", {})
+        if version == _VERSION:
+            if not all(isinstance(stored, str) for stored in aliases.values()):
+                raise ValueError("a name is no text")
+            return {name: check_entry(entry) for name, entry in read["quantized"].items()}, aliases
+    what = f"the metadata of quantized tensors has version {version!r:.80}"
+    raise CheckpointError(what, expected=f"version {_VERSION}", remedy="read it with the ottava that wrote it")
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -32,47 +71,41 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.T
         UsageError: two tensors would have one name, or a quantized tensor holds no data.
         ShapeError, UsageError: the inner tensors of a sharded quantized tensor cannot be sharded as it is.
     """
-    tensors, description = described_state(state_dict)
-    return tensors, {METADATA_KEY: description.encode()}
+    tensors, quantized = flatten_values(state_dict)
+    return tensors, {METADATA_KEY: encode_description(quantized)}
 
 
-def described_state(state_dict: Mapping[str, Any], *, once: bool = False) -> tuple[dict[str, Any], Description]:
-    """As :func:`flatten_state_dict`, with the description before it is text.
-
-    Args:
-        state_dict: tensors by name.
-        once: whether a tensor that is wholly another one, earlier in the state, is an alias of that.
-    """
+def flatten_values(
+    state_dict: Mapping[str, Any], *, derived: bool = True
+) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
+    """As :func:`flatten_state_dict`, with the descriptions before they are text, and on demand without what derives
+    from the elements of tensors that are not sharded either."""
     if not isinstance(state_dict, Mapping):
         raise DTypeError(f"the state dict is a {type(state_dict).__name__}", expected="a mapping of names to tensors")
     tensors: dict[str, torch.Tensor] = {}
-    quantized: dict[str, Described] = {}
+    quantized: dict[str, Entry] = {}
     for name, value in state_dict.items():
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
             raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
-        if once and hasattr(value, "to_local"):
-            remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
-            raise DTypeError(f"{name!r} is sharded", expected="whole tensors", remedy=remedy)
-        made, entry = flatten_value(name, value, derived=not hasattr(value, "to_local"))
-        add_tensors(tensors, made)
+        made, entry = _flatten_value(name, value, derived and not hasattr(value, "to_local"))
+        if taken := made.keys() & tensors.keys():
+            raise UsageError(f"two tensors would have the name {min(taken)!r}", remedy="rename one of them")
+        tensors |= made
         if entry is not None:
             quantized[name] = entry
+    return tensors, quantized
+
+
+def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The names of tensors that are wholly another one, which comes earlier, and the names of those."""
     seen: dict[Any, str] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in tensors.items() if once else ():
+    for name, tensor in tensors.items():
         if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
             place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
             if (first := seen.setdefault(place, name)) != name:
                 aliases[name] = first
-    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, Description(quantized, aliases)
-
-
-def add_tensors(tensors: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Add tensors by name; raises UsageError where there is one of that name."""
-    for name, tensor in more.items():
-        if name in tensors:
-            raise UsageError(f"two tensors would have the name {name!r}", remedy="rename one of them")
-        tensors[name] = tensor
+    return aliases
 
 
 def unflatten_state_dict(
@@ -87,45 +120,141 @@ def unflatten_state_dict(
             class of a package that is not installed, which it names.
         OttavaError: the tensors do not fit together, in the words of the class.
     """
-    description = Description.decode((metadata or {}).get(METADATA_KEY))
-    left: dict[str, Any] = dict(tensors)
-    state: dict[str, Any] = {}
-    at = {name: number for number, name in enumerate(tensors)}
-    for alias, stored in description.aliases.items():
+    text = (metadata or {}).get(METADATA_KEY)
+    quantized, aliases = ({}, {}) if text is None else _decode_description(text)
+    state: dict[str, Any] = dict(tensors)
+    for alias, stored in aliases.items():
         if stored not in tensors or alias in tensors:
-            what = (
-                f"{alias!r} is said to be {stored!r}, which is {'stored beside it' if stored in tensors else 'missing'}"
-            )
+            why = "stored beside it" if stored in tensors else "missing"
+            what = f"{alias!r} is said to be {stored!r}, which is {why}"
             raise CheckpointError(what, expected="one of them", remedy="the metadata is damaged")
-        left[alias], at[alias] = tensors[stored], len(at)
-    for name, entry in description.quantized.items():
-        keys = {argument: f"{name}.{argument}" for argument in entry.tensors}
-        if missing := [key for key in keys.values() if key not in left]:
-            what = f"tensor {missing[0]!r} is missing"
-            raise CheckpointError(what, expected=f"every inner tensor of {name!r}")
-        at[name] = min((at[key] for key in keys.values()), default=0) if name not in at else at[name]
-        state[name] = unflatten_tensor(name, entry, {argument: left.pop(key) for argument, key in keys.items()})
-    if both := set(left) & set(state):
+        state[alias] = tensors[stored]
+    made = {name: unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
+    if both := state.keys() & made.keys():
         raise CheckpointError(f"{min(both)!r} is both a tensor and a quantized one", expected="one tensor of a name")
-    # In the order of the file.
-    return dict(sorted((left | state).items(), key=lambda item: at[item[0]]))
+    return state | made
 
 
-def flatten_value(name: str, value: Any, *, derived: bool) -> tuple[dict[str, torch.Tensor], Described | None]:
-    """A tensor as plain ones by name, sharded as it is; nothing is copied.
+def held_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that a quantized tensor holds; a plain one by itself."""
+    return [t for t in value.inner_list() if t is not None] if isinstance(value, QuantizedTensorStorage) else [value]
 
-    Args:
-        name: its name.
-        value: plain, quantized, or sharded (a DTensor) with a plain or quantized tensor on each rank.
-        derived: whether what derives from the elements of a quantized tensor is among them.
 
-    Returns:
-        Tensors by name, and what the quantized tensor is; None where it is not quantized.
+def flatten_tensor(name: str, value: QuantizedTensorStorage) -> tuple[dict[str, torch.Tensor], Entry]:
+    """The inner tensors of a quantized tensor by argument, in the dtypes of their bytes, and its entry."""
+    inner, spec = value.flatten_storage()
+    tensors = {}
+    for declared, tensor in zip(value.inner_tensors, inner, strict=True):
+        if tensor is not None:
+            native = native_dtype(value, declared)
+            tensors[declared.argument] = (tensor if native is None else tensor.view(native)).detach()
+    if not tensors:
+        raise UsageError(f"{name!r} holds no data", remedy="it was cleared or saved")
+    static = zip(spec.cls.all_static_fields(), spec.static, strict=True)
+    fields = {declared.argument: _encode_static(entry) for declared, entry in static}
+    origin = getattr(value, "_ottava_origin", None) or _distribution(type(value).__module__)
+    if isinstance(value._quantizer, Quantizer):
+        origin = _origin_of(value._quantizer)
+    return tensors, {"class": class_name(spec.cls), "tensors": list(tensors), "static": fields, **origin}
 
-    Raises:
-        DTypeError: it is nested, jagged, sparse, on meta, or of a dtype that files do not have.
-        ShapeError, UsageError: it is sharded in a way that no file could be resharded from.
-    """
+
+def unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
+    """A quantized tensor of inner tensors, which are taken out of tensors by name; it remembers its origin."""
+    for key in (f"{name}.{argument}" for argument in entry["tensors"]):
+        if key not in tensors:
+            raise CheckpointError(f"tensor {key!r} is missing", expected=f"every inner tensor of {name!r}")
+    cls = _find_class(name, entry)
+    unknown = set(entry["tensors"]) - {declared.argument for declared in cls.inner_tensors}
+    if unknown or not entry["tensors"]:
+        what = f"{name!r} has {f'unknown tensors {sorted(unknown)!r:.80}' if unknown else 'no tensors'}"
+        raise CheckpointError(what, expected="those of its class", remedy="the metadata is damaged")
+    held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
+    # A class of any author meets values that no code of its own has made.
+    with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
+        fields = {field.attribute: _decode_static(entry["static"][field.argument]) for field in cls.all_static_fields()}
+        if len(entry["static"]) != len(fields):
+            raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")
+        inner = [_as_held(declared, held.get(declared.argument), fields) for declared in cls.inner_tensors]
+        built: Any = StorageSpec(cls, tuple(fields.values()), None).build(inner)
+    built._ottava_origin = {key: entry[key] for key in _ORIGIN if key in entry}
+    return built  # type: ignore[no-any-return]
+
+
+def _as_held(declared: InnerTensor, tensor: torch.Tensor | None, fields: Mapping[str, Any]) -> torch.Tensor | None:
+    """An inner tensor as a storage holds it: 8-bit data as uint8."""
+    native = fields[declared.native] if isinstance(declared.native, str) else declared.native
+    if tensor is None or native is None:
+        return tensor
+    if not isinstance(native, torch.dtype) or native.itemsize != 1 or tensor.dtype not in (native, torch.uint8):
+        raise DTypeError(f"{declared.argument!r} is of {tensor.dtype}", expected=f"an 8-bit dtype, {native}")
+    return tensor.view(torch.uint8)
+
+
+def _encode_static(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, tuple):
+        return [_encode_static(entry) for entry in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise DTypeError(f"a static field holds a {type(value).__name__}", expected="a dtype, number, text or tuple")
+
+
+def _decode_static(value: Any) -> Any:
+    if isinstance(value, dict):
+        return TORCH_DTYPES[str(value["dtype"])]
+    return tuple(_decode_static(entry) for entry in value) if isinstance(value, list) else value
+
+
+def class_name(cls: type) -> str:
+    """``"module:Class"``."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _origin_of(quantizer: Quantizer) -> dict[str, Any]:
+    """The class of a quantizer, its distribution, and what tells it from others of the class: plain values that are
+    neither learnt nor a process's own."""
+    not_options = {"rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", *quantizer.process_attributes}
+    found = {"quantizer": class_name(type(quantizer)), **_distribution(type(quantizer).__module__)}
+    for name, value in sorted(vars(quantizer).items() if not quantizer.stateful else ()):
+        if name not in not_options and name[0] != "_" and value is not None:
+            with contextlib.suppress(DTypeError):
+                found.setdefault("options", {})[name] = _encode_static(value)
+    return found
+
+
+@functools.cache
+def _distribution(module: str) -> dict[str, Any]:
+    """Name and version of the distribution that has a module; nothing for modules of none, or of several."""
+    found = set(importlib.metadata.packages_distributions().get(module.partition(".")[0], []))
+    return {"package": min(found), "version": importlib.metadata.version(min(found))} if len(found) == 1 else {}
+
+
+def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
+    """The class of a described tensor, which was imported or which an installed recipe brings: nothing else is imported
+    because a file says so."""
+    module, _, attribute = entry["class"].partition(":")
+    package = module.partition(".")[0]
+    brings: list[str] = []
+    if entry["class"] not in storage_classes():
+        # A broken plugin, where all are required, must not keep a file from being read.
+        with contextlib.suppress(OttavaError):
+            factories = [spec.factory for status in plugin_statuses() for spec in status.recipes]
+            brings = [f.partition(":")[0] for f in factories if re.split(r"[.:]", f)[0] == package]
+    for place in (*brings, module) if brings else ():
+        # A module may make its classes when asked; one that cannot be imported is reported as the missing class.
+        with contextlib.suppress(Exception, SystemExit):
+            getattr(importlib.import_module(place), attribute, None)
+    found = storage_classes().get(entry["class"])
+    if found is None:
+        where = f"{entry.get('package') or f'the distribution of {package!r}'} {entry.get('version', '')}"
+        what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
+        raise CheckpointError(what, expected="its package", remedy=f"install {where.rstrip()}")
+    return found
+
+
+def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], Entry | None]:
+    """A tensor as plain ones by name, sharded as it is, and its entry where it is quantized; nothing is copied."""
     sharded = hasattr(value, "to_local")
     with torch.no_grad():
         local: Any = value.to_local() if sharded else value
@@ -141,40 +270,35 @@ def flatten_value(name: str, value: Any, *, derived: bool) -> tuple[dict[str, to
             what = f"{name!r} holds only what derives from its elements"
             raise UsageError(what, expected="rowwise data", remedy="keep the rowwise usage of weights")
         kept = {a: held[a] for a, inner in declared.items() if derived or not local.is_derived(inner)}
-        static = dict(described.static)
         if sharded:
             offsets = _box(name, value)
-            if "shape" in static:
-                static["shape"] = list(value.shape)
+            if "shape" in described["static"]:
+                described["static"]["shape"] = list(value.shape)
             for argument in [argument for argument in kept if declared[argument].gather]:
-                inner, tensor = declared[argument], kept[argument]
-                rows, first = sharded_rows(name, inner, tensor, tuple(local.shape), tuple(value.shape), offsets)
+                tensor = kept[argument]
+                shapes = tuple(local.shape), tuple(value.shape)
+                rows, first = sharded_rows(name, declared[argument], tensor, *shapes, offsets)
                 kept[argument], begin = _sharded(name, value, tensor, (rows, *tensor.shape[1:]))
                 if tensor.numel() and begin[0] != first:
                     what = f"the shards of {name!r} are no shards of {argument!r}"
                     raise ShapeError(what, expected="as many blocks on each rank but the last")
-        described = replace(described, tensors=tuple(kept), static=static)
+        described["tensors"] = list(kept)
         return {f"{name}.{argument}": tensor.detach() for argument, tensor in kept.items()}, described
 
 
 def _sharded(name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, Sequence[int]]:
     """A tensor of the mesh and placements of another one, and where in it this rank's shard begins."""
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    made = type(value).from_local(
-        local.detach(), value.device_mesh, value.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    sizes = {"shape": torch.Size(shape), "stride": stride}
+    made = type(value).from_local(local.detach(), value.device_mesh, value.placements, run_check=False, **sizes)
     return made, _box(name, made)
 
 
 def _box(name: str, value: Any) -> Sequence[int]:
     """Where in a sharded tensor this rank's box begins."""
-    try:
+    with translated(f"{name!r} cannot be saved in shards", "a sharded or replicated DTensor", to=UsageError):
         (box,) = value.__create_chunk_list__()
         fits = tuple(box.sizes) == tuple(value.to_local().shape) and not any(p.is_partial() for p in value.placements)
-    except (RuntimeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"{name!r} cannot be saved in shards: {error}", expected="a sharded or replicated DTensor"
-        ) from error
     if not fits:
         what = f"{name!r} is sharded in a way that makes no single box of it on this rank: {value.placements}"
         raise UsageError(what, expected="shards and replicas over a mesh with all ranks")
@@ -189,17 +313,10 @@ def sharded_rows(
     shape: Sequence[int],
     offsets: Sequence[int],
 ) -> tuple[int, int]:
-    """Rows that an inner tensor of the whole has, and the first one of this rank's shard of it.
+    """Rows that an inner tensor of the whole has, and the first one of this rank's shard of it, which is ``tensor``.
 
-    Args:
-        name: of the quantized tensor, for errors.
-        inner: the declaration.
-        tensor: this rank's inner tensor.
-        local: shape of this rank's shard of the quantized tensor.
-        shape, offsets: shape of the whole, and where in it the shard begins.
-
-    Raises:
-        ShapeError: the shards are not of rows, or cut blocks of rows in two.
+    ``local`` and ``shape`` are those of the quantized tensor's shard and whole, in which the shard begins at
+    ``offsets``. Raises ShapeError where the shards are not of rows, or cut blocks of rows in two.
     """
     if any(offset for offset in offsets[1:]) or tuple(local[1:]) != tuple(shape[1:]):
         raise ShapeError(f"{name!r} is sharded in columns", expected="shards of dimension 0")

@@ -11,10 +11,18 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, listed, named, of_any_class, put_tensors, read_tensors
-from ottava.checkpoint.flatten import described_state, unflatten_state_dict
-from ottava.checkpoint.paths import as_path
-from ottava.checkpoint.swap import check_writable, uninterrupted
+from ottava.checkpoint.files import (
+    METADATA_KEY,
+    as_path,
+    listed,
+    named,
+    of_any_class,
+    put_tensors,
+    read_tensors,
+    translated,
+)
+from ottava.checkpoint.flatten import aliases_of, encode_description, flatten_values, unflatten_state_dict
+from ottava.checkpoint.writing import check_writable, uninterrupted
 from ottava.errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
@@ -22,6 +30,7 @@ from ottava.recipes.state import RecipeState
 from ottava.tensors.quantizer import as_device
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
+from ottava.torch_private import may_refuse_to_load
 
 
 def save_file(
@@ -43,8 +52,14 @@ def save_file(
             disk is full. Then nothing has changed.
         DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
     """
-    tensors, description = described_state(state_dict, once=True)
-    put_tensors(path, tensors, {**(metadata or {}), METADATA_KEY: description.encode()})
+    for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
+        if hasattr(value, "to_local"):
+            remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
+            raise DTypeError(f"{name!r} is sharded", expected="whole tensors", remedy=remedy)
+    tensors, quantized = flatten_values(state_dict)
+    aliases = aliases_of(tensors)
+    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    put_tensors(path, stored, {**(metadata or {}), METADATA_KEY: encode_description(quantized, aliases)})
 
 
 def load_file(
@@ -68,10 +83,8 @@ def load_file(
         OttavaError: the tensors do not fit together.
     """
     place = as_device(device)
-    try:
+    with translated(f"device {str(place)!r} cannot be used", "a device that torch has", to=DeviceError):
         torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise DeviceError(f"device {str(place)!r} cannot be used: {str(error).splitlines()[0]}") from error
     tensors, metadata = read_tensors(path, verify=verify)
     with named(as_path(path)):
         return unflatten_state_dict({name: tensor.to(place) for name, tensor in tensors.items()}, metadata)
@@ -92,9 +105,10 @@ def load_model(
 ) -> tuple[list[str], ...]:
     """Load a safetensors file into a model's parameters and buffers, or change nothing.
 
-    The file is checked as a whole and compared with the model: names, shapes and kinds. Only then the model is written;
-    should a module refuse its values after all, or an interrupt come, what was written is undone. While that goes on, a
-    copy of the model is in memory, on the CPU.
+    The file is checked as a whole and compared with the model: names, shapes and kinds. Only then the model is written,
+    straight from the file; an interrupt waits for the end of that. Where a module could refuse its values after all (it
+    has hooks or a way of its own to load, or values are quantized for it), a copy of the model is on the CPU meanwhile,
+    and what was written is undone.
 
     A quantized tensor in the file is copied byte by byte into a parameter of the same kind. Into one of another kind,
     and from high precision, values are quantized by the parameter's own quantizer; into high precision they are
@@ -118,33 +132,30 @@ def load_model(
         raise OptionError(f"strict is {strict!r}", expected="True or False")
     targets: dict[str, Any] = _module(model).state_dict(keep_vars=True)
     for name, tensor in targets.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise DTypeError(f"{name!r} of the model is a {type(tensor).__name__}", expected="a tensor")
-        if hasattr(tensor, "to_local"):
-            raise DTypeError(f"{name!r} of the model is sharded", expected="whole tensors", remedy="use load_sharded")
+        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
+            kind = "sharded" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+            raise DTypeError(f"{name!r} of the model is {kind}", expected="whole tensors", remedy="use load_sharded")
         if tensor.is_meta:
-            remedy = "call model.to_empty first"
-            raise UsageError(f"{name!r} of the model is on meta", expected="memory to load into", remedy=remedy)
+            what, remedy = f"{name!r} of the model is on meta", "call model.to_empty first"
+            raise UsageError(what, expected="memory to load into", remedy=remedy)
     state: dict[str, Any] = load_file(path, verify=verify)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # Layers keep the state of a recipe that a region has yet to bring.
+    layers = [
+        (name, module) for name, module in modules.items() if isinstance(module, Linear) and module.recipe is None
+    ]
+    waiting = tuple(f"{n}.recipe_state.".lstrip(".") for n, layer in layers if "recipe_state" not in layer._modules)
     with named(as_path(path)):
-        # Layers keep the state of a recipe that a region has yet to bring.
-        modules = dict(model.named_modules(remove_duplicate=False))
-        waiting = tuple(
-            f"{name}.recipe_state.".lstrip(".")
-            for name, module in modules.items()
-            if isinstance(module, Linear) and module.recipe is None and "recipe_state" not in module._modules
-        )
         missing = [name for name in targets if name not in state and not name.startswith(waiting)]
         unexpected = [name for name in state if name not in targets and not name.startswith(waiting)]
         if strict and (missing or unexpected):
-            what = [f"the file misses {listed(missing)}"] if missing else []
-            what += [f"the model has no place for {listed(unexpected)}"] if unexpected else []
-            raise CheckpointError("; ".join(what), expected="the names of the model", remedy="strict=False leaves them")
-        for name in unexpected:
-            del state[name]
-        own: dict[str, Any] = {
-            f"{name}.": module for name, module in modules.items() if name and isinstance(module, RecipeState)
-        }
+            wrong = [f"the file misses {listed(missing)}"] if missing else []
+            wrong += [f"the model has no place for {listed(unexpected)}"] if unexpected else []
+            raise CheckpointError(
+                "; ".join(wrong), expected="the names of the model", remedy="strict=False leaves them"
+            )
+        state = {name: value for name, value in state.items() if name not in unexpected}
+        own: dict[str, Any] = {f"{n}.": m for n, m in modules.items() if n and isinstance(m, RecipeState)}
         for name in [name for name in state if name in targets and not name.startswith(tuple(own))]:
             with of_any_class(name):
                 state[name] = _fitting(name, targets[name], state[name])
@@ -199,27 +210,24 @@ def _try_recipe_state(prefix: str, module: torch.nn.Module, state: Mapping[str, 
     for name, value in found.items():
         if isinstance(value, QuantizedTensorStorage):
             raise DTypeError(f"{prefix + name!r} is quantized", expected="a plain tensor, as in the model")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
+        with translated(f"{prefix!r} cannot be loaded", "the state of its recipe", of=RuntimeError):
             copy.deepcopy(module).load_state_dict(found, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(f"{prefix!r} cannot be loaded: {error}", expected="the state of its recipe") from error
 
 
 def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    def kept(tensor: Any) -> Any:
-        def copied(plain: torch.Tensor) -> torch.Tensor:
-            return plain.to("cpu", copy=True)
-
-        return tensor.apply_to_inner(copied) if isinstance(tensor, QuantizedTensor) else copied(tensor)
-
+    """Have the modules load values that were compared with them, and undo what they loaded where one refuses."""
+    modules = list(model.modules())
+    waiting = [(module, module._loaded_state) for module in modules if isinstance(module, Linear)]
+    # The states of recipes were tried, and bytes that a tensor adopts are copied.
+    refusing = any(may_refuse_to_load(module) for module in modules if not isinstance(module, RecipeState))
+    for name in state.keys() & targets.keys():
+        adopts = isinstance(targets[name], QuantizedTensor) and isinstance(state[name], QuantizedTensor)
+        refusing |= not adopts and type(targets[name]) not in (torch.Tensor, torch.nn.Parameter)
     with torch.no_grad():
-        backup = [(tensor, kept(tensor)) for tensor in targets.values()]
-    waiting = [(module, module._loaded_state) for module in model.modules() if isinstance(module, Linear)]
+        backup = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()] if refusing else []
     try:
         with uninterrupted():
-            # Names were compared before.
             model.load_state_dict(state, strict=False)
     except BaseException as error:
         with uninterrupted(), torch.no_grad():
@@ -231,3 +239,10 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
             raise
         what = f"a module refuses its values: {error}"
         raise CheckpointError(what, expected="values that all modules take") from error
+
+
+def _on_the_cpu(tensor: Any) -> Any:
+    def copied(plain: torch.Tensor) -> torch.Tensor:
+        return plain.to("cpu", copy=True)
+
+    return tensor.apply_to_inner(copied) if isinstance(tensor, QuantizedTensor) else copied(tensor)

@@ -1,71 +1,168 @@
 """Sharded checkpoints over ``torch.distributed.checkpoint``: saved by any number of ranks, loaded by any other.
 
 Without an initialized process group, one process saves and loads the same format alone.
+
+What a nested state holds besides tensors is JSON, in which every node is a dict with one key that says what it is, so
+that nothing can be taken for something else.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from ottava.checkpoint.files import crc32_of, dtype_name, in_memory, listed
-from ottava.checkpoint.flatten import add_tensors, flatten_value
+from ottava.checkpoint.files import TORCH_DTYPES, as_path, crc32_of, dtype_name, in_memory, listed, translated
+from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
-from ottava.checkpoint.paths import as_path
-from ottava.checkpoint.ranks import Ranks
-from ottava.checkpoint.state import Merge, decode_tree, encode_tree, leaves
-from ottava.checkpoint.swap import Swap, check_writable
+from ottava.checkpoint.writing import check_writable, write_all
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.freshness import bump_version
 from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.torch_private import local_tensor
+
+_T = TypeVar("_T")
+
+
+class _Ranks:
+    """The ranks of a group, or this process alone: what one of them fails in, fails on all."""
+
+    def __init__(self, group: Any) -> None:
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        if self.alone and group is not None:
+            raise UsageError("a group is given but no process group is initialized", expected="group=None")
+        self.group = group
+        self.rank, self.world = (0, 1) if self.alone else (dist.get_rank(group), dist.get_world_size(group))
+        if self.rank < 0:
+            raise UsageError("this process is not in the group", expected="a group with all that save or load")
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        values = [value] * self.world
+        if not self.alone:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def each(self, function: Callable[[], _T]) -> _T:
+        """What ``function`` gives here, once it has succeeded on every rank; else an error on every rank."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        result: list[_T] = []
+        failure: BaseException | None = None
+        try:
+            result.append(function())
+        except CheckpointException as error:
+            failure = error.failures[self.rank][0] if self.rank in error.failures else None
+        except Exception as error:
+            failure = error
+        messages = self.gather(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")
+        return result[0]
+
+    def run(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
+        """A function of DCP, as in :meth:`each`."""
+        with warnings.catch_warnings():
+            # One process alone is what is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            self.each(lambda: function(*args, process_group=self.group, no_dist=self.alone, **options))
+
+
+def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> Any:
+    """A nested state as JSON; tensors are added to ``tensors`` and leave their names."""
+    name = ".".join(map(str, path))
+    if len(path) > 100:
+        raise DTypeError(f"{name[:50]!r} is nested too deep", expected="up to 100 levels")
+    if isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
+        if name in tensors:
+            raise UsageError(f"two tensors would have the name {name!r}", remedy="rename one of them")
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        for key in value:
+            if isinstance(key, bool) or not isinstance(key, (str, int)):
+                raise DTypeError(f"{name!r} has the key {key!r}", expected="text and integers as keys")
+        return {"dict": [[key, _encoded(entry, tensors, (*path, key))] for key, entry in value.items()]}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_encoded(entry, tensors, (*path, number)) for number, entry in enumerate(value)]}
+    if isinstance(value, torch.dtype):
+        return {"value": {"dtype": dtype_name(value)}}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"value": {"float": str(float(value))}}  # JSON has no infinities and no NaN
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    expected = "a tensor, number, text, bool, None or torch.dtype, or a dict, list or tuple of them"
+    raise DTypeError(f"{name!r} is a {type(value).__name__}", expected=expected, remedy="leave it out")
+
+
+def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError where it is none."""
+    ((kind, value),) = tree.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: _decoded(entry, tensors) for key, entry in value}
+    if kind in ("list", "tuple"):
+        entries = [_decoded(entry, tensors) for entry in value]
+        return tuple(entries) if kind == "tuple" else entries
+    if kind == "value" and isinstance(value, dict):
+        ((special, text),) = value.items()
+        return float(text) if special == "float" else TORCH_DTYPES[text]
+    return {"value": value}[kind]
+
+
+def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    """The leaves of a tree, tensors, values and empty containers, by the names that errors give them."""
+    ((kind, value),) = tree.items()
+    if kind in ("tensor", "value") or not value:
+        return {path.removeprefix("."): tree}
+    entries = value if kind == "dict" else enumerate(value)
+    return {name: leaf for key, entry in entries for name, leaf in _leaves(entry, f"{path}.{key}").items()}
+
+
+def _tensors_in(tree: Any) -> list[str]:
+    """The names of the tensors in a tree."""
+    return [leaf["tensor"] for leaf in _leaves(tree).values() if "tensor" in leaf]
+
+
+def _merged(target: Any, saved: Any) -> Any:
+    """A tree to load into with the values, but not the tensors, of a tree that was saved; what only it has it keeps."""
+    ((kind, mine),), ((other, theirs),) = target.items(), saved.items()
+    tensors = bool(_tensors_in(target) or _tensors_in(saved))
+    if kind == other == "dict" or (kind == other in ("list", "tuple") and (tensors or len(mine) == len(theirs))):
+        ours, found = (dict(of if kind == "dict" else enumerate(of)) for of in (mine, theirs))
+        made = {key: _merged(entry, found[key]) if key in found else entry for key, entry in ours.items()}
+        made |= {key: entry for key, entry in found.items() if key not in ours and not _tensors_in(entry)}
+        return {kind: list(made.items() if kind == "dict" else made.values())}
+    return target if tensors else saved
 
 
 class _Flat:
-    """A nested state as plain tensors by name, sharded as it is, and the rest as JSON; nothing is copied.
-
-    Attributes:
-        tree: the nested state with names in the place of tensors.
-        values: the tensors as they are in the state.
-        tensors: the plain tensors that they are made of.
-        owners: the name of the value that each of those belongs to.
-        quantized: what the quantized tensors are, for JSON.
-    """
+    """A nested state as JSON with the names of tensors, those tensors, and the plain ones that they are made of, each
+    with the name of its owner; nothing is copied."""
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, Mapping):
             raise DTypeError(f"the state is a {type(state).__name__}", expected="a dict")
         self.values: dict[str, Any] = {}
-        self.tensors: dict[str, Any] = {}
-        self.owners: dict[str, str] = {}
-        self.quantized: dict[str, Any] = {}
-        self.tree = encode_tree(state, self._take)
-
-    def _take(self, name: str, value: Any) -> None:
-        made, described = flatten_value(name, value, derived=False)
-        add_tensors(self.tensors, made)
-        self.values[name] = value
-        self.owners |= dict.fromkeys(made, name)
-        if described is not None:
-            self.quantized[name] = described.encode()
-
-    def written(self) -> None:
-        """Tell the quantized tensors that their bytes were written: what derives from them is outdated."""
-        for storage in (_local(self.values[name]) for name in self.quantized):
-            storage.mark_written()
-            if isinstance(storage, torch.Tensor):
-                bump_version(storage)
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if hasattr(value, "to_local") else value
+        self.tree = _encoded(state, self.values)
+        self.tensors, self.quantized = flatten_values(self.values, derived=False)
+        self.owners = {name: name for name in self.tensors}
+        for name, entry in self.quantized.items():
+            self.owners |= {f"{name}.{argument}": name for argument in entry["tensors"]}
 
 
 def save_sharded(
@@ -94,12 +191,12 @@ def save_sharded(
 
     from ottava.checkpoint.storage import FolderWriter
 
-    ranks = Ranks(group)
+    ranks = _Ranks(group)
     flat = ranks.each(lambda: _Flat(state))
     per_rank = _differing(flat, ranks)
     largest = [name for name in per_rank if is_reduced_by_max(name)]
     description = {"state": flat.tree, "quantized": flat.quantized, "per_rank": per_rank, "largest": largest}
-    writer = ranks.each(lambda: FolderWriter(path, overwrite=overwrite, description=description))
+    writer = ranks.each(lambda: FolderWriter(path, overwrite, description))
     tensors = {per_rank[name][ranks.rank] if name in per_rank else name: t for name, t in flat.tensors.items()}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
@@ -108,24 +205,23 @@ def save_sharded(
         writer.discard()
 
 
-def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
+def _differing(flat: _Flat, ranks: _Ranks) -> dict[str, list[str]]:
     """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files.
 
-    Raises:
-        UsageError: the ranks differ in what has to be equal.
+    Raises UsageError where the ranks differ in what has to be equal.
     """
     if ranks.world == 1:
         return {}
-    about: dict[str, Any] = leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}
+    about: dict[str, Any] = _leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}
     about |= {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
     texts = {name: json.dumps(entry, sort_keys=True) for name, entry in about.items()}
     if len(set(ranks.gather(zlib.crc32(json.dumps(texts, sort_keys=True).encode())))) > 1:
-        first, *others = ranks.gather(texts)
-        for rank, other in enumerate(others, 1):
-            for name in sorted(name for name in {*first, *other} if first.get(name) != other.get(name)):
-                what = f"{name!r} of rank {rank} is not that of rank 0: {other.get(name)} and {first.get(name)}"
-                expected = "the same names, shapes, dtypes and values besides tensors on all ranks"
-                raise UsageError(what, expected=expected, remedy="save what each rank has of its own as tensors")
+        every = ranks.gather(texts)
+        rank = next(rank for rank, of in enumerate(every) if of != every[0])
+        name = min(name for name in every[0] | every[rank] if every[0].get(name) != every[rank].get(name))
+        what = f"{name!r} of rank {rank} is not that of rank 0: {every[rank].get(name)} and {every[0].get(name)}"
+        expected = "the same names, shapes, dtypes and values besides tensors on all ranks"
+        raise UsageError(what, expected=expected, remedy="save what each rank has of its own as tensors")
     own = {n: crc32_of(in_memory(n, t)) for n, t in flat.tensors.items() if not hasattr(t, "to_local")}
     sums = ranks.gather(own)
     names: dict[str, list[str]] = {}
@@ -151,9 +247,9 @@ def load_sharded(
 ) -> Any:
     """Load a checkpoint that any number of ranks saved into the tensors of ``state``, in place, or change nothing.
 
-    Every rank calls it, and reads its shards into new memory; when all have succeeded, the tensors are written. An
-    error on one rank is an error on all, and none has changed anything; an interrupt at any moment leaves the tensors
-    of a rank all old or all new. On each rank the new values of its shards are in memory beside the old ones.
+    Every rank calls it. Files are mapped and checked; when all ranks have found the values of their shards, each writes
+    its tensors, straight from the files. An error on one rank is an error on all, and none has changed anything; an
+    interrupt at any moment leaves the tensors of a rank all old or all new.
 
     Args:
         state: like what was saved, with tensors to load into, sharded over any number of ranks.
@@ -177,66 +273,57 @@ def load_sharded(
 
     from ottava.checkpoint.storage import FolderReader
 
-    ranks = Ranks(group)
+    ranks = _Ranks(group)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     reader = ranks.each(lambda: FolderReader(path))
+    # Nothing is copied yet: the reader notes what goes where.
+    reader.copy = lambda target, value: pairs.append((target, value))
     flat, result, stored = ranks.each(lambda: _matched(state, reader, strict, ranks))
     if len(set(ranks.gather(reader.index.crc32))) > 1:
         raise CheckpointError(f"{path} is not the same checkpoint on all ranks", expected="a shared file system")
     mine = sorted(reader.index.files)[ranks.rank :: ranks.world] if verify else []
     ranks.each(lambda: [reader.file(name, verify=True) for name in mine])
-    fresh = ranks.each(lambda: {there: _empty_like(flat.tensors[name]) for name, there in stored.items()})
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    ranks.run(load, dict(fresh), storage_reader=reader, planner=planner)
-    about = reader.index.description
     # Scaling state that each of another number of ranks had of its own: for all of these, the largest values.
-    merged = [name for name in about["largest"] if name in fresh and len(about["per_rank"][name]) != ranks.world]
-    ranks.each(lambda: fresh.update({name: reader.whole(name) for name in merged}))
-    pairs = [(_local(flat.tensors[name]), _local(fresh.pop(there))) for name, there in stored.items()]
-    swap = Swap(pairs, flat.written)
-    try:
-        ranks.each(swap.apply)
-    except BaseException:
-        swap.undo()
-        raise
+    about = reader.index.description
+    largest = [name for name in about["largest"] if name in stored and len(about["per_rank"][name]) != ranks.world]
+    pairs += ranks.each(lambda: [(flat.tensors[name], reader.whole(name)) for name in largest])
+    tensors = {there: flat.tensors[name] for name, there in stored.items() if name not in largest}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    ranks.run(load, tensors, storage_reader=reader, planner=planner)
+    # What derives from the bytes of quantized tensors is outdated now.
+    for storage in (local_tensor(flat.values[name]) for name in flat.quantized):
+        storage.mark_written()
+        if isinstance(storage, torch.Tensor):
+            bump_version(storage)
+    ranks.each(lambda: write_all(pairs))
     return result
 
 
-def _empty_like(tensor: Any) -> Any:
-    local = _local(tensor)
-    made = torch.empty(local.shape, dtype=local.dtype, device="cpu")
-    if local is tensor:
-        return made
-    about = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-    return type(tensor).from_local(made, tensor.device_mesh, tensor.placements, **about)
-
-
-def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) -> tuple[_Flat, Any, dict[str, str]]:
+def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks) -> tuple[_Flat, Any, dict[str, str]]:
     """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
     index, flat, path = reader.index, _Flat(state), reader.path
-    try:
-        # DCP's own save knows no more than tensors by name.
-        by_name = {"dict": [[name, {"tensor": name}] for name in index.tensors]}
-        merge = Merge(flat.tree, index.description["state"] if any(index.description["state"].values()) else by_name)
-        result = decode_tree(merge.tree, flat.values)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} says of no state: {error}", expected="what save_sharded wrote") from error
-    for what, names in ((f"{path} misses", merge.missing), ("the state has no place for", merge.unexpected)):
+    with translated(f"{path} says of no state", "what save_sharded wrote"):
+        tree = _merged(flat.tree, index.description["state"])
+        ours, theirs = _leaves(tree), _leaves(index.description["state"])
+        held = [name for name, of in ours.items() if "tensor" in of or "value" in of]
+        missing = [n for n in held if n not in theirs or ("tensor" in ours[n]) != ("tensor" in theirs[n])]
+        unexpected = [name for name, of in theirs.items() if "tensor" in of and "tensor" not in ours.get(name, {})]
+        result = _decoded(tree, flat.values)
+    for what, names in ((f"{path} misses", missing), ("the state has no place for", unexpected)):
         if strict and names:
             remedy = "make the state that was saved: an optimizer has none before its first step"
             raise CheckpointError(f"{what} {listed(names)}", expected=f"the names of {path}", remedy=remedy)
     stored = {}
     for name, tensor in flat.tensors.items():
         owner = flat.owners[name]
-        if owner in merge.missing:
+        if owner in missing:
             continue
-        saved, mine = index.description["quantized"].get(owner), flat.quantized.get(owner)
-        kinds = [None if entry is None else (entry.get("class"), entry.get("static")) for entry in (saved, mine)]
-        if kinds[0] != kinds[1]:
-            words = ["not quantized" if kind is None else f"quantized, {kind[0]} of {kind[1]}" for kind in kinds]
+        kinds = [of.get(owner, {}) for of in (index.description["quantized"], flat.quantized)]
+        if any(kinds[0].get(key) != kinds[1].get(key) for key in ("class", "static")):
+            words = [f"quantized, {of['class']} of {of['static']}" if of else "not quantized" for of in kinds]
             remedy = "make the model with the recipe that was saved, or convert the checkpoint"
-            raise CheckpointError(
-                f"{owner!r} of {path} is {words[0]}", expected=f"{words[1]}, as in the state", remedy=remedy
-            )
+            expected = f"{words[1]}, as in the state"
+            raise CheckpointError(f"{owner!r} of {path} is {words[0]}", expected=expected, remedy=remedy)
         value = flat.values[owner]
         if isinstance(value, QuantizedTensorStorage) and value._whole is not None:
             what = f"{owner!r} is a view of another tensor, whose scales are not its own to change"
@@ -249,7 +336,7 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
             seen = "is not there" if found is None else f"has shape {found.shape} and dtype {found.dtype}"
             expected = f"{tuple(tensor.shape)} and {dtype}, as in the state"
             raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=expected)
-        check_writable(owner, _local(tensor))
+        check_writable(owner, local_tensor(tensor))
     return flat, result, stored
 
 
@@ -285,7 +372,7 @@ def save_step(
                 raise OptionError(f"{name} is {value!r}", expected=f"an integer from {least}")
         return as_path(folder) / f"step-{step:07d}"
 
-    ranks = Ranks(group)
+    ranks = _Ranks(group)
     path = ranks.each(check)
     save_sharded(state, path, group=group, overwrite=overwrite)
     if keep is not None and ranks.rank == 0:

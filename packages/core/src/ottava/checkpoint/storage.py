@@ -6,39 +6,64 @@ DCP's plans travel between the live processes; of what lies in files, nothing is
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.description import Description
 from ottava.checkpoint.files import (
     CHECKSUM_KEY,
     METADATA_KEY,
     TORCH_DTYPES,
+    Partial,
     as_bytes,
+    as_path,
     dtype_name,
     read_tensors,
+    sync,
+    translated,
     write_tensors,
 )
-from ottava.checkpoint.folder import check_target, publish
-from ottava.checkpoint.index import INDEX_NAME, Index, StoredShard, StoredTensor, read_index
-from ottava.checkpoint.paths import Partial, as_path, sync
-from ottava.errors import CheckpointError, DTypeError
+from ottava.checkpoint.flatten import encode_description
+from ottava.checkpoint.folder import (
+    INDEX_NAME,
+    Index,
+    StoredShard,
+    StoredTensor,
+    check_target,
+    is_complete,
+    publish,
+    read_index,
+)
+from ottava.errors import CheckpointError, UsageError
+
+
+class _OfOnePath:
+    """What DCP asks of storages that it makes for a ``checkpoint_id``; these are made with their path."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        if checkpoint_id is not None:
+            raise UsageError("a checkpoint_id is given", expected="none: the storage has its path")
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
 
 
 def _done(result: Any) -> Future[Any]:
@@ -47,45 +72,19 @@ def _done(result: Any) -> Future[Any]:
     return future
 
 
-class FolderWriter(StorageWriter):
-    """Writes a checkpoint of tensors for ``torch.distributed.checkpoint.save``, whole or not at all.
+class FolderWriter(_OfOnePath, StorageWriter):
+    """Writes tensors, and a description of all else, on a file system that all ranks share: whole or not at all.
 
-    The file system has to be shared by all ranks. Values that are not tensors belong in ``description``.
-
-    Args:
-        path: the folder to write; its parent is made.
-        overwrite: whether a checkpoint of that name is replaced.
-        description: JSON that the index keeps.
-
-    Raises:
-        CheckpointError: ``path`` exists, or cannot be written; from whatever DCP calls.
-        DTypeError: a value is not a tensor; from the planning.
+    What DCP calls raises CheckpointError where ``path`` exists, is not to be replaced, or cannot be written.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, overwrite: bool = False, description: Mapping[str, Any] | None = None
-    ) -> None:
-        self.path, self.overwrite = as_path(path), overwrite
-        empty: dict[str, Any] = {"state": {"dict": []}, "quantized": {}, "per_rank": {}, "largest": []}
-        self.description = description or empty
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool, description: Mapping[str, Any]) -> None:
+        self.path, self.overwrite, self.description = as_path(path), overwrite, description
         self.partial: Partial | None = None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.path = self.path if checkpoint_id is None else as_path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
             check_target(self.path, self.overwrite)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                raise DTypeError(f"{item.index.fqn!r} is not a tensor", expected="tensors", remedy="use save_sharded")
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with _written(self.path):
@@ -104,94 +103,77 @@ class FolderWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         path: Path = plan.storage_data
         tensors: dict[str, Any] = {}
-        told: list[tuple[Any, Any]] = []
+        stored: list[tuple[Any, StoredTensor]] = []
         for item in plan.items:
             about: Any = item.tensor_data
-            offsets, sizes, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes), tuple(about.size)
+            offsets, box, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes), tuple(about.size)
             # A rank that has no rows has an empty shard.
-            if math.prod(sizes) or not math.prod(shape):
-                key = item.index.fqn + ("" if sizes == shape else "@" + ",".join(map(str, offsets)))
+            if math.prod(box) or not math.prod(shape):
+                key = item.index.fqn + ("" if box == shape else "@" + ",".join(map(str, offsets)))
                 if key in tensors:
                     raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
                 tensors[key] = planner.resolve_data(item)
-                shard = StoredShard(path.name, key, offsets, sizes)
-                told.append((item.index, StoredTensor(dtype_name(about.properties.dtype), shape, (shard,))))
-        file: tuple[int, str] = (0, "")
+                shard = StoredShard(path.name, key, offsets, box)
+                stored.append((item.index, StoredTensor(dtype_name(about.properties.dtype), shape, (shard,))))
+        checksum = ""
         if tensors:
             with _written(path):
-                checksum = write_tensors(path, tensors, {METADATA_KEY: Description().encode()})
-                file = (path.stat().st_size, checksum)
-        return _done([WriteResult(index, stored.nbytes, (stored, file)) for index, stored in told])
+                checksum = write_tensors(path, tensors, {METADATA_KEY: encode_description({})})
+        sizes = [tensor.nbytes for tensor in tensors.values()]
+        return _done([WriteResult(i, size, (t, checksum)) for (i, t), size in zip(stored, sizes, strict=True)])
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        assert self.partial is not None  # it was planned
         tensors: dict[str, StoredTensor] = {}
         files: dict[str, tuple[int, str]] = {}
-        for result in (result for rank in results for result in rank):
-            name, (stored, file) = result.index.fqn, result.storage_data
-            tensors[name] = replace(stored, shards=(*(tensors[name].shards if name in tensors else ()), *stored.shards))
-            files[stored.shards[0].file] = file
-        if self.partial is None:
-            raise CheckpointError(f"{self.path} was not planned", expected="torch.distributed.checkpoint.save")
         with _written(self.path):
+            for result in (result for rank in results for result in rank):
+                name, (stored, checksum) = result.index.fqn, result.storage_data
+                shards = (*(tensors[name].shards if name in tensors else ()), *stored.shards)
+                tensors[name] = replace(stored, shards=shards)
+                if (file := shards[-1].file) not in files:
+                    files[file] = ((self.partial.path / file).stat().st_size, checksum)
             (self.partial.path / INDEX_NAME).write_bytes(Index(len(results), files, tensors, self.description).encode())
             sync(self.partial.path / INDEX_NAME)
-            # Read once more before it may stand for a checkpoint: ranks may not see each other's files.
+            # Read once more before it may stand for a checkpoint.
             read_index(self.partial.path)
             publish(self.partial, self.overwrite)
 
 
-@contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"{path} cannot be written: {error}"
-        raise CheckpointError(what, expected="a folder to write to, and room in it") from error
+def _written(path: Path) -> contextlib.AbstractContextManager[None]:
+    return translated(f"{path} cannot be written", "a folder to write to, and room in it", of=OSError)
 
 
-class FolderReader(StorageReader):
+class FolderReader(_OfOnePath, StorageReader):
     """Reads what :class:`FolderWriter` wrote, for ``torch.distributed.checkpoint.load``; nothing is unpickled.
 
-    Files are mapped, and what is asked for is copied. Whatever DCP calls raises CheckpointError where the checkpoint is
-    not whole, or not what was written, or was replaced while it was read.
+    Files are mapped. Whatever DCP calls raises CheckpointError where the checkpoint is not whole, or not what was
+    written, or was replaced while it was read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = as_path(path)
-        self._read: Index | None = None
+        #: Called with a tensor to load into and its new value, mapped, of the same shape and dtype.
+        self.copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_
         self._files: dict[str, dict[str, torch.Tensor]] = {}
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path, self._read = as_path(checkpoint_id), None
-
-    @property
+    @functools.cached_property
     def index(self) -> Index:
         """The index, read at the first use."""
-        if self._read is None:
-            self._read, self._files = read_index(self.path), {}
-        return self._read
+        return read_index(self.path)
 
     def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of one file, mapped, which is the one that the index speaks of."""
         if verify or name not in self._files:
-            expected = self.index.files[name][1]
             try:
                 self._files[name], metadata = read_tensors(self.path / name, verify=verify)
-                if metadata.get(CHECKSUM_KEY) != expected:
+                if metadata.get(CHECKSUM_KEY) != self.index.files[name][1]:
                     raise CheckpointError(f"{self.path / name} is another file than was written", expected="that one")
-            except CheckpointError as error:
-                now = None
-                with contextlib.suppress(CheckpointError):
-                    now = read_index(self.path)
-                if now is None or now.crc32 == self.index.crc32:
-                    raise
-                what = f"{self.path} was replaced while it was read"
-                raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from error
+            except CheckpointError:
+                if is_complete(self.path) and read_index(self.path).crc32 != self.index.crc32:
+                    what = f"{self.path} was replaced while it was read"
+                    raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from None
+                raise
         return self._files[name]
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:
@@ -208,29 +190,22 @@ class FolderReader(StorageReader):
         tensor, about = self.index.tensors[name], self.index.description
         made = self.shard(name, tensor.shards[0])
         if len(tensor.shards) > 1:
-            made = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+            made = torch.zeros(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
             for shard in tensor.shards:
                 as_bytes(made)[_box(shard.offsets, shard.shape)].copy_(as_bytes(self.shard(name, shard)))
         for other in about["per_rank"][name][1:] if name in about["largest"] else ():
             made = torch.maximum(made, self.whole(other))
         return made
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
         tensors: dict[str, Any] = {}
         for name, tensor in self.index.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
-            properties = TensorProperties(dtype=TORCH_DTYPES[tensor.dtype])
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        return Metadata(tensors)
+            chunks = [dcp.ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
+            properties = dcp.TensorProperties(dtype=TORCH_DTYPES[tensor.dtype])
+            tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        return dcp.Metadata(tensors)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None: ...
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -238,7 +213,7 @@ class FolderReader(StorageReader):
             shards = self.index.tensors[name].shards
             stored = self.shard(name, next(s for s in shards if offsets is None or s.offsets == tuple(offsets)))
             target = planner.resolve_tensor(item)
-            as_bytes(target.detach()).copy_(as_bytes(stored)[_box(item.storage_offsets, item.lengths)])
+            self.copy(as_bytes(target.detach()), as_bytes(stored)[_box(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)
         return _done(None)
 

@@ -21,7 +21,7 @@ DEMO_LAYERS = tuple(f"blocks.{block}.{layer}" for block in range(4) for layer in
 
 def checkpoint_layers(path: Path) -> list[str]:
     """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or not."""
-    from ottava.checkpoint.sources import read_state
+    from ottava.checkpoint.convert import read_state
 
     state, _ = read_state(path)
     found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
