@@ -102,6 +102,13 @@ def test_what_is_asked_for_must_be_fit(site: Path, tmp_path: Path, name: str, sa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_broken_plugin_ends_it_where_all_are_required(site: Path, tmp_path: Path) -> None:
+    done = run(site, *DEMO, "--out", str(tmp_path / "out"), OTTAVA_STRICT_PLUGINS="true")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: plugin ccc-broken:main 1.2 is broken: ZeroDivisionError")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_recipe_asked_for_twice_is_trained_once(site: Path, tmp_path: Path) -> None:
     done = run(site, *DEMO, "--recipe", "good", "--recipe", "good", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -82,7 +82,7 @@ def test_names_are_not_paths(site: Path, name: str) -> None:
 
 def test_the_command_takes_paths(site: Path) -> None:
     offer(site)
-    done = run(site, "demo", "--recipe", "model.json", "--steps", "1")
+    done = run(site, "recipes", "--explain", "model.json")
     assert done.returncode == 2
     assert "no installed recipe reads the file 'model.json'" in done.stderr
 
