@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
-from ottava import kernels
 from ottava.errors import BackendError
 from ottava.gemm import gemm
 from ottava.kernels import products, scaled_mm, use_backend
-from ottava.kernels.products import Operand, cpu_products, decoded_mm
+from ottava.kernels.products import cpu_products
 
 GEMMS = {"fprop": ((5, 24), (7, 24)), "dgrad": ((5, 7), (7, 24)), "wgrad": ((5, 7), (5, 24))}
-E4M3, F32 = torch.float8_e4m3fn, torch.float32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -413,64 +410,3 @@ def test_what_torch_refuses_is_refused(wide: None) -> None:
         ours([1.0] * 24)
     with pytest.raises(RuntimeError, match=r"shape|size"):
         ours(torch.randn(5, 23).bfloat16())
-
-
-# -- decoded operands --
-
-
-def decoded_products(seed: int, size: int = 24) -> list[torch.Tensor]:
-    """Products of operands of several sizes, and what float64 makes of the same values."""
-    torch.manual_seed(seed)
-    found = []
-    for rows, columns in ((size, size + 3), (1, 5), (2 * size, 7)):
-        x, w = torch.randn(rows, size), torch.randn(columns, size)
-        a, b = (kernels.cast(values, torch.tensor(4.0), E4M3) for values in (x, w))
-        scale = torch.tensor(0.25)
-        operands = Operand(a, E4M3, scale=scale), Operand(b, E4M3, scale=scale)
-        made = decoded_mm(*operands, (False, True), None, F32, F32)
-        exact = (a.view(E4M3).double() / 4) @ (b.view(E4M3).double() / 4).t()
-        torch.testing.assert_close(made, exact.float(), rtol=1e-5, atol=1e-5)
-        found.append(made)
-    return found
-
-
-def test_results_outlive_the_memory_that_operands_take_turns_in() -> None:
-    first = decoded_products(1)
-    kept = [made.clone() for made in first]
-    with torch.inference_mode():
-        decoded_products(2, 300)
-    decoded_products(3)
-    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
-
-
-def test_threads_decode_into_memory_of_their_own() -> None:
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(repeated_product, range(4)))
-    assert all(torch.equal(made, repeated_product(seed)) for seed, made in enumerate(found))
-
-
-def repeated_product(seed: int) -> torch.Tensor:
-    """The product of the values of a seed, the same each of many times."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(64, 64, generator=generator)
-    data, scale = kernels.cast(x, torch.tensor(4.0), E4M3), torch.tensor(0.25)
-    operand = Operand(data, E4M3, scale=scale)
-    first = decoded_mm(operand, operand, (False, True), None, F32, F32)
-    for _ in range(200):
-        assert torch.equal(decoded_mm(operand, operand, (False, True), None, F32, F32), first)
-    return first
-
-
-def test_large_operands_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products._Scratch, "LARGEST", 10_000)
-    monkeypatch.setattr(products, "_scratch", products._Scratch())
-    decoded_products(1, 64)
-    assert 0 < max(buffer.numel() for buffer in products._scratch.buffers) <= 10_000
-
-
-def test_nan_remains_where_the_scales_vanish() -> None:
-    """2^-100 times itself is 0 in float32; torch's product with a factor of 0 would not look at its operands."""
-    a, tiny = torch.full((2, 40), float("nan")).bfloat16(), torch.tensor(2.0**-100)
-    for dtype in (torch.bfloat16, torch.float32):
-        with cpu_products(dtype):
-            assert scaled_mm(a, a.t(), tiny, tiny, None, torch.bfloat16).isnan().all()
