@@ -291,7 +291,7 @@ class Linear(torch.nn.Linear):
         if region is None:
             if may_begin():
                 begin_step([state], group)
-        elif region.cohort is not None and (region.calibrating or self._is_training()) and region.cohort.join(state):
+        elif region.step is not None and (region.calibrating or self._is_training()) and region.step.join(state):
             # An evaluation moves no state, because one rank may evaluate alone.
             if state.has_run and not region.calibrating:
                 # The state joined after the others had begun this step, and still holds amaxes of an earlier one.
