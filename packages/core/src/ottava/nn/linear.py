@@ -10,10 +10,9 @@ import torch
 
 from ottava.errors import CheckpointError, OptionError, UsageError
 from ottava.kernels import HIGH_PRECISION
-from ottava.nn.checks import autocast_dtype, checked_dtype
-from ottava.nn.function import LinearPlan, quantized_linear
+from ottava.nn.checks import autocast_dtype, checked_dtype, main_grad_of
+from ottava.nn.function import LinearPlan, into_main_grad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
-from ottava.nn.main_grad import into_main_grad, main_grad_of
 from ottava.nn.model_init import quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.mixed import layer_state
@@ -28,7 +27,7 @@ from ottava.torch_private import graph_task_id, local_tensor, set_local_tensor
 
 
 def _backward_task() -> int:
-    """The backward pass that this runs in, by autograd's number; -1 outside any, and in compiled code."""
+    """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
     return -1 if torch.compiler.is_compiling() else graph_task_id()
 
 
@@ -242,11 +241,11 @@ class Linear(torch.nn.Linear):
         elif is_first_microbatch is not None:
             kept_weight = self._kept_weight(state, dtype, is_first_microbatch, recording)
         main_grad = main_grad_of(self, grad_enabled) if self.fuse_wgrad_accumulation else None
-        plan = LinearPlan(state, dtype, grad_enabled, recording, main_grad)
+        plan = LinearPlan(state, dtype, grad_enabled, recording, kept_weight, main_grad)
         if amp_dtype is None:
-            return quantized_linear(input, weight, self.bias, kept_weight, plan)
+            return quantized_linear(input, weight, self.bias, plan)
         with torch.autocast(device_type=weight.device.type, enabled=False):
-            return quantized_linear(input, weight, self.bias, kept_weight, plan)
+            return quantized_linear(input, weight, self.bias, plan)
 
     # -- weights that FSDP2 shards --
 
