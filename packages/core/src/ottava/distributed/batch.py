@@ -12,9 +12,9 @@ import torch
 
 from ottava.collectives import check_group, find_group
 from ottava.distributed.rules import rule_of
-from ottava.distributed.shards import ShardJob, ShardOutput, check_places, shard_output
+from ottava.distributed.shards import ShardJob, ShardOutput, check_bytes, check_places, shard_output
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
-from ottava.kernels import HIGH_PRECISION
+from ottava.kernels.checks import check_device, check_high_precision
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava.tensors.declaration import native_dtype, same_kind
 from ottava.torch_private import is_distributed, local_tensor
@@ -107,15 +107,13 @@ def _shard(master: Any, device: torch.device, what: str) -> torch.Tensor:
     if master is None:
         return torch.empty(0, dtype=torch.float32, device=device)
     local = local_tensor(master)
-    if not isinstance(local, torch.Tensor) or isinstance(local, QuantizedTensorStorage):
-        raise DTypeError(f"the master of {what} is a {type(master).__name__}", expected="a tensor or None")
-    if local.layout != torch.strided or local.is_nested:
-        raise DTypeError(f"the master of {what} is {local.layout}, or nested", expected="a dense tensor")
-    if local.dtype not in HIGH_PRECISION:
-        raise DTypeError(f"the master of {what} is of {local.dtype}", expected="torch.float32, or None for no shard")
-    if local.device != device:
-        raise DeviceError(f"the master of {what} is on {local.device}, the weight on {device}", expected="one device")
-    return local.detach().reshape(-1)
+    what = f"the master of {what}"
+    if isinstance(local, QuantizedTensorStorage) or getattr(local, "is_nested", False):
+        raise DTypeError(f"{what} is quantized, or nested", expected="a dense tensor, or None for no shard")
+    check_high_precision(local, what)
+    check_device(local, device, what)
+    values: torch.Tensor = local.detach().reshape(-1)
+    return values
 
 
 def _offset(
@@ -239,18 +237,10 @@ def _output(
             f"the shard of {what} has {len(given)} tensors of bytes",
             expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}",
         )
-    natives = {native_dtype(storage, inner) for inner in raw} | {torch.uint8}
-    for buffer in given:
-        if not isinstance(buffer, torch.Tensor) or buffer.dtype not in natives:
-            found = buffer.dtype if isinstance(buffer, torch.Tensor) else type(buffer).__name__
-            raise DTypeError(f"the bytes for the shard of {what} are of {found}", expected="torch.uint8")
-        if buffer.device != storage.device:
-            raise DeviceError(f"the bytes for the shard of {what} are on {buffer.device}", expected=str(storage.device))
-        if not buffer.is_contiguous():
-            raise UsageError(f"the bytes for the shard of {what} are not contiguous", expected="contiguous memory")
-        if buffer.numel() != count:
-            raise ShapeError(f"the shard of {what} has {buffer.numel()} bytes", expected=f"{count}, as its master")
-    data = tuple(buffer.view(-1).view(torch.uint8) for buffer in given)
+    dtypes = {native_dtype(storage, inner) for inner in raw} | {torch.uint8}
+    what = f"the buffer for the shard of {what}"
+    buffers = [check_bytes(buffer, dtypes, count, storage.device, what) for buffer in given]
+    data = tuple(buffer.view(-1).view(torch.uint8) for buffer in buffers)
     return ShardOutput(storage, data, range(shape[0] if shape else 1))
 
 

@@ -10,27 +10,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ottava.distributed.fsdp2 import GatheredParameter, gathered_together
-from ottava.distributed.hooks import GatherPlan, check_shard, post_all_gather, pre_all_gather
+from ottava.distributed.hooks import GatherPlan, check_shard, pre_all_gather
 from ottava.distributed.rules import ShardBatches, rule_of
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import UsageError
 from ottava.tensors import QuantizedTensor, Quantizer
 from ottava.torch_private import graph_task_id, version_of
-
-
-@dataclass(frozen=True)
-class HighPrecisionPlan:
-    """A gather of the values themselves: the shape of the whole."""
-
-    size: torch.Size
-
 
 # Module that owns a parameter -> its shard as it was quantized together with those of its group, and the version of the
 # values that it was quantized from.
@@ -43,8 +34,8 @@ _amaxes: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[int], list[torch.
 
 def gather_inputs(
     weight: Any, mesh: Any, size: torch.Size, module: Any, mp_policy: Any
-) -> tuple[tuple[torch.Tensor, ...], GatherPlan | HighPrecisionPlan]:
-    """What this rank sends, padded to the length of the longest shard, and what is made of all that is gathered.
+) -> tuple[tuple[torch.Tensor, ...], GatherPlan | torch.Size]:
+    """What this rank sends, padded to the length of the longest shard, and the plan; the size, where values are sent.
 
     Raises:
         UsageError: the module binds no recipe, or is resharded to fewer ranks after the forward pass.
@@ -63,46 +54,21 @@ def gather_inputs(
         values = values.to(dtype)
         if missing:
             values = torch.nn.functional.pad(values, [0, 0] * (values.dim() - 1) + [0, missing])
-        return (values.contiguous(),), HighPrecisionPlan(size)
+        return (values.contiguous(),), size
     together = [p for p in gathered_together(module) if p.module is not module and hasattr(p.shard, "high_precision")]
     _quantize_together([GatheredParameter(weight, size, module), *together], mp_policy.param_dtype, group, world)
     return pre_all_gather(_quantized.pop(module)[2], mesh, size, module)
 
 
-def gathered_weight(
-    plan: GatherPlan | HighPrecisionPlan, outputs: Sequence[torch.Tensor], dtype: torch.dtype, out: torch.Tensor | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-    """The whole weight around what was gathered, or ``out`` brought up to date.
-
-    Raises:
-        UsageError: it was of another kind when it was gathered before.
-    """
-    quantized = isinstance(plan, GatherPlan)
-    kind = plan.spec.cls if isinstance(plan, GatherPlan) else torch.Tensor
-    if out is not None and (isinstance(out, QuantizedTensor) != quantized or not isinstance(out, kind)):
-        raise UsageError(
-            f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}",
-            expected="one kind of weight for the life of a sharded model",
-            remedy="bind the recipe before fully_shard, and do not change it afterwards",
-        )
-    if isinstance(plan, GatherPlan):
-        whole = post_all_gather(plan, outputs, dtype, out)  # type: ignore[arg-type]
-        return whole
-    # FSDP fills the same memory at every gather, so that one view of it stays the weight.
-    return None if out is not None else (outputs[0][: plan.size[0]].view(plan.size), ())
-
-
 def _quantizer_of(module: Any) -> Quantizer:
-    ask = getattr(module, "gather_quantizer", None)
-    quantizer = None if ask is None else ask()
+    quantizer: Quantizer | None = getattr(module, "gather_quantizer", lambda: None)()
     if quantizer is None:
         raise UsageError(
             f"no recipe is bound to the {type(module).__name__} whose weight is gathered",
             expected="a layer of ottava.convert(model, recipe)",
             remedy="convert the model before ottava.distributed.gather_quantized(model)",
         )
-    found: Quantizer = quantizer
-    return found
+    return quantizer
 
 
 def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bool:

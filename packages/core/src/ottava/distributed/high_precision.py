@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ottava.distributed.gathering import gather_inputs, gathered_weight
+from ottava.distributed.gathering import gather_inputs
+from ottava.distributed.hooks import GatherPlan, post_all_gather
 from ottava.errors import DTypeError, ShapeError, UsageError
-from ottava.tensors import QuantizedTensorStorage
+from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 from ottava.torch_private import (
     aten_overloads,
     disabled_torch_function,
@@ -23,19 +24,9 @@ _aten = torch.ops.aten
 
 # What gives a weight of the same kind: views, copies, and what sharding and materializing make new ones with.
 _KEEPS_CLASS = {
-    _aten.alias.default,
-    _aten.as_strided.default,
-    _aten.chunk.default,
-    _aten.clone.default,
-    _aten.detach.default,
-    _aten.empty_like.default,
-    _aten.narrow.default,
-    _aten.new_empty.default,
-    _aten.new_zeros.default,
-    _aten.slice.Tensor,
-    _aten.split.Tensor,
-    _aten.split_with_sizes.default,
-    _aten.view.default,
+    *(_aten.alias.default, _aten.as_strided.default, _aten.view.default, _aten.detach.default, _aten.narrow.default),
+    *(_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default),
+    *(_aten.clone.default, _aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default),
     *aten_overloads("_pin_memory", "_to_copy"),
 }
 
@@ -133,8 +124,23 @@ class HighPrecisionWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The whole weight, quantized, of dtype ``param_dtype`` around the bytes, or ``out`` brought up to date."""
-        return gathered_weight(metadata, outputs, param_dtype, out)
+        """The whole weight, quantized, of dtype ``param_dtype`` around the bytes, or ``out`` brought up to date.
+
+        Raises:
+            UsageError: it was of another kind when it was gathered before.
+        """
+        plan: GatherPlan | None = metadata if isinstance(metadata, GatherPlan) else None
+        kind = torch.Tensor if plan is None else plan.spec.cls
+        if out is not None and (isinstance(out, QuantizedTensor) is (plan is None) or not isinstance(out, kind)):
+            raise UsageError(
+                f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}",
+                expected="one kind of weight for the life of a sharded model",
+                remedy="bind the recipe before fully_shard, and do not change it afterwards",
+            )
+        if plan is not None:
+            return post_all_gather(plan, outputs, param_dtype, out)  # type: ignore[arg-type]
+        # FSDP fills the same memory at every gather, so that one view of it stays the weight.
+        return None if out is not None else (outputs[0][: metadata[0]].view(metadata), ())
 
 
 def _unwrapped(values: Any) -> Any:
@@ -162,33 +168,28 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
     if not isinstance(recomputes, bool):
         raise DTypeError(f"recomputes is {recomputes!r}", expected="True or False")
-    owners: dict[int, list[tuple[torch.nn.Module, str]]] = {}
-    parameters: dict[int, torch.nn.Parameter] = {}
+    owners: dict[Any, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, name))
-                parameters[id(parameter)] = parameter
-    chosen = [key for key, places in owners.items() if all(_is_gathered(module, name) for module, name in places)]
+                owners.setdefault(parameter, []).append((module, name))
+    chosen = {key: places for key, places in owners.items() if all(_is_gathered(*place) for place in places)}
     if not chosen:
         raise UsageError(
             "no layer of the model has a recipe bound",
             expected="layers of ottava.convert(model, recipe)",
             remedy="convert the model first",
         )
-    if any(is_distributed(parameters[key]) for key in chosen):
+    if any(is_distributed(weight) for weight in chosen):
         raise UsageError(
             "the model is sharded already", expected="a model before fully_shard", remedy="call gather_quantized first"
         )
-    for key in chosen:
-        given: Any = parameters[key]
-        for module, _ in owners[key]:
+    for weight, places in chosen.items():
+        if not isinstance(weight, (QuantizedTensorStorage, HighPrecisionWeight)):
+            weight = torch.nn.Parameter(HighPrecisionWeight(weight.detach()), requires_grad=weight.requires_grad)
+        for module, name in places:
             module.recomputes = recomputes  # type: ignore[assignment]
-        if isinstance(given, (QuantizedTensorStorage, HighPrecisionWeight)):
-            continue
-        made = torch.nn.Parameter(HighPrecisionWeight(given.detach()), requires_grad=given.requires_grad)
-        for module, name in owners[key]:
-            module._parameters[name] = made
+            module._parameters[name] = weight
     return model
 
 

@@ -72,28 +72,6 @@ class ShardRule:
         return self._rows
 
 
-class PerTensorShards(ShardRule):
-    """Declared by quantizers with one scale a tensor, which follows from its amax or is known.
-
-    They derive from :class:`ottava.tensors.Float8QuantizerBase`. One amax of each weight is reduced, and all shards are
-    cast in one call.
-
-    Args:
-        scales: ``scales(jobs, amaxes)`` gives ``(scale, scale_inv)`` of many weights from their amaxes, float32
-            ``[jobs]`` each; :func:`scales_by_format` is one.
-        options: as of :class:`ShardRule`.
-    """
-
-    def __init__(
-        self,
-        scales: Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-        *,
-        options: Sequence[str] = (),
-    ) -> None:
-        super().__init__(options=options)
-        self.scales = scales
-
-
 class PerTensorBatch(ShardBatch):
     """Many shards in a call of a kernel for the amaxes, and one for the casts."""
 
@@ -102,7 +80,7 @@ class PerTensorBatch(ShardBatch):
         rule: Any = rule_of(jobs[0].quantizer)
         self._scales = rule.scales
         self._shards, self._dtypes = [job.shard for job in jobs], [job.dtype for job in jobs]
-        self._formats = [_format_of(job) for job in jobs]
+        self._formats = [job.quantizer.fp8_dtype for job in jobs]  # type: ignore[attr-defined]
         self._data = [job.output.data[0] for job in jobs]
         holders: list[Any] = [job.output.holder for job in jobs]
         self._scale_invs = [holder._scale_inv for holder in holders]
@@ -122,13 +100,28 @@ class PerTensorBatch(ShardBatch):
         self.written()
 
 
-PerTensorShards.batch = PerTensorBatch
+class PerTensorShards(ShardRule):
+    """Declared by quantizers with one scale a tensor, which follows from its amax or is known.
 
+    They derive from :class:`ottava.tensors.Float8QuantizerBase`. One amax of each weight is reduced, and all shards are
+    cast in one call.
 
-def _format_of(job: ShardJob) -> torch.dtype:
-    quantizer: Any = job.quantizer
-    fp8_dtype: torch.dtype = quantizer.fp8_dtype
-    return fp8_dtype
+    Args:
+        scales: ``scales(jobs, amaxes)`` gives ``(scale, scale_inv)`` of many weights from their amaxes, float32
+            ``[jobs]`` each; :func:`scales_by_format` is one.
+        options: as of :class:`ShardRule`.
+    """
+
+    batch = PerTensorBatch
+
+    def __init__(
+        self,
+        scales: Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        *,
+        options: Sequence[str] = (),
+    ) -> None:
+        super().__init__(options=options)
+        self.scales = scales
 
 
 def scales_by_format(
@@ -137,7 +130,8 @@ def scales_by_format(
     """:func:`ottava.kernels.scale_from_amax` of many weights, one call for each FP8 format among them."""
     places: dict[torch.dtype, list[int]] = {}
     for place, job in enumerate(jobs):
-        places.setdefault(_format_of(job), []).append(place)
+        quantizer: Any = job.quantizer
+        places.setdefault(quantizer.fp8_dtype, []).append(place)
     if len(places) == 1:
         return kernels.scale_from_amax(amaxes, next(iter(places)), epsilon, force_pow_2)
     scale, scale_inv = torch.empty_like(amaxes), torch.empty_like(amaxes)
@@ -213,14 +207,13 @@ class ShardBatches:
     @classmethod
     def of(cls, jobs: Sequence[ShardJob]) -> ShardBatches:
         """The jobs by what their quantizers declare."""
-        classes: dict[type[Quantizer], list[ShardJob]] = {}
-        others: list[ShardJob] = []
+        together: dict[Any, list[ShardJob]] = {}
         for job in jobs:
-            together = others if rule_of(job.quantizer).batch is None else classes.setdefault(type(job.quantizer), [])
-            together.append(job)
-        made = [(rule_of(together[0].quantizer).batch, together) for together in classes.values()]
-        batches = tuple(batch(together) for batch, together in made if batch is not None)
-        return cls(batches, GatheredBatch(others) if others else None)
+            batch = rule_of(job.quantizer).batch
+            together.setdefault(None if batch is None else (batch, type(job.quantizer)), []).append(job)
+        others = together.pop(None, None)
+        reduced = tuple(batch(own) for (batch, _), own in together.items())
+        return cls(reduced, None if others is None else GatheredBatch(others))
 
     def quantize(self, group: Any) -> None:
         """Quantize all shards: one all-reduce over ``group`` for all amaxes, one all-gather for all values needed."""

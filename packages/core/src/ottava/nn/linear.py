@@ -82,14 +82,13 @@ class Linear(torch.nn.Linear):
         recipe: Recipe | str | os.PathLike[str] | None = None,
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
-        bound = None if recipe is None else as_recipe(recipe)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.name = name
         if not isinstance(fuse_wgrad_accumulation, bool):
             raise OptionError(f"fuse_wgrad_accumulation is {fuse_wgrad_accumulation!r}", expected="True or False")
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         quantize_new_weight(self)
-        self.bind(bound)
+        self.bind(recipe)
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, *, name: str = "") -> Linear:
@@ -379,17 +378,10 @@ class Linear(torch.nn.Linear):
             state.reset()
 
     def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: Any,
-        unexpected: Any,
-        errors: Any,
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
         before = local_tensor(self.weight)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self._gather_as(before)
         enters_first(self)
         self._quantized_weight = None
