@@ -55,7 +55,7 @@ class GatherPlan(NamedTuple):
 
 
 def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
-    """Refuse ways of sharding that whole rows and gather hooks do not allow.
+    """Refuse ways of sharding that gather hooks do not allow.
 
     Raises:
         ShapeError: a shard of this shape is none of rows of a weight of this size.
@@ -86,15 +86,15 @@ def pre_all_gather(
     """
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
-    own_shard = getattr(module, "own_shard", None)
-    if own_shard is not None:
-        own_shard(tensor)
+    if hasattr(module, "own_shard"):
+        module.own_shard(tensor)
     _agree(tensor, group, module)
     drop_flat_copies(module)
     world = dist.get_world_size(group)
     rows = math.ceil(size[0] / world)
     gathered = _to_gather(tensor, module)
-    _check_rows(tensor, size, world)
+    if world > 1:
+        _check_rows(tensor, size, world)
     # With one rank nothing is gathered: FSDP copies the first input, and no other.
     sent = gathered if world > 1 else dict(list(gathered.items())[:1])
     inputs, coming = [], []
@@ -174,8 +174,6 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
 
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the first."""
-    if world == 1:
-        return
     values = {inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather}
     coming = {i: value for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise}
     for inner, value in coming.items() if size[0] % world else ():
@@ -251,6 +249,5 @@ def _share(shard: QuantizedTensor, group: Any) -> None:
     if quantizer is not None:
         shard.update_quantizer(quantizer.for_shards(group.group_name))
     shard._shard_group = group.group_name
-    # FSDP pads an uneven shard, so that it is a view. The padding is zeros, the same at any scale, so that the view may
-    # take a scale of its own.
+    # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale, so that it may have its own.
     shard._whole = None

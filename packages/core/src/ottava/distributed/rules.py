@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -192,13 +191,11 @@ class GatheredBatch:
                 whole[start : start + count] = sent[at:end].clone().view(whole.dtype)
                 at = end
         for job, whole in zip(self.jobs, wholes, strict=True):
-            usages = job.output.holder.get_usages()
-            quantizer = job.quantizer.with_usage(usages["rowwise"], usages["columnwise"])
+            quantizer = job.quantizer.with_usage(**job.output.holder.get_usages())
             job.output.write(quantizer.quantize_impl(whole.view(job.shape), job.dtype), job.start_offset)
 
 
-@dataclass(frozen=True)
-class ShardBatches:
+class ShardBatches(NamedTuple):
     """Shards of any mix of quantizers: those of a class together where amaxes suffice, all others together."""
 
     reduced: tuple[ShardBatch, ...]
@@ -206,13 +203,15 @@ class ShardBatches:
 
     @classmethod
     def of(cls, jobs: Sequence[ShardJob]) -> ShardBatches:
-        """The jobs by what their quantizers declare."""
+        """The jobs by what their quantizers declare, those with other values of its options apart."""
         together: dict[Any, list[ShardJob]] = {}
         for job in jobs:
-            batch = rule_of(job.quantizer).batch
-            together.setdefault(None if batch is None else (batch, type(job.quantizer)), []).append(job)
+            rule = rule_of(job.quantizer)
+            options = [getattr(job.quantizer, name) for name in rule.options]
+            key = None if rule.batch is None else (rule.batch, type(job.quantizer), *options)
+            together.setdefault(key, []).append(job)
         others = together.pop(None, None)
-        reduced = tuple(batch(own) for (batch, _), own in together.items())
+        reduced = tuple(batch(own) for (batch, *_), own in together.items())
         return cls(reduced, None if others is None else GatheredBatch(others))
 
     def quantize(self, group: Any) -> None:
@@ -259,14 +258,11 @@ def requantize(written: Sequence[tuple[Any, torch.Tensor]]) -> None:
         if not isinstance(rule, PerTensorShards):
             target.quantize_(values)
             continue
-        usages = target.get_usages()
-        quantizer = quantizer.with_usage(usages["rowwise"], usages["columnwise"])
-        options = tuple(getattr(quantizer, name) for name in rule.options)
+        quantizer = quantizer.with_usage(**target.get_usages())
         # One amax gives the scale, so that the shard can be treated as a whole weight.
         shape, flat = tuple(target.shape), values.detach().reshape(-1)
         output = shard_output(target, shape, 0, flat.numel(), "a shard")
-        job = ShardJob(quantizer, flat, shape, values.dtype, 0, output)
-        together.setdefault((group, type(quantizer), options), []).append(job)
-    for (group, *_), jobs in together.items():
+        together.setdefault(group, []).append(ShardJob(quantizer, flat, shape, values.dtype, 0, output))
+    for group, jobs in together.items():
         with torch.no_grad():
             ShardBatches.of(jobs).quantize(group)

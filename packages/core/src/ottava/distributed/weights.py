@@ -120,8 +120,7 @@ class MasterWeights:
             weights = check_batch(*self._given)
             self._group = default_group(weights, self._group_given)
             for weight in weights:
-                # FSDP pads an uneven shard, so that it is a view. The padding is zeros, the same at any scale, so that
-                # the view may take a scale of its own.
+                # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale.
                 weight.storage._whole = None
             self._batches = ShardBatches.of([weight.job for weight in weights])
         self._holders = list({id(h): h for w in weights for h in (w.storage, w.job.output.holder)}.values())
@@ -224,10 +223,8 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None
     Raises:
         DTypeError: ``x`` is something else.
     """
-    if x is None:
-        return False
     if isinstance(x, (Quantizer, QuantizedTensorStorage)):
         return x.custom
-    if isinstance(x, torch.Tensor):
+    if x is None or isinstance(x, torch.Tensor):
         return False
     raise DTypeError(f"{type(x).__name__} is neither quantizer nor tensor", expected="a quantizer, a tensor or None")

@@ -158,8 +158,7 @@ def note_added(weight: Any) -> None:
 def into_main_grad(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
     """The values of ``weight``, the gradient of which is added to ``main_grad``."""
     # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
-    result: torch.Tensor = _IntoMainGrad.apply(weight, (main_grad,))  # type: ignore[no-untyped-call]
-    return result
+    return _IntoMainGrad.apply(weight, (main_grad,))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _IntoMainGrad(torch.autograd.Function):

@@ -94,8 +94,7 @@ class Linear(torch.nn.Linear):
     def from_linear(cls, linear: torch.nn.Linear, *, name: str = "") -> Linear:
         """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
         made = cls.__new__(cls)
-        made.__dict__ = dict(linear.__dict__)
-        made.name = name
+        made.__dict__ = linear.__dict__ | {"name": name}
         return made
 
     @property
@@ -131,21 +130,20 @@ class Linear(torch.nn.Linear):
 
     def _set_state(self, state: RecipeState | None) -> None:
         """Use ``state`` from now on. A stateful one becomes the submodule that checkpoints and ``.to()`` see."""
-        if isinstance(state, torch.nn.Module):
-            if self._loaded_state is not None:
-                try:
-                    state.load_state_dict(self._loaded_state)
-                except RuntimeError as error:
-                    raise CheckpointError(
-                        f"the scaling state that was loaded for {self._label()} is not one of {state.recipe!r}",
-                        expected=f"{', '.join(state.state_dict())}",
-                        remedy="load the checkpoint into a model of the recipe that it was saved with",
-                    ) from error
-                self._loaded_state = None
-            self.__dict__["_state"] = state
-            self._modules["recipe_state"] = state
-        else:
+        if not isinstance(state, torch.nn.Module):
             self._state = state
+            return
+        if self._loaded_state is not None:
+            try:
+                state.load_state_dict(self._loaded_state)
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"the scaling state that was loaded for {self._label()} is not one of {state.recipe!r}",
+                    expected=f"{', '.join(state.state_dict())}",
+                    remedy="load the checkpoint into a model of the recipe that it was saved with",
+                ) from error
+            self._loaded_state = None
+        self.__dict__["_state"] = self._modules["recipe_state"] = state
 
     def _state_for(self, recipe: Recipe, group: Any) -> RecipeState:
         """The state in use, the stateful one that was in use before, or a new one."""
