@@ -97,7 +97,8 @@ class LinearFunction(torch.autograd.Function):
         # An FP8-primary weight is saved as the parameter itself, so that autograd notices a write to it.
         ctx.save_for_backward(*x_tensors, *w_tensors, weight if x_needs and primary else None)
         ctx.specs = x_spec, w_spec
-        ctx.plan = plan
+        # Not the plan, because the graph outlives the backward pass, and would keep the quantized weight for as long.
+        ctx.call = plan.state, plan.dtype, plan.main_grad
         ctx.weight = weight if plan.main_grad is not None else None
         ctx.x_shape = x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -111,9 +112,9 @@ class LinearFunction(torch.autograd.Function):
 
 def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     (dy,) = grads
-    plan: LinearPlan = ctx.plan
-    if plan.state.stateful and not torch.compiler.is_compiling() and not plan.state.backward_ran:
-        plan.state.backward_ran = True
+    state, dtype, main_grad = ctx.call
+    if state.stateful and not torch.compiler.is_compiling() and not state.backward_ran:
+        state.backward_ran = True
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     tensors = ctx.saved_tensors
     qx, qw = rebuild_saved(tensors, ctx.specs)
@@ -122,16 +123,16 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     dx = dw = db = None
     dy2 = as_matrix(dy)
     if qx is not None or qw is not None:
-        quantizer = plan.state.quantizer("grad_output", rowwise=qw is not None, columnwise=qx is not None)
-        qdy = quantizer.quantize(dy2, dtype=plan.dtype)
+        quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=qx is not None)
+        qdy = quantizer.quantize(dy2, dtype=dtype)
         if qw is not None:
-            dx = _as(gemm(qdy, qw, "dgrad", out_dtype=plan.dtype), x_dtype)
+            dx = _as(gemm(qdy, qw, "dgrad", out_dtype=dtype), x_dtype)
             dx = dx if len(ctx.x_shape) == 2 else dx.view(ctx.x_shape)
-        if qx is not None and plan.main_grad is not None:
-            gemm(qdy, qx, "wgrad", out=plan.main_grad, accumulate=True)
+        if qx is not None and main_grad is not None:
+            gemm(qdy, qx, "wgrad", out=main_grad, accumulate=True)
             note_added(ctx.weight)
         elif qx is not None:
-            dw = _as(gemm(qdy, qx, "wgrad", out_dtype=plan.dtype), w_dtype)
+            dw = _as(gemm(qdy, qx, "wgrad", out_dtype=dtype), w_dtype)
     if b_dtype is not None and ctx.needs_input_grad[2]:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
         # float32 sum has to be asked for.
