@@ -10,7 +10,9 @@ from conftest import SampleQuantizer
 from rows import OneScaleQuantizer, RowQuantizer
 
 from ottava import Quantizer
-from ottava.distributed import PerTensorShards, ShardRule, quantize_master_weights, rule_of, scales_by_format
+from ottava.distributed import PerTensorShards, ShardJob, ShardRule, quantize_master_weights, rule_of, scales_by_format
+from ottava.distributed.rules import ShardBatches
+from ottava.distributed.shards import shard_output
 from ottava.errors import DTypeError
 from ottava.tensors import Float8QuantizerBase
 
@@ -76,3 +78,26 @@ def test_shards_are_quantized_as_the_whole(cls: type[Float8QuantizerBase]) -> No
     whole: Any = quantizer.quantize(master)
     assert torch.equal(weight._data, whole._data)
     assert torch.equal(weight._scale_inv, whole._scale_inv)
+
+
+class WithEpsilon(SampleQuantizer):
+    """Its scales follow an option."""
+
+    epsilon = 0.0
+    shards = PerTensorShards(
+        lambda jobs, amaxes: scales_by_format(jobs, amaxes, jobs[0].quantizer.epsilon),  # type: ignore[attr-defined]
+        options=("epsilon",),
+    )
+
+
+def test_quantizers_of_a_class_keep_their_own_options() -> None:
+    """Layers that FSDP2 gathers together may have recipes of one class with different options."""
+    jobs: list[ShardJob] = []
+    for epsilon in (0.0, 100.0):
+        quantizer = WithEpsilon(E4M3)
+        quantizer.epsilon = epsilon
+        output = shard_output(quantizer.quantize(torch.zeros(2, 4)), (2, 4), 0, 8, "a shard")
+        jobs.append(ShardJob(quantizer, torch.ones(8), (2, 4), torch.float32, 0, output))
+    ShardBatches.of(jobs).quantize(None)
+    holders: list[Any] = [job.output.holder for job in jobs]
+    assert [holder._scale_inv.item() for holder in holders] == pytest.approx([1 / 448, 100 / 448])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -187,6 +188,17 @@ def test_first_microbatch_keeps_the_quantized_weight(recipe: Any) -> None:
     assert torch.equal(layer(x, is_first_microbatch=True), layer(x))
     layer(x, is_first_microbatch=True).sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_a_loss_that_is_kept_holds_no_quantized_weight(recipe: Any) -> None:
+    """A training loop holds the loss of the last microbatch until the next one has run."""
+    layer = make(recipe)
+    loss = layer(torch.randn(4, 7, dtype=torch.bfloat16, requires_grad=True), is_first_microbatch=True).sum()
+    kept: Any = layer._quantized_weight
+    data = weakref.ref(kept._data)
+    loss.backward()
+    layer._quantized_weight = kept = None
+    assert data() is None, loss
 
 
 def test_primary_weights(recipe: Any) -> None:

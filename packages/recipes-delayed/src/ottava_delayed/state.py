@@ -203,7 +203,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.has_run = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"amax_reduction_group": None, "cohort": None, "_kept": {}, "_kept_at": None}
+        return self.__dict__ | {"amax_reduction_group": None, "step": None, "_kept": {}, "_kept_at": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingState:
         copied = type(self).__new__(type(self))

@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ottava.collectives import check_group, find_group
 from ottava.distributed.rules import rule_of
-from ottava.distributed.shards import ShardJob, ShardOutput, check_places, shard_output
-from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
-from ottava.kernels import HIGH_PRECISION
+from ottava.distributed.shards import ShardJob, ShardOutput, check_bytes, check_places, shard_output
+from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
+from ottava.kernels.checks import check_device, check_high_precision
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava.tensors.declaration import native_dtype, same_kind
 from ottava.torch_private import is_distributed, local_tensor
 
 
-@dataclass(frozen=True)
-class ShardedWeight:
+class ShardedWeight(NamedTuple):
     """One weight of a batch: what errors call it, and what its quantizer is told.
 
     Attributes:
@@ -43,35 +41,30 @@ def check_batch(
     outs: Sequence[Any] | None,
 ) -> list[ShardedWeight]:
     """The batch, or a typed error for the first thing in it that does not fit."""
-    count = len(_listed(model_weights, "model_weights"))
+    count = len(model_weights) if isinstance(model_weights, (list, tuple)) else 0
     given = [quantizers] * count if quantizers is None or isinstance(quantizers, Quantizer) else quantizers
     lists = {
+        "model_weights": model_weights,
         "master_weights": master_weights,
         "quantizers": given,
         "start_offsets": [None] * count if start_offsets is None else start_offsets,
         "fsdp_shard_model_weights": [None] * count if outs is None else outs,
     }
     for name, entries in lists.items():
-        if len(_listed(entries, name)) != count:
+        if not isinstance(entries, (list, tuple)):
+            raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, an entry for each weight")
+        if len(entries) != count:
             raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
-    columns = zip(model_weights, *lists.values(), strict=True)
-    weights = [
-        _weight(place, *entries, offsets_given=start_offsets is not None) for place, entries in enumerate(columns)
-    ]
+    numbered = enumerate(zip(*lists.values(), strict=True))
+    weights = [_weight(place, start_offsets is not None, *entries) for place, entries in numbered]
     _check_agreement(weights)
     if outs is not None:
         check_places([data for weight in weights for data in weight.job.output.data])
     return weights
 
 
-def _listed(entries: Any, name: str) -> Sequence[Any]:
-    if not isinstance(entries, (list, tuple)):
-        raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, with one entry for each weight")
-    return entries
-
-
 def _weight(
-    place: int, weight: Any, master: Any, quantizer: Any, offset: Any, out: Any, *, offsets_given: bool
+    place: int, offsets_given: bool, weight: Any, master: Any, quantizer: Any, offset: Any, out: Any
 ) -> ShardedWeight:
     what = f"weight {place}"
     if isinstance(out, (list, tuple)):
@@ -107,15 +100,12 @@ def _shard(master: Any, device: torch.device, what: str) -> torch.Tensor:
     if master is None:
         return torch.empty(0, dtype=torch.float32, device=device)
     local = local_tensor(master)
-    if not isinstance(local, torch.Tensor) or isinstance(local, QuantizedTensorStorage):
-        raise DTypeError(f"the master of {what} is a {type(master).__name__}", expected="a tensor or None")
-    if local.layout != torch.strided or local.is_nested:
-        raise DTypeError(f"the master of {what} is {local.layout}, or nested", expected="a dense tensor")
-    if local.dtype not in HIGH_PRECISION:
-        raise DTypeError(f"the master of {what} is of {local.dtype}", expected="torch.float32, or None for no shard")
-    if local.device != device:
-        raise DeviceError(f"the master of {what} is on {local.device}, the weight on {device}", expected="one device")
-    return local.detach().reshape(-1)
+    what = f"the master of {what}"
+    if isinstance(local, QuantizedTensorStorage) or getattr(local, "is_nested", False):
+        raise DTypeError(f"{what} is quantized, or nested", expected="a dense tensor, or None for no shard")
+    check_high_precision(local, what)
+    check_device(local, device, what)
+    return local.detach().reshape(-1)  # type: ignore[no-any-return]
 
 
 def _offset(
@@ -127,26 +117,24 @@ def _offset(
         if isinstance(offset, bool) or not hasattr(offset, "__index__"):
             raise OptionError(f"the start offset of {what} is {offset!r}", expected="an integer, or None for no shard")
         offset = operator.index(offset)
-    if rows is not None:
-        if held and (count != len(rows) * row or (count and offset not in (None, rows.start * row))):
-            raise ShapeError(
-                f"the master of {what} has {count} elements" + ("" if offset is None else f" from {offset} on"),
-                expected=f"{len(rows) * row} from {rows.start * row} on, its rows here",
-            )
-        return rows.start * row
-    if held and offset is None and (offsets_given or count != numel):
+    elif held and rows is None and (offsets_given or count != numel):
         raise OptionError(
             f"{what} has a master of {count} elements and no start offset",
             expected=f"the index of its first element among the {numel} of the weight",
             remedy="pass start_offsets, with None only where the master is None",
         )
-    start = 0 if offset is None else int(offset)
-    if not 0 <= start <= numel - count:
-        raise ShapeError(
-            f"the master of {what} has {count} elements from {start} on",
-            expected=f"a range inside the {numel} of the weight",
-        )
-    return start if held else 0
+    first = 0 if rows is None else rows.start * row
+    start: int = first if offset is None else offset
+    kind: type[OttavaError] = ShapeError
+    if rows is None:
+        fits, expected = 0 <= start <= numel - count, f"a range inside the {numel} of the weight"
+    else:
+        fits = not held or (count == len(rows) * row and (not count or start == first))
+        kind = OptionError if count == len(rows) * row else ShapeError
+        expected = f"{len(rows) * row} from {first} on, its rows here"
+    if not fits:
+        raise kind(f"the master of {what} has {count} elements from {start} on", expected=expected)
+    return start if held and rows is None else first
 
 
 def _rows_of(weight: Any, what: str) -> tuple[range, Any]:
@@ -204,7 +192,7 @@ def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
     usages = storage.get_usages()
     key = (type(storage), static, tuple(usages.values()), storage.dtype, len(weight.job.shape), quantizer)
     if key not in fitting:
-        example = quantizer.with_usage(usages["rowwise"], usages["columnwise"]).make_empty(
+        example = quantizer.with_usage(**usages).make_empty(
             (1,) * len(weight.job.shape), dtype=storage.dtype, device=storage.device
         )
         fitting[key] = same_kind(example, storage)
@@ -222,8 +210,7 @@ def _output(
     out: Any, storage: QuantizedTensorStorage, shape: tuple[int, ...], start: int, count: int, what: str
 ) -> ShardOutput:
     """Where a shard goes: into the weight itself, into another tensor that is the shard, or into bytes."""
-    if out is None:
-        return shard_output(storage, shape, start, count, what)
+    out = storage if out is None else out
     if isinstance(out, QuantizedTensorStorage):
         if not any(out.get_usages().values()):
             raise UsageError(f"the shard of {what} holds no data to write to", remedy="it was cleared or saved")
@@ -233,24 +220,15 @@ def _output(
             raise DeviceError(f"the shard of {what} is on {out.device}, the weight on {storage.device}")
         return shard_output(out, shape, start, count, what)
     raw, given = storage.raw_inner(), list(out) if isinstance(out, (list, tuple)) else [out]
-    # One tensor of bytes serves a weight with data for each usage, if the other usage's is in the weight itself.
     if len(given) != len(raw):
         raise ShapeError(
             f"the shard of {what} has {len(given)} tensors of bytes",
             expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}",
         )
-    natives = {native_dtype(storage, inner) for inner in raw} | {torch.uint8}
-    for buffer in given:
-        if not isinstance(buffer, torch.Tensor) or buffer.dtype not in natives:
-            found = buffer.dtype if isinstance(buffer, torch.Tensor) else type(buffer).__name__
-            raise DTypeError(f"the bytes for the shard of {what} are of {found}", expected="torch.uint8")
-        if buffer.device != storage.device:
-            raise DeviceError(f"the bytes for the shard of {what} are on {buffer.device}", expected=str(storage.device))
-        if not buffer.is_contiguous():
-            raise UsageError(f"the bytes for the shard of {what} are not contiguous", expected="contiguous memory")
-        if buffer.numel() != count:
-            raise ShapeError(f"the shard of {what} has {buffer.numel()} bytes", expected=f"{count}, as its master")
-    data = tuple(buffer.view(-1).view(torch.uint8) for buffer in given)
+    dtypes = {native_dtype(storage, inner) for inner in raw} | {torch.uint8}
+    what = f"the buffer for the shard of {what}"
+    buffers = [check_bytes(buffer, dtypes, count, storage.device, what) for buffer in given]
+    data = tuple(buffer.view(-1).view(torch.uint8) for buffer in buffers)
     return ShardOutput(storage, data, range(shape[0] if shape else 1))
 
 

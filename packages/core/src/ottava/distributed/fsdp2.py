@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,26 +30,18 @@ def _states() -> list[Any]:
     return [reference() if callable(reference) else reference for reference in list(_module_state_mapping.values())]
 
 
-def _find_group(module: torch.nn.Module) -> tuple[Any, Any]:
-    for state in _states():
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            for parameter in getattr(group, "fsdp_params", ()):
-                if parameter._module_info.module is module:
-                    return group, state
-    return None, None
-
-
 def _group_and_state(module: Any) -> tuple[Any, Any]:
     known = _groups.get(module)
     group, state = (None, None) if known is None else (known[0](), known[1]())
-    if group is None or state is None:
-        group, state = _find_group(module)
-        if group is not None:
-            _groups[module] = (weakref.ref(group), weakref.ref(state))
-    return group, state
+    if group is not None and state is not None:
+        return group, state
+    for state in _states():
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            if any(parameter._module_info.module is module for parameter in getattr(group, "fsdp_params", ())):
+                _groups[module] = weakref.ref(group), weakref.ref(state)
+                return group, state
+    return None, None
 
 
 def _parameters(module: Any) -> Any:
@@ -83,8 +74,7 @@ def _will_be_kept(state: Any) -> bool:
     return not any(inner is module for outer in others for inner in outer.modules() for module in own)
 
 
-@dataclass(frozen=True)
-class GatheredParameter:
+class GatheredParameter(NamedTuple):
     """A parameter that FSDP gathers: this rank's shard, the size of the whole, and the module that owns it."""
 
     shard: torch.Tensor
@@ -96,8 +86,8 @@ def gathered_together(module: Any) -> list[GatheredParameter]:
     """The parameters that are gathered in one collective with those of ``module``, if that can be known."""
     with contextlib.suppress(*_OTHERWISE):
         return [
-            GatheredParameter(local_tensor(known.sharded_param), known._orig_size, known._module_info.module)
-            for known in _parameters(module)
+            GatheredParameter(local_tensor(p.sharded_param), p._orig_size, p._module_info.module)
+            for p in _parameters(module)
         ]
     return []
 

@@ -1,21 +1,34 @@
-"""``HighPrecisionWeight``: a weight in high precision that FSDP2 gathers as bytes; and models that have them."""
+"""Weights that are kept in high precision, and that FSDP2 gathers quantized by each rank, with scales that all share.
+
+A shard that can be quantized by itself (rows of blocks) is. Where the scales depend on all shards, the amaxes of all
+parameters of a group are reduced at once, when the first of them is gathered. Where neither is possible (shards that
+cut blocks, a quantizer that has to see all values) the values themselves are gathered, and quantized by the layer.
+"""
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from ottava.distributed.gathering import gather_inputs, gathered_weight
+from ottava.distributed.fsdp2 import GatheredParameter, gathered_together
+from ottava.distributed.hooks import GatherPlan, check_shard, post_all_gather, pre_all_gather
+from ottava.distributed.rules import ShardBatches, rule_of
+from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError, ShapeError, UsageError
-from ottava.tensors import QuantizedTensorStorage
+from ottava.tensors import QuantizedTensor, QuantizedTensorStorage, Quantizer
 from ottava.torch_private import (
     aten_overloads,
     disabled_torch_function,
+    graph_task_id,
     is_distributed,
     make_wrapper_subclass,
     tree_map,
+    version_of,
 )
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -23,21 +36,19 @@ _aten = torch.ops.aten
 
 # What gives a weight of the same kind: views, copies, and what sharding and materializing make new ones with.
 _KEEPS_CLASS = {
-    _aten.alias.default,
-    _aten.as_strided.default,
-    _aten.chunk.default,
-    _aten.clone.default,
-    _aten.detach.default,
-    _aten.empty_like.default,
-    _aten.narrow.default,
-    _aten.new_empty.default,
-    _aten.new_zeros.default,
-    _aten.slice.Tensor,
-    _aten.split.Tensor,
-    _aten.split_with_sizes.default,
-    _aten.view.default,
+    *(_aten.alias.default, _aten.as_strided.default, _aten.view.default, _aten.detach.default, _aten.narrow.default),
+    *(_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default),
+    *(_aten.clone.default, _aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default),
     *aten_overloads("_pin_memory", "_to_copy"),
 }
+
+# Module that owns a parameter -> its shard as it was quantized together with those of its group, and the version of the
+# values that it was quantized from.
+_quantized: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, torch.dtype, QuantizedTensor]] = (
+    weakref.WeakKeyDictionary()
+)
+# The first module of a group -> the versions of all values and the reduced amaxes of the weights, of the last gather.
+_amaxes: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[int], list[torch.Tensor]]] = weakref.WeakKeyDictionary()
 
 
 class HighPrecisionWeight(torch.Tensor):
@@ -115,30 +126,132 @@ class HighPrecisionWeight(torch.Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: torch.Size, stride: Sequence[int], module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """This rank's shard, quantized with the scales of the whole weight, as bytes, and what the next hook needs.
+    ) -> tuple[tuple[torch.Tensor, ...], GatherPlan | torch.Size]:
+        """What this rank sends, padded to the length of the longest shard, and what the next hook needs: a plan, or the
+        size of the whole where the values themselves are sent.
 
         The scales of all parameters that are gathered together come of one all-reduce.
 
         Raises:
-            UsageError: no recipe is bound to the layer.
+            UsageError: no recipe is bound to the layer, or it is resharded to fewer ranks after the forward pass.
+            ShapeError: the weight is not sharded by rows.
         """
-        return gather_inputs(self, mesh, orig_size, module, mp_policy)
+        dtype = mp_policy.param_dtype or self.dtype
+        group, values = mesh.get_group(), self._plain
+        world = dist.get_world_size(group)
+        check_shard(values.shape, orig_size, module)
+        known = _quantized.pop(module, None)
+        if known is not None and known[:2] == (version_of(values), dtype):
+            return pre_all_gather(known[2], mesh, orig_size, module)
+        if not _gathers_quantized(_quantizer_of(module), orig_size, world):
+            rows = math.ceil(orig_size[0] / world)
+            missing = rows - values.shape[0]
+            values = values.to(dtype)
+            if missing:
+                values = torch.nn.functional.pad(values, [0, 0] * (values.dim() - 1) + [0, missing])
+            return (values.contiguous(),), orig_size
+        others = [p for p in gathered_together(module) if p.module is not module and hasattr(p.shard, "high_precision")]
+        together = [GatheredParameter(self, orig_size, module), *others]
+        _quantize_together(together, mp_policy.param_dtype, group, world)
+        return pre_all_gather(_quantized.pop(module)[2], mesh, orig_size, module)
 
     def fsdp_post_all_gather(
         self,
         outputs: Sequence[torch.Tensor],
-        metadata: Any,
+        metadata: GatherPlan | torch.Size,
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The whole weight, quantized, of dtype ``param_dtype`` around the bytes, or ``out`` brought up to date."""
-        return gathered_weight(metadata, outputs, param_dtype, out)
+        """The whole weight, quantized, of dtype ``param_dtype`` around the bytes, or ``out`` brought up to date.
+
+        Raises:
+            UsageError: it was of another kind when it was gathered before.
+        """
+        quantized = isinstance(metadata, GatherPlan)
+        kind = metadata.spec.cls if isinstance(metadata, GatherPlan) else torch.Tensor
+        if out is not None and (isinstance(out, QuantizedTensor) != quantized or not isinstance(out, kind)):
+            raise UsageError(
+                f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}",
+                expected="one kind of weight for the life of a sharded model",
+                remedy="bind the recipe before fully_shard, and do not change it afterwards",
+            )
+        if isinstance(metadata, GatherPlan):
+            return post_all_gather(metadata, outputs, param_dtype, out)  # type: ignore[arg-type]
+        # FSDP fills the same memory at every gather, so that one view of it stays the weight.
+        return None if out is not None else (outputs[0][: metadata[0]].view(metadata), ())
 
 
 def _unwrapped(values: Any) -> Any:
     return tree_map(lambda value: value._plain if isinstance(value, HighPrecisionWeight) else value, values)
+
+
+def _quantizer_of(module: Any) -> Quantizer:
+    quantizer: Quantizer | None = getattr(module, "gather_quantizer", lambda: None)()
+    if quantizer is None:
+        raise UsageError(
+            f"no recipe is bound to the {type(module).__name__} whose weight is gathered",
+            expected="a layer of ottava.convert(model, recipe)",
+            remedy="convert the model before ottava.distributed.gather_quantized(model)",
+        )
+    return quantizer
+
+
+def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bool:
+    """Whether shards can be quantized where they are; the same on every rank."""
+    rule = rule_of(quantizer)
+    independent = rule.independent_rows(quantizer)
+    if independent is not None:
+        rows = math.ceil(size[0] / world) * math.prod(size[1:-1])
+        return world == 1 or (len(size) > 1 and size[0] % world == 0 and rows % independent == 0)
+    if rule.batch is None:
+        return False
+    if size[0] % world == 0:
+        return True
+    # FSDP pads uneven shards, and gathers only inner tensors that have the shard's shape.
+    shape = (1, *size[1:])
+    example = quantizer.with_usage(True, True).make_empty(shape, dtype=torch.float32)
+    sent = [getattr(example, inner.attribute) for inner in example.inner_tensors if inner.gather]
+    return all(tensor is None or tuple(tensor.shape) == shape for tensor in sent)
+
+
+def _quantize_together(
+    parameters: Sequence[GatheredParameter], param_dtype: torch.dtype | None, group: Any, world: int
+) -> None:
+    """Quantize the shards of parameters that are gathered together, with one all-reduce for all that need any."""
+    jobs: list[ShardJob] = []
+    reducing: list[torch.nn.Module] = []
+    made: dict[torch.nn.Module, tuple[int, torch.dtype, QuantizedTensor]] = {}
+    for parameter in parameters:
+        weight: Any = parameter.shard
+        values, dtype, size = weight.high_precision(), param_dtype or weight.dtype, parameter.size
+        quantizer = _quantizer_of(parameter.module).with_usage(True, True)
+        if not _gathers_quantized(quantizer, size, world):
+            continue
+        local: Any
+        if rule_of(quantizer).independent_rows(quantizer) is not None:
+            local = quantizer.quantize_impl(values.to(dtype), dtype)
+        else:
+            start = min(dist.get_rank(group) * math.ceil(size[0] / world), size[0]) * math.prod(size[1:])
+            local = quantizer.make_empty(values.shape, dtype=dtype, device=values.device)
+            output = shard_output(local, size, start, values.numel(), "a sharded weight")
+            jobs.append(ShardJob(quantizer, values.reshape(-1), tuple(size), dtype, start, output))
+            reducing.append(parameter.module)
+        if not isinstance(local, QuantizedTensor):
+            raise UsageError(
+                f"the quantizer of a {type(parameter.module).__name__} gives a {type(local).__name__}",
+                expected="a QuantizedTensor, which can be a parameter",
+            )
+        local._shard_group = group.group_name
+        made[parameter.module] = (version_of(values), dtype, local)
+    if reducing:
+        batches, versions = ShardBatches.of(jobs), [made[module][0] for module in reducing]
+        known = _amaxes.get(reducing[0])
+        # A backward pass has the amaxes of the forward pass, because the values are the same.
+        if graph_task_id() == -1 or known is None or known[0] != versions:
+            known = _amaxes[reducing[0]] = (versions, batches.amaxes(group))
+        batches.cast(known[1])
+    _quantized.update(made)
 
 
 def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
@@ -162,33 +275,28 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
     if not isinstance(recomputes, bool):
         raise DTypeError(f"recomputes is {recomputes!r}", expected="True or False")
-    owners: dict[int, list[tuple[torch.nn.Module, str]]] = {}
-    parameters: dict[int, torch.nn.Parameter] = {}
+    owners: dict[Any, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, name))
-                parameters[id(parameter)] = parameter
-    chosen = [key for key, places in owners.items() if all(_is_gathered(module, name) for module, name in places)]
+                owners.setdefault(parameter, []).append((module, name))
+    chosen = {key: places for key, places in owners.items() if all(_is_gathered(*place) for place in places)}
     if not chosen:
         raise UsageError(
             "no layer of the model has a recipe bound",
             expected="layers of ottava.convert(model, recipe)",
             remedy="convert the model first",
         )
-    if any(is_distributed(parameters[key]) for key in chosen):
+    if any(is_distributed(weight) for weight in chosen):
         raise UsageError(
             "the model is sharded already", expected="a model before fully_shard", remedy="call gather_quantized first"
         )
-    for key in chosen:
-        given: Any = parameters[key]
-        for module, _ in owners[key]:
+    for weight, places in chosen.items():
+        if not isinstance(weight, (QuantizedTensorStorage, HighPrecisionWeight)):
+            weight = torch.nn.Parameter(HighPrecisionWeight(weight.detach()), requires_grad=weight.requires_grad)
+        for module, name in places:
             module.recomputes = recomputes  # type: ignore[assignment]
-        if isinstance(given, (QuantizedTensorStorage, HighPrecisionWeight)):
-            continue
-        made = torch.nn.Parameter(HighPrecisionWeight(given.detach()), requires_grad=given.requires_grad)
-        for module, name in owners[key]:
-            module._parameters[name] = made
+            module._parameters[name] = weight
     return model
 
 

@@ -14,14 +14,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ottava.collectives import all_reduce_max
-from ottava.distributed.fsdp2 import drop_flat_copies, gathered_together, resharded_after_forward, resharded_to_fewer
+from ottava.distributed.fsdp2 import (
+    GatheredParameter,
+    drop_flat_copies,
+    gathered_together,
+    resharded_after_forward,
+    resharded_to_fewer,
+)
 from ottava.distributed.rules import rule_of
 from ottava.distributed.shards import check_blocks
 from ottava.errors import ShapeError, UsageError
@@ -32,8 +37,7 @@ from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import graph_task_id
 
 
-@dataclass(frozen=True)
-class GatheredInner:
+class GatheredInner(NamedTuple):
     """One inner tensor that comes: its declaration, the shape of a rank's shard of it, and whether that is padded."""
 
     inner: InnerTensor
@@ -41,8 +45,7 @@ class GatheredInner:
     padded: bool
 
 
-@dataclass(frozen=True)
-class GatherPlan:
+class GatherPlan(NamedTuple):
     """What the hook after a gather needs to know: which inner tensors come, and everything that does not."""
 
     inner: tuple[GatheredInner, ...]
@@ -52,7 +55,7 @@ class GatherPlan:
 
 
 def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
-    """Refuse ways of sharding that whole rows and gather hooks do not allow.
+    """Refuse ways of sharding that gather hooks do not allow.
 
     Raises:
         ShapeError: a shard of this shape is none of rows of a weight of this size.
@@ -83,15 +86,15 @@ def pre_all_gather(
     """
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
-    own_shard = getattr(module, "own_shard", None)
-    if own_shard is not None:
-        own_shard(tensor)
+    if hasattr(module, "own_shard"):
+        module.own_shard(tensor)
     _agree(tensor, group, module)
     drop_flat_copies(module)
     world = dist.get_world_size(group)
     rows = math.ceil(size[0] / world)
     gathered = _to_gather(tensor, module)
-    _check_rows(tensor, size, world)
+    if world > 1:
+        _check_rows(tensor, size, world)
     # With one rank nothing is gathered: FSDP copies the first input, and no other.
     sent = gathered if world > 1 else dict(list(gathered.items())[:1])
     inputs, coming = [], []
@@ -117,7 +120,13 @@ def post_all_gather(
     plan: GatherPlan, outputs: Sequence[torch.Tensor], dtype: torch.dtype, out: QuantizedTensor | None
 ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
     """The whole tensor around the gathered bytes; with ``out``, its bytes were refilled and the rest follows."""
-    whole = {each.inner.argument: _whole(each, out_, plan) for each, out_ in zip(plan.inner, outputs, strict=True)}
+    whole: dict[str, torch.Tensor] = {}
+    for (inner, shape, padded), output in zip(plan.inner, outputs, strict=True):
+        if padded:
+            # Each rank sent its shard as one row, with the padding at its end.
+            output = output[:, : shape.numel()].reshape(-1, *shape[1:])
+        # Only the last rank that has rows is padded, so that all padding lies at the end.
+        whole[inner.argument] = output[: plan.size[0]] if inner.block_rows is None else output
     if out is not None:
         for inner in out.inner_tensors:
             data = whole.get(inner.argument)
@@ -139,19 +148,8 @@ def post_all_gather(
     return built, ()
 
 
-def _whole(gathered: GatheredInner, output: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
-    """The inner tensor of the whole from what all ranks sent."""
-    if gathered.padded:
-        # Each rank sent its shard as one row, with the padding at its end.
-        output = output[:, : gathered.shape.numel()].reshape(-1, *gathered.shape[1:])
-    # Only the last rank that has rows is padded, so that all padding lies at the end.
-    return output[: plan.size[0]] if gathered.inner.block_rows is None else output
-
-
 def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
-    """What this gather is for: rows in a forward pass, columns in a backward pass, or both; and how many elements of
-    each are sent, since FSDP allocates once for what the two passes gather in turns.
-    """
+    """What is sent, and how many elements of each: rows in a forward pass, columns in a backward pass, or both."""
     held = {i: getattr(tensor, i.attribute) for i in tensor.inner_tensors if i.gather}
     both = {inner: int(data.numel()) for inner, data in held.items() if data is not None}
     if not both:
@@ -166,7 +164,7 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
     if tensor.rowwise_serves_columnwise:
         return rowwise
     columnwise = {inner: count for inner, count in both.items() if inner.usage != "rowwise"}
-    # FSDP allocates once, so that what is gathered in turns must have the same dtypes.
+    # FSDP allocates once, so that what is gathered in turns must have the same dtypes and lengths.
     alike = [held[inner].dtype for inner in rowwise] == [held[inner].dtype for inner in columnwise]
     if not alike or getattr(module, "recomputes", False) or not resharded_after_forward(module):
         return both
@@ -176,8 +174,6 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
 
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the first."""
-    if world == 1:
-        return
     values = {inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather}
     coming = {i: value for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise}
     for inner, value in coming.items() if size[0] % world else ():
@@ -203,16 +199,16 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
     # The name is kept, not the group, because a tensor must not keep a destroyed group alive.
     if tensor._shard_group == group.group_name:
         return
-    if isinstance(module, torch.nn.Module) and _agreed.get(module) == group.group_name:
+    name = group.group_name
+    if isinstance(module, torch.nn.Module) and _agreed.get(module) == name:
         # FSDP pads the last shard again after a load, so that one rank may have a new tensor where the others have not:
         # a comparison here would wait for them forever.
         _share(tensor, group)
         return
-    parameters = {id(p.shard): p for p in gathered_together(module)}
-    together: list[Any] = [p.shard for p in parameters.values()]
-    shards = [s for s in together if hasattr(s, "_shard_group") and s._shard_group != group.group_name]
-    if not any(shard is tensor for shard in shards):
-        shards, parameters = [tensor], {}
+    parameters = [p for p in gathered_together(module) if getattr(p.shard, "_shard_group", name) != name]
+    if not any(parameter.shard is tensor for parameter in parameters):
+        parameters = [GatheredParameter(tensor, tensor.size(), module)]
+    shards: list[Any] = [parameter.shard for parameter in parameters]
     shared = [
         (shard, inner, getattr(shard, inner.attribute).float().reshape(-1))
         for shard in shards
@@ -229,12 +225,10 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
                     expected="one value for all shards of a weight",
                     remedy="set the values of the weight before it is sharded",
                 )
-    for shard in shards:
+    for shard, parameter in zip(shards, parameters, strict=True):
         _share(shard, group)
-        parameter = parameters.get(id(shard))
-        owner = module if parameter is None else parameter.module
-        if isinstance(owner, torch.nn.Module):
-            _agreed[owner] = group.group_name
+        if isinstance(parameter.module, torch.nn.Module):
+            _agreed[parameter.module] = name
 
 
 def _share(shard: QuantizedTensor, group: Any) -> None:
@@ -255,6 +249,5 @@ def _share(shard: QuantizedTensor, group: Any) -> None:
     if quantizer is not None:
         shard.update_quantizer(quantizer.for_shards(group.group_name))
     shard._shard_group = group.group_name
-    # FSDP pads an uneven shard, so that it is a view. The padding is zeros, the same at any scale, so that the view may
-    # take a scale of its own.
+    # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale, so that it may have its own.
     shard._whole = None

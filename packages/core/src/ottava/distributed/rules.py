@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -72,28 +71,6 @@ class ShardRule:
         return self._rows
 
 
-class PerTensorShards(ShardRule):
-    """Declared by quantizers with one scale a tensor, which follows from its amax or is known.
-
-    They derive from :class:`ottava.tensors.Float8QuantizerBase`. One amax of each weight is reduced, and all shards are
-    cast in one call.
-
-    Args:
-        scales: ``scales(jobs, amaxes)`` gives ``(scale, scale_inv)`` of many weights from their amaxes, float32
-            ``[jobs]`` each; :func:`scales_by_format` is one.
-        options: as of :class:`ShardRule`.
-    """
-
-    def __init__(
-        self,
-        scales: Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-        *,
-        options: Sequence[str] = (),
-    ) -> None:
-        super().__init__(options=options)
-        self.scales = scales
-
-
 class PerTensorBatch(ShardBatch):
     """Many shards in a call of a kernel for the amaxes, and one for the casts."""
 
@@ -102,7 +79,7 @@ class PerTensorBatch(ShardBatch):
         rule: Any = rule_of(jobs[0].quantizer)
         self._scales = rule.scales
         self._shards, self._dtypes = [job.shard for job in jobs], [job.dtype for job in jobs]
-        self._formats = [_format_of(job) for job in jobs]
+        self._formats = [job.quantizer.fp8_dtype for job in jobs]  # type: ignore[attr-defined]
         self._data = [job.output.data[0] for job in jobs]
         holders: list[Any] = [job.output.holder for job in jobs]
         self._scale_invs = [holder._scale_inv for holder in holders]
@@ -122,13 +99,28 @@ class PerTensorBatch(ShardBatch):
         self.written()
 
 
-PerTensorShards.batch = PerTensorBatch
+class PerTensorShards(ShardRule):
+    """Declared by quantizers with one scale a tensor, which follows from its amax or is known.
 
+    They derive from :class:`ottava.tensors.Float8QuantizerBase`. One amax of each weight is reduced, and all shards are
+    cast in one call.
 
-def _format_of(job: ShardJob) -> torch.dtype:
-    quantizer: Any = job.quantizer
-    fp8_dtype: torch.dtype = quantizer.fp8_dtype
-    return fp8_dtype
+    Args:
+        scales: ``scales(jobs, amaxes)`` gives ``(scale, scale_inv)`` of many weights from their amaxes, float32
+            ``[jobs]`` each; :func:`scales_by_format` is one.
+        options: as of :class:`ShardRule`.
+    """
+
+    batch = PerTensorBatch
+
+    def __init__(
+        self,
+        scales: Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        *,
+        options: Sequence[str] = (),
+    ) -> None:
+        super().__init__(options=options)
+        self.scales = scales
 
 
 def scales_by_format(
@@ -137,7 +129,8 @@ def scales_by_format(
     """:func:`ottava.kernels.scale_from_amax` of many weights, one call for each FP8 format among them."""
     places: dict[torch.dtype, list[int]] = {}
     for place, job in enumerate(jobs):
-        places.setdefault(_format_of(job), []).append(place)
+        quantizer: Any = job.quantizer
+        places.setdefault(quantizer.fp8_dtype, []).append(place)
     if len(places) == 1:
         return kernels.scale_from_amax(amaxes, next(iter(places)), epsilon, force_pow_2)
     scale, scale_inv = torch.empty_like(amaxes), torch.empty_like(amaxes)
@@ -198,13 +191,11 @@ class GatheredBatch:
                 whole[start : start + count] = sent[at:end].clone().view(whole.dtype)
                 at = end
         for job, whole in zip(self.jobs, wholes, strict=True):
-            usages = job.output.holder.get_usages()
-            quantizer = job.quantizer.with_usage(usages["rowwise"], usages["columnwise"])
+            quantizer = job.quantizer.with_usage(**job.output.holder.get_usages())
             job.output.write(quantizer.quantize_impl(whole.view(job.shape), job.dtype), job.start_offset)
 
 
-@dataclass(frozen=True)
-class ShardBatches:
+class ShardBatches(NamedTuple):
     """Shards of any mix of quantizers: those of a class together where amaxes suffice, all others together."""
 
     reduced: tuple[ShardBatch, ...]
@@ -212,15 +203,16 @@ class ShardBatches:
 
     @classmethod
     def of(cls, jobs: Sequence[ShardJob]) -> ShardBatches:
-        """The jobs by what their quantizers declare."""
-        classes: dict[type[Quantizer], list[ShardJob]] = {}
-        others: list[ShardJob] = []
+        """The jobs by what their quantizers declare, those with other values of its options apart."""
+        together: dict[Any, list[ShardJob]] = {}
         for job in jobs:
-            together = others if rule_of(job.quantizer).batch is None else classes.setdefault(type(job.quantizer), [])
-            together.append(job)
-        made = [(rule_of(together[0].quantizer).batch, together) for together in classes.values()]
-        batches = tuple(batch(together) for batch, together in made if batch is not None)
-        return cls(batches, GatheredBatch(others) if others else None)
+            rule = rule_of(job.quantizer)
+            options = [getattr(job.quantizer, name) for name in rule.options]
+            key = None if rule.batch is None else (rule.batch, type(job.quantizer), *options)
+            together.setdefault(key, []).append(job)
+        others = together.pop(None, None)
+        reduced = tuple(batch(own) for (batch, *_), own in together.items())
+        return cls(reduced, None if others is None else GatheredBatch(others))
 
     def quantize(self, group: Any) -> None:
         """Quantize all shards: one all-reduce over ``group`` for all amaxes, one all-gather for all values needed."""
@@ -266,14 +258,11 @@ def requantize(written: Sequence[tuple[Any, torch.Tensor]]) -> None:
         if not isinstance(rule, PerTensorShards):
             target.quantize_(values)
             continue
-        usages = target.get_usages()
-        quantizer = quantizer.with_usage(usages["rowwise"], usages["columnwise"])
-        options = tuple(getattr(quantizer, name) for name in rule.options)
+        quantizer = quantizer.with_usage(**target.get_usages())
         # One amax gives the scale, so that the shard can be treated as a whole weight.
         shape, flat = tuple(target.shape), values.detach().reshape(-1)
         output = shard_output(target, shape, 0, flat.numel(), "a shard")
-        job = ShardJob(quantizer, flat, shape, values.dtype, 0, output)
-        together.setdefault((group, type(quantizer), options), []).append(job)
-    for (group, *_), jobs in together.items():
+        together.setdefault(group, []).append(ShardJob(quantizer, flat, shape, values.dtype, 0, output))
+    for group, jobs in together.items():
         with torch.no_grad():
             ShardBatches.of(jobs).quantize(group)

@@ -6,13 +6,15 @@ A shard is a range of the flattened weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from ottava.errors import ShapeError, UsageError
+from ottava.errors import DTypeError, ShapeError, UsageError
+from ottava.kernels.checks import check_device
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.freshness import bump_version, bump_versions
 from ottava.tensors.quantizer import Quantizer
@@ -117,25 +119,20 @@ def shard_output(
             remedy="keep the rowwise usage of weights that are cast from shards",
         )
     tensors = [tensor.view(-1) for tensor in tensors]
-    if tuple(holder.size()) == tuple(shape):
-        own = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
-        return ShardOutput(holder, own, range(shape[0] if shape else 1))
-    return ShardOutput(holder, tuple(tensors), _rows(holder, shape, start_offset, count, what))
-
-
-def _rows(holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, what: str) -> range:
-    """The rows of the weight that ``holder`` is; a tensor that is a shard has whole rows, and cuts no blocks."""
-    row = math.prod(shape[1:])
-    own = tuple(holder.size())
+    own, row = tuple(holder.size()), math.prod(shape[1:])
+    if own == tuple(shape):
+        elements = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
+        return ShardOutput(holder, elements, range(shape[0] if shape else 1))
     if own[1:] != tuple(shape[1:]) or count != math.prod(own) or (count and start_offset % row):
         raise ShapeError(
             f"{what} has shape {own}, its share of the weight {count} elements from {start_offset} on",
             expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has",
         )
-    rows = range(start_offset // row if row else 0, (start_offset // row if row else 0) + own[0])
+    first = start_offset // row if row else 0
+    rows = range(first, first + own[0])
     if count:
         check_blocks(holder.inner_tensors, shape, rows, what)
-    return rows
+    return ShardOutput(holder, tuple(tensors), rows)
 
 
 def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows: range, what: str) -> None:
@@ -144,23 +141,39 @@ def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows
     Raises:
         ShapeError: they do, or the weight is a vector, which is one row of blocks.
     """
-    leading, remedy = math.prod(size[1:-1]), "shard over fewer ranks, or keep the weight whole or in high precision"
+    leading = math.prod(size[1:-1])
     for inner in inner_tensors:
-        if inner.block_rows is None or not inner.gather:
+        step = inner.block_rows if inner.gather else None
+        if step is None:
             continue
         if len(size) < 2:
-            raise ShapeError(
-                f"{what} is a shard of a vector, which is one row of the blocks of {inner.argument!r}",
-                expected="a weight with rows and columns",
-                remedy=remedy,
-            )
-        inside = rows.stop < size[0] and rows.stop * leading % inner.block_rows
-        if rows.start * leading % inner.block_rows or inside:
-            raise ShapeError(
-                f"{what} has rows {rows.start} to {rows.stop} of {size[0]}, which cut the blocks of {inner.argument!r}",
-                expected=f"multiples of {inner.block_rows}",
-                remedy=remedy,
-            )
+            how, expected = "is one row of blocks, as a shard of a vector", "a weight with rows and columns"
+        elif rows.start * leading % step or (rows.stop < size[0] and rows.stop * leading % step):
+            how = f"has rows {rows.start} to {rows.stop} of {size[0]}, which cut the blocks of {inner.argument!r}"
+            expected = f"multiples of {step}"
+        else:
+            continue
+        remedy = "shard over fewer ranks, or keep the weight whole or in high precision"
+        raise ShapeError(f"{what} {how}", expected=expected, remedy=remedy)
+
+
+def check_bytes(
+    buffer: Any, dtypes: Collection[torch.dtype | None], count: int, device: torch.device, what: str
+) -> torch.Tensor:
+    """``buffer`` itself, unless it cannot take ``count`` elements of 8 bits.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, UsageError: it is no contiguous tensor of such a size, dtype and device.
+    """
+    if not isinstance(buffer, torch.Tensor) or buffer.dtype not in dtypes:
+        found = buffer.dtype if isinstance(buffer, torch.Tensor) else type(buffer).__name__
+        raise DTypeError(f"{what} is of {found}", expected="torch.uint8")
+    if buffer.numel() != count:
+        raise ShapeError(f"{what} has {buffer.numel()} elements", expected=f"{count}")
+    check_device(buffer, device, what)
+    if not buffer.is_contiguous():
+        raise UsageError(f"{what} is not contiguous", expected="contiguous memory")
+    return buffer
 
 
 def check_places(written: Iterable[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> None:

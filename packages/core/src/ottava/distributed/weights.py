@@ -14,9 +14,10 @@ import torch
 
 from ottava.distributed.batch import check_batch, default_group
 from ottava.distributed.rules import ShardBatches
-from ottava.distributed.shards import check_places
-from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.distributed.shards import check_bytes, check_places
+from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import QuantizedTensorStorage, Quantizer
+from ottava.tensors.declaration import native_dtype
 from ottava.torch_private import local_tensor
 
 
@@ -119,8 +120,7 @@ class MasterWeights:
             weights = check_batch(*self._given)
             self._group = default_group(weights, self._group_given)
             for weight in weights:
-                # FSDP pads an uneven shard, so that it is a view. The padding is zeros, the same at any scale, so that
-                # the view may take a scale of its own.
+                # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale.
                 weight.storage._whole = None
             self._batches = ShardBatches.of([weight.job for weight in weights])
         self._holders = list({id(h): h for w in weights for h in (w.storage, w.job.output.holder)}.values())
@@ -136,7 +136,8 @@ class MasterWeights:
         """Where everything lies that is read or written, and what quantizes it."""
         inner = [getattr(holder, attribute) for holder, attribute in self._watched]
         held = [None if tensor is None else tensor.data_ptr() for tensor in inner]
-        return [*held, *map(_data_ptr, self._masters), *(id(holder._quantizer) for holder in self._holders)]
+        masters = [master.data_ptr() for master in self._masters]
+        return [*held, *masters, *(id(holder._quantizer) for holder in self._holders)]
 
     def quantize(self) -> None:
         """Write this rank's shards of the weights, and all scales, from the master weights as they are now.
@@ -150,9 +151,6 @@ class MasterWeights:
             self._batches.quantize(self._group)
         for holder in self._holders:
             holder.rebuilds_derived = self._automatic
-
-
-_data_ptr = torch.Tensor.data_ptr
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
@@ -206,22 +204,11 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor 
     moved: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
     for inner, buffer in zip(raw, buffers, strict=False):
         held: torch.Tensor = getattr(tensor, inner.attribute)
-        native = getattr(tensor, inner.native) if isinstance(inner.native, str) else inner.native
-        if not isinstance(buffer, torch.Tensor) or buffer.dtype not in (held.dtype, native):
-            found = buffer.dtype if isinstance(buffer, torch.Tensor) else type(buffer).__name__
-            raise DTypeError(f"the buffer for {inner.argument!r} is of {found}", expected=f"{held.dtype}")
-        if buffer.numel() != held.numel():
-            raise ShapeError(
-                f"the buffer for {inner.argument!r} has {buffer.numel()} elements", expected=f"{held.numel()}"
-            )
-        if buffer.device != held.device:
-            raise DeviceError(f"the buffer is on {buffer.device}, the tensor on {held.device}", expected="one device")
-        if not (buffer.is_contiguous() and held.is_contiguous()):
-            what = "buffer" if held.is_contiguous() else "data of the tensor"
-            raise UsageError(
-                f"the {what} is not contiguous", expected="contiguous memory, and a tensor that is no view"
-            )
-        moved.append((inner, held, buffer.detach().view(held.dtype).view(held.shape)))
+        dtypes = (held.dtype, native_dtype(tensor, inner))
+        checked = check_bytes(buffer, dtypes, held.numel(), held.device, f"the buffer for {inner.argument!r}")
+        if not held.is_contiguous():
+            raise UsageError("the data of the tensor is not contiguous", expected="a tensor that is no view")
+        moved.append((inner, held, checked.detach().view(held.dtype).view(held.shape)))
     check_places([target for *_, target in moved], [held for _, held, _ in moved])
     with torch.no_grad():
         for inner, held, target in moved:
@@ -236,10 +223,8 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None
     Raises:
         DTypeError: ``x`` is something else.
     """
-    if x is None:
-        return False
     if isinstance(x, (Quantizer, QuantizedTensorStorage)):
         return x.custom
-    if isinstance(x, torch.Tensor):
+    if x is None or isinstance(x, torch.Tensor):
         return False
     raise DTypeError(f"{type(x).__name__} is neither quantizer nor tensor", expected="a quantizer, a tensor or None")

@@ -1,4 +1,4 @@
-"""What a linear layer refuses, and the dtype that it computes in."""
+"""What a linear layer refuses, the dtype that it computes in, and where the gradient of its weight goes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ottava.errors import DeviceError, DTypeError, ShapeError
-from ottava.kernels import HIGH_PRECISION
+from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
+from ottava.kernels.checks import HIGH_PRECISION, check_device, check_high_precision
 from ottava.torch_private import any_autocast_enabled
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
@@ -35,7 +35,7 @@ def checked_dtype(
         ShapeError, DTypeError, DeviceError: the input does not fit the layer.
     """
     if not isinstance(input, torch.Tensor):
-        raise DTypeError(f"input is a {type(input).__name__}", expected="a torch.Tensor")
+        check_high_precision(input)
     if input.is_nested:
         raise DTypeError(
             f"input of {layer._label()} is nested ({input.layout})",
@@ -57,18 +57,37 @@ def checked_dtype(
     dtype = input.dtype
     same = dtype == weight.dtype
     if dtype not in HIGH_PRECISION or not (same or weight.dtype in HIGH_PRECISION):
-        what, wrong = ("weight", weight.dtype) if dtype in HIGH_PRECISION else ("input", dtype)
-        raise DTypeError(
-            f"{what} of {layer._label()} has dtype {wrong}",
-            expected="torch.float32, torch.bfloat16 or torch.float16",
-            remedy="convert it first, for example with .to(torch.bfloat16)",
-        )
-    if autocast_dtype is not None:
-        return autocast_dtype
-    if not same:
+        check_high_precision(input, f"input of {layer._label()}")
+        check_high_precision(weight, f"weight of {layer._label()}")
+    if autocast_dtype is None and not same:
         raise DTypeError(
             f"input of {layer._label()} has dtype {dtype}, its weight {weight.dtype}",
             expected="one dtype",
             remedy="convert one of them, or run inside torch.autocast",
         )
-    return dtype
+    return dtype if autocast_dtype is None else autocast_dtype
+
+
+def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
+    """What the gradient of the layer's weight is added to; None where it is returned, or there is none.
+
+    Raises:
+        UsageError: the weight has no ``main_grad``, and is to have one.
+        DTypeError, ShapeError, DeviceError: it is no tensor that the gradient could be added to.
+    """
+    weight = layer.weight
+    if not layer.fuse_wgrad_accumulation or not grad_enabled or not weight.requires_grad:
+        return None
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+    what = f"main_grad of the weight of {layer._label()}"
+    if main_grad is None:
+        raise UsageError(
+            f"there is no {what}",
+            expected="a tensor, since fuse_wgrad_accumulation is True",
+            remedy="set weight.main_grad = torch.zeros(weight.shape), or fuse_wgrad_accumulation to False",
+        )
+    check_high_precision(main_grad, what)
+    if main_grad.shape != weight.shape:
+        raise ShapeError(f"{what} has shape {tuple(main_grad.shape)}", expected=str(tuple(weight.shape)))
+    check_device(main_grad, weight.device, what)
+    return main_grad

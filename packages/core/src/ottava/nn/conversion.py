@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -57,33 +58,27 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def _matcher(names: list[str], given: Filter | None, what: str) -> tuple[Predicate, bool]:
-    """A predicate for a filter, and whether the filter was given. Patterns that match no module are mistakes."""
-    if given is None:
-        return (lambda name, module: False), False
-    if callable(given):
-        return given, True
+def _matcher(names: list[str], given: Filter | None, what: str) -> Predicate | None:
+    """A predicate for a filter that was given. Patterns that match no module are mistakes."""
+    if given is None or callable(given):
+        return given
     if not isinstance(given, (str, Iterable)):
         raise DTypeError(f"{what} is a {type(given).__name__}", expected="name patterns or a predicate")
-    patterns = [given] if isinstance(given, str) else list(given)
-    for pattern in patterns:
+    matched: set[str] = set()
+    for pattern in [given] if isinstance(given, str) else given:
         if not isinstance(pattern, str):
             raise DTypeError(f"{what} holds a {type(pattern).__name__}", expected="name patterns or a predicate")
-        if not any(fnmatchcase(name, pattern) for name in names):
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if not found:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise OptionError(
                 f"{what} pattern {pattern!r} matches no module",
                 expected=f"a name such as {', '.join(near)}" if near else "the qualified name of a module",
                 remedy="names are those of model.named_modules(); * matches any characters",
             )
-
-    def matches(name: str, module: torch.nn.Module) -> bool:
-        # A pattern that matches a container matches all modules in it.
-        parts = name.split(".")
-        paths = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        return any(fnmatchcase(path, pattern) for path in paths for pattern in patterns)
-
-    return matches, True
+        matched.update(found)
+    # A pattern that matches a container matches all modules in it.
+    return lambda name, module: any(path in matched for path in accumulate(name.split("."), "{}.{}".format))
 
 
 def _refusal(module: torch.nn.Module) -> str | None:
@@ -92,10 +87,8 @@ def _refusal(module: torch.nn.Module) -> str | None:
         return f"is a subclass, {type(module).__name__}, whose behaviour would be lost"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, which would go on running the old module"
-    weight = module.weight
-    if weight.dtype not in HIGH_PRECISION:
-        return f"its weight has dtype {weight.dtype}"
-    return None
+    dtype = module.weight.dtype
+    return None if dtype in HIGH_PRECISION else f"its weight has dtype {dtype}"
 
 
 def convert(
@@ -131,8 +124,7 @@ def convert(
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(name)
     names = [name for group in aliases.values() for name in group]
-    included, has_include = _matcher(names, include, "include")
-    excluded, _ = _matcher(names, exclude, "exclude")
+    included, excluded = _matcher(names, include, "include"), _matcher(names, exclude, "exclude")
 
     fast_paths = {name for name, m in model.named_modules() if isinstance(m, torch.nn.TransformerEncoderLayer)}
     decisions: list[Decision] = []
@@ -141,9 +133,9 @@ def convert(
         if not isinstance(module, torch.nn.Linear):
             continue
         reason = _refusal(module)
-        if reason is None and has_include and not any(included(alias, module) for alias in aliases[id(module)]):
+        if reason is None and included and not any(included(alias, module) for alias in aliases[id(module)]):
             reason = "not in include"
-        if any(excluded(alias, module) for alias in aliases[id(module)]):
+        if excluded and any(excluded(alias, module) for alias in aliases[id(module)]):
             reason = "in exclude"
         if reason is None:
             made = module if isinstance(module, Linear) else Linear.from_linear(module, name=name)
@@ -151,9 +143,7 @@ def convert(
             if name.rpartition(".")[0] in fast_paths:
                 reason += "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high precision"
             replacements[id(module)] = made
-            decisions.append(Decision(name, True, reason))
-        else:
-            decisions.append(Decision(name, False, reason))
+        decisions.append(Decision(name, id(module) in replacements, reason))
 
     # All states are made before the first change, because a quantizer factory may raise.
     states = {key: replacement._make_state(chosen, None) for key, replacement in replacements.items()}

@@ -1,4 +1,4 @@
-"""The autograd function of ``Linear``: quantized operands forward and backward, quantized tensors saved."""
+"""The autograd functions of ``Linear``: products of quantized operands, and gradients that go to ``main_grad``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from ottava.gemm import as_matrix, gemm
 from ottava.kernels.direct import unobserved
-from ottava.nn.main_grad import note_added
 from ottava.recipes.state import RecipeState
 from ottava.tensors.saving import rebuild_saved
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
@@ -19,13 +18,14 @@ from ottava.torch_private import forward_ad, is_view, unsafe_view
 
 @dataclass(slots=True)
 class LinearPlan:
-    """What does not change between calls of one configuration.
+    """What a call is told besides its operands.
 
     Attributes:
         state: the layer's quantizers.
         dtype: dtype of the output and of the gradients that are computed.
         grad_enabled: whether a backward may follow.
         recording: whether the state is to see the operands of the forward.
+        kept_weight: the quantized weight, if there is one already.
         main_grad: what the gradient of the weight is added to; None where it is returned.
     """
 
@@ -33,42 +33,33 @@ class LinearPlan:
     dtype: torch.dtype
     grad_enabled: bool
     recording: bool
+    kept_weight: QuantizedTensorStorage | None = None
     main_grad: torch.Tensor | None = None
 
 
 def quantized_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    kept_weight: QuantizedTensorStorage | None,
-    plan: LinearPlan,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: LinearPlan
 ) -> torch.Tensor:
-    """``y = x · wᵀ + b``; ``kept_weight`` is the quantized weight, if there is one already."""
+    """``y = x · wᵀ + b``."""
     result: torch.Tensor
     if not unobserved() or forward_ad._current_level >= 0:
-        result = LinearFunction.apply(x, weight, bias, kept_weight, plan)  # type: ignore[no-untyped-call]
+        result = LinearFunction.apply(x, weight, bias, plan)  # type: ignore[no-untyped-call]
     elif plan.grad_enabled:
-        result = _apply(x, weight, bias, kept_weight, plan)
+        result = _apply(x, weight, bias, plan)
     else:
         # No backward pass follows, so that nothing is saved.
-        result = _product(x, weight, bias, kept_weight, plan, False, False)[0]
+        result = _product(x, weight, bias, plan, False, False)[0]
     return result
 
 
 def _product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    kept_weight: QuantizedTensorStorage | None,
-    plan: LinearPlan,
-    x_needs: bool,
-    w_needs: bool,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: LinearPlan, x_needs: bool, w_needs: bool
 ) -> tuple[torch.Tensor, Any, Any]:
     """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
     state, dtype, recording = plan.state, plan.dtype, plan.recording
     quantizer = state.quantizer("input", rowwise=True, columnwise=w_needs, recording=recording)
     qx = quantizer.quantize(as_matrix(x), dtype=dtype)
-    qw: Any = weight if isinstance(weight, QuantizedTensorStorage) else kept_weight
+    qw: Any = weight if isinstance(weight, QuantizedTensorStorage) else plan.kept_weight
     if qw is None:
         quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=recording)
         qw = quantizer.quantize(weight, dtype=dtype)
@@ -92,26 +83,22 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        kept_weight: QuantizedTensorStorage | None,
-        plan: LinearPlan,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: LinearPlan
     ) -> torch.Tensor:
         needs = ctx.needs_input_grad
         x_needs, w_needs = plan.grad_enabled and needs[0], plan.grad_enabled and needs[1]
-        y, qx, qw = _product(x, weight, bias, kept_weight, plan, x_needs, w_needs)
+        y, qx, qw = _product(x, weight, bias, plan, x_needs, w_needs)
         primary = isinstance(weight, QuantizedTensorStorage)
         x_tensors, x_spec = qx.flatten_columnwise() if w_needs else _NOTHING
         if not x_needs or primary:
             w_tensors, w_spec = _NOTHING
         else:
-            w_tensors, w_spec = qw.flatten_columnwise() if kept_weight is None else qw.flatten_storage()
+            w_tensors, w_spec = qw.flatten_columnwise() if plan.kept_weight is None else qw.flatten_storage()
         # An FP8-primary weight is saved as the parameter itself, so that autograd notices a write to it.
         ctx.save_for_backward(*x_tensors, *w_tensors, weight if x_needs and primary else None)
         ctx.specs = x_spec, w_spec
-        ctx.plan = plan
+        # Not the plan, because the graph outlives the backward pass, and would keep the quantized weight for as long.
+        ctx.call = plan.state, plan.dtype, plan.main_grad
         ctx.weight = weight if plan.main_grad is not None else None
         ctx.x_shape = x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -125,9 +112,9 @@ class LinearFunction(torch.autograd.Function):
 
 def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     (dy,) = grads
-    plan: LinearPlan = ctx.plan
-    if plan.state.stateful and not torch.compiler.is_compiling() and not plan.state.backward_ran:
-        plan.state.backward_ran = True
+    state, dtype, main_grad = ctx.call
+    if state.stateful and not torch.compiler.is_compiling() and not state.backward_ran:
+        state.backward_ran = True
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     tensors = ctx.saved_tensors
     qx, qw = rebuild_saved(tensors, ctx.specs)
@@ -136,22 +123,22 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     dx = dw = db = None
     dy2 = as_matrix(dy)
     if qx is not None or qw is not None:
-        quantizer = plan.state.quantizer("grad_output", rowwise=qw is not None, columnwise=qx is not None)
-        qdy = quantizer.quantize(dy2, dtype=plan.dtype)
+        quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=qx is not None)
+        qdy = quantizer.quantize(dy2, dtype=dtype)
         if qw is not None:
-            dx = _as(gemm(qdy, qw, "dgrad", out_dtype=plan.dtype), x_dtype)
+            dx = _as(gemm(qdy, qw, "dgrad", out_dtype=dtype), x_dtype)
             dx = dx if len(ctx.x_shape) == 2 else dx.view(ctx.x_shape)
-        if qx is not None and plan.main_grad is not None:
-            gemm(qdy, qx, "wgrad", out=plan.main_grad, accumulate=True)
+        if qx is not None and main_grad is not None:
+            gemm(qdy, qx, "wgrad", out=main_grad, accumulate=True)
             note_added(ctx.weight)
         elif qx is not None:
-            dw = _as(gemm(qdy, qx, "wgrad", out_dtype=plan.dtype), w_dtype)
+            dw = _as(gemm(qdy, qx, "wgrad", out_dtype=dtype), w_dtype)
     if b_dtype is not None and ctx.needs_input_grad[2]:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
         # float32 sum has to be asked for.
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
         db = _as(dy2.sum(0) if narrow else dy2.sum(0, dtype=torch.float32), b_dtype)
-    return dx, dw, db, None, None
+    return dx, dw, db, None
 
 
 def _as(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -161,3 +148,30 @@ def _as(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 _once = once_differentiable(_gradients)
 # Function.apply takes two microseconds to find that no transform is active; this is what it calls then.
 _apply: Any = super(torch.autograd.Function, LinearFunction).apply
+
+
+def note_added(weight: Any) -> None:
+    """Tell those who ask the weight that its gradient is in ``main_grad`` already."""
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+
+
+def into_main_grad(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+    """The values of ``weight``, the gradient of which is added to ``main_grad``."""
+    # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
+    return _IntoMainGrad.apply(weight, (main_grad,))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """The values of a weight, unchanged; in the backward pass its gradient goes to ``main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, target: tuple[torch.Tensor]) -> torch.Tensor:
+        ctx.weight, ctx.target = weight, target
+        return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.target[0].add_(grads[0])
+        note_added(ctx.weight)
+        return None, None

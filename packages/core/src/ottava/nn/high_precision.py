@@ -32,15 +32,12 @@ def high_precision_linear(
         return F.linear(x, weight, bias)
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
-    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    if autocast_dtype is None:
-        if not all(tensor.dtype is dtype for tensor in given):
-            # F.linear raises the error that users of torch know.
-            return F.linear(x, weight, bias)
-        return _linear(x, weight, bias, wide)
-    if not all(tensor.dtype in HIGH_PRECISION for tensor in given):
-        # torch.autocast leaves other dtypes as they are.
+    allowed = (dtype,) if autocast_dtype is None else HIGH_PRECISION
+    if not all(tensor.dtype in allowed for tensor in (x, weight, bias) if tensor is not None):
+        # torch.autocast leaves other dtypes as they are, and F.linear raises the error that users of torch know.
         return F.linear(x, weight, bias)
+    if autocast_dtype is None:
+        return _linear(x, weight, bias, wide)
     x, weight = x.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     with torch.autocast(weight.device.type, enabled=False):
@@ -48,19 +45,16 @@ def high_precision_linear(
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        result: torch.Tensor = _Linear.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
-        return result
-    if not torch.is_grad_enabled():
-        # Converting the whole weight costs more than a product of a few rows, which reads it once.
-        few = x.numel() <= _FEW_ROWS * x.shape[-1] if x.dim() else False
-        return F.linear(x, weight, bias) if few else _product(x, weight, bias, wide)
-    # Transforms, tracing and subclasses need operations that they can take apart, not an autograd function.
-    apart = transforms() is not None or tracing() is not None
-    apart = apart or forward_ad._current_level >= 0 or not {type(x), type(weight)} <= _PLAIN_TYPES
-    if apart:
-        return _product(x, weight, bias, wide)
-    result = _Linear.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
+    if not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            # Converting the whole weight costs more than a product of a few rows, which reads it once.
+            few = x.numel() <= _FEW_ROWS * x.shape[-1] if x.dim() else False
+            return F.linear(x, weight, bias) if few else _product(x, weight, bias, wide)
+        # Transforms, tracing and subclasses need operations that they can take apart, not an autograd function.
+        apart = transforms() is not None or tracing() is not None
+        if apart or forward_ad._current_level >= 0 or not {type(x), type(weight)} <= _PLAIN_TYPES:
+            return _product(x, weight, bias, wide)
+    result: torch.Tensor = _Linear.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
     return result
 
 

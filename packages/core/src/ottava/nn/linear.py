@@ -10,10 +10,9 @@ import torch
 
 from ottava.errors import CheckpointError, OptionError, UsageError
 from ottava.kernels import HIGH_PRECISION
-from ottava.nn.checks import autocast_dtype, checked_dtype
-from ottava.nn.function import LinearPlan, quantized_linear
+from ottava.nn.checks import autocast_dtype, checked_dtype, main_grad_of
+from ottava.nn.function import LinearPlan, into_main_grad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
-from ottava.nn.main_grad import into_main_grad, main_grad_of
 from ottava.nn.model_init import quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.mixed import layer_state
@@ -28,7 +27,7 @@ from ottava.torch_private import graph_task_id, local_tensor, set_local_tensor
 
 
 def _backward_task() -> int:
-    """The backward pass that this runs in, by autograd's number; -1 outside any, and in compiled code."""
+    """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
     return -1 if torch.compiler.is_compiling() else graph_task_id()
 
 
@@ -83,21 +82,19 @@ class Linear(torch.nn.Linear):
         recipe: Recipe | str | os.PathLike[str] | None = None,
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
-        bound = None if recipe is None else as_recipe(recipe)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.name = name
         if not isinstance(fuse_wgrad_accumulation, bool):
             raise OptionError(f"fuse_wgrad_accumulation is {fuse_wgrad_accumulation!r}", expected="True or False")
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         quantize_new_weight(self)
-        self.bind(bound)
+        self.bind(recipe)
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, *, name: str = "") -> Linear:
         """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
         made = cls.__new__(cls)
-        made.__dict__ = dict(linear.__dict__)
-        made.name = name
+        made.__dict__ = linear.__dict__ | {"name": name}
         return made
 
     @property
@@ -133,21 +130,20 @@ class Linear(torch.nn.Linear):
 
     def _set_state(self, state: RecipeState | None) -> None:
         """Use ``state`` from now on. A stateful one becomes the submodule that checkpoints and ``.to()`` see."""
-        if isinstance(state, torch.nn.Module):
-            if self._loaded_state is not None:
-                try:
-                    state.load_state_dict(self._loaded_state)
-                except RuntimeError as error:
-                    raise CheckpointError(
-                        f"the scaling state that was loaded for {self._label()} is not one of {state.recipe!r}",
-                        expected=f"{', '.join(state.state_dict())}",
-                        remedy="load the checkpoint into a model of the recipe that it was saved with",
-                    ) from error
-                self._loaded_state = None
-            self.__dict__["_state"] = state
-            self._modules["recipe_state"] = state
-        else:
+        if not isinstance(state, torch.nn.Module):
             self._state = state
+            return
+        if self._loaded_state is not None:
+            try:
+                state.load_state_dict(self._loaded_state)
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"the scaling state that was loaded for {self._label()} is not one of {state.recipe!r}",
+                    expected=f"{', '.join(state.state_dict())}",
+                    remedy="load the checkpoint into a model of the recipe that it was saved with",
+                ) from error
+            self._loaded_state = None
+        self.__dict__["_state"] = self._modules["recipe_state"] = state
 
     def _state_for(self, recipe: Recipe, group: Any) -> RecipeState:
         """The state in use, the stateful one that was in use before, or a new one."""
@@ -242,11 +238,11 @@ class Linear(torch.nn.Linear):
         elif is_first_microbatch is not None:
             kept_weight = self._kept_weight(state, dtype, is_first_microbatch, recording)
         main_grad = main_grad_of(self, grad_enabled) if self.fuse_wgrad_accumulation else None
-        plan = LinearPlan(state, dtype, grad_enabled, recording, main_grad)
+        plan = LinearPlan(state, dtype, grad_enabled, recording, kept_weight, main_grad)
         if amp_dtype is None:
-            return quantized_linear(input, weight, self.bias, kept_weight, plan)
+            return quantized_linear(input, weight, self.bias, plan)
         with torch.autocast(device_type=weight.device.type, enabled=False):
-            return quantized_linear(input, weight, self.bias, kept_weight, plan)
+            return quantized_linear(input, weight, self.bias, plan)
 
     # -- weights that FSDP2 shards --
 
@@ -291,7 +287,7 @@ class Linear(torch.nn.Linear):
         if region is None:
             if may_begin():
                 begin_step([state], group)
-        elif region.cohort is not None and (region.calibrating or self._is_training()) and region.cohort.join(state):
+        elif region.step is not None and (region.calibrating or self._is_training()) and region.step.join(state):
             # An evaluation moves no state, because one rank may evaluate alone.
             if state.has_run and not region.calibrating:
                 # The state joined after the others had begun this step, and still holds amaxes of an earlier one.
@@ -380,17 +376,10 @@ class Linear(torch.nn.Linear):
             state.reset()
 
     def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: Any,
-        unexpected: Any,
-        errors: Any,
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
         before = local_tensor(self.weight)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self._gather_as(before)
         enters_first(self)
         self._quantized_weight = None

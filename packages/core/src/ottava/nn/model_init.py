@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,15 +15,8 @@ from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensor
 
-
-class _Recipes(threading.local):
-    """The recipes of the enclosing blocks of a thread, innermost last; None where one is disabled."""
-
-    def __init__(self) -> None:
-        self.stack: list[Recipe | None] = []
-
-
-_recipes = _Recipes()
+# The recipe of the innermost block of this thread; None outside any, and in one that is disabled.
+_innermost: ContextVar[Recipe | None] = ContextVar("quantized_model_init", default=None)
 
 
 @contextmanager
@@ -36,16 +29,16 @@ def quantized_model_init(recipe: Recipe | str | os.PathLike[str], *, enabled: bo
     Raises:
         DTypeError, RecipeNotFoundError: ``recipe`` is no recipe.
     """
-    _recipes.stack.append(as_recipe(recipe) if enabled else None)
+    outer = _innermost.set(as_recipe(recipe) if enabled else None)
     try:
         yield
     finally:
-        _recipes.stack.pop()
+        _innermost.reset(outer)
 
 
 def quantize_new_weight(layer: Any) -> None:
     """Replace the weight of a layer that was just made by a quantized one, inside ``quantized_model_init``."""
-    recipe = _recipes.stack[-1] if _recipes.stack else None
+    recipe = _innermost.get()
     if recipe is None:
         return
     weight = layer.weight

@@ -111,7 +111,7 @@ class MixedState(torch.nn.Module, RecipeState):
         self.has_run = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"amax_reduction_group": None, "cohort": None}
+        return self.__dict__ | {"amax_reduction_group": None, "step": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedState:
         copied = type(self).__new__(type(self))

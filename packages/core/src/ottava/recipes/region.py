@@ -16,7 +16,7 @@ from ottava.collectives import check_group
 from ottava.errors import OptionError
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.stepping import Cohort, begin_step, cohort_for, may_begin, states_of
+from ottava.recipes.stepping import Step, begin_step, may_begin, states_of, step_for
 from ottava.tensors.slots import above
 from ottava.torch_private import constant_to_compiler, graph_task_id
 
@@ -34,7 +34,7 @@ class Region:
     # The converted module whose forward pass is this region; None for a block.
     module: torch.nn.Module | None = None
     # The stateful states that have run in regions like this one; None in a module's, which knows its own.
-    cohort: Cohort | None = None
+    step: Step | None = None
     # Whether a step began at its entry, or had begun when it was entered.
     began: bool = False
 
@@ -107,20 +107,20 @@ class autocast(ContextDecorator):
             recipe = outer.recipe if recipe is None else recipe
             group = outer.amax_reduction_group if group is None else group
         task = -1 if torch.compiler.is_compiling() else graph_task_id()
-        cohort = cohort_for(recipe, group)
-        began = self._has_begun(cohort)
+        step = step_for(recipe, group)
+        began = self._has_begun(step)
         if self._enabled and not self._calibrating and not began and may_begin():
-            begin_step(cohort.states(), group)
+            begin_step(step.states(), group)
             began = True
-        region = Region(recipe, self._enabled, group, self._calibrating, task, cohort=cohort, began=began)
+        region = Region(recipe, self._enabled, group, self._calibrating, task, step=step, began=began)
         _regions.stack.append(region)
         return self
 
-    def _has_begun(self, cohort: Cohort) -> bool:
+    def _has_begun(self, step: Step) -> bool:
         """Whether this is inside a region that has begun the step already."""
         for region in _regions.stack:
             changes_nothing = region.module is not None and self._recipe is None and self._group is None
-            if region.began and (region.cohort is cohort or changes_nothing):
+            if region.began and (region.step is step or changes_nothing):
                 return True
         return False
 
@@ -128,9 +128,9 @@ class autocast(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         region = _regions.stack.pop()
-        if region.calibrating and error is None and region.cohort is not None and region.graph_task == -1:
+        if region.calibrating and error is None and region.step is not None and region.graph_task == -1:
             # What was observed serves the next step, and evaluation, which begins none.
-            begin_step(region.cohort.states(), region.amax_reduction_group)
+            begin_step(region.step.states(), region.amax_reduction_group)
 
 
 # Layer of a sharded model -> the converted module whose forward pass is its region.

@@ -71,8 +71,8 @@ class RecipeState:
     # The quantizer factory that was put over the recipe when this was made.
     factory: Any = None
     amax_reduction_group: Any
-    # Where a stateful state begins its steps, once it has run inside an ``autocast`` block.
-    cohort: Any = None
+    # The ``Step`` that a stateful state begins with others, once it has run inside an ``autocast`` block.
+    step: Any = None
     # Whether it may hold something of a step before: it has run, or was loaded.
     has_run: bool = False
     # Whether a backward pass has run since the step began.

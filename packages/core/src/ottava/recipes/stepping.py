@@ -38,8 +38,8 @@ def may_begin() -> bool:
     return torch.compiler.is_compiling() or graph_task_id() == -1
 
 
-class Cohort:
-    """The states that have run in the regions of one recipe and one process group, oldest first.
+class Step:
+    """The states that begin a step together: those that ran in regions of one recipe and process group, oldest first.
 
     They belong to their layers, and leave when these go.
     """
@@ -50,9 +50,9 @@ class Cohort:
 
     def join(self, state: Any) -> bool:
         """Take a state in, once; True when it is new here."""
-        if state.cohort is self:
+        if state.step is self:
             return False
-        state.cohort = self
+        state.step = self
         if torch.compiler.is_compiling():
             self._joined.append(state)  # compiled code makes no weak references
         else:
@@ -65,27 +65,27 @@ class Cohort:
             self._members += [weakref.ref(state) for state in self._joined]
             self._joined.clear()
         alive = [(reference, reference()) for reference in self._members]
-        present = [(reference, state) for reference, state in alive if state is not None and state.cohort is self]
+        present = [(reference, state) for reference, state in alive if state is not None and state.step is self]
         if len(present) != len(alive):
             self._members = [reference for reference, _ in present]
         return [state for _, state in present]
 
 
 # Found again by what a region says: a new block for every step, with an equal recipe, continues the last one.
-_cohorts: list[tuple[Recipe | None, Any, Cohort]] = []
+_steps: list[tuple[Recipe | None, Any, Step]] = []
 
 
-def cohort_for(recipe: Recipe | None, amax_reduction_group: Any) -> Cohort:
-    """The cohort of the regions with this recipe (None: the bound ones) and group."""
+def step_for(recipe: Recipe | None, amax_reduction_group: Any) -> Step:
+    """The states that begin a step together in regions with this recipe (None: the bound ones) and group."""
     key = group_key(amax_reduction_group)
-    for known, known_key, cohort in _cohorts:
+    for known, known_key, step in _steps:
         same = known is recipe if known is None or recipe is None else known.same_as(recipe)
         if same and known_key == key:
-            return cohort
-    made = Cohort()
+            return step
+    made = Step()
     # Those of recipes that nothing runs under any more go.
-    _cohorts[:] = [entry for entry in _cohorts if entry[2].states()]
-    _cohorts.append((recipe, key, made))
+    _steps[:] = [entry for entry in _steps if entry[2].states()]
+    _steps.append((recipe, key, made))
     return made
 
 
