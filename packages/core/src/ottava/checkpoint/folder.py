@@ -16,20 +16,21 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ottava.checkpoint.files import TORCH_DTYPES, Partial, as_path, opened, remove_leftovers, sync, translated
+import torch
+
+from ottava.checkpoint.files import RESAVE, TORCH_DTYPES, Partial, as_path, dtype_name, opened, remove_leftovers, sync
 from ottava.checkpoint.flatten import check_entry
-from ottava.errors import CheckpointError
+from ottava.errors import CheckpointError, translated
 
 INDEX_NAME = "ottava.json"
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
 _STEP = re.compile(r"step-(\d+)")
 _VERSION = 2
 # The checksum is that of all bytes that follow, as they are.
-_START = re.compile(rb'\{"crc32":"([0-9a-f]{8})","checkpoint":')
+_START = b'{"crc32":"%08x","checkpoint":'
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: torch's name of its dtype, the shape of the whole, and the shards that make it."""
+    """A tensor of a checkpoint: its dtype, the shape of the whole, and the shards that make it."""
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     shards: tuple[StoredShard, ...]
 
@@ -62,11 +63,14 @@ class Index:
     description: Mapping[str, Any]
     crc32: int = 0
 
-    def encode(self) -> bytes:
-        """The bytes of ``ottava.json``."""
-        body = json.dumps({**asdict(self), "version": _VERSION}, separators=(",", ":"), allow_nan=False)
-        rest = body.encode() + b"}\n"
-        return b'{"crc32":"%08x","checkpoint":' % zlib.crc32(rest) + rest
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index to the disk, and read it once more before it may stand for a checkpoint."""
+    body = {**asdict(index), "version": _VERSION}
+    rest = json.dumps(body, separators=(",", ":"), allow_nan=False, default=dtype_name).encode() + b"}\n"
+    (folder / INDEX_NAME).write_bytes(_START % zlib.crc32(rest) + rest)
+    sync(folder / INDEX_NAME)
+    read_index(folder)
 
 
 def read_index(folder: Path) -> Index:
@@ -75,22 +79,18 @@ def read_index(folder: Path) -> Index:
     with translated(f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"):
         text = path.read_bytes()
     with translated(f"{path} is damaged", "the index of a sharded checkpoint", "load another one"):
-        start = _START.match(text)
-        if start is None or zlib.crc32(text[start.end() :]) != int(start[1], 16):
+        start = len(_START % 0)
+        if text[:start] != _START % (crc32 := zlib.crc32(text[start:])):
             raise ValueError("its checksum is another")
         body = json.loads(text)["checkpoint"]
-        index = _decoded(body, int(start[1], 16)) if body["version"] == _VERSION else None
-    if index is None:
-        # The files of the first version of one-file checkpoints are read.
-        remedy = "make one file of it with `ottava export` of the version of ottava that wrote it, and load that"
-        what = f"{path} has version {body['version']!r}"
-        raise CheckpointError(what, expected=f"version {_VERSION}", remedy=remedy)
-    for name, (size, _) in index.files.items():
-        found: Any = "no"
-        with contextlib.suppress(OSError):
-            found = (folder / name).stat().st_size if (folder / name).is_file() else "no"
+        if body["version"] != _VERSION:
+            what = f"{path} has version {body['version']!r}"
+            raise CheckpointError(what, expected=f"version {_VERSION}", remedy=RESAVE)
+        index = _decoded(body, crc32)
+    for file, size in ((folder / name, size) for name, (size, _) in index.files.items()):
+        found = file.stat().st_size if file.is_file() else "no"
         if found != size:
-            what, expected = f"{folder / name} has {found} bytes", f"{size}, as were written"
+            what, expected = f"{file} has {found} bytes", f"{size}, as were written"
             raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
     return index
 
@@ -106,8 +106,9 @@ def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
     for name, of in body["tensors"].items():
         name.encode()  # half a character is a UnicodeError
         boxes = [(s["file"], str(s["key"]), _sizes(s["offsets"]), _sizes(s["shape"])) for s in of["shards"]]
-        tensors[name] = StoredTensor(str(of["dtype"]), _sizes(of["shape"]), tuple(StoredShard(*box) for box in boxes))
-        if of["dtype"] not in TORCH_DTYPES or any(box[0] not in files for box in boxes) or not _whole(tensors[name]):
+        shards = tuple(StoredShard(*box) for box in boxes)
+        tensors[name] = StoredTensor(TORCH_DTYPES[of["dtype"]], _sizes(of["shape"]), shards)
+        if any(shard.file not in files for shard in shards) or not is_whole(tensors[name]):
             raise ValueError(f"the shards of {name!r} do not make the whole")
     for entry in about["quantized"].values():
         check_entry(entry)
@@ -126,25 +127,15 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _whole(tensor: StoredTensor) -> bool:
-    """Whether the shards of a tensor lie inside it and cover it, each element once."""
-    shards, shape = tensor.shards, tensor.shape
-    if not shards or any(len(s.offsets) != len(shape) or len(s.shape) != len(shape) for s in shards):
-        return False
-    boxes = [list(zip(s.offsets, map(sum, zip(s.offsets, s.shape)), strict=True)) for s in shards]
-    inside = all(end <= size for box in boxes for (_, end), size in zip(box, shape, strict=True))
-    if not inside or sum(math.prod(s.shape) for s in shards) != math.prod(shape):
-        return False
-    # In the order of the dimension with the most cuts, so that few are compared.
-    most = max(range(len(shape)), key=lambda dim: len({box[dim] for box in boxes}), default=0)
-    boxes = sorted((box for box in boxes if all(end > begin for begin, end in box)), key=lambda box: box[most:])
-    for number, one in enumerate(boxes):
-        for other in islice(boxes, number + 1, None):
-            if other[most][0] >= one[most][1]:
-                break
-            if all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True)):
-                return False
-    return True
+def is_whole(tensor: StoredTensor) -> bool:
+    """Whether shards lie inside a tensor and are as large as it, no two in one place: those that were cut make it."""
+    for shard in tensor.shards:
+        ends = [offset + size for offset, size in zip(shard.offsets, shard.shape, strict=True)]
+        if len(ends) != len(tensor.shape) or any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
+            return False
+    sizes = [math.prod(shard.shape) for shard in tensor.shards]
+    places = {shard.offsets for shard, size in zip(tensor.shards, sizes, strict=True) if size}
+    return bool(sizes) and sum(sizes) == math.prod(tensor.shape) and len(places) == sum(size > 0 for size in sizes)
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
@@ -175,11 +166,13 @@ def _step_checkpoints(folder: Path) -> Iterator[Path]:
 
 def check_target(target: Path, overwrite: bool) -> None:
     """Raise CheckpointError where something has the name and ``overwrite`` is False, or it is no checkpoint."""
-    if os.path.lexists(target) and not overwrite:
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
         remedy = "pass overwrite=True to replace a checkpoint"
         raise CheckpointError(f"{target} exists", expected="a new name", remedy=remedy)
     replaceable = target.is_dir() and ((target / INDEX_NAME).exists() or not any(target.iterdir()))
-    if os.path.lexists(target) and (target.is_symlink() or not replaceable):
+    if target.is_symlink() or not replaceable:
         what = f"{target} is not a sharded checkpoint and is not replaced"
         raise CheckpointError(what, expected="a checkpoint or a new name", remedy="move it away")
 
@@ -203,14 +196,14 @@ def publish(partial: Partial, overwrite: bool) -> None:
         with opened(target) as descriptor:
             with contextlib.suppress(OSError):  # where no locks are to be had, one writer at a time is up to the user
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            names = sorted(os.listdir(source), key=lambda name: name == INDEX_NAME)
-            for name in names:
-                if name == INDEX_NAME:
-                    sync(target)
+            files = {name for name in os.listdir(source) if name != INDEX_NAME}
+            for name in files:
                 os.replace(source / name, target / name)
             sync(target)
+            os.replace(source / INDEX_NAME, target / INDEX_NAME)
+            sync(target)
             for old in os.listdir(target):
-                if _FILE_NAME.fullmatch(old) and old not in names:
+                if _FILE_NAME.fullmatch(old) and old not in files:
                     (target / old).unlink(missing_ok=True)
     sync(target.parent)
     remove_leftovers(target)

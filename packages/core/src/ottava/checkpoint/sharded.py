@@ -15,72 +15,31 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ottava.checkpoint.files import TORCH_DTYPES, as_path, crc32_of, dtype_name, in_memory, listed, translated
+from ottava.checkpoint.files import TORCH_DTYPES, as_path, crc32_of, dtype_name, in_memory, listed
 from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
 from ottava.checkpoint.writing import check_writable, write_all
-from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
+from ottava.collectives import Ranks
+from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, translated
 from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.freshness import bump_version
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
-_T = TypeVar("_T")
+#: What is made of the entries of a node, and of a value that JSON does not have.
+_CONTAINERS: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "dict": dict,
+    "list": lambda entries: list(entries.values()),
+    "tuple": lambda entries: tuple(entries.values()),
+}
+_VALUES: dict[str, Callable[[str], Any]] = {"dtype": TORCH_DTYPES.__getitem__, "float": float}
 
 
-class _Ranks:
-    """The ranks of a group, or this process alone: what one of them fails in, fails on all."""
-
-    def __init__(self, group: Any) -> None:
-        self.alone = not (dist.is_available() and dist.is_initialized())
-        if self.alone and group is not None:
-            raise UsageError("a group is given but no process group is initialized", expected="group=None")
-        self.group = group
-        self.rank, self.world = (0, 1) if self.alone else (dist.get_rank(group), dist.get_world_size(group))
-        if self.rank < 0:
-            raise UsageError("this process is not in the group", expected="a group with all that save or load")
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
-        values = [value] * self.world
-        if not self.alone:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def each(self, function: Callable[[], _T]) -> _T:
-        """What ``function`` gives here, once it has succeeded on every rank; else an error on every rank."""
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        result: list[_T] = []
-        failure: BaseException | None = None
-        try:
-            result.append(function())
-        except CheckpointException as error:
-            failure = error.failures[self.rank][0] if self.rank in error.failures else None
-        except Exception as error:
-            failure = error
-        messages = self.gather(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")
-        return result[0]
-
-    def run(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
-        """A function of DCP, as in :meth:`each`."""
-        with warnings.catch_warnings():
-            # One process alone is what is meant.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            self.each(lambda: function(*args, process_group=self.group, no_dist=self.alone, **options))
-
-
-def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> Any:
+def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> dict[str, Any]:
     """A nested state as JSON; tensors are added to ``tensors`` and leave their names."""
     name = ".".join(map(str, path))
     if len(path) > 100:
@@ -96,8 +55,8 @@ def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) ->
                 raise DTypeError(f"{name!r} has the key {key!r}", expected="text and integers as keys")
         return {"dict": [[key, _encoded(entry, tensors, (*path, key))] for key, entry in value.items()]}
     if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_encoded(entry, tensors, (*path, number)) for number, entry in enumerate(value)]}
+        entries = [_encoded(entry, tensors, (*path, number)) for number, entry in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": entries}
     if isinstance(value, torch.dtype):
         return {"value": {"dtype": dtype_name(value)}}
     if isinstance(value, float) and not math.isfinite(value):
@@ -108,46 +67,43 @@ def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) ->
     raise DTypeError(f"{name!r} is a {type(value).__name__}", expected=expected, remedy="leave it out")
 
 
+def _opened(tree: Mapping[str, Any]) -> tuple[str, Any, dict[Any, Any]]:
+    """The kind of a node, what it holds, and its entries by key, of which tensors and values have none."""
+    ((kind, held),) = tree.items()
+    return kind, held, dict(held if kind == "dict" else enumerate(held)) if kind in _CONTAINERS else {}
+
+
 def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
     """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError where it is none."""
-    ((kind, value),) = tree.items()
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "dict":
-        return {key: _decoded(entry, tensors) for key, entry in value}
-    if kind in ("list", "tuple"):
-        entries = [_decoded(entry, tensors) for entry in value]
-        return tuple(entries) if kind == "tuple" else entries
-    if kind == "value" and isinstance(value, dict):
-        ((special, text),) = value.items()
-        return float(text) if special == "float" else TORCH_DTYPES[text]
-    return {"value": value}[kind]
+    kind, held, entries = _opened(tree)
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind]({key: _decoded(entry, tensors) for key, entry in entries.items()})
+    if kind == "value" and isinstance(held, dict):
+        ((special, text),) = held.items()
+        return _VALUES[special](text)
+    return {"tensor": tensors.__getitem__, "value": lambda value: value}[kind](held)
 
 
 def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
     """The leaves of a tree, tensors, values and empty containers, by the names that errors give them."""
-    ((kind, value),) = tree.items()
-    if kind in ("tensor", "value") or not value:
-        return {path.removeprefix("."): tree}
-    entries = value if kind == "dict" else enumerate(value)
-    return {name: leaf for key, entry in entries for name, leaf in _leaves(entry, f"{path}.{key}").items()}
+    entries = _opened(tree)[2].items()
+    leaves = {name: leaf for key, entry in entries for name, leaf in _leaves(entry, f"{path}.{key}").items()}
+    return leaves if entries else {path.removeprefix("."): tree}
 
 
-def _tensors_in(tree: Any) -> list[str]:
-    """The names of the tensors in a tree."""
-    return [leaf["tensor"] for leaf in _leaves(tree).values() if "tensor" in leaf]
+def _has_tensors(tree: Any) -> bool:
+    return any("tensor" in leaf for leaf in _leaves(tree).values())
 
 
 def _merged(target: Any, saved: Any) -> Any:
     """A tree to load into with the values, but not the tensors, of a tree that was saved; what only it has it keeps."""
-    ((kind, mine),), ((other, theirs),) = target.items(), saved.items()
-    tensors = bool(_tensors_in(target) or _tensors_in(saved))
-    if kind == other == "dict" or (kind == other in ("list", "tuple") and (tensors or len(mine) == len(theirs))):
-        ours, found = (dict(of if kind == "dict" else enumerate(of)) for of in (mine, theirs))
-        made = {key: _merged(entry, found[key]) if key in found else entry for key, entry in ours.items()}
-        made |= {key: entry for key, entry in found.items() if key not in ours and not _tensors_in(entry)}
-        return {kind: list(made.items() if kind == "dict" else made.values())}
-    return target if tensors else saved
+    (kind, _, mine), (other, _, theirs) = _opened(target), _opened(saved)
+    tensors = _has_tensors(target) or _has_tensors(saved)
+    if kind != other or kind not in _CONTAINERS or not (kind == "dict" or tensors or len(mine) == len(theirs)):
+        return target if tensors else saved
+    made = {key: _merged(entry, theirs[key]) if key in theirs else entry for key, entry in mine.items()}
+    made |= {key: entry for key, entry in theirs.items() if key not in mine and not _has_tensors(entry)}
+    return {kind: list(made.items() if kind == "dict" else made.values())}
 
 
 class _Flat:
@@ -163,6 +119,23 @@ class _Flat:
         self.owners = {name: name for name in self.tensors}
         for name, entry in self.quantized.items():
             self.owners |= {f"{name}.{argument}": name for argument in entry["tensors"]}
+
+
+def _run(ranks: Ranks, function: Callable[..., object], *args: Any, **options: Any) -> None:
+    """A function of DCP, which fails on all ranks where it fails on one."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def call() -> None:
+        try:
+            function(*args, process_group=ranks.group, no_dist=ranks.alone, **options)
+        except CheckpointException as error:
+            if ranks.rank in error.failures:
+                raise error.failures[ranks.rank][0]  # noqa: B904 - it has a cause of its own
+
+    with warnings.catch_warnings():
+        # One process alone is what is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        ranks.each(call)
 
 
 def save_sharded(
@@ -191,7 +164,7 @@ def save_sharded(
 
     from ottava.checkpoint.storage import FolderWriter
 
-    ranks = _Ranks(group)
+    ranks = Ranks(group)
     flat = ranks.each(lambda: _Flat(state))
     per_rank = _differing(flat, ranks)
     largest = [name for name in per_rank if is_reduced_by_max(name)]
@@ -200,12 +173,13 @@ def save_sharded(
     tensors = {per_rank[name][ranks.rank] if name in per_rank else name: t for name, t in flat.tensors.items()}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        ranks.run(save, tensors, storage_writer=writer, planner=planner)
+        _run(ranks, save, tensors, storage_writer=writer, planner=planner)
     finally:
-        writer.discard()
+        if writer.partial is not None:
+            writer.partial.discard()
 
 
-def _differing(flat: _Flat, ranks: _Ranks) -> dict[str, list[str]]:
+def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
     """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files.
 
     Raises UsageError where the ranks differ in what has to be equal.
@@ -273,7 +247,7 @@ def load_sharded(
 
     from ottava.checkpoint.storage import FolderReader
 
-    ranks = _Ranks(group)
+    ranks = Ranks(group)
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     reader = ranks.each(lambda: FolderReader(path))
     # Nothing is copied yet: the reader notes what goes where.
@@ -289,7 +263,7 @@ def load_sharded(
     pairs += ranks.each(lambda: [(flat.tensors[name], reader.whole(name)) for name in largest])
     tensors = {there: flat.tensors[name] for name, there in stored.items() if name not in largest}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    ranks.run(load, tensors, storage_reader=reader, planner=planner)
+    _run(ranks, load, tensors, storage_reader=reader, planner=planner)
     # What derives from the bytes of quantized tensors is outdated now.
     for storage in (local_tensor(flat.values[name]) for name in flat.quantized):
         storage.mark_written()
@@ -299,7 +273,7 @@ def load_sharded(
     return result
 
 
-def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks) -> tuple[_Flat, Any, dict[str, str]]:
+def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) -> tuple[_Flat, Any, dict[str, str]]:
     """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
     index, flat, path = reader.index, _Flat(state), reader.path
     with translated(f"{path} says of no state", "what save_sharded wrote"):
@@ -332,8 +306,8 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks)
         own = index.description["per_rank"].get(name, [])
         stored[name] = own[ranks.rank] if len(own) == ranks.world else name
         found, dtype = index.tensors.get(stored[name]), dtype_name(tensor.dtype)
-        if found is None or (found.dtype, found.shape) != (dtype, tuple(tensor.shape)):
-            seen = "is not there" if found is None else f"has shape {found.shape} and dtype {found.dtype}"
+        if found is None or (found.dtype, found.shape) != (tensor.dtype, tuple(tensor.shape)):
+            seen = "is not there" if found is None else f"has shape {found.shape} and dtype {dtype_name(found.dtype)}"
             expected = f"{tuple(tensor.shape)} and {dtype}, as in the state"
             raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=expected)
         check_writable(owner, local_tensor(tensor))
@@ -372,7 +346,7 @@ def save_step(
                 raise OptionError(f"{name} is {value!r}", expected=f"an integer from {least}")
         return as_path(folder) / f"step-{step:07d}"
 
-    ranks = _Ranks(group)
+    ranks = Ranks(group)
     path = ranks.each(check)
     save_sharded(state, path, group=group, overwrite=overwrite)
     if keep is not None and ranks.rank == 0:

@@ -21,31 +21,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.files import (
-    CHECKSUM_KEY,
-    METADATA_KEY,
-    TORCH_DTYPES,
-    Partial,
-    as_bytes,
-    as_path,
-    dtype_name,
-    read_tensors,
-    sync,
-    translated,
-    write_tensors,
-)
+from ottava.checkpoint.files import CHECKSUM_KEY, METADATA_KEY, Partial, as_path, read_tensors, write_tensors
 from ottava.checkpoint.flatten import encode_description
-from ottava.checkpoint.folder import (
-    INDEX_NAME,
-    Index,
-    StoredShard,
-    StoredTensor,
-    check_target,
-    is_complete,
-    publish,
-    read_index,
-)
-from ottava.errors import CheckpointError, UsageError
+from ottava.checkpoint.folder import Index, StoredShard, StoredTensor, check_target, publish, read_index, write_index
+from ottava.errors import CheckpointError, translated
 
 
 class _OfOnePath:
@@ -55,9 +34,7 @@ class _OfOnePath:
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        if checkpoint_id is not None:
-            raise UsageError("a checkpoint_id is given", expected="none: the storage has its path")
+    def reset(self, checkpoint_id: Any = None) -> None: ...
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
@@ -95,11 +72,6 @@ class FolderWriter(_OfOnePath, StorageWriter):
         names = [f"rank-{rank:05d}-of-{world:05d}-{token}.safetensors" for rank in range(world)]
         return [replace(p, storage_data=self.partial.path / name) for p, name in zip(plans, names, strict=True)]
 
-    def discard(self) -> None:
-        """Remove what a failed save has written so far."""
-        if self.partial is not None:
-            self.partial.discard()
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         path: Path = plan.storage_data
         tensors: dict[str, Any] = {}
@@ -114,13 +86,12 @@ class FolderWriter(_OfOnePath, StorageWriter):
                     raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
                 tensors[key] = planner.resolve_data(item)
                 shard = StoredShard(path.name, key, offsets, box)
-                stored.append((item.index, StoredTensor(dtype_name(about.properties.dtype), shape, (shard,))))
+                stored.append((item.index, StoredTensor(about.properties.dtype, shape, (shard,))))
         checksum = ""
         if tensors:
             with _written(path):
                 checksum = write_tensors(path, tensors, {METADATA_KEY: encode_description({})})
-        sizes = [tensor.nbytes for tensor in tensors.values()]
-        return _done([WriteResult(i, size, (t, checksum)) for (i, t), size in zip(stored, sizes, strict=True)])
+        return _done([WriteResult(i, tensors[t.shards[0].key].nbytes, (t, checksum)) for i, t in stored])
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         assert self.partial is not None  # it was planned
@@ -133,10 +104,7 @@ class FolderWriter(_OfOnePath, StorageWriter):
                 tensors[name] = replace(stored, shards=shards)
                 if (file := shards[-1].file) not in files:
                     files[file] = ((self.partial.path / file).stat().st_size, checksum)
-            (self.partial.path / INDEX_NAME).write_bytes(Index(len(results), files, tensors, self.description).encode())
-            sync(self.partial.path / INDEX_NAME)
-            # Read once more before it may stand for a checkpoint.
-            read_index(self.partial.path)
+            write_index(self.partial.path, Index(len(results), files, tensors, self.description))
             publish(self.partial, self.overwrite)
 
 
@@ -170,7 +138,10 @@ class FolderReader(_OfOnePath, StorageReader):
                 if metadata.get(CHECKSUM_KEY) != self.index.files[name][1]:
                     raise CheckpointError(f"{self.path / name} is another file than was written", expected="that one")
             except CheckpointError:
-                if is_complete(self.path) and read_index(self.path).crc32 != self.index.crc32:
+                crc32 = self.index.crc32
+                with contextlib.suppress(CheckpointError):
+                    crc32 = read_index(self.path).crc32
+                if crc32 != self.index.crc32:
                     what = f"{self.path} was replaced while it was read"
                     raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from None
                 raise
@@ -178,10 +149,10 @@ class FolderReader(_OfOnePath, StorageReader):
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:
         """A shard of the tensor ``name``, mapped."""
-        found = self.file(shard.file).get(shard.key)
-        if found is None or (dtype_name(found.dtype), found.shape) != (self.index.tensors[name].dtype, shard.shape):
-            what = f"{self.path / shard.file} does not have {shard.key!r} as {INDEX_NAME} says"
-            raise CheckpointError(what, expected=f"a tensor of shape {shard.shape}", remedy="load another checkpoint")
+        found, dtype = self.file(shard.file).get(shard.key), self.index.tensors[name].dtype
+        if found is None or (found.dtype, found.shape) != (dtype, shard.shape):
+            what, expected = f"{self.path / shard.file} has no such {shard.key!r}", f"{shard.shape} of {dtype}"
+            raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
         return found
 
     def whole(self, name: str) -> torch.Tensor:
@@ -190,9 +161,9 @@ class FolderReader(_OfOnePath, StorageReader):
         tensor, about = self.index.tensors[name], self.index.description
         made = self.shard(name, tensor.shards[0])
         if len(tensor.shards) > 1:
-            made = torch.zeros(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
             for shard in tensor.shards:
-                as_bytes(made)[_box(shard.offsets, shard.shape)].copy_(as_bytes(self.shard(name, shard)))
+                made[_box(shard.offsets, shard.shape)].copy_(self.shard(name, shard))
         for other in about["per_rank"][name][1:] if name in about["largest"] else ():
             made = torch.maximum(made, self.whole(other))
         return made
@@ -201,7 +172,7 @@ class FolderReader(_OfOnePath, StorageReader):
         tensors: dict[str, Any] = {}
         for name, tensor in self.index.tensors.items():
             chunks = [dcp.ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
-            properties = dcp.TensorProperties(dtype=TORCH_DTYPES[tensor.dtype])
+            properties = dcp.TensorProperties(dtype=tensor.dtype)
             tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return dcp.Metadata(tensors)
 
@@ -213,7 +184,7 @@ class FolderReader(_OfOnePath, StorageReader):
             shards = self.index.tensors[name].shards
             stored = self.shard(name, next(s for s in shards if offsets is None or s.offsets == tuple(offsets)))
             target = planner.resolve_tensor(item)
-            self.copy(as_bytes(target.detach()), as_bytes(stored)[_box(item.storage_offsets, item.lengths)])
+            self.copy(target.detach(), stored[_box(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)
         return _done(None)
 
