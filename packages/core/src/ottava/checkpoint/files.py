@@ -1,8 +1,7 @@
 """safetensors files, by their library, and how a file or a folder appears under its name: whole, or not at all.
 
-Files are written from tensors by name, and mapped, so that only what is used is read. Two entries of metadata are
-Ottava's: ``ottava`` describes the quantized tensors, and ``ottava.crc32`` is the checksum of all else. One without the
-other is damage, so that no single error makes another tool's file, which nobody can check.
+Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors, ``ottava.crc32`` is the checksum of
+all else. One without the other is damage, so that no single error makes another tool's file, which nobody can check.
 
 What is written goes to a hidden folder beside its place, and one rename gives it its name. The folder is locked while
 its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
@@ -23,7 +22,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
@@ -68,7 +67,7 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
 
 
-class Partial:
+class Partial(contextlib.AbstractContextManager["Partial"]):
     """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target."""
 
     path, _lock = Path(), -1
@@ -83,14 +82,7 @@ class Partial:
             with contextlib.suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
-        self.discard()
-
-    def __del__(self) -> None:
-        # An interrupt may come before the block begins, or as it ends.
         self.discard()
 
     def discard(self) -> None:
@@ -100,6 +92,9 @@ class Partial:
         if self._lock >= 0:
             descriptor, self._lock = self._lock, -1
             os.close(descriptor)
+
+    # An interrupt may come before the block begins, or as it ends.
+    __del__ = discard
 
     def put_file(self, name: str) -> None:
         """Give a file in the folder, which is on the disk, the name of the target."""

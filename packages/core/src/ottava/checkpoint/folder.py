@@ -45,7 +45,7 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: its dtype, the shape of the whole, and the shards that make it."""
+    """A tensor of a checkpoint, with the shape of the whole, and the shards that make it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,8 +58,8 @@ class Index:
     and what the state is made of besides (see ``sharded.py``); and its own checksum."""
 
     world_size: int
-    files: Mapping[str, tuple[int, str]]
-    tensors: Mapping[str, StoredTensor]
+    files: dict[str, tuple[int, str]]
+    tensors: dict[str, StoredTensor]
     description: Mapping[str, Any]
     crc32: int = 0
 
@@ -97,28 +97,27 @@ def read_index(folder: Path) -> Index:
 
 def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
     """An index of JSON; raises whatever JSON of another form leads to."""
-    files, tensors, about = {}, {}, body["description"]
+    about = body["description"]
+    index = Index(_sizes([body["world_size"]])[0], {}, {}, about, crc32)
     for name, (size, checksum) in body["files"].items():
-        # A name from a file: nothing outside the folder may be reached by it.
-        if not _FILE_NAME.fullmatch(name) or not isinstance(checksum, str):
-            raise ValueError(f"{name!r} is no name of a file of tensors")
-        files[name] = (_sizes([size])[0], checksum)
+        index.files[name] = (_sizes([size])[0], str(checksum))
     for name, of in body["tensors"].items():
         name.encode()  # half a character is a UnicodeError
         boxes = [(s["file"], str(s["key"]), _sizes(s["offsets"]), _sizes(s["shape"])) for s in of["shards"]]
         shards = tuple(StoredShard(*box) for box in boxes)
-        tensors[name] = StoredTensor(TORCH_DTYPES[of["dtype"]], _sizes(of["shape"]), shards)
-        if any(shard.file not in files for shard in shards) or not is_whole(tensors[name]):
+        index.tensors[name] = StoredTensor(TORCH_DTYPES[of["dtype"]], _sizes(of["shape"]), shards)
+        if any(shard.file not in index.files for shard in shards) or not is_whole(index.tensors[name]):
             raise ValueError(f"the shards of {name!r} do not make the whole")
     for entry in about["quantized"].values():
         check_entry(entry)
-    right = isinstance(about["state"], dict) and set(about["largest"]) <= set(about["per_rank"])
+    # A name from a file: nothing outside the folder may be reached by it.
+    right = all(map(_FILE_NAME.fullmatch, index.files)) and set(about["largest"]) <= set(about["per_rank"])
     for names in about["per_rank"].values():
-        alike = {(tensors[name].dtype, tensors[name].shape) for name in names}
-        right &= len(names) == body["world_size"] and len(alike) == 1
-    if not right:
-        raise ValueError("it does not describe the state")
-    return Index(_sizes([body["world_size"]])[0], files, tensors, about, crc32)
+        alike = {(index.tensors[name].dtype, index.tensors[name].shape) for name in names}
+        right = right and len(names) == index.world_size and len(alike) == 1
+    if not right or not isinstance(about["state"], dict):
+        raise ValueError("it does not describe files and the state")
+    return index
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
@@ -133,9 +132,9 @@ def is_whole(tensor: StoredTensor) -> bool:
         ends = [offset + size for offset, size in zip(shard.offsets, shard.shape, strict=True)]
         if len(ends) != len(tensor.shape) or any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
             return False
-    sizes = [math.prod(shard.shape) for shard in tensor.shards]
-    places = {shard.offsets for shard, size in zip(tensor.shards, sizes, strict=True) if size}
-    return bool(sizes) and sum(sizes) == math.prod(tensor.shape) and len(places) == sum(size > 0 for size in sizes)
+    held = [shard for shard in tensor.shards if math.prod(shard.shape)]
+    size = sum(math.prod(shard.shape) for shard in held)
+    return bool(tensor.shards) and size == math.prod(tensor.shape) and len({s.offsets for s in held}) == len(held)
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
@@ -152,14 +151,13 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The whole checkpoint ``step-NUMBER`` with the highest number in ``folder``; None where there is none.
 
-    What was not written to its end, or for which :func:`is_complete` is False, is passed over. Nothing is removed.
-    Raises DTypeError where ``folder`` is no path.
+    One for which :func:`is_complete` is False is passed over. Raises DTypeError where ``folder`` is no path.
     """
     return next(_step_checkpoints(as_path(folder)), None)
 
 
 def _step_checkpoints(folder: Path) -> Iterator[Path]:
-    """The whole checkpoints ``step-NUMBER`` in ``folder``, the highest number first."""
+    """The highest number first."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
     return (path for _, path in sorted(found, reverse=True) if is_complete(path))
 
@@ -178,11 +176,9 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 def publish(partial: Partial, overwrite: bool) -> None:
-    """Give a folder that is written to its end its final name.
+    """Give a folder that is written to its end its final name, or raise, and what had the name has it still.
 
-    A checkpoint that is there is replaced by the one rename of its index, once the new files lie beside the old ones;
-    then those that the index does not name are removed. Raises CheckpointError as :func:`check_target`, and OSError
-    where it cannot be renamed: what had the name has it still.
+    A checkpoint that is there is replaced by the one rename of its index, once the new files lie beside the old ones.
     """
     source, target = partial.path, partial.target
     sync(source)

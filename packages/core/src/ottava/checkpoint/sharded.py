@@ -30,13 +30,12 @@ from ottava.tensors.freshness import bump_version
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
-#: What is made of the entries of a node, and of a value that JSON does not have.
+#: What is made of the entries of a node.
 _CONTAINERS: dict[str, Callable[[dict[Any, Any]], Any]] = {
     "dict": dict,
-    "list": lambda entries: list(entries.values()),
-    "tuple": lambda entries: tuple(entries.values()),
+    "list": lambda entries: [*entries.values()],
+    "tuple": lambda entries: (*entries.values(),),
 }
-_VALUES: dict[str, Callable[[str], Any]] = {"dtype": TORCH_DTYPES.__getitem__, "float": float}
 
 
 def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> dict[str, Any]:
@@ -76,12 +75,12 @@ def _opened(tree: Mapping[str, Any]) -> tuple[str, Any, dict[Any, Any]]:
 def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
     """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError where it is none."""
     kind, held, entries = _opened(tree)
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind]({key: _decoded(entry, tensors) for key, entry in entries.items()})
     if kind == "value" and isinstance(held, dict):
         ((special, text),) = held.items()
-        return _VALUES[special](text)
-    return {"tensor": tensors.__getitem__, "value": lambda value: value}[kind](held)
+        return float(text) if special == "float" else TORCH_DTYPES[text]
+    if kind in ("value", "tensor"):
+        return held if kind == "value" else tensors[held]
+    return _CONTAINERS[kind]({key: _decoded(entry, tensors) for key, entry in entries.items()})
 
 
 def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
@@ -116,26 +115,8 @@ class _Flat:
         self.values: dict[str, Any] = {}
         self.tree = _encoded(state, self.values)
         self.tensors, self.quantized = flatten_values(self.values, derived=False)
-        self.owners = {name: name for name in self.tensors}
-        for name, entry in self.quantized.items():
-            self.owners |= {f"{name}.{argument}": name for argument in entry["tensors"]}
-
-
-def _run(ranks: Ranks, function: Callable[..., object], *args: Any, **options: Any) -> None:
-    """A function of DCP, which fails on all ranks where it fails on one."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    def call() -> None:
-        try:
-            function(*args, process_group=ranks.group, no_dist=ranks.alone, **options)
-        except CheckpointException as error:
-            if ranks.rank in error.failures:
-                raise error.failures[ranks.rank][0]  # noqa: B904 - it has a cause of its own
-
-    with warnings.catch_warnings():
-        # One process alone is what is meant.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        ranks.each(call)
+        inner = [(name, argument) for name, entry in self.quantized.items() for argument in entry["tensors"]]
+        self.owners = {n: n for n in self.tensors} | {f"{name}.{argument}": name for name, argument in inner}
 
 
 def save_sharded(
@@ -143,9 +124,8 @@ def save_sharded(
 ) -> None:
     """Save a state as one checkpoint, each rank its shards; it appears under ``path`` whole or not at all.
 
-    Every rank calls it, with the same names. Quantized tensors are saved as data and scales, which any number of ranks
-    can load. A plain tensor that is not the same on all ranks (a statistic that each keeps) is saved once for each of
-    them. Values that are not tensors have to be equal on all ranks.
+    Every rank calls it, with the same names and the same values besides tensors. Quantized tensors are saved as data
+    and scales. A plain tensor that is not the same on all ranks (a statistic that each keeps) is saved for each.
 
     Args:
         state: a state dict, or nested dicts, lists and tuples of tensors, numbers, text, bools, None and dtypes.
@@ -159,9 +139,6 @@ def save_sharded(
         ShapeError: shards of a quantized tensor cut its blocks.
         UsageError: the ranks differ in what has to be equal.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     from ottava.checkpoint.storage import FolderWriter
 
     ranks = Ranks(group)
@@ -170,13 +147,7 @@ def save_sharded(
     largest = [name for name in per_rank if is_reduced_by_max(name)]
     description = {"state": flat.tree, "quantized": flat.quantized, "per_rank": per_rank, "largest": largest}
     writer = ranks.each(lambda: FolderWriter(path, overwrite, description))
-    tensors = {per_rank[name][ranks.rank] if name in per_rank else name: t for name, t in flat.tensors.items()}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        _run(ranks, save, tensors, storage_writer=writer, planner=planner)
-    finally:
-        if writer.partial is not None:
-            writer.partial.discard()
+    writer.save({per_rank[n][ranks.rank] if n in per_rank else n: t for n, t in flat.tensors.items()}, ranks)
 
 
 def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
@@ -190,15 +161,14 @@ def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
     about |= {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
     texts = {name: json.dumps(entry, sort_keys=True) for name, entry in about.items()}
     if len(set(ranks.gather(zlib.crc32(json.dumps(texts, sort_keys=True).encode())))) > 1:
-        every = ranks.gather(texts)
-        rank = next(rank for rank, of in enumerate(every) if of != every[0])
-        name = min(name for name in every[0] | every[rank] if every[0].get(name) != every[rank].get(name))
-        what = f"{name!r} of rank {rank} is not that of rank 0: {every[rank].get(name)} and {every[0].get(name)}"
+        first, *others = ranks.gather(texts)
+        rank, other = next((rank, of) for rank, of in enumerate(others, 1) if of != first)
+        name = min(name for name in first | other if first.get(name) != other.get(name))
+        what = f"{name!r} of rank {rank} is not that of rank 0: {other.get(name)} and {first.get(name)}"
         expected = "the same names, shapes, dtypes and values besides tensors on all ranks"
         raise UsageError(what, expected=expected, remedy="save what each rank has of its own as tensors")
     own = {n: crc32_of(in_memory(n, t)) for n, t in flat.tensors.items() if not hasattr(t, "to_local")}
-    sums = ranks.gather(own)
-    names: dict[str, list[str]] = {}
+    sums, names = ranks.gather(own), {}
     for name in (name for name in own if len({of[name] for of in sums}) > 1):
         owner = flat.owners[name]
         if hasattr(flat.values[owner], "to_local"):
@@ -221,14 +191,13 @@ def load_sharded(
 ) -> Any:
     """Load a checkpoint that any number of ranks saved into the tensors of ``state``, in place, or change nothing.
 
-    Every rank calls it. Files are mapped and checked; when all ranks have found the values of their shards, each writes
-    its tensors, straight from the files. An error on one rank is an error on all, and none has changed anything; an
-    interrupt at any moment leaves the tensors of a rank all old or all new.
+    Every rank calls it. Once all have found the values of their shards, each writes its tensors, straight from the
+    mapped files. An error on one rank is an error on all; an interrupt leaves the tensors of a rank all old or all new.
 
     Args:
         state: like what was saved, with tensors to load into, sharded over any number of ranks.
         path: the folder of the checkpoint.
-        group: the process group that loads; None is the default group, or this process where there is none.
+        group: as of :func:`save_sharded`.
         strict: whether names that only the state or only the checkpoint has are an error. Otherwise the state keeps
             what is missing, and tensors that it has no place for are left out.
         verify: whether the files are compared with their checksums, each by one of the ranks, which reads all of it.
@@ -242,16 +211,10 @@ def load_sharded(
         DTypeError: the state holds what is no tensor and no JSON; it is named.
         UsageError: a quantized tensor of the state is a view of some of another one.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     from ottava.checkpoint.storage import FolderReader
 
     ranks = Ranks(group)
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     reader = ranks.each(lambda: FolderReader(path))
-    # Nothing is copied yet: the reader notes what goes where.
-    reader.copy = lambda target, value: pairs.append((target, value))
     flat, result, stored = ranks.each(lambda: _matched(state, reader, strict, ranks))
     if len(set(ranks.gather(reader.index.crc32))) > 1:
         raise CheckpointError(f"{path} is not the same checkpoint on all ranks", expected="a shared file system")
@@ -260,10 +223,8 @@ def load_sharded(
     # Scaling state that each of another number of ranks had of its own: for all of these, the largest values.
     about = reader.index.description
     largest = [name for name in about["largest"] if name in stored and len(about["per_rank"][name]) != ranks.world]
-    pairs += ranks.each(lambda: [(flat.tensors[name], reader.whole(name)) for name in largest])
-    tensors = {there: flat.tensors[name] for name, there in stored.items() if name not in largest}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    _run(ranks, load, tensors, storage_reader=reader, planner=planner)
+    pairs = ranks.each(lambda: [(flat.tensors[name], reader.whole(name)) for name in largest])
+    pairs += reader.load({there: flat.tensors[name] for name, there in stored.items() if name not in largest}, ranks)
     # What derives from the bytes of quantized tensors is outdated now.
     for storage in (local_tensor(flat.values[name]) for name in flat.quantized):
         storage.mark_written()
@@ -275,10 +236,10 @@ def load_sharded(
 
 def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) -> tuple[_Flat, Any, dict[str, str]]:
     """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
-    index, flat, path = reader.index, _Flat(state), reader.path
+    flat, path, about = _Flat(state), reader.path, reader.index.description
     with translated(f"{path} says of no state", "what save_sharded wrote"):
-        tree = _merged(flat.tree, index.description["state"])
-        ours, theirs = _leaves(tree), _leaves(index.description["state"])
+        tree = _merged(flat.tree, about["state"])
+        ours, theirs = _leaves(tree), _leaves(about["state"])
         held = [name for name, of in ours.items() if "tensor" in of or "value" in of]
         missing = [n for n in held if n not in theirs or ("tensor" in ours[n]) != ("tensor" in theirs[n])]
         unexpected = [name for name, of in theirs.items() if "tensor" in of and "tensor" not in ours.get(name, {})]
@@ -289,27 +250,26 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
             raise CheckpointError(f"{what} {listed(names)}", expected=f"the names of {path}", remedy=remedy)
     stored = {}
     for name, tensor in flat.tensors.items():
-        owner = flat.owners[name]
-        if owner in missing:
+        if (owner := flat.owners[name]) in missing:
             continue
-        kinds = [of.get(owner, {}) for of in (index.description["quantized"], flat.quantized)]
-        if any(kinds[0].get(key) != kinds[1].get(key) for key in ("class", "static")):
-            words = [f"quantized, {of['class']} of {of['static']}" if of else "not quantized" for of in kinds]
+        kinds = [of.get(owner) for of in (about["quantized"], flat.quantized)]
+        saved, expected = (f"quantized, {of['class']} of {of['static']}" if of else "not quantized" for of in kinds)
+        if saved != expected:
             remedy = "make the model with the recipe that was saved, or convert the checkpoint"
-            expected = f"{words[1]}, as in the state"
-            raise CheckpointError(f"{owner!r} of {path} is {words[0]}", expected=expected, remedy=remedy)
+            what = f"{owner!r} of {path} is {saved}"
+            raise CheckpointError(what, expected=f"{expected}, as in the state", remedy=remedy)
         value = flat.values[owner]
         if isinstance(value, QuantizedTensorStorage) and value._whole is not None:
             what = f"{owner!r} is a view of another tensor, whose scales are not its own to change"
             raise UsageError(what, expected="a whole one", remedy="load into the whole tensor")
         # Its own where each rank had its own and there are as many, else rank 0's.
-        own = index.description["per_rank"].get(name, [])
+        own = about["per_rank"].get(name, [])
         stored[name] = own[ranks.rank] if len(own) == ranks.world else name
-        found, dtype = index.tensors.get(stored[name]), dtype_name(tensor.dtype)
-        if found is None or (found.dtype, found.shape) != (tensor.dtype, tuple(tensor.shape)):
-            seen = "is not there" if found is None else f"has shape {found.shape} and dtype {dtype_name(found.dtype)}"
-            expected = f"{tuple(tensor.shape)} and {dtype}, as in the state"
-            raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=expected)
+        found = reader.index.tensors.get(stored[name])
+        expected = f"shape {tuple(tensor.shape)} and dtype {dtype_name(tensor.dtype)}"
+        seen = f"has shape {found.shape} and dtype {dtype_name(found.dtype)}" if found else "is not there"
+        if seen != f"has {expected}":
+            raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=f"{expected}, as in the state")
         check_writable(owner, local_tensor(tensor))
     return flat, result, stored
 
@@ -330,7 +290,6 @@ def save_step(
         folder: where the checkpoints of one training are; it is made.
         step: the number, from 0.
         keep: how many whole checkpoints stay, this one and those with the highest numbers besides; None is all.
-            The others are removed once this one is whole.
 
     Returns:
         The path of the checkpoint.

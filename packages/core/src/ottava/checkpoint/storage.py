@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,18 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from ottava.checkpoint.files import CHECKSUM_KEY, METADATA_KEY, Partial, as_path, read_tensors, write_tensors
 from ottava.checkpoint.flatten import encode_description
 from ottava.checkpoint.folder import Index, StoredShard, StoredTensor, check_target, publish, read_index, write_index
+from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
 
 
@@ -43,6 +49,23 @@ class _OfOnePath:
         return plans
 
 
+def _run(ranks: Ranks, function: Callable[..., object], tensors: Mapping[str, Any], **options: Any) -> None:
+    """A function of DCP, which fails on all ranks where it fails on one."""
+
+    def call() -> None:
+        try:
+            function(tensors, process_group=ranks.group, no_dist=ranks.alone, **options)
+        except CheckpointException as error:
+            if ranks.rank in error.failures:
+                failure = error.failures[ranks.rank][0]
+                raise failure from failure.__cause__
+
+    with warnings.catch_warnings():
+        # One process alone is what is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        ranks.each(call)
+
+
 def _done(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
@@ -58,6 +81,15 @@ class FolderWriter(_OfOnePath, StorageWriter):
     def __init__(self, path: str | os.PathLike[str], overwrite: bool, description: Mapping[str, Any]) -> None:
         self.path, self.overwrite, self.description = as_path(path), overwrite, description
         self.partial: Partial | None = None
+
+    def save(self, tensors: Mapping[str, Any], ranks: Ranks) -> None:
+        """Save the tensors of this rank, as all ranks do theirs."""
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            _run(ranks, save, tensors, storage_writer=self, planner=planner)
+        finally:
+            if self.partial is not None:
+                self.partial.discard()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
@@ -75,7 +107,7 @@ class FolderWriter(_OfOnePath, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         path: Path = plan.storage_data
         tensors: dict[str, Any] = {}
-        stored: list[tuple[Any, StoredTensor]] = []
+        stored: list[Any] = []
         for item in plan.items:
             about: Any = item.tensor_data
             offsets, box, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes), tuple(about.size)
@@ -85,26 +117,23 @@ class FolderWriter(_OfOnePath, StorageWriter):
                 if key in tensors:
                     raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
                 tensors[key] = planner.resolve_data(item)
-                shard = StoredShard(path.name, key, offsets, box)
-                stored.append((item.index, StoredTensor(about.properties.dtype, shape, (shard,))))
-        checksum = ""
+                stored.append((item.index, about.properties.dtype, shape, StoredShard(path.name, key, offsets, box)))
+        file = None
         if tensors:
             with _written(path):
                 checksum = write_tensors(path, tensors, {METADATA_KEY: encode_description({})})
-        return _done([WriteResult(i, tensors[t.shards[0].key].nbytes, (t, checksum)) for i, t in stored])
+                file = (path.stat().st_size, checksum)
+        return _done([WriteResult(i, tensors[shard.key].nbytes, (*of, shard, file)) for i, *of, shard in stored])
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         assert self.partial is not None  # it was planned
-        tensors: dict[str, StoredTensor] = {}
-        files: dict[str, tuple[int, str]] = {}
+        index = Index(len(results), {}, {}, self.description)
+        for result in (result for rank in results for result in rank):
+            dtype, shape, shard, index.files[shard.file] = result.storage_data
+            before = index.tensors.get(result.index.fqn)
+            index.tensors[result.index.fqn] = StoredTensor(dtype, shape, (*(before.shards if before else ()), shard))
         with _written(self.path):
-            for result in (result for rank in results for result in rank):
-                name, (stored, checksum) = result.index.fqn, result.storage_data
-                shards = (*(tensors[name].shards if name in tensors else ()), *stored.shards)
-                tensors[name] = replace(stored, shards=shards)
-                if (file := shards[-1].file) not in files:
-                    files[file] = ((self.partial.path / file).stat().st_size, checksum)
-            write_index(self.partial.path, Index(len(results), files, tensors, self.description))
+            write_index(self.partial.path, index)
             publish(self.partial, self.overwrite)
 
 
@@ -121,9 +150,14 @@ class FolderReader(_OfOnePath, StorageReader):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = as_path(path)
-        #: Called with a tensor to load into and its new value, mapped, of the same shape and dtype.
-        self.copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_
         self._files: dict[str, dict[str, torch.Tensor]] = {}
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def load(self, tensors: Mapping[str, Any], ranks: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What goes where: tensors to write, and their new values, mapped, of the same shapes and dtypes."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        _run(ranks, load, tensors, storage_reader=self, planner=planner)
+        return self._pairs
 
     @functools.cached_property
     def index(self) -> Index:
@@ -184,7 +218,7 @@ class FolderReader(_OfOnePath, StorageReader):
             shards = self.index.tensors[name].shards
             stored = self.shard(name, next(s for s in shards if offsets is None or s.offsets == tuple(offsets)))
             target = planner.resolve_tensor(item)
-            self.copy(target.detach(), stored[_box(item.storage_offsets, item.lengths)])
+            self._pairs.append((target.detach(), stored[_box(item.storage_offsets, item.lengths)]))
             planner.commit_tensor(item, target)
         return _done(None)
 
