@@ -30,6 +30,7 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from ottava.errors import CheckpointError, DTypeError, UsageError, named, of_any_class, translated
 
 __all__ = ["named", "of_any_class", "translated"]
+AnyPath = str | os.PathLike[str]
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 #: For checkpoints of formats that are no longer read.
 RESAVE = "load it in the ottava that wrote it, keep that with torch.save, and save it again in this one"
@@ -44,7 +45,7 @@ _MAGICS = (
 )
 
 
-def as_path(path: str | os.PathLike[str]) -> Path:
+def as_path(path: AnyPath) -> Path:
     """``path`` as a ``Path``; raises DTypeError where it is none."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise DTypeError(f"the path is a {type(path).__name__}", expected="a path")
@@ -177,11 +178,8 @@ def crc32_of(tensor: torch.Tensor) -> int:
 
 
 def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """The checksum of a file: CRC-32, in hexadecimal, of its contents as JSON, in which a tensor's bytes are their own.
-
-    The JSON is ``[metadata, tensors]``, sorted by name and without spaces: the texts but for the checksum, and
-    ``[dtype, shape, CRC-32 of the bytes]`` by name, with torch's names of dtypes.
-    """
+    """The checksum of a file: CRC-32, in hexadecimal, of the JSON ``[metadata, tensors]``, sorted by name and without
+    spaces: the texts but for the checksum, and ``[torch's name of the dtype, shape, CRC-32 of the bytes]`` by name."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         sums = threads.map(crc32_of, tensors.values())
     about = {n: [dtype_name(t.dtype), list(t.shape), crc] for (n, t), crc in zip(tensors.items(), sums, strict=True)}
@@ -212,8 +210,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
             found = future.result()
         os.chmod(path, mode)
         with open(path, "r+b") as file:
-            header = file.read(8 + int.from_bytes(file.read(8), "little"))
-            file.seek(8 + header.index(f'"{CHECKSUM_KEY}":"{texts[CHECKSUM_KEY]}"'.encode()) + len(CHECKSUM_KEY) + 4)
+            header, start = file.read(8 + int.from_bytes(file.read(8), "little")), f'"{CHECKSUM_KEY}":"'.encode()
+            file.seek(8 + header.index(start) + len(start))
             file.write(found.encode())
         sync(path)
         # What did not reach the disk is not there now, whatever was said of it.
@@ -225,18 +223,17 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     return found
 
 
-def put_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+def put_tensors(path: AnyPath, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """:func:`write_tensors` as the file ``path``, which appears whole or not at all; one that is there is replaced."""
     place = check_file_target(as_path(path))
-    expected = "a file in an existing folder, and room for it"
-    with translated(f"{path} cannot be written", expected, to=UsageError, of=OSError):
-        with Partial(place) as partial:
-            write_tensors(partial.path / "tensors", tensors, metadata)
-            partial.put_file("tensors")
+    what, expected = f"{path} cannot be written", "a file in an existing folder, and room for it"
+    with translated(what, expected, to=UsageError, of=OSError), Partial(place) as partial:
+        write_tensors(partial.path / "tensors", tensors, metadata)
+        partial.put_file("tensors")
     remove_leftovers(place)
 
 
-def read_tensors(path: str | os.PathLike[str], *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors of a file, mapped into memory, on the CPU and in the order of their bytes, and its metadata.
 
     Nothing in it is trusted; memory is bounded by its size. With ``verify`` its bytes are compared with the checksum.
@@ -289,13 +286,10 @@ def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
 
 def looks_like(path: Path) -> tuple[str, str]:
     """What a file that is no safetensors file seems to be, and what to do with it; empty texts where nobody knows."""
-    start = b""
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with translated(f"{path} cannot be read", "a safetensors file"), path.open("rb") as file:
         start = file.read(64)
-    if not start:
-        return "the file is empty", ""
     found = [(f"this looks like {kind}", remedy) for magic, kind, remedy in _MAGICS if start.startswith(magic)]
-    return found[0] if found and start[8:9] != b"{" else ("", "")
+    return found[0] if found and start[8:9] != b"{" else ("" if start else "the file is empty", "")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import TORCH_DTYPES, as_path, crc32_of, dtype_name, in_memory, listed
+from ottava.checkpoint.files import TORCH_DTYPES, AnyPath, as_path, crc32_of, dtype_name, in_memory, listed
 from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
 from ottava.checkpoint.writing import check_writable, write_all
@@ -30,12 +29,8 @@ from ottava.tensors.freshness import bump_version
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
-#: What is made of the entries of a node.
-_CONTAINERS: dict[str, Callable[[dict[Any, Any]], Any]] = {
-    "dict": dict,
-    "list": lambda entries: [*entries.values()],
-    "tuple": lambda entries: (*entries.values(),),
-}
+#: Their kinds, and what is made of their entries.
+_CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple": tuple}
 
 
 def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> dict[str, Any]:
@@ -80,11 +75,12 @@ def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
         return float(text) if special == "float" else TORCH_DTYPES[text]
     if kind in ("value", "tensor"):
         return held if kind == "value" else tensors[held]
-    return _CONTAINERS[kind]({key: _decoded(entry, tensors) for key, entry in entries.items()})
+    made = {key: _decoded(entry, tensors) for key, entry in entries.items()}
+    return _CONTAINERS[kind](made if kind == "dict" else made.values())
 
 
 def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    """The leaves of a tree, tensors, values and empty containers, by the names that errors give them."""
+    """Tensors, values and empty containers in a tree, by the names that errors give them."""
     entries = _opened(tree)[2].items()
     leaves = {name: leaf for key, entry in entries for name, leaf in _leaves(entry, f"{path}.{key}").items()}
     return leaves if entries else {path.removeprefix("."): tree}
@@ -119,9 +115,7 @@ class _Flat:
         self.owners = {n: n for n in self.tensors} | {f"{name}.{argument}": name for name, argument in inner}
 
 
-def save_sharded(
-    state: Mapping[str, Any], path: str | os.PathLike[str], *, group: Any = None, overwrite: bool = False
-) -> None:
+def save_sharded(state: Mapping[str, Any], path: AnyPath, *, group: Any = None, overwrite: bool = False) -> None:
     """Save a state as one checkpoint, each rank its shards; it appears under ``path`` whole or not at all.
 
     Every rank calls it, with the same names and the same values besides tensors. Quantized tensors are saved as data
@@ -182,12 +176,7 @@ def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
 
 
 def load_sharded(
-    state: Mapping[str, Any],
-    path: str | os.PathLike[str],
-    *,
-    group: Any = None,
-    strict: bool = True,
-    verify: bool = True,
+    state: Mapping[str, Any], path: AnyPath, *, group: Any = None, strict: bool = True, verify: bool = True
 ) -> Any:
     """Load a checkpoint that any number of ranks saved into the tensors of ``state``, in place, or change nothing.
 
@@ -276,7 +265,7 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
 
 def save_step(
     state: Mapping[str, Any],
-    folder: str | os.PathLike[str],
+    folder: AnyPath,
     step: int,
     *,
     keep: int | None = None,

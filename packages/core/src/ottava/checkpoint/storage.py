@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.files import CHECKSUM_KEY, METADATA_KEY, Partial, as_path, read_tensors, write_tensors
+from ottava.checkpoint.files import CHECKSUM_KEY, METADATA_KEY, AnyPath, Partial, as_path, read_tensors, write_tensors
 from ottava.checkpoint.flatten import encode_description
 from ottava.checkpoint.folder import Index, StoredShard, StoredTensor, check_target, publish, read_index, write_index
 from ottava.collectives import Ranks
@@ -34,19 +33,16 @@ from ottava.errors import CheckpointError, translated
 
 
 class _OfOnePath:
-    """What DCP asks of storages that it makes for a ``checkpoint_id``; these are made with their path."""
+    """What DCP asks of storages that it makes for a ``checkpoint_id``, or that change its plans."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
+    def _unchanged(self, *given: Any, **options: Any) -> Any:
+        return given[0] if given else None
 
-    def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
-
-    def prepare_global_plan(self, plans: Any) -> Any:
-        return plans
+    reset = set_up_storage_reader = prepare_local_plan = prepare_global_plan = _unchanged
 
 
 def _run(ranks: Ranks, function: Callable[..., object], tensors: Mapping[str, Any], **options: Any) -> None:
@@ -78,7 +74,7 @@ class FolderWriter(_OfOnePath, StorageWriter):
     What DCP calls raises CheckpointError where ``path`` exists, is not to be replaced, or cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], overwrite: bool, description: Mapping[str, Any]) -> None:
+    def __init__(self, path: AnyPath, overwrite: bool, description: Mapping[str, Any]) -> None:
         self.path, self.overwrite, self.description = as_path(path), overwrite, description
         self.partial: Partial | None = None
 
@@ -144,11 +140,10 @@ def _written(path: Path) -> contextlib.AbstractContextManager[None]:
 class FolderReader(_OfOnePath, StorageReader):
     """Reads what :class:`FolderWriter` wrote, for ``torch.distributed.checkpoint.load``; nothing is unpickled.
 
-    Files are mapped. Whatever DCP calls raises CheckpointError where the checkpoint is not whole, or not what was
-    written, or was replaced while it was read.
+    Whatever DCP calls raises CheckpointError where the checkpoint is not what was written, or replaced meanwhile.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self.path = as_path(path)
         self._files: dict[str, dict[str, torch.Tensor]] = {}
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -209,8 +204,6 @@ class FolderReader(_OfOnePath, StorageReader):
             properties = dcp.TensorProperties(dtype=tensor.dtype)
             tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return dcp.Metadata(tensors)
-
-    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None: ...
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
