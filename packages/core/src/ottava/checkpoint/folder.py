@@ -114,7 +114,7 @@ def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
     right = all(map(_FILE_NAME.fullmatch, index.files)) and set(about["largest"]) <= set(about["per_rank"])
     for names in about["per_rank"].values():
         alike = {(index.tensors[name].dtype, index.tensors[name].shape) for name in names}
-        right = right and len(names) == index.world_size and len(alike) == 1
+        right &= len(names) == index.world_size and len(alike) == 1
     if not right or not isinstance(about["state"], dict):
         raise ValueError("it does not describe files and the state")
     return index
@@ -190,7 +190,7 @@ def publish(partial: Partial, overwrite: bool) -> None:
             raise
         check_target(target, overwrite)
         with opened(target) as descriptor:
-            with contextlib.suppress(OSError):  # where no locks are to be had, one writer at a time is up to the user
+            with contextlib.suppress(OSError):  # without locks, one writer at a time is up to the user
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             files = {name for name in os.listdir(source) if name != INDEX_NAME}
             for name in files:
@@ -206,8 +206,7 @@ def publish(partial: Partial, overwrite: bool) -> None:
 
 
 def prune(folder: Path, keep: int, written: Path) -> None:
-    """Remove the whole checkpoints of steps but ``written`` and the ``keep - 1`` others with the highest numbers, and
-    what interrupted saves of steps have left."""
+    """Keep ``written`` and the ``keep - 1`` other whole steps with the highest numbers; interrupted saves go too."""
     remove_leftovers(folder / "step", ".step-")
     for path in [path for path in _step_checkpoints(folder) if path != written][keep - 1 :]:
         try:

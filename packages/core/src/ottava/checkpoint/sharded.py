@@ -118,13 +118,13 @@ class _Flat:
 def save_sharded(state: Mapping[str, Any], path: AnyPath, *, group: Any = None, overwrite: bool = False) -> None:
     """Save a state as one checkpoint, each rank its shards; it appears under ``path`` whole or not at all.
 
-    Every rank calls it, with the same names and the same values besides tensors. Quantized tensors are saved as data
-    and scales. A plain tensor that is not the same on all ranks (a statistic that each keeps) is saved for each.
+    Every rank calls it, with the same names and the same values besides tensors. A plain tensor that is not the same on
+    all ranks (a statistic that each keeps) is saved for each of them.
 
     Args:
-        state: a state dict, or nested dicts, lists and tuples of tensors, numbers, text, bools, None and dtypes.
+        state: nested dicts, lists and tuples of tensors, numbers, text, bools, None and dtypes.
         path: a new folder, on a file system that all ranks share; its parent is made.
-        group: the process group that saves; None is the default group, or this process where there is none.
+        group: the process group; None is the default one, or this process where there is none.
         overwrite: whether a checkpoint of that name is replaced. The old one is found until the new one is.
 
     Raises:
@@ -185,8 +185,7 @@ def load_sharded(
 
     Args:
         state: like what was saved, with tensors to load into, sharded over any number of ranks.
-        path: the folder of the checkpoint.
-        group: as of :func:`save_sharded`.
+        path, group: as of :func:`save_sharded`.
         strict: whether names that only the state or only the checkpoint has are an error. Otherwise the state keeps
             what is missing, and tensors that it has no place for are left out.
         verify: whether the files are compared with their checksums, each by one of the ranks, which reads all of it.
@@ -195,8 +194,8 @@ def load_sharded(
         The state with its own tensors, now loaded, and all other values as they were saved.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, is damaged, has other names, shapes or dtypes than the state, was
-            replaced while it was read, or another rank failed. The message names the file or the tensor.
+        CheckpointError: the checkpoint is damaged, has other names, shapes or dtypes than the state, was replaced while
+            it was read, or another rank failed. The message names the file or the tensor.
         DTypeError: the state holds what is no tensor and no JSON; it is named.
         UsageError: a quantized tensor of the state is a view of some of another one.
     """

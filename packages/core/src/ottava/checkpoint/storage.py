@@ -6,7 +6,6 @@ DCP's plans travel between the live processes; of what lies in files, nothing is
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import secrets
 import warnings
@@ -140,11 +139,12 @@ def _written(path: Path) -> contextlib.AbstractContextManager[None]:
 class FolderReader(_OfOnePath, StorageReader):
     """Reads what :class:`FolderWriter` wrote, for ``torch.distributed.checkpoint.load``; nothing is unpickled.
 
-    Whatever DCP calls raises CheckpointError where the checkpoint is not what was written, or replaced meanwhile.
+    It raises CheckpointError where the checkpoint is not whole, not what was written, or was replaced meanwhile.
     """
 
     def __init__(self, path: AnyPath) -> None:
         self.path = as_path(path)
+        self.index = read_index(self.path)
         self._files: dict[str, dict[str, torch.Tensor]] = {}
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -154,11 +154,6 @@ class FolderReader(_OfOnePath, StorageReader):
         _run(ranks, load, tensors, storage_reader=self, planner=planner)
         return self._pairs
 
-    @functools.cached_property
-    def index(self) -> Index:
-        """The index, read at the first use."""
-        return read_index(self.path)
-
     def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of one file, mapped, which is the one that the index speaks of."""
         if verify or name not in self._files:
@@ -166,14 +161,14 @@ class FolderReader(_OfOnePath, StorageReader):
                 self._files[name], metadata = read_tensors(self.path / name, verify=verify)
                 if metadata.get(CHECKSUM_KEY) != self.index.files[name][1]:
                     raise CheckpointError(f"{self.path / name} is another file than was written", expected="that one")
-            except CheckpointError:
-                crc32 = self.index.crc32
+            except CheckpointError as error:
+                now = self.index
                 with contextlib.suppress(CheckpointError):
-                    crc32 = read_index(self.path).crc32
-                if crc32 != self.index.crc32:
-                    what = f"{self.path} was replaced while it was read"
-                    raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from None
-                raise
+                    now = read_index(self.path)
+                if now.crc32 == self.index.crc32:
+                    raise
+                what = f"{self.path} was replaced while it was read"
+                raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from error
         return self._files[name]
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:
@@ -201,8 +196,8 @@ class FolderReader(_OfOnePath, StorageReader):
         tensors: dict[str, Any] = {}
         for name, tensor in self.index.tensors.items():
             chunks = [dcp.ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
-            properties = dcp.TensorProperties(dtype=tensor.dtype)
-            tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            about = dcp.TensorProperties(dtype=tensor.dtype)
+            tensors[name] = dcp.TensorStorageMetadata(about, torch.Size(tensor.shape), chunks)
         return dcp.Metadata(tensors)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -210,9 +205,8 @@ class FolderReader(_OfOnePath, StorageReader):
             name, offsets = item.storage_index.fqn, item.storage_index.offset
             shards = self.index.tensors[name].shards
             stored = self.shard(name, next(s for s in shards if offsets is None or s.offsets == tuple(offsets)))
-            target = planner.resolve_tensor(item)
-            self._pairs.append((target.detach(), stored[_box(item.storage_offsets, item.lengths)]))
-            planner.commit_tensor(item, target)
+            value = stored[_box(item.storage_offsets, item.lengths)]
+            self._pairs.append((planner.resolve_tensor(item).detach(), value))
         return _done(None)
 
 
