@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -105,3 +105,8 @@ def named(what: object) -> Iterator[None]:
 def of_any_class(name: str) -> contextlib.AbstractContextManager[None]:
     """The class of a quantized tensor may be anybody's, and what a file says to it anything: CheckpointError."""
     return translated(f"{name!r} has no values", "a tensor that can be loaded or dequantized")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for an error, the first few of many."""
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

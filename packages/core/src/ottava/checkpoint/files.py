@@ -19,7 +19,7 @@ import secrets
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
-from ottava.errors import CheckpointError, DTypeError, UsageError, named, of_any_class, translated
+from ottava.errors import CheckpointError, DTypeError, UsageError, listed, named, of_any_class, translated
 
-__all__ = ["named", "of_any_class", "translated"]
+__all__ = ["listed", "named", "of_any_class", "translated"]
 AnyPath = str | os.PathLike[str]
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 #: For checkpoints of formats that are no longer read.
@@ -290,8 +290,3 @@ def looks_like(path: Path) -> tuple[str, str]:
         start = file.read(64)
     found = [(f"this looks like {kind}", remedy) for magic, kind, remedy in _MAGICS if start.startswith(magic)]
     return found[0] if found and start[8:9] != b"{" else ("" if start else "the file is empty", "")
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for an error, the first few of many."""
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -88,10 +88,10 @@ def read_index(folder: Path) -> Index:
             raise CheckpointError(what, expected=f"version {_VERSION}", remedy=RESAVE)
         index = _decoded(body, crc32)
     for file, size in ((folder / name, size) for name, (size, _) in index.files.items()):
-        found = file.stat().st_size if file.is_file() else "no"
+        with translated(f"{file} cannot be read", "a file of the checkpoint", "load another one", of=OSError):
+            found = file.stat().st_size if file.is_file() else "no"
         if found != size:
-            what, expected = f"{file} has {found} bytes", f"{size}, as were written"
-            raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
+            raise CheckpointError(f"{file} has {found} bytes", expected=f"{size}", remedy="load another checkpoint")
     return index
 
 

@@ -1,7 +1,5 @@
 """Sharded checkpoints over ``torch.distributed.checkpoint``: saved by any number of ranks, loaded by any other.
 
-Without an initialized process group, one process saves and loads the same format alone.
-
 What a nested state holds besides tensors is JSON, in which every node is a dict with one key that says what it is, so
 that nothing can be taken for something else.
 """
@@ -18,18 +16,18 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import TORCH_DTYPES, AnyPath, as_path, crc32_of, dtype_name, in_memory, listed
+from ottava.checkpoint.files import TORCH_DTYPES, AnyPath, as_path, crc32_of, dtype_name, in_memory
 from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
 from ottava.checkpoint.writing import check_writable, write_all
 from ottava.collectives import Ranks
-from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, translated
+from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
 from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.freshness import bump_version
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
-#: Their kinds, and what is made of their entries.
+#: The nodes that have entries, and what these make.
 _CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple": tuple}
 
 

@@ -1,7 +1,4 @@
-"""Storage of ``torch.distributed.checkpoint`` that pickles nothing: a safetensors file for each rank, and an index.
-
-DCP's plans travel between the live processes; of what lies in files, nothing is ever unpickled.
-"""
+"""Storage of ``torch.distributed.checkpoint`` that pickles nothing: a safetensors file for each rank, and an index."""
 
 from __future__ import annotations
 
@@ -68,10 +65,7 @@ def _done(result: Any) -> Future[Any]:
 
 
 class FolderWriter(_OfOnePath, StorageWriter):
-    """Writes tensors, and a description of all else, on a file system that all ranks share: whole or not at all.
-
-    What DCP calls raises CheckpointError where ``path`` exists, is not to be replaced, or cannot be written.
-    """
+    """Writes tensors, and a description of all else, on a file system that all ranks share: whole or not at all."""
 
     def __init__(self, path: AnyPath, overwrite: bool, description: Mapping[str, Any]) -> None:
         self.path, self.overwrite, self.description = as_path(path), overwrite, description
@@ -137,10 +131,7 @@ def _written(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 class FolderReader(_OfOnePath, StorageReader):
-    """Reads what :class:`FolderWriter` wrote, for ``torch.distributed.checkpoint.load``; nothing is unpickled.
-
-    It raises CheckpointError where the checkpoint is not whole, not what was written, or was replaced meanwhile.
-    """
+    """Maps what :class:`FolderWriter` wrote; CheckpointError where it is not whole, or was replaced meanwhile."""
 
     def __init__(self, path: AnyPath) -> None:
         self.path = as_path(path)

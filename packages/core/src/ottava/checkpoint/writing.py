@@ -1,7 +1,4 @@
-"""New values for live tensors: all of them or none, whatever interrupts.
-
-What could be in the way is looked for before the first write. The writes are one call, and nothing is kept for an undo.
-"""
+"""New values for live tensors, all of them or none: what torch would refuse is found first, the writes are one call."""
 
 from __future__ import annotations
 
