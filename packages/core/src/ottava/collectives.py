@@ -1,15 +1,19 @@
-"""The two collectives that anyone may call: all-reduce(MAX) for scales, and all-gather for values."""
+"""The two collectives that anyone may call: all-reduce(MAX) for scales, and all-gather for values; and ranks that fail
+together."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ottava.errors import OptionError, UsageError
+from ottava.errors import CheckpointError, OptionError, UsageError, text_of
 from ottava.torch_private import resolve_process_group
+
+_T = TypeVar("_T")
 
 # Hold the last tensors of collectives as their ``grad``. gloo's thread lets go of a tensor a moment after the
 # collective has returned; if Python's is the only reference left then, the thread needs the interpreter, and a process
@@ -113,3 +117,42 @@ def _keep(tensor: torch.Tensor) -> None:
         keeper = torch.empty_like(tensor)
         keeper.grad = tensor
         _keepers.append(keeper)
+
+
+class Ranks:
+    """The ranks of a group, or this process alone where there is none: what one of them fails in, fails on all.
+
+    Raises:
+        UsageError: a group is given and none is initialized, or this process is not in it.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.alone = group, not process_groups_ready()
+        if self.alone and group is not None:
+            raise UsageError("a group is given but no process group is initialized", expected="group=None")
+        self.rank, self.world = (0, 1) if self.alone else (dist.get_rank(group), dist.get_world_size(group))
+        if self.rank < 0:
+            raise UsageError("this process is not in the group", expected="a group with all that save or load")
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, which are pickled on their way."""
+        values = [value] * self.world
+        if not self.alone:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def each(self, function: Callable[[], _T]) -> _T:
+        """What ``function`` gives here, once it has succeeded on every rank; else an error on every rank."""
+        failure: BaseException | None = None
+        try:
+            result = function()
+        # An interrupt, too: the others would wait for this rank.
+        except BaseException as error:
+            failure = error
+        messages = self.gather(None if failure is None else text_of(failure))
+        if failure is not None:
+            raise failure
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")
+        return result

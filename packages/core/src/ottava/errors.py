@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 
 class OttavaError(Exception):
     """Base class of every error that Ottava raises on purpose.
@@ -71,3 +75,38 @@ class DuplicateRecipeError(PluginError):
 
 class BackendError(OttavaError, RuntimeError):
     """A kernel backend is unknown or cannot be used."""
+
+
+@contextlib.contextmanager
+def translated(
+    what: str, expected: str, remedy: str = "", *, to: type[OttavaError] = CheckpointError, of: Any = Exception
+) -> Iterator[None]:
+    """What anybody's code raises, or some kinds of it, as an error of Ottava; those pass."""
+    try:
+        yield
+    except OttavaError:
+        raise
+    except of as error:
+        kind = "" if isinstance(error, (OSError, RuntimeError)) else f"{type(error).__name__}: "
+        raise to(f"{what}: {kind}{text_of(error)}", expected=expected, remedy=remedy) from error
+
+
+@contextlib.contextmanager
+def named(what: object) -> Iterator[None]:
+    """Errors of Ottava name the file, or the tensor."""
+    try:
+        yield
+    except OttavaError as error:
+        if str(what) in error.what:
+            raise
+        raise type(error)(f"{what}: {error.what}", expected=error.expected, remedy=error.remedy) from error
+
+
+def of_any_class(name: str) -> contextlib.AbstractContextManager[None]:
+    """The class of a quantized tensor may be anybody's, and what a file says to it anything: CheckpointError."""
+    return translated(f"{name!r} has no values", "a tensor that can be loaded or dequantized")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for an error, the first few of many."""
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,8 +1,7 @@
 """safetensors files, by their library, and how a file or a folder appears under its name: whole, or not at all.
 
-Files are written from tensors by name, and mapped, so that only what is used is read. Two entries of metadata are
-Ottava's: ``ottava`` describes the quantized tensors, and ``ottava.crc32`` is the checksum of all else. One without the
-other is damage, so that no single error makes another tool's file, which nobody can check.
+Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors, ``ottava.crc32`` is the checksum of
+all else. One without the other is damage, so that no single error makes another tool's file, which nobody can check.
 
 What is written goes to a hidden folder beside its place, and one rename gives it its name. The folder is locked while
 its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
@@ -20,23 +19,25 @@ import secrets
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
-from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError, text_of
+from ottava.errors import CheckpointError, DTypeError, UsageError, listed, named, of_any_class, translated
 
+__all__ = ["listed", "named", "of_any_class", "translated"]
+AnyPath = str | os.PathLike[str]
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
-# What the first version wrote in the place of the checksum: those of the header and of each tensor.
-_DIGEST_KEY = "ottava.digest"
+#: For checkpoints of formats that are no longer read.
+RESAVE = "load it in the ottava that wrote it, keep that with torch.save, and save it again in this one"
 # By torch's own names. Asking torch for a name that a file gives would import modules of that name.
 TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
 BY_TORCH = "torch.load(path, weights_only=True) reads it, and `ottava export` converts it"
-_LOOKS_LIKE = (
+_MAGICS = (
     (b"PK\x03\x04", "a file of torch.save", BY_TORCH),
     (b"\x80", "a pickle", BY_TORCH),
     (b"GGUF", "a GGUF file", "convert it to safetensors"),
@@ -44,37 +45,7 @@ _LOOKS_LIKE = (
 )
 
 
-@contextlib.contextmanager
-def translated(
-    what: str, expected: str, remedy: str = "", *, to: type[OttavaError] = CheckpointError, of: Any = Exception
-) -> Iterator[None]:
-    """What anybody's code raises, or some kinds of it, as an error of Ottava; those pass."""
-    try:
-        yield
-    except OttavaError:
-        raise
-    except of as error:
-        kind = "" if isinstance(error, (OSError, RuntimeError)) else f"{type(error).__name__}: "
-        raise to(f"{what}: {kind}{text_of(error)}", expected=expected, remedy=remedy) from error
-
-
-@contextlib.contextmanager
-def named(what: object) -> Iterator[None]:
-    """Errors of Ottava name the file, or the tensor."""
-    try:
-        yield
-    except OttavaError as error:
-        if str(what) in error.what:
-            raise
-        raise type(error)(f"{what}: {error.what}", expected=error.expected, remedy=error.remedy) from error
-
-
-def of_any_class(name: str) -> contextlib.AbstractContextManager[None]:
-    """The class of a quantized tensor may be anybody's, and what a file says to it anything: CheckpointError."""
-    return translated(f"{name!r} has no values", "a tensor that can be loaded or dequantized")
-
-
-def as_path(path: str | os.PathLike[str]) -> Path:
+def as_path(path: AnyPath) -> Path:
     """``path`` as a ``Path``; raises DTypeError where it is none."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise DTypeError(f"the path is a {type(path).__name__}", expected="a path")
@@ -97,44 +68,34 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
 
 
-class Partial:
+class Partial(contextlib.AbstractContextManager["Partial"]):
     """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target."""
 
-    path = target = Path()
-    _lock = -1
+    path, _lock = Path(), -1
 
     def __init__(self, target: Path) -> None:
-        self.path = self.target = Path(os.path.abspath(target))
+        self.target = Path(os.path.abspath(target))
         # Until it is locked another writer may take the folder for a leftover and remove it.
-        while not self._is_held():
+        while self._lock < 0 or _locked(self._lock) is False or not self.path.exists():
             self.discard()
             self.path = self.target.with_name(f"{_start(self.target)}{secrets.token_hex(8)}.partial")
             os.mkdir(self.path)
-
-    def _is_held(self) -> bool:
-        if self.path == self.target:
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            self._lock = os.open(self.path, os.O_RDONLY)
-        return self._lock >= 0 and _locked(self._lock) is not False and self.path.exists()
-
-    def __enter__(self) -> Self:
-        return self
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY)
 
     def __exit__(self, *error: object) -> None:
         self.discard()
 
-    def __del__(self) -> None:
-        # An interrupt may come before the block begins, or as it ends.
-        self.discard()
-
     def discard(self) -> None:
         """Remove the folder and give the lock up."""
-        if self.path != self.target:
+        if self.path.name:
             shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             descriptor, self._lock = self._lock, -1
             os.close(descriptor)
+
+    # An interrupt may come before the block begins, or as it ends.
+    __del__ = discard
 
     def put_file(self, name: str) -> None:
         """Give a file in the folder, which is on the disk, the name of the target."""
@@ -217,11 +178,8 @@ def crc32_of(tensor: torch.Tensor) -> int:
 
 
 def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """The checksum of a file: CRC-32, in hexadecimal, of its contents as JSON, in which a tensor's bytes are their own.
-
-    The JSON is ``[metadata, tensors]``, sorted by name and without spaces: the texts but for the checksum, and
-    ``[dtype, shape, CRC-32 of the bytes]`` by name, with torch's names of dtypes.
-    """
+    """The checksum of a file: CRC-32, in hexadecimal, of the JSON ``[metadata, tensors]``, sorted by name and without
+    spaces: the texts but for the checksum, and ``[torch's name of the dtype, shape, CRC-32 of the bytes]`` by name."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         sums = threads.map(crc32_of, tensors.values())
     about = {n: [dtype_name(t.dtype), list(t.shape), crc] for (n, t), crc in zip(tensors.items(), sums, strict=True)}
@@ -252,8 +210,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
             found = future.result()
         os.chmod(path, mode)
         with open(path, "r+b") as file:
-            header = file.read(8 + int.from_bytes(file.read(8), "little"))
-            file.seek(8 + header.index(f'"{CHECKSUM_KEY}":"{texts[CHECKSUM_KEY]}"'.encode()) + len(CHECKSUM_KEY) + 4)
+            header, start = file.read(8 + int.from_bytes(file.read(8), "little")), f'"{CHECKSUM_KEY}":"'.encode()
+            file.seek(8 + header.index(start) + len(start))
             file.write(found.encode())
         sync(path)
         # What did not reach the disk is not there now, whatever was said of it.
@@ -265,18 +223,17 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     return found
 
 
-def put_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+def put_tensors(path: AnyPath, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """:func:`write_tensors` as the file ``path``, which appears whole or not at all; one that is there is replaced."""
     place = check_file_target(as_path(path))
-    expected = "a file in an existing folder, and room for it"
-    with translated(f"{path} cannot be written", expected, to=UsageError, of=OSError):
-        with Partial(place) as partial:
-            write_tensors(partial.path / "tensors", tensors, metadata)
-            partial.put_file("tensors")
+    what, expected = f"{path} cannot be written", "a file in an existing folder, and room for it"
+    with translated(what, expected, to=UsageError, of=OSError), Partial(place) as partial:
+        write_tensors(partial.path / "tensors", tensors, metadata)
+        partial.put_file("tensors")
     remove_leftovers(place)
 
 
-def read_tensors(path: str | os.PathLike[str], *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors of a file, mapped into memory, on the CPU and in the order of their bytes, and its metadata.
 
     Nothing in it is trusted; memory is bounded by its size. With ``verify`` its bytes are compared with the checksum.
@@ -284,21 +241,18 @@ def read_tensors(path: str | os.PathLike[str], *, verify: bool = True) -> tuple[
     """
     place = as_path(path)
     before = _identity(place)
+    kind, remedy = looks_like(place)
     try:
-        try:
+        with translated(f"{place}: {kind or 'it is damaged, or no safetensors file'}", "a whole one", remedy):
             with safe_open(place, "pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
             _check(place, tensors, metadata, verify)
-        finally:
-            # Header and bytes may be of two files where it was replaced in between.
-            if _identity(place) != before:
-                what = f"{place} was replaced while it was read"
-                raise CheckpointError(what, expected="one file", remedy="load it again")
-    except OttavaError:
-        raise
-    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
-        raise _foreign(place, error) from error
+    finally:
+        # Header and bytes may be of two files where it was replaced in between.
+        if _identity(place) != before:
+            what = f"{place} was replaced while it was read"
+            raise CheckpointError(what, expected="one file", remedy="load it again")
     return tensors, metadata
 
 
@@ -307,25 +261,23 @@ def _identity(path: Path) -> tuple[int, ...]:
         found = path.stat()
     # Opening a pipe would wait for its other end.
     if not stat.S_ISREG(found.st_mode):
-        what, remedy = ("a folder", "name one of its files") if path.is_dir() else ("no regular file", "")
-        raise CheckpointError(f"{path} is {what}", expected="a safetensors file", remedy=remedy)
+        what = "a folder, name one of its files" if path.is_dir() else "no regular file"
+        raise CheckpointError(f"{path} is {what}", expected="a safetensors file")
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], verify: bool) -> None:
-    key = _DIGEST_KEY if _DIGEST_KEY in metadata else CHECKSUM_KEY
-    present = [entry for entry in (METADATA_KEY, key) if entry in metadata]
-    if len(present) == 1:
-        what = f"{path}: the metadata has {present[0]!r} but not {({METADATA_KEY, key} - set(present)).pop()!r}"
+    if "ottava.digest" in metadata:
+        raise CheckpointError(f"{path} is of an old format", expected=CHECKSUM_KEY, remedy=RESAVE)
+    claimed = metadata.get(CHECKSUM_KEY)
+    if (claimed is None) != (METADATA_KEY not in metadata):
+        held, other = (METADATA_KEY, CHECKSUM_KEY) if claimed is None else (CHECKSUM_KEY, METADATA_KEY)
+        what = f"{path}: the metadata has {held!r} but not {other!r}"
         remedy = "write it with ottava.checkpoint.save_file; another tool has rewritten it, or it is damaged"
         raise CheckpointError(what, expected="both, or neither in a file of another tool", remedy=remedy)
-    if verify and present:
-        old = key == _DIGEST_KEY
-        claimed = metadata[key][14:] if old else metadata[key]
-        found = "".join(f"{crc32_of(t):08x}" for t in tensors.values()) if old else checksum(tensors, metadata)
-        if found != claimed:
-            what, expected = f"{path} is damaged: its checksum is {found:.80}", f"{claimed:.80}, as was written"
-            raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
+    if verify and claimed is not None and (found := checksum(tensors, metadata)) != claimed:
+        what, expected = f"{path} is damaged: its checksum is {found}", f"{claimed:.80}, as was written"
+        raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
     for name, tensor in tensors.items():
         # Any other byte in memory of this dtype is undefined behaviour.
         if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
@@ -334,21 +286,7 @@ def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
 
 def looks_like(path: Path) -> tuple[str, str]:
     """What a file that is no safetensors file seems to be, and what to do with it; empty texts where nobody knows."""
-    start = b""
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with translated(f"{path} cannot be read", "a safetensors file"), path.open("rb") as file:
         start = file.read(64)
-    found = [(what, remedy) for magic, what, remedy in _LOOKS_LIKE if start.startswith(magic) and start[8:9] != b"{"]
-    return (found or [("", "")])[0]
-
-
-def _foreign(path: Path, error: Exception) -> CheckpointError:
-    """The error for a file that the library refuses."""
-    what, remedy = looks_like(path)
-    why = "the file is empty" if _identity(path)[2] == 0 else (str(error).splitlines() or [type(error).__name__])[0]
-    what = f"this looks like {what}" if what else f"it is damaged, or no safetensors file: {why[:200]}"
-    return CheckpointError(f"{path}: {what}", expected="a whole safetensors file", remedy=remedy)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for an error, the first few of many."""
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    found = [(f"this looks like {kind}", remedy) for magic, kind, remedy in _MAGICS if start.startswith(magic)]
+    return found[0] if found and start[8:9] != b"{" else ("" if start else "the file is empty", "")

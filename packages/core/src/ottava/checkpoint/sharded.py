@@ -1,7 +1,5 @@
 """Sharded checkpoints over ``torch.distributed.checkpoint``: saved by any number of ranks, loaded by any other.
 
-Without an initialized process group, one process saves and loads the same format alone.
-
 What a nested state holds besides tensors is JSON, in which every node is a dict with one key that says what it is, so
 that nothing can be taken for something else.
 """
@@ -10,77 +8,30 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ottava.checkpoint.files import TORCH_DTYPES, as_path, crc32_of, dtype_name, in_memory, listed, translated
+from ottava.checkpoint.files import TORCH_DTYPES, AnyPath, as_path, crc32_of, dtype_name, in_memory
 from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
 from ottava.checkpoint.writing import check_writable, write_all
-from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
+from ottava.collectives import Ranks
+from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
 from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.freshness import bump_version
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
-_T = TypeVar("_T")
+#: The nodes that have entries, and what these make.
+_CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple": tuple}
 
 
-class _Ranks:
-    """The ranks of a group, or this process alone: what one of them fails in, fails on all."""
-
-    def __init__(self, group: Any) -> None:
-        self.alone = not (dist.is_available() and dist.is_initialized())
-        if self.alone and group is not None:
-            raise UsageError("a group is given but no process group is initialized", expected="group=None")
-        self.group = group
-        self.rank, self.world = (0, 1) if self.alone else (dist.get_rank(group), dist.get_world_size(group))
-        if self.rank < 0:
-            raise UsageError("this process is not in the group", expected="a group with all that save or load")
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
-        values = [value] * self.world
-        if not self.alone:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def each(self, function: Callable[[], _T]) -> _T:
-        """What ``function`` gives here, once it has succeeded on every rank; else an error on every rank."""
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        result: list[_T] = []
-        failure: BaseException | None = None
-        try:
-            result.append(function())
-        except CheckpointException as error:
-            failure = error.failures[self.rank][0] if self.rank in error.failures else None
-        except Exception as error:
-            failure = error
-        messages = self.gather(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")
-        return result[0]
-
-    def run(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
-        """A function of DCP, as in :meth:`each`."""
-        with warnings.catch_warnings():
-            # One process alone is what is meant.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            self.each(lambda: function(*args, process_group=self.group, no_dist=self.alone, **options))
-
-
-def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> Any:
+def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> dict[str, Any]:
     """A nested state as JSON; tensors are added to ``tensors`` and leave their names."""
     name = ".".join(map(str, path))
     if len(path) > 100:
@@ -96,8 +47,8 @@ def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) ->
                 raise DTypeError(f"{name!r} has the key {key!r}", expected="text and integers as keys")
         return {"dict": [[key, _encoded(entry, tensors, (*path, key))] for key, entry in value.items()]}
     if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_encoded(entry, tensors, (*path, number)) for number, entry in enumerate(value)]}
+        entries = [_encoded(entry, tensors, (*path, number)) for number, entry in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": entries}
     if isinstance(value, torch.dtype):
         return {"value": {"dtype": dtype_name(value)}}
     if isinstance(value, float) and not math.isfinite(value):
@@ -108,46 +59,44 @@ def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) ->
     raise DTypeError(f"{name!r} is a {type(value).__name__}", expected=expected, remedy="leave it out")
 
 
+def _opened(tree: Mapping[str, Any]) -> tuple[str, Any, dict[Any, Any]]:
+    """The kind of a node, what it holds, and its entries by key, of which tensors and values have none."""
+    ((kind, held),) = tree.items()
+    return kind, held, dict(held if kind == "dict" else enumerate(held)) if kind in _CONTAINERS else {}
+
+
 def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
     """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError where it is none."""
-    ((kind, value),) = tree.items()
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "dict":
-        return {key: _decoded(entry, tensors) for key, entry in value}
-    if kind in ("list", "tuple"):
-        entries = [_decoded(entry, tensors) for entry in value]
-        return tuple(entries) if kind == "tuple" else entries
-    if kind == "value" and isinstance(value, dict):
-        ((special, text),) = value.items()
+    kind, held, entries = _opened(tree)
+    if kind == "value" and isinstance(held, dict):
+        ((special, text),) = held.items()
         return float(text) if special == "float" else TORCH_DTYPES[text]
-    return {"value": value}[kind]
+    if kind in ("value", "tensor"):
+        return held if kind == "value" else tensors[held]
+    made = {key: _decoded(entry, tensors) for key, entry in entries.items()}
+    return _CONTAINERS[kind](made if kind == "dict" else made.values())
 
 
 def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    """The leaves of a tree, tensors, values and empty containers, by the names that errors give them."""
-    ((kind, value),) = tree.items()
-    if kind in ("tensor", "value") or not value:
-        return {path.removeprefix("."): tree}
-    entries = value if kind == "dict" else enumerate(value)
-    return {name: leaf for key, entry in entries for name, leaf in _leaves(entry, f"{path}.{key}").items()}
+    """Tensors, values and empty containers in a tree, by the names that errors give them."""
+    entries = _opened(tree)[2].items()
+    leaves = {name: leaf for key, entry in entries for name, leaf in _leaves(entry, f"{path}.{key}").items()}
+    return leaves if entries else {path.removeprefix("."): tree}
 
 
-def _tensors_in(tree: Any) -> list[str]:
-    """The names of the tensors in a tree."""
-    return [leaf["tensor"] for leaf in _leaves(tree).values() if "tensor" in leaf]
+def _has_tensors(tree: Any) -> bool:
+    return any("tensor" in leaf for leaf in _leaves(tree).values())
 
 
 def _merged(target: Any, saved: Any) -> Any:
     """A tree to load into with the values, but not the tensors, of a tree that was saved; what only it has it keeps."""
-    ((kind, mine),), ((other, theirs),) = target.items(), saved.items()
-    tensors = bool(_tensors_in(target) or _tensors_in(saved))
-    if kind == other == "dict" or (kind == other in ("list", "tuple") and (tensors or len(mine) == len(theirs))):
-        ours, found = (dict(of if kind == "dict" else enumerate(of)) for of in (mine, theirs))
-        made = {key: _merged(entry, found[key]) if key in found else entry for key, entry in ours.items()}
-        made |= {key: entry for key, entry in found.items() if key not in ours and not _tensors_in(entry)}
-        return {kind: list(made.items() if kind == "dict" else made.values())}
-    return target if tensors else saved
+    (kind, _, mine), (other, _, theirs) = _opened(target), _opened(saved)
+    tensors = _has_tensors(target) or _has_tensors(saved)
+    if kind != other or kind not in _CONTAINERS or not (kind == "dict" or tensors or len(mine) == len(theirs)):
+        return target if tensors else saved
+    made = {key: _merged(entry, theirs[key]) if key in theirs else entry for key, entry in mine.items()}
+    made |= {key: entry for key, entry in theirs.items() if key not in mine and not _has_tensors(entry)}
+    return {kind: list(made.items() if kind == "dict" else made.values())}
 
 
 class _Flat:
@@ -160,24 +109,20 @@ class _Flat:
         self.values: dict[str, Any] = {}
         self.tree = _encoded(state, self.values)
         self.tensors, self.quantized = flatten_values(self.values, derived=False)
-        self.owners = {name: name for name in self.tensors}
-        for name, entry in self.quantized.items():
-            self.owners |= {f"{name}.{argument}": name for argument in entry["tensors"]}
+        inner = [(name, argument) for name, entry in self.quantized.items() for argument in entry["tensors"]]
+        self.owners = {n: n for n in self.tensors} | {f"{name}.{argument}": name for name, argument in inner}
 
 
-def save_sharded(
-    state: Mapping[str, Any], path: str | os.PathLike[str], *, group: Any = None, overwrite: bool = False
-) -> None:
+def save_sharded(state: Mapping[str, Any], path: AnyPath, *, group: Any = None, overwrite: bool = False) -> None:
     """Save a state as one checkpoint, each rank its shards; it appears under ``path`` whole or not at all.
 
-    Every rank calls it, with the same names. Quantized tensors are saved as data and scales, which any number of ranks
-    can load. A plain tensor that is not the same on all ranks (a statistic that each keeps) is saved once for each of
-    them. Values that are not tensors have to be equal on all ranks.
+    Every rank calls it, with the same names and the same values besides tensors. A plain tensor that is not the same on
+    all ranks (a statistic that each keeps) is saved for each of them.
 
     Args:
-        state: a state dict, or nested dicts, lists and tuples of tensors, numbers, text, bools, None and dtypes.
+        state: nested dicts, lists and tuples of tensors, numbers, text, bools, None and dtypes.
         path: a new folder, on a file system that all ranks share; its parent is made.
-        group: the process group that saves; None is the default group, or this process where there is none.
+        group: the process group; None is the default one, or this process where there is none.
         overwrite: whether a checkpoint of that name is replaced. The old one is found until the new one is.
 
     Raises:
@@ -186,26 +131,18 @@ def save_sharded(
         ShapeError: shards of a quantized tensor cut its blocks.
         UsageError: the ranks differ in what has to be equal.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     from ottava.checkpoint.storage import FolderWriter
 
-    ranks = _Ranks(group)
+    ranks = Ranks(group)
     flat = ranks.each(lambda: _Flat(state))
     per_rank = _differing(flat, ranks)
     largest = [name for name in per_rank if is_reduced_by_max(name)]
     description = {"state": flat.tree, "quantized": flat.quantized, "per_rank": per_rank, "largest": largest}
     writer = ranks.each(lambda: FolderWriter(path, overwrite, description))
-    tensors = {per_rank[name][ranks.rank] if name in per_rank else name: t for name, t in flat.tensors.items()}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        ranks.run(save, tensors, storage_writer=writer, planner=planner)
-    finally:
-        writer.discard()
+    writer.save({per_rank[n][ranks.rank] if n in per_rank else n: t for n, t in flat.tensors.items()}, ranks)
 
 
-def _differing(flat: _Flat, ranks: _Ranks) -> dict[str, list[str]]:
+def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
     """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files.
 
     Raises UsageError where the ranks differ in what has to be equal.
@@ -216,15 +153,14 @@ def _differing(flat: _Flat, ranks: _Ranks) -> dict[str, list[str]]:
     about |= {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
     texts = {name: json.dumps(entry, sort_keys=True) for name, entry in about.items()}
     if len(set(ranks.gather(zlib.crc32(json.dumps(texts, sort_keys=True).encode())))) > 1:
-        every = ranks.gather(texts)
-        rank = next(rank for rank, of in enumerate(every) if of != every[0])
-        name = min(name for name in every[0] | every[rank] if every[0].get(name) != every[rank].get(name))
-        what = f"{name!r} of rank {rank} is not that of rank 0: {every[rank].get(name)} and {every[0].get(name)}"
+        first, *others = ranks.gather(texts)
+        rank, other = next((rank, of) for rank, of in enumerate(others, 1) if of != first)
+        name = min(name for name in first | other if first.get(name) != other.get(name))
+        what = f"{name!r} of rank {rank} is not that of rank 0: {other.get(name)} and {first.get(name)}"
         expected = "the same names, shapes, dtypes and values besides tensors on all ranks"
         raise UsageError(what, expected=expected, remedy="save what each rank has of its own as tensors")
     own = {n: crc32_of(in_memory(n, t)) for n, t in flat.tensors.items() if not hasattr(t, "to_local")}
-    sums = ranks.gather(own)
-    names: dict[str, list[str]] = {}
+    sums, names = ranks.gather(own), {}
     for name in (name for name in own if len({of[name] for of in sums}) > 1):
         owner = flat.owners[name]
         if hasattr(flat.values[owner], "to_local"):
@@ -238,23 +174,16 @@ def _differing(flat: _Flat, ranks: _Ranks) -> dict[str, list[str]]:
 
 
 def load_sharded(
-    state: Mapping[str, Any],
-    path: str | os.PathLike[str],
-    *,
-    group: Any = None,
-    strict: bool = True,
-    verify: bool = True,
+    state: Mapping[str, Any], path: AnyPath, *, group: Any = None, strict: bool = True, verify: bool = True
 ) -> Any:
     """Load a checkpoint that any number of ranks saved into the tensors of ``state``, in place, or change nothing.
 
-    Every rank calls it. Files are mapped and checked; when all ranks have found the values of their shards, each writes
-    its tensors, straight from the files. An error on one rank is an error on all, and none has changed anything; an
-    interrupt at any moment leaves the tensors of a rank all old or all new.
+    Every rank calls it. Once all have found the values of their shards, each writes its tensors, straight from the
+    mapped files. An error on one rank is an error on all; an interrupt leaves the tensors of a rank all old or all new.
 
     Args:
         state: like what was saved, with tensors to load into, sharded over any number of ranks.
-        path: the folder of the checkpoint.
-        group: the process group that loads; None is the default group, or this process where there is none.
+        path, group: as of :func:`save_sharded`.
         strict: whether names that only the state or only the checkpoint has are an error. Otherwise the state keeps
             what is missing, and tensors that it has no place for are left out.
         verify: whether the files are compared with their checksums, each by one of the ranks, which reads all of it.
@@ -263,21 +192,15 @@ def load_sharded(
         The state with its own tensors, now loaded, and all other values as they were saved.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, is damaged, has other names, shapes or dtypes than the state, was
-            replaced while it was read, or another rank failed. The message names the file or the tensor.
+        CheckpointError: the checkpoint is damaged, has other names, shapes or dtypes than the state, was replaced while
+            it was read, or another rank failed. The message names the file or the tensor.
         DTypeError: the state holds what is no tensor and no JSON; it is named.
         UsageError: a quantized tensor of the state is a view of some of another one.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     from ottava.checkpoint.storage import FolderReader
 
-    ranks = _Ranks(group)
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    ranks = Ranks(group)
     reader = ranks.each(lambda: FolderReader(path))
-    # Nothing is copied yet: the reader notes what goes where.
-    reader.copy = lambda target, value: pairs.append((target, value))
     flat, result, stored = ranks.each(lambda: _matched(state, reader, strict, ranks))
     if len(set(ranks.gather(reader.index.crc32))) > 1:
         raise CheckpointError(f"{path} is not the same checkpoint on all ranks", expected="a shared file system")
@@ -286,10 +209,8 @@ def load_sharded(
     # Scaling state that each of another number of ranks had of its own: for all of these, the largest values.
     about = reader.index.description
     largest = [name for name in about["largest"] if name in stored and len(about["per_rank"][name]) != ranks.world]
-    pairs += ranks.each(lambda: [(flat.tensors[name], reader.whole(name)) for name in largest])
-    tensors = {there: flat.tensors[name] for name, there in stored.items() if name not in largest}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    ranks.run(load, tensors, storage_reader=reader, planner=planner)
+    pairs = ranks.each(lambda: [(flat.tensors[name], reader.whole(name)) for name in largest])
+    pairs += reader.load({there: flat.tensors[name] for name, there in stored.items() if name not in largest}, ranks)
     # What derives from the bytes of quantized tensors is outdated now.
     for storage in (local_tensor(flat.values[name]) for name in flat.quantized):
         storage.mark_written()
@@ -299,12 +220,12 @@ def load_sharded(
     return result
 
 
-def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks) -> tuple[_Flat, Any, dict[str, str]]:
+def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) -> tuple[_Flat, Any, dict[str, str]]:
     """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
-    index, flat, path = reader.index, _Flat(state), reader.path
+    flat, path, about = _Flat(state), reader.path, reader.index.description
     with translated(f"{path} says of no state", "what save_sharded wrote"):
-        tree = _merged(flat.tree, index.description["state"])
-        ours, theirs = _leaves(tree), _leaves(index.description["state"])
+        tree = _merged(flat.tree, about["state"])
+        ours, theirs = _leaves(tree), _leaves(about["state"])
         held = [name for name, of in ours.items() if "tensor" in of or "value" in of]
         missing = [n for n in held if n not in theirs or ("tensor" in ours[n]) != ("tensor" in theirs[n])]
         unexpected = [name for name, of in theirs.items() if "tensor" in of and "tensor" not in ours.get(name, {})]
@@ -315,34 +236,33 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: _Ranks)
             raise CheckpointError(f"{what} {listed(names)}", expected=f"the names of {path}", remedy=remedy)
     stored = {}
     for name, tensor in flat.tensors.items():
-        owner = flat.owners[name]
-        if owner in missing:
+        if (owner := flat.owners[name]) in missing:
             continue
-        kinds = [of.get(owner, {}) for of in (index.description["quantized"], flat.quantized)]
-        if any(kinds[0].get(key) != kinds[1].get(key) for key in ("class", "static")):
-            words = [f"quantized, {of['class']} of {of['static']}" if of else "not quantized" for of in kinds]
+        kinds = [of.get(owner) for of in (about["quantized"], flat.quantized)]
+        saved, expected = (f"quantized, {of['class']} of {of['static']}" if of else "not quantized" for of in kinds)
+        if saved != expected:
             remedy = "make the model with the recipe that was saved, or convert the checkpoint"
-            expected = f"{words[1]}, as in the state"
-            raise CheckpointError(f"{owner!r} of {path} is {words[0]}", expected=expected, remedy=remedy)
+            what = f"{owner!r} of {path} is {saved}"
+            raise CheckpointError(what, expected=f"{expected}, as in the state", remedy=remedy)
         value = flat.values[owner]
         if isinstance(value, QuantizedTensorStorage) and value._whole is not None:
             what = f"{owner!r} is a view of another tensor, whose scales are not its own to change"
             raise UsageError(what, expected="a whole one", remedy="load into the whole tensor")
         # Its own where each rank had its own and there are as many, else rank 0's.
-        own = index.description["per_rank"].get(name, [])
+        own = about["per_rank"].get(name, [])
         stored[name] = own[ranks.rank] if len(own) == ranks.world else name
-        found, dtype = index.tensors.get(stored[name]), dtype_name(tensor.dtype)
-        if found is None or (found.dtype, found.shape) != (dtype, tuple(tensor.shape)):
-            seen = "is not there" if found is None else f"has shape {found.shape} and dtype {found.dtype}"
-            expected = f"{tuple(tensor.shape)} and {dtype}, as in the state"
-            raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=expected)
+        found = reader.index.tensors.get(stored[name])
+        expected = f"shape {tuple(tensor.shape)} and dtype {dtype_name(tensor.dtype)}"
+        seen = f"has shape {found.shape} and dtype {dtype_name(found.dtype)}" if found else "is not there"
+        if seen != f"has {expected}":
+            raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=f"{expected}, as in the state")
         check_writable(owner, local_tensor(tensor))
     return flat, result, stored
 
 
 def save_step(
     state: Mapping[str, Any],
-    folder: str | os.PathLike[str],
+    folder: AnyPath,
     step: int,
     *,
     keep: int | None = None,
@@ -356,7 +276,6 @@ def save_step(
         folder: where the checkpoints of one training are; it is made.
         step: the number, from 0.
         keep: how many whole checkpoints stay, this one and those with the highest numbers besides; None is all.
-            The others are removed once this one is whole.
 
     Returns:
         The path of the checkpoint.
@@ -372,7 +291,7 @@ def save_step(
                 raise OptionError(f"{name} is {value!r}", expected=f"an integer from {least}")
         return as_path(folder) / f"step-{step:07d}"
 
-    ranks = _Ranks(group)
+    ranks = Ranks(group)
     path = ranks.each(check)
     save_sharded(state, path, group=group, overwrite=overwrite)
     if keep is not None and ranks.rank == 0:

@@ -1,15 +1,11 @@
-"""Storage of ``torch.distributed.checkpoint`` that pickles nothing: a safetensors file for each rank, and an index.
-
-DCP's plans travel between the live processes; of what lies in files, nothing is ever unpickled.
-"""
+"""Storage of ``torch.distributed.checkpoint`` that pickles nothing: a safetensors file for each rank, and an index."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import os
 import secrets
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,53 +13,49 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.files import (
-    CHECKSUM_KEY,
-    METADATA_KEY,
-    TORCH_DTYPES,
-    Partial,
-    as_bytes,
-    as_path,
-    dtype_name,
-    read_tensors,
-    sync,
-    translated,
-    write_tensors,
-)
+from ottava.checkpoint.files import CHECKSUM_KEY, METADATA_KEY, AnyPath, Partial, as_path, read_tensors, write_tensors
 from ottava.checkpoint.flatten import encode_description
-from ottava.checkpoint.folder import (
-    INDEX_NAME,
-    Index,
-    StoredShard,
-    StoredTensor,
-    check_target,
-    is_complete,
-    publish,
-    read_index,
-)
-from ottava.errors import CheckpointError, UsageError
+from ottava.checkpoint.folder import Index, StoredShard, StoredTensor, check_target, publish, read_index, write_index
+from ottava.collectives import Ranks
+from ottava.errors import CheckpointError, translated
 
 
 class _OfOnePath:
-    """What DCP asks of storages that it makes for a ``checkpoint_id``; these are made with their path."""
+    """What DCP asks of storages that it makes for a ``checkpoint_id``, or that change its plans."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        if checkpoint_id is not None:
-            raise UsageError("a checkpoint_id is given", expected="none: the storage has its path")
+    def _unchanged(self, *given: Any, **options: Any) -> Any:
+        return given[0] if given else None
 
-    def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
+    reset = set_up_storage_reader = prepare_local_plan = prepare_global_plan = _unchanged
 
-    def prepare_global_plan(self, plans: Any) -> Any:
-        return plans
+
+def _run(ranks: Ranks, function: Callable[..., object], tensors: Mapping[str, Any], **options: Any) -> None:
+    """A function of DCP, which fails on all ranks where it fails on one."""
+
+    def call() -> None:
+        try:
+            function(tensors, process_group=ranks.group, no_dist=ranks.alone, **options)
+        except CheckpointException as error:
+            if ranks.rank in error.failures:
+                failure = error.failures[ranks.rank][0]
+                raise failure from failure.__cause__
+
+    with warnings.catch_warnings():
+        # One process alone is what is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        ranks.each(call)
 
 
 def _done(result: Any) -> Future[Any]:
@@ -73,14 +65,20 @@ def _done(result: Any) -> Future[Any]:
 
 
 class FolderWriter(_OfOnePath, StorageWriter):
-    """Writes tensors, and a description of all else, on a file system that all ranks share: whole or not at all.
+    """Writes tensors, and a description of all else, on a file system that all ranks share: whole or not at all."""
 
-    What DCP calls raises CheckpointError where ``path`` exists, is not to be replaced, or cannot be written.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], overwrite: bool, description: Mapping[str, Any]) -> None:
+    def __init__(self, path: AnyPath, overwrite: bool, description: Mapping[str, Any]) -> None:
         self.path, self.overwrite, self.description = as_path(path), overwrite, description
         self.partial: Partial | None = None
+
+    def save(self, tensors: Mapping[str, Any], ranks: Ranks) -> None:
+        """Save the tensors of this rank, as all ranks do theirs."""
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            _run(ranks, save, tensors, storage_writer=self, planner=planner)
+        finally:
+            if self.partial is not None:
+                self.partial.discard()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
@@ -95,15 +93,10 @@ class FolderWriter(_OfOnePath, StorageWriter):
         names = [f"rank-{rank:05d}-of-{world:05d}-{token}.safetensors" for rank in range(world)]
         return [replace(p, storage_data=self.partial.path / name) for p, name in zip(plans, names, strict=True)]
 
-    def discard(self) -> None:
-        """Remove what a failed save has written so far."""
-        if self.partial is not None:
-            self.partial.discard()
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         path: Path = plan.storage_data
         tensors: dict[str, Any] = {}
-        stored: list[tuple[Any, StoredTensor]] = []
+        stored: list[Any] = []
         for item in plan.items:
             about: Any = item.tensor_data
             offsets, box, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes), tuple(about.size)
@@ -113,30 +106,23 @@ class FolderWriter(_OfOnePath, StorageWriter):
                 if key in tensors:
                     raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
                 tensors[key] = planner.resolve_data(item)
-                shard = StoredShard(path.name, key, offsets, box)
-                stored.append((item.index, StoredTensor(dtype_name(about.properties.dtype), shape, (shard,))))
-        checksum = ""
+                stored.append((item.index, about.properties.dtype, shape, StoredShard(path.name, key, offsets, box)))
+        file = None
         if tensors:
             with _written(path):
                 checksum = write_tensors(path, tensors, {METADATA_KEY: encode_description({})})
-        sizes = [tensor.nbytes for tensor in tensors.values()]
-        return _done([WriteResult(i, size, (t, checksum)) for (i, t), size in zip(stored, sizes, strict=True)])
+                file = (path.stat().st_size, checksum)
+        return _done([WriteResult(i, tensors[shard.key].nbytes, (*of, shard, file)) for i, *of, shard in stored])
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         assert self.partial is not None  # it was planned
-        tensors: dict[str, StoredTensor] = {}
-        files: dict[str, tuple[int, str]] = {}
+        index = Index(len(results), {}, {}, self.description)
+        for result in (result for rank in results for result in rank):
+            dtype, shape, shard, index.files[shard.file] = result.storage_data
+            before = index.tensors.get(result.index.fqn)
+            index.tensors[result.index.fqn] = StoredTensor(dtype, shape, (*(before.shards if before else ()), shard))
         with _written(self.path):
-            for result in (result for rank in results for result in rank):
-                name, (stored, checksum) = result.index.fqn, result.storage_data
-                shards = (*(tensors[name].shards if name in tensors else ()), *stored.shards)
-                tensors[name] = replace(stored, shards=shards)
-                if (file := shards[-1].file) not in files:
-                    files[file] = ((self.partial.path / file).stat().st_size, checksum)
-            (self.partial.path / INDEX_NAME).write_bytes(Index(len(results), files, tensors, self.description).encode())
-            sync(self.partial.path / INDEX_NAME)
-            # Read once more before it may stand for a checkpoint.
-            read_index(self.partial.path)
+            write_index(self.partial.path, index)
             publish(self.partial, self.overwrite)
 
 
@@ -145,22 +131,19 @@ def _written(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 class FolderReader(_OfOnePath, StorageReader):
-    """Reads what :class:`FolderWriter` wrote, for ``torch.distributed.checkpoint.load``; nothing is unpickled.
+    """Maps what :class:`FolderWriter` wrote; CheckpointError where it is not whole, or was replaced meanwhile."""
 
-    Files are mapped. Whatever DCP calls raises CheckpointError where the checkpoint is not whole, or not what was
-    written, or was replaced while it was read.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self.path = as_path(path)
-        #: Called with a tensor to load into and its new value, mapped, of the same shape and dtype.
-        self.copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_
+        self.index = read_index(self.path)
         self._files: dict[str, dict[str, torch.Tensor]] = {}
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    @functools.cached_property
-    def index(self) -> Index:
-        """The index, read at the first use."""
-        return read_index(self.path)
+    def load(self, tensors: Mapping[str, Any], ranks: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What goes where: tensors to write, and their new values, mapped, of the same shapes and dtypes."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        _run(ranks, load, tensors, storage_reader=self, planner=planner)
+        return self._pairs
 
     def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of one file, mapped, which is the one that the index speaks of."""
@@ -169,19 +152,22 @@ class FolderReader(_OfOnePath, StorageReader):
                 self._files[name], metadata = read_tensors(self.path / name, verify=verify)
                 if metadata.get(CHECKSUM_KEY) != self.index.files[name][1]:
                     raise CheckpointError(f"{self.path / name} is another file than was written", expected="that one")
-            except CheckpointError:
-                if is_complete(self.path) and read_index(self.path).crc32 != self.index.crc32:
-                    what = f"{self.path} was replaced while it was read"
-                    raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from None
-                raise
+            except CheckpointError as error:
+                now = self.index
+                with contextlib.suppress(CheckpointError):
+                    now = read_index(self.path)
+                if now.crc32 == self.index.crc32:
+                    raise
+                what = f"{self.path} was replaced while it was read"
+                raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from error
         return self._files[name]
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:
         """A shard of the tensor ``name``, mapped."""
-        found = self.file(shard.file).get(shard.key)
-        if found is None or (dtype_name(found.dtype), found.shape) != (self.index.tensors[name].dtype, shard.shape):
-            what = f"{self.path / shard.file} does not have {shard.key!r} as {INDEX_NAME} says"
-            raise CheckpointError(what, expected=f"a tensor of shape {shard.shape}", remedy="load another checkpoint")
+        found, dtype = self.file(shard.file).get(shard.key), self.index.tensors[name].dtype
+        if found is None or (found.dtype, found.shape) != (dtype, shard.shape):
+            what, expected = f"{self.path / shard.file} has no such {shard.key!r}", f"{shard.shape} of {dtype}"
+            raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
         return found
 
     def whole(self, name: str) -> torch.Tensor:
@@ -190,9 +176,9 @@ class FolderReader(_OfOnePath, StorageReader):
         tensor, about = self.index.tensors[name], self.index.description
         made = self.shard(name, tensor.shards[0])
         if len(tensor.shards) > 1:
-            made = torch.zeros(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
             for shard in tensor.shards:
-                as_bytes(made)[_box(shard.offsets, shard.shape)].copy_(as_bytes(self.shard(name, shard)))
+                made[_box(shard.offsets, shard.shape)].copy_(self.shard(name, shard))
         for other in about["per_rank"][name][1:] if name in about["largest"] else ():
             made = torch.maximum(made, self.whole(other))
         return made
@@ -201,20 +187,17 @@ class FolderReader(_OfOnePath, StorageReader):
         tensors: dict[str, Any] = {}
         for name, tensor in self.index.tensors.items():
             chunks = [dcp.ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
-            properties = dcp.TensorProperties(dtype=TORCH_DTYPES[tensor.dtype])
-            tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            about = dcp.TensorProperties(dtype=tensor.dtype)
+            tensors[name] = dcp.TensorStorageMetadata(about, torch.Size(tensor.shape), chunks)
         return dcp.Metadata(tensors)
-
-    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None: ...
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             name, offsets = item.storage_index.fqn, item.storage_index.offset
             shards = self.index.tensors[name].shards
             stored = self.shard(name, next(s for s in shards if offsets is None or s.offsets == tuple(offsets)))
-            target = planner.resolve_tensor(item)
-            self.copy(as_bytes(target.detach()), as_bytes(stored)[_box(item.storage_offsets, item.lengths)])
-            planner.commit_tensor(item, target)
+            value = stored[_box(item.storage_offsets, item.lengths)]
+            self._pairs.append((planner.resolve_tensor(item).detach(), value))
         return _done(None)
 
 
