@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from ottava.checkpoint.files import (
     read_tensors,
     translated,
 )
-from ottava.checkpoint.flatten import class_name, flatten_tensor, held_tensors, unflatten_state_dict
+from ottava.checkpoint.flatten import encode_description, held_tensors, unflatten_state_dict
 from ottava.checkpoint.folder import INDEX_NAME
 from ottava.checkpoint.model import save_file
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
@@ -42,7 +41,7 @@ from ottava.tensors.storage import QuantizedTensorStorage
 #: Names for high precision in the place of a recipe.
 HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _EMBEDDING = re.compile(r"embed|(^|\.)(emb|wte|wpe)(\.|$)", re.IGNORECASE)
-_STATE = "recipe_state"
+_STATE = re.compile(r"(^|\.)recipe_state\.")
 _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _Patterns = Sequence[str] | None
 _KINDS = ("quantized", "dequantized", "cast", "copied", "dropped")
@@ -89,11 +88,11 @@ def convert_file(
 ) -> Conversion:
     """Write the tensors of ``source`` as one safetensors file, weights quantized by ``recipe`` or in high precision.
 
-    Values pass through float32. What the same quantizer with the same options made keeps its bytes. For a recipe, what
-    was quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for
-    those named as embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of
-    float32, bfloat16 or float16 gets that dtype, as of ``model.to``. Scaling state of other recipes
-    (``*.recipe_state.*``) is dropped. The source is mapped where it can be; what is written is in memory as a whole.
+    Values pass through float32, also of what was quantized by the same recipe. For a recipe, what was quantized is
+    quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for those named as
+    embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of float32, bfloat16
+    or float16 gets that dtype, as of ``model.to``. Scaling state (``*.recipe_state.*``) is kept for a recipe whose
+    state has the same buffers, else dropped. The source is mapped where it can be; what is written is in memory.
 
     Args:
         source: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json``, a file of
@@ -102,8 +101,7 @@ def convert_file(
         recipe: a recipe, the name of one, or ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         options: for a recipe that is named.
         include: patterns, as of ``fnmatch``, of the tensors to convert, in the place of the choice above.
-        exclude: patterns of tensors that are not to be converted. Tensors that were quantized and are not chosen are
-            in high precision afterwards, in their nominal dtype.
+        exclude: patterns of tensors that are not to be converted. Of these, quantized ones get their nominal dtype.
         model: chosen are the weights of the layers that :func:`ottava.convert` swaps in it, which it does; ``include``
             and ``exclude`` are then of modules, as of that. It may be on meta.
         columnwise: whether data for the columnwise usage is written too, where that is data of its own: for a model
@@ -155,34 +153,26 @@ class _Target:
     def convert(self, name: str, value: Any, chosen: bool) -> tuple[str, Any]:
         """What becomes of a tensor, in the word for it, and the tensor."""
         quantized = isinstance(value, QuantizedTensorStorage)
+        values = value.dequantize(torch.float32) if quantized else value
         if self.recipe is None or not chosen:
             dtype = self.dtype if chosen and self.dtype else value.dtype
             way = "dequantized" if quantized else "copied" if dtype == value.dtype else "cast"
-            return way, value.dequantize(torch.float32).to(dtype) if quantized else value.to(dtype)
+            return way, values.to(dtype)
         quantizer = self.recipe.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
         quantizer.set_usage(rowwise=True, columnwise=self.columnwise)
         quantizer.internal = False
         what, remedy = f"{name!r} of shape {tuple(value.shape)} cannot be quantized", "exclude it, or tell its authors"
         with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
-            if quantized and _was_made_by(quantizer, name, value):
-                return "copied", value
-            values = value.dequantize(torch.float32) if quantized else value
             quantizer.initialize(values)
             return "quantized", quantizer.quantize(values, dtype=value.dtype)
 
-    def keeps_state(self, state: dict[str, Any]) -> bool:
-        """Whether the scaling state of a file is the recipe's: of its buffers, beside weights of its quantizer."""
+    def keeps_state(self, state: Mapping[str, Any]) -> bool:
+        """Whether scaling state in a file has the buffers of the recipe's."""
         if self.recipe is None or not self.recipe.stateful:
             return False
-        role = QuantizerRole("linear", "weight")
-        made: Any = self.recipe.make_state([role])
-        layers: dict[str, set[str]] = {}
-        for layer, _, buffer in (f".{name}".rpartition(f".{_STATE}.") for name in state if _is_scaling_state(name)):
-            layers.setdefault(layer, set()).add(buffer)
-        ours = class_name(type(self.recipe.quantizer(role)))
-        entries = [flatten_tensor(n, v)[1] for n, v in state.items() if isinstance(v, QuantizedTensorStorage)]
-        same = all(entry.get("quantizer") == ours for entry in entries)
-        return same and all(isinstance(made, torch.nn.Module) and of == {*made.state_dict()} for of in layers.values())
+        made: Any = self.recipe.make_state([QuantizerRole("linear", "weight")])
+        found = {_STATE.split(name)[-1] for name in state if _STATE.search(name)}
+        return isinstance(made, torch.nn.Module) and found == {*made.state_dict()}
 
 
 def _target(recipe: Recipe | str, options: dict[str, Any], columnwise: bool) -> _Target:
@@ -203,9 +193,7 @@ def _read(source: str | os.PathLike[str], prefix: str) -> tuple[dict[str, Any], 
     if not isinstance(prefix, str):
         raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
     every, metadata = read_state(source)
-    state = {
-        n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix) and (n != prefix or not prefix)
-    }
+    state = {n[len(prefix) :]: v for n, v in every.items() if not prefix or (n.startswith(prefix) and n != prefix)}
     if prefix and not state:
         starts = ", ".join(sorted({f"{name.partition('.')[0] + '.'!r}" for name in every if "." in name})[:8])
         what = f"no tensor has a name that begins with {prefix!r}"
@@ -220,14 +208,14 @@ def _chosen(
     able: list[str] = []
     for name, value in state.items():
         with of_any_class(name):
-            able += [name] if value.dtype in HIGH_PRECISION and not _is_scaling_state(name) else []
+            able += [name] if value.dtype in HIGH_PRECISION and not _STATE.search(name) else []
 
     def fitting(patterns: Sequence[str]) -> set[str]:
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in able):
-                what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
-                raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
-        return {name for name in able if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        found = {pattern: fnmatch.filter(able, pattern) for pattern in patterns}
+        for pattern in (pattern for pattern, names in found.items() if not names):
+            what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
+            raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
+        return {name for names in found.values() for name in names}
 
     skipped: tuple[str, ...] = ()
     quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}
@@ -260,7 +248,7 @@ def _convert_all(
         progress(read, total)
         place = _place(value)
         read += sizes.pop(place, 0)
-        if _is_scaling_state(name) and not keeps:
+        if _STATE.search(name) and not keeps:
             ways[name] = "dropped"
             continue
         key = (place, name in chosen)
@@ -272,24 +260,9 @@ def _convert_all(
     return ways, made, total, sum(value.nbytes for _, value in written.values())
 
 
-def _is_scaling_state(name: str) -> bool:
-    return f".{_STATE}." in f".{name}"
-
-
 def _place(value: Any) -> Any:
     """What two names of one tensor have in common."""
     return tuple((t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in held_tensors(value))
-
-
-def _was_made_by(quantizer: Any, name: str, value: Any) -> bool:
-    """Whether a quantizer of its class and options has made a value, which gets the usages that are asked for."""
-    empty = quantizer.make_empty(tuple(value.size()), dtype=value.dtype, device="meta")
-    old, new = flatten_tensor(name, value)[1], flatten_tensor(name, empty)[1]
-    if any(old.get(key) != new.get(key) for key in ("class", "static", "quantizer", "options")):
-        return False
-    with suppress(UsageError):
-        value.update_usage(rowwise_usage=True, columnwise_usage=quantizer.columnwise_usage)
-    return bool(value.get_usages()["rowwise"]) and set(new["tensors"]) <= set(flatten_tensor(name, value)[0])
 
 
 def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -302,36 +275,40 @@ def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
     place = as_path(path)
     if (place / INDEX_NAME).is_file():
         return _read_sharded(place), {}
-    if place.is_dir() and not (place / _SINGLE).is_file():
+    if (place / _FOLDER_INDEX).is_file() and not (place / _SINGLE).is_file():
         return _read_folder(place), {}
+    if place.is_dir() and not (place / _SINGLE).is_file():
+        what = f"{place} has neither {_FOLDER_INDEX}, {_SINGLE} nor {INDEX_NAME}"
+        raise CheckpointError(what, expected="a folder of tensors")
     file = place / _SINGLE if place.is_dir() else place
     if file.is_file() and looks_like(file)[1] == BY_TORCH:
         return _read_pickled(file), {}
+    state, _, metadata = _read_file(file)
+    return state, {key: text for key, text in metadata.items() if not key.startswith(METADATA_KEY)}
+
+
+def _read_file(file: Path) -> tuple[dict[str, Any], set[str], dict[str, str]]:
+    """The state dict of a file, the names that the file has for it, and all of its texts."""
     tensors, metadata = read_tensors(file)
     with named(file):
-        state = unflatten_state_dict(tensors, metadata)
-    return state, {key: text for key, text in metadata.items() if not key.startswith(METADATA_KEY)}
+        return unflatten_state_dict(tensors, metadata), {*tensors}, metadata
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
     """safetensors files with an index of which tensor is in which, as large models are published."""
     index = folder / _FOLDER_INDEX
-    if not index.is_file():
-        what = f"{folder} has neither {_FOLDER_INDEX}, {_SINGLE} nor {INDEX_NAME}"
-        raise CheckpointError(what, expected="a folder of tensors")
     with translated(f"{index} is damaged", "names of files by tensor"):
-        missing: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-        files = sorted({Path(file) for file in missing.values()})
+        file_of: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        files = sorted({Path(file) for file in file_of.values()})
     state: dict[str, Any] = {}
     for file in files:
         if file.name != str(file):
             raise CheckpointError(f"{index} names {str(file)!r}", expected="files in the same folder")
-        tensors, metadata = read_tensors(folder / file)
-        with named(folder / file):
-            state |= unflatten_state_dict(tensors, metadata)
-        missing = {name: there for name, there in missing.items() if there != file.name or name not in tensors}
-    for name, there in missing.items():
-        raise CheckpointError(f"{folder / there} has no tensor {name!r}", expected=f"what {index} says")
+        found, names, _ = _read_file(folder / file)
+        state |= found
+        file_of = {name: there for name, there in file_of.items() if name not in names}
+    if file_of:
+        raise CheckpointError(f"{folder} has no tensor {min(file_of)!r}", expected=f"what {index} says")
     return state
 
 
@@ -343,16 +320,15 @@ def _read_sharded(path: Path) -> dict[str, Any]:
         reader.file(name, verify=True)
     others = {name for names in reader.index.description["per_rank"].values() for name in names[1:]}
     tensors = {name: reader.whole(name) for name in sorted(reader.index.tensors) if name not in others}
-    text = json.dumps({"version": 1, "quantized": reader.index.description["quantized"]})
     with named(path):
-        return unflatten_state_dict(tensors, {METADATA_KEY: text})
+        return unflatten_state_dict(tensors, {METADATA_KEY: encode_description(reader.index.description["quantized"])})
 
 
 def _read_pickled(path: Path) -> dict[str, Any]:
     """The state dict in a file of ``torch.save``, of which no code is run."""
+    remedy = "torch.save(model.state_dict(), path)"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # files of old versions of torch cannot be mapped
@@ -360,21 +336,19 @@ def _read_pickled(path: Path) -> dict[str, Any]:
     except Exception as error:
         # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the code.
         needs = re.search(r"GLOBAL ([\w.]+)", str(error))
-        code = f"it needs code to be run{f' ({needs[1]})' if needs else ''}"
-        why = code if needs or "Weights only" in str(error) else (str(error).splitlines() or [repr(error)])[0][:200]
-        what, remedy = f"{path} cannot be read as a file of torch.save: {why}", "torch.save(model.state_dict(), path)"
+        why = f"it needs code to be run ({needs[1]})" if needs else f"{error!r:.200}".partition("\\n")[0]
+        what = f"{path} cannot be read as a file of torch.save: {why}"
         raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}", expected="a state dict of tensors")
+        raise CheckpointError(f"{path} holds a {type(state).__name__}", expected="a state dict", remedy=remedy)
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            what, remedy = f"{path}: {name!r} is a {type(value).__name__}", "save the state dict of the model by itself"
+            what = f"{path}: {name!r} is a {type(value).__name__}"
             raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy)
         for tensor in held_tensors(value):
-            if tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided:
-                raise CheckpointError(f"{path}: {name!r} is on meta, sparse or nested", expected="dense tensors")
+            dense = not tensor.is_nested and not tensor.is_meta and tensor.layout == torch.strided
             # Strides are the file's word: a small file could ask for any amount of memory.
-            if tensor.nbytes > tensor.untyped_storage().nbytes():
-                what = f"{path}: {name!r} of shape {tuple(tensor.shape)} has more elements than it has memory"
-                raise CheckpointError(what, expected="no expanded views", remedy="save .contiguous() copies")
+            if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
+                what = f"{path}: {name!r} is on meta, sparse, nested or expanded"
+                raise CheckpointError(what, expected="dense tensors", remedy="save .contiguous() copies")
     return state
