@@ -7,6 +7,7 @@ import json
 import os
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,10 +54,8 @@ class Conversion:
 
     Attributes:
         recipe: the name of the recipe, or ``"bf16"``, ``"fp16"``, ``"fp32"``.
-        quantized: tensors that were quantized.
-        dequantized: quantized tensors that are in high precision now.
-        cast: tensors that are of another high-precision dtype now.
-        copied: tensors whose bytes are as they were.
+        quantized, dequantized, cast, copied: tensors that were quantized; that were before, and are in high precision
+            now; that are of another high-precision dtype; and that are as they were.
         dropped: scaling state that the target has no use for.
         skipped: matrices that were not chosen because they are named as embeddings, or tied to one that is.
         bytes_before, bytes_after: bytes of all tensors, each stored once.
@@ -104,10 +103,8 @@ def convert_file(
         exclude: patterns of tensors that are not to be converted. Of these, quantized ones get their nominal dtype.
         model: chosen are the weights of the layers that :func:`ottava.convert` swaps in it, which it does; ``include``
             and ``exclude`` are then of modules, as of that. It may be on meta.
-        columnwise: whether data for the columnwise usage is written too, where that is data of its own: for a model
-            that goes on with its training. Serving needs rows alone.
-        prefix: take only the tensors whose names begin with it, and take it off: ``"model."`` for the model in a
-            checkpoint of a training.
+        columnwise: whether columnwise data of its own is written too, for a training that goes on.
+        prefix: what the names of the tensors to take begin with, as ``"model."`` in a training's checkpoint. It is cut.
         progress: called with the bytes that were read, and those to read in all.
 
     Raises:
@@ -125,12 +122,31 @@ def convert_file(
     weights = None if model is None else to.weights_of(model, include, exclude)
     include, exclude = (include, exclude) if model is None else (None, None)
     state, metadata = _read(source, prefix)
+    keeps, ways, made = to.keeps_state(state), {}, {}
+    # Those that are one tensor in the source and become the same are one.
+    written: dict[Any, tuple[str, Any]] = {}
     with named(as_path(source)):
         chosen, skipped = _chosen(state, to, weights, include, exclude)
-        ways, made, before, after = _convert_all(state, to, chosen, progress or (lambda read, total: None))
+        sizes = {_place(value): value.nbytes for value in state.values()}
+        total, read = sum(sizes.values()), 0
+        for name, value in state.items():
+            if progress is not None:
+                progress(read, total)
+            key = (_place(value), name in chosen)
+            read += sizes.pop(key[0], 0)
+            if _STATE.search(name) and not keeps:
+                ways[name] = "dropped"
+                continue
+            if key not in written:
+                with of_any_class(name), torch.no_grad():
+                    written[key] = to.convert(name, value, name in chosen)
+            ways[name], made[name] = written[key]
+        if progress is not None:
+            progress(total, total)
+        after = sum(value.nbytes for _, value in written.values())
     save_file(made, target, metadata=metadata)
     kinds = {kind: tuple(name for name in ways if ways[name] == kind) for kind in _KINDS}
-    return Conversion(to.name, **kinds, skipped=skipped, bytes_before=before, bytes_after=after)
+    return Conversion(to.name, **kinds, skipped=skipped, bytes_before=total, bytes_after=after)
 
 
 @dataclass(frozen=True)
@@ -180,12 +196,12 @@ def _target(recipe: Recipe | str, options: dict[str, Any], columnwise: bool) -> 
         return _Target(recipe, get_recipe(recipe, **options), columnwise=columnwise)
     if options:
         raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
-    if isinstance(recipe, Recipe):
-        return _Target(recipe.name, recipe, columnwise=columnwise)
-    if not isinstance(recipe, str):
+    if isinstance(recipe, str):
+        return _Target(recipe, dtype=HIGH_PRECISION_NAMES[recipe])
+    if not isinstance(recipe, Recipe):
         expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
         raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
-    return _Target(recipe, dtype=HIGH_PRECISION_NAMES[recipe])
+    return _Target(recipe.name, recipe, columnwise=columnwise)
 
 
 def _read(source: str | os.PathLike[str], prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -211,11 +227,11 @@ def _chosen(
             able += [name] if value.dtype in HIGH_PRECISION and not _STATE.search(name) else []
 
     def fitting(patterns: Sequence[str]) -> set[str]:
-        found = {pattern: fnmatch.filter(able, pattern) for pattern in patterns}
-        for pattern in (pattern for pattern, names in found.items() if not names):
-            what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
-            raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
-        return {name for names in found.values() for name in names}
+        for pattern in patterns:
+            if not fnmatch.filter(able, pattern):
+                what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
+                raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
+        return {name for pattern in patterns for name in fnmatch.filter(able, pattern)}
 
     skipped: tuple[str, ...] = ()
     quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}
@@ -235,31 +251,6 @@ def _chosen(
     return chosen - fitting(exclude or ()), skipped
 
 
-def _convert_all(
-    state: dict[str, Any], to: _Target, chosen: set[str], progress: Callable[[int, int], None]
-) -> tuple[dict[str, str], dict[str, Any], int, int]:
-    """What became of each tensor, the tensors that are left, and the bytes of all before and after."""
-    keeps, ways, made = to.keeps_state(state), {}, {}
-    sizes = {_place(value): value.nbytes for value in state.values()}
-    total, read = sum(sizes.values()), 0
-    # Those that are one tensor in the source and become the same are one.
-    written: dict[Any, tuple[str, Any]] = {}
-    for name, value in state.items():
-        progress(read, total)
-        place = _place(value)
-        read += sizes.pop(place, 0)
-        if _STATE.search(name) and not keeps:
-            ways[name] = "dropped"
-            continue
-        key = (place, name in chosen)
-        if key not in written:
-            with of_any_class(name), torch.no_grad():
-                written[key] = to.convert(name, value, name in chosen)
-        ways[name], made[name] = written[key]
-    progress(total, total)
-    return ways, made, total, sum(value.nbytes for _, value in written.values())
-
-
 def _place(value: Any) -> Any:
     """What two names of one tensor have in common."""
     return tuple((t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in held_tensors(value))
@@ -275,40 +266,34 @@ def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
     place = as_path(path)
     if (place / INDEX_NAME).is_file():
         return _read_sharded(place), {}
-    if (place / _FOLDER_INDEX).is_file() and not (place / _SINGLE).is_file():
-        return _read_folder(place), {}
     if place.is_dir() and not (place / _SINGLE).is_file():
-        what = f"{place} has neither {_FOLDER_INDEX}, {_SINGLE} nor {INDEX_NAME}"
-        raise CheckpointError(what, expected="a folder of tensors")
+        return _read_folder(place), {}
     file = place / _SINGLE if place.is_dir() else place
     if file.is_file() and looks_like(file)[1] == BY_TORCH:
         return _read_pickled(file), {}
-    state, _, metadata = _read_file(file)
-    return state, {key: text for key, text in metadata.items() if not key.startswith(METADATA_KEY)}
-
-
-def _read_file(file: Path) -> tuple[dict[str, Any], set[str], dict[str, str]]:
-    """The state dict of a file, the names that the file has for it, and all of its texts."""
     tensors, metadata = read_tensors(file)
     with named(file):
-        return unflatten_state_dict(tensors, metadata), {*tensors}, metadata
+        state = unflatten_state_dict(tensors, metadata)
+    return state, {key: text for key, text in metadata.items() if not key.startswith(METADATA_KEY)}
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
     """safetensors files with an index of which tensor is in which, as large models are published."""
     index = folder / _FOLDER_INDEX
-    with translated(f"{index} is damaged", "names of files by tensor"):
+    with translated(f"{index} cannot be read", f"{_SINGLE}, files by tensor in {_FOLDER_INDEX}, or {INDEX_NAME}"):
         file_of: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-        files = sorted({Path(file) for file in file_of.values()})
+        outside = [file for file in file_of.values() if Path(file).name != file]
+    if outside:
+        raise CheckpointError(f"{index} names {outside[0]!r}", expected="files in the same folder")
     state: dict[str, Any] = {}
-    for file in files:
-        if file.name != str(file):
-            raise CheckpointError(f"{index} names {str(file)!r}", expected="files in the same folder")
-        found, names, _ = _read_file(folder / file)
-        state |= found
-        file_of = {name: there for name, there in file_of.items() if name not in names}
-    if file_of:
-        raise CheckpointError(f"{folder} has no tensor {min(file_of)!r}", expected=f"what {index} says")
+    missing = {*file_of}
+    for file in sorted({*file_of.values()}):
+        tensors, metadata = read_tensors(folder / file)
+        missing -= tensors.keys()
+        with named(folder / file):
+            state |= unflatten_state_dict(tensors, metadata)
+    if missing:
+        raise CheckpointError(f"{folder} has no tensor {min(missing)!r}", expected=f"what {index} says")
     return state
 
 
@@ -320,31 +305,30 @@ def _read_sharded(path: Path) -> dict[str, Any]:
         reader.file(name, verify=True)
     others = {name for names in reader.index.description["per_rank"].values() for name in names[1:]}
     tensors = {name: reader.whole(name) for name in sorted(reader.index.tensors) if name not in others}
+    metadata = {METADATA_KEY: encode_description(reader.index.description["quantized"])}
     with named(path):
-        return unflatten_state_dict(tensors, {METADATA_KEY: encode_description(reader.index.description["quantized"])})
+        return unflatten_state_dict(tensors, metadata)
 
 
 def _read_pickled(path: Path) -> dict[str, Any]:
     """The state dict in a file of ``torch.save``, of which no code is run."""
-    remedy = "torch.save(model.state_dict(), path)"
+    expected, remedy = "a state dict of tensors alone", "torch.save(model.state_dict(), path)"
     try:
         with warnings.catch_warnings(action="ignore"):
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # files of old versions of torch cannot be mapped
-                state = torch.load(path, map_location="cpu", weights_only=True)
+            # Files of old versions of torch are no archives, and cannot be mapped.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the code.
-        needs = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = f"it needs code to be run ({needs[1]})" if needs else f"{error!r:.200}".partition("\\n")[0]
+        code = re.search(r"GLOBAL ([\w.]+)", str(error))
+        why = f"it needs code to be run ({code[1]})" if code else (str(error).splitlines() or [repr(error)])[0][:200]
         what = f"{path} cannot be read as a file of torch.save: {why}"
-        raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy) from error
+        raise CheckpointError(what, expected=expected, remedy=remedy) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}", expected="a state dict", remedy=remedy)
+        raise CheckpointError(f"{path} holds a {type(state).__name__}", expected=expected, remedy=remedy)
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             what = f"{path}: {name!r} is a {type(value).__name__}"
-            raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy)
+            raise CheckpointError(what, expected=expected, remedy=remedy)
         for tensor in held_tensors(value):
             dense = not tensor.is_nested and not tensor.is_meta and tensor.layout == torch.strided
             # Strides are the file's word: a small file could ask for any amount of memory.

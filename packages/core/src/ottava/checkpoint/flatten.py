@@ -11,13 +11,14 @@ import contextlib
 import importlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name, named, translated
-from ottava.errors import CheckpointError, DTypeError, OttavaError, ShapeError, UsageError
+from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError
 from ottava.recipes.registry import plugin_statuses
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
 
@@ -26,14 +27,14 @@ from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageS
 Entry = dict[str, Any]
 _ENTRY = {"class": str, "tensors": list, "static": dict}
 _VERSION = 1
+_Sizes = Sequence[int]
 
 
 def check_entry(entry: Any) -> Entry:
     """The entry of a quantized tensor, without what other versions say besides; ValueError, KeyError or TypeError
     where it is of another kind."""
-    if not all(isinstance(entry[key], kind) for key, kind in _ENTRY.items()) or not all(
-        isinstance(argument, str) for argument in entry["tensors"]
-    ):
+    texts = all(isinstance(argument, str) for argument in entry["tensors"])
+    if not texts or not all(isinstance(entry[key], kind) for key, kind in _ENTRY.items()):
         raise ValueError("it is of another kind")
     return {key: entry[key] for key in _ENTRY}
 
@@ -199,16 +200,13 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
     """The class of a described tensor, which was imported or which an installed recipe brings: nothing else is imported
     because a file says so."""
     module, _, attribute = entry["class"].partition(":")
-    brings: list[str] = []
     if entry["class"] not in storage_classes():
-        # A broken plugin, where all are required, must not keep a file from being read.
-        with contextlib.suppress(OttavaError):
-            factories = [spec.factory.partition(":")[0] for status in plugin_statuses() for spec in status.recipes]
-            brings = [place for place in factories if place.partition(".")[0] == module.partition(".")[0]]
-    for place in (*brings, module) if brings else ():
-        # A module may make its classes when asked; one that cannot be imported is reported as the missing class.
+        # Neither a broken plugin nor a module that cannot be imported keeps a file from being read.
         with contextlib.suppress(Exception, SystemExit):
-            getattr(importlib.import_module(place), attribute, None)
+            factories = [spec.factory for status in plugin_statuses() for spec in status.recipes]
+            if module.partition(".")[0] in {re.split(r"[.:]", factory)[0] for factory in factories}:
+                # A module may make its classes when asked.
+                getattr(importlib.import_module(module), attribute, None)
     found = storage_classes().get(entry["class"])
     if found is None:
         what, remedy = (
@@ -252,14 +250,14 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
         return {f"{name}.{argument}": tensor.detach() for argument, tensor in kept.items()}, entry
 
 
-def _sharded(name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, Sequence[int]]:
+def _sharded(name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, _Sizes]:
     """A tensor of the mesh and placements of another one, and where in it this rank's shard begins."""
     sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
     made = type(value).from_local(local.detach(), value.device_mesh, value.placements, run_check=False, **sizes)
     return made, _begin(name, made)
 
 
-def _begin(name: str, value: Any) -> Sequence[int]:
+def _begin(name: str, value: Any) -> _Sizes:
     """Where in a sharded tensor this rank's box begins."""
     with translated(f"{name!r} cannot be saved in shards", "a sharded or replicated DTensor", to=UsageError):
         (box,) = value.__create_chunk_list__()
@@ -271,12 +269,7 @@ def _begin(name: str, value: Any) -> Sequence[int]:
 
 
 def sharded_rows(
-    name: str,
-    inner: InnerTensor,
-    tensor: torch.Tensor,
-    local: Sequence[int],
-    shape: Sequence[int],
-    offsets: Sequence[int],
+    name: str, inner: InnerTensor, tensor: torch.Tensor, local: _Sizes, shape: _Sizes, offsets: _Sizes
 ) -> tuple[int, int]:
     """Rows of the whole inner tensor, and the first one of this rank's shard of it, which is ``tensor``.
 

@@ -105,8 +105,7 @@ def load_model(
 
     The file is checked as a whole and compared with the model: names, shapes and kinds. Only then the model is written,
     straight from the file; an interrupt waits for the end of that. Where a module could refuse its values after all (it
-    has hooks or a way of its own to load, or values are quantized for it), a copy of the model is on the CPU meanwhile,
-    and what was written is undone.
+    has hooks or loads in a way of its own, or values are quantized), a copy on the CPU undoes what was written.
 
     Quantized tensors are copied byte by byte into parameters of the same kind. For those of another kind, and from high
     precision, the parameter's own quantizer quantizes the values; for high precision they are dequantized.
@@ -148,12 +147,18 @@ def load_model(
             what = "; ".join(f"{whose} {listed(names)}" for whose, names in differing.items() if names)
             raise CheckpointError(what, expected="the names of the model", remedy="strict=False leaves them")
         state = {name: value for name, value in state.items() if name not in unexpected}
-        own = {f"{name}.": module for name, module in modules.items() if name and isinstance(module, RecipeState)}
+        own: dict[str, Any] = {f"{n}.": m for n, m in modules.items() if n and isinstance(m, RecipeState)}
         for name in [name for name in state if name in targets and not name.startswith(tuple(own))]:
             with of_any_class(name):
                 state[name] = _fitting(name, targets[name], state[name])
         for prefix, module in own.items():
-            _try_recipe_state(prefix, module, state)
+            # Into a copy: the states of recipes are small, and may take other shapes than they have.
+            found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            if any(isinstance(value, QuantizedTensorStorage) for value in found.values()):
+                raise DTypeError(f"something of {prefix!r} is quantized", expected="plain tensors, as in the model")
+            with warnings.catch_warnings(action="ignore"):
+                with translated(f"{prefix!r} cannot be loaded", "the state of its recipe", of=RuntimeError):
+                    copy.deepcopy(module).load_state_dict(found, strict=False)
         _write(model, targets, state)
     return missing, unexpected
 
@@ -195,16 +200,6 @@ def _fitting(name: str, target: Any, value: Any) -> Any:
         raise DTypeError(f"{name!r} is of {value.dtype}", expected="floating-point values to quantize")
     values = value.dequantize(torch.float32) if quantized else value
     return values if values.dtype in HIGH_PRECISION else values.to(torch.float32)
-
-
-def _try_recipe_state(prefix: str, module: Any, state: Mapping[str, Any]) -> None:
-    """Load into a copy: the states of recipes are small, and may take other shapes than they have."""
-    found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    for name in (name for name, value in found.items() if isinstance(value, QuantizedTensorStorage)):
-        raise DTypeError(f"{prefix + name!r} is quantized", expected="a plain tensor, as in the model")
-    with warnings.catch_warnings(action="ignore"):
-        with translated(f"{prefix!r} cannot be loaded", "the state of its recipe", of=RuntimeError):
-            copy.deepcopy(module).load_state_dict(found, strict=False)
 
 
 def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
