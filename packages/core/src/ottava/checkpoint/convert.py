@@ -100,9 +100,9 @@ def convert_file(
         recipe: a recipe, the name of one, or ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         options: for a recipe that is named.
         include: patterns, as of ``fnmatch``, of the tensors to convert, in the place of the choice above.
-        exclude: patterns of tensors that are not to be converted. Of these, quantized ones get their nominal dtype.
-        model: chosen are the weights of the layers that :func:`ottava.convert` swaps in it, which it does; ``include``
-            and ``exclude`` are then of modules, as of that. It may be on meta.
+        exclude: patterns of tensors that are not converted; of these, quantized ones get their nominal dtype.
+        model: one, on meta perhaps, whose layers :func:`ottava.convert` swaps: it does, ``include`` and ``exclude`` are
+            of modules, and chosen are the weights of those layers.
         columnwise: whether columnwise data of its own is written too, for a training that goes on.
         prefix: what the names of the tensors to take begin with, as ``"model."`` in a training's checkpoint. It is cut.
         progress: called with the bytes that were read, and those to read in all.
@@ -118,20 +118,18 @@ def convert_file(
         sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         if patterns is not None and not (sequence and all(isinstance(pattern, str) for pattern in patterns)):
             raise DTypeError(f"{what} is {patterns!r}", expected="a list of patterns")
-    to = _target(recipe, dict(options or {}), columnwise)
-    weights = None if model is None else to.weights_of(model, include, exclude)
-    include, exclude = (include, exclude) if model is None else (None, None)
+    told, by, dtype = _target(recipe, dict(options or {}))
     state, metadata = _read(source, prefix)
-    keeps, ways, made = to.keeps_state(state), {}, {}
+    keeps, ways, made = _keeps_state(by, state), {}, {}
+    tell = progress or (lambda read, total: None)
     # Those that are one tensor in the source and become the same are one.
     written: dict[Any, tuple[str, Any]] = {}
     with named(as_path(source)):
-        chosen, skipped = _chosen(state, to, weights, include, exclude)
+        chosen, skipped = _chosen(state, by, model, include, exclude)
         sizes = {_place(value): value.nbytes for value in state.values()}
         total, read = sum(sizes.values()), 0
         for name, value in state.items():
-            if progress is not None:
-                progress(read, total)
+            tell(read, total)
             key = (_place(value), name in chosen)
             read += sizes.pop(key[0], 0)
             if _STATE.search(name) and not keeps:
@@ -139,69 +137,57 @@ def convert_file(
                 continue
             if key not in written:
                 with of_any_class(name), torch.no_grad():
-                    written[key] = to.convert(name, value, name in chosen)
+                    if by is not None and name in chosen:
+                        written[key] = "quantized", _quantized(name, value, by, columnwise)
+                    else:
+                        written[key] = _in_high_precision(value, dtype if dtype and name in chosen else value.dtype)
             ways[name], made[name] = written[key]
-        if progress is not None:
-            progress(total, total)
+        tell(total, total)
         after = sum(value.nbytes for _, value in written.values())
     save_file(made, target, metadata=metadata)
     kinds = {kind: tuple(name for name in ways if ways[name] == kind) for kind in _KINDS}
-    return Conversion(to.name, **kinds, skipped=skipped, bytes_before=total, bytes_after=after)
+    return Conversion(told, **kinds, skipped=skipped, bytes_before=total, bytes_after=after)
 
 
-@dataclass(frozen=True)
-class _Target:
-    """What tensors become: quantized by a recipe, or else high precision of a dtype."""
-
-    name: str
-    recipe: Recipe | None = None
-    dtype: torch.dtype | None = None
-    columnwise: bool = False
-
-    def weights_of(self, model: torch.nn.Module, include: _Patterns, exclude: _Patterns) -> set[str]:
-        """The names of the weights of a model's layers that the recipe serves, once it is converted."""
-        if self.recipe is None:
-            raise OptionError(f"a model, to convert to {self.name}", expected="a model for a recipe alone")
-        layers = convert(model, self.recipe, include=include, exclude=exclude).named_modules(remove_duplicate=False)
-        found = {name for name, m in layers if isinstance(m, Linear) and m.recipe is self.recipe}
-        return {f"{name}.weight".lstrip(".") for name in found}
-
-    def convert(self, name: str, value: Any, chosen: bool) -> tuple[str, Any]:
-        """What becomes of a tensor, in the word for it, and the tensor."""
-        quantized = isinstance(value, QuantizedTensorStorage)
-        values = value.dequantize(torch.float32) if quantized else value
-        if self.recipe is None or not chosen:
-            dtype = self.dtype if chosen and self.dtype else value.dtype
-            way = "dequantized" if quantized else "copied" if dtype == value.dtype else "cast"
-            return way, values.to(dtype)
-        quantizer = self.recipe.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
-        quantizer.set_usage(rowwise=True, columnwise=self.columnwise)
-        quantizer.internal = False
-        what, remedy = f"{name!r} of shape {tuple(value.shape)} cannot be quantized", "exclude it, or tell its authors"
-        with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
-            quantizer.initialize(values)
-            return "quantized", quantizer.quantize(values, dtype=value.dtype)
-
-    def keeps_state(self, state: Mapping[str, Any]) -> bool:
-        """Whether scaling state in a file has the buffers of the recipe's."""
-        if self.recipe is None or not self.recipe.stateful:
-            return False
-        made: Any = self.recipe.make_state([QuantizerRole("linear", "weight")])
-        found = {_STATE.split(name)[-1] for name in state if _STATE.search(name)}
-        return isinstance(made, torch.nn.Module) and found == {*made.state_dict()}
-
-
-def _target(recipe: Recipe | str, options: dict[str, Any], columnwise: bool) -> _Target:
+def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | None, torch.dtype | None]:
+    """The name of what tensors become, and the recipe or the dtype of high precision."""
     if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
-        return _Target(recipe, get_recipe(recipe, **options), columnwise=columnwise)
+        return recipe, get_recipe(recipe, **options), None
     if options:
         raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
     if isinstance(recipe, str):
-        return _Target(recipe, dtype=HIGH_PRECISION_NAMES[recipe])
+        return recipe, None, HIGH_PRECISION_NAMES[recipe]
     if not isinstance(recipe, Recipe):
         expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
         raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
-    return _Target(recipe.name, recipe, columnwise=columnwise)
+    return recipe.name, recipe, None
+
+
+def _quantized(name: str, value: Any, recipe: Recipe, columnwise: bool) -> Any:
+    values = value.dequantize(torch.float32) if isinstance(value, QuantizedTensorStorage) else value
+    quantizer = recipe.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
+    quantizer.set_usage(rowwise=True, columnwise=columnwise)
+    quantizer.internal = False
+    what, remedy = f"{name!r} of shape {tuple(value.shape)} cannot be quantized", "exclude it, or tell its authors"
+    with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
+        quantizer.initialize(values)
+        return quantizer.quantize(values, dtype=value.dtype)
+
+
+def _in_high_precision(value: Any, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
+    """The tensor of that dtype, and before it the word for what it has become."""
+    if isinstance(value, QuantizedTensorStorage):
+        return "dequantized", value.dequantize(torch.float32).to(dtype)
+    return "copied" if dtype == value.dtype else "cast", value.to(dtype)
+
+
+def _keeps_state(recipe: Recipe | None, state: Mapping[str, Any]) -> bool:
+    """Whether scaling state in a file has the buffers of the recipe's."""
+    if recipe is None or not recipe.stateful:
+        return False
+    made: Any = recipe.make_state([QuantizerRole("linear", "weight")])
+    found = {_STATE.split(name)[-1] for name in state if _STATE.search(name)}
+    return isinstance(made, torch.nn.Module) and found == {*made.state_dict()}
 
 
 def _read(source: str | os.PathLike[str], prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -218,13 +204,21 @@ def _read(source: str | os.PathLike[str], prefix: str) -> tuple[dict[str, Any], 
 
 
 def _chosen(
-    state: dict[str, Any], to: _Target, weights: set[str] | None, include: _Patterns, exclude: _Patterns
+    state: dict[str, Any], recipe: Recipe | None, model: torch.nn.Module | None, include: _Patterns, exclude: _Patterns
 ) -> tuple[set[str], tuple[str, ...]]:
     """The tensors to convert, and matrices that are left alone because they are named as embeddings."""
     able: list[str] = []
     for name, value in state.items():
         with of_any_class(name):
             able += [name] if value.dtype in HIGH_PRECISION and not _STATE.search(name) else []
+    if model is not None:
+        if recipe is None:
+            raise OptionError("a model, to convert to high precision", expected="a model for a recipe alone")
+        layers = convert(model, recipe, include=include, exclude=exclude).named_modules(remove_duplicate=False)
+        weights = {f"{n}.weight".lstrip(".") for n, m in layers if isinstance(m, Linear) and m.recipe is recipe}
+        if missing := sorted(weights - {*able}):
+            raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
+        return weights, ()
 
     def fitting(patterns: Sequence[str]) -> set[str]:
         for pattern in patterns:
@@ -235,14 +229,10 @@ def _chosen(
 
     skipped: tuple[str, ...] = ()
     quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}
-    if weights is not None:
-        if missing := sorted(weights - {*able}):
-            raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
-        chosen = weights
-    elif include is not None:
+    if include is not None:
         chosen = fitting(include)
-    elif to.recipe is None or quantized:
-        chosen = quantized if to.recipe else {*able}
+    elif recipe is None or quantized:
+        chosen = quantized if recipe else {*able}
     else:
         matrices = [name for name in able if state[name].dim() == 2 and f".{name}".endswith(".weight")]
         tables = {_place(state[name]) for name in matrices if _EMBEDDING.search(name)}
@@ -259,9 +249,8 @@ def _place(value: Any) -> Any:
 def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """The state dict at ``path``, checked, and mapped where the files allow that, and other texts of the file.
 
-    It is a safetensors file, a folder of such with an index, a file of ``torch.save``, or a sharded checkpoint. Of what
-    each rank of that had of its own it is rank 0's; of what the next step would have reduced, the largest of all.
-    Raises CheckpointError where it is none of these, or damaged.
+    Of what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step would have reduced,
+    the largest of all. Raises CheckpointError where it is no source of :func:`convert_file`, or damaged.
     """
     place = as_path(path)
     if (place / INDEX_NAME).is_file():
@@ -316,7 +305,7 @@ def _read_pickled(path: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(action="ignore"):
             # Files of old versions of torch are no archives, and cannot be mapped.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the code.
         code = re.search(r"GLOBAL ([\w.]+)", str(error))

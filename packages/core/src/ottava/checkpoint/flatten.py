@@ -31,8 +31,7 @@ _Sizes = Sequence[int]
 
 
 def check_entry(entry: Any) -> Entry:
-    """The entry of a quantized tensor, without what other versions say besides; ValueError, KeyError or TypeError
-    where it is of another kind."""
+    """The entry of a quantized tensor; raises ValueError, KeyError or TypeError where it is of another kind."""
     texts = all(isinstance(argument, str) for argument in entry["tensors"])
     if not texts or not all(isinstance(entry[key], kind) for key, kind in _ENTRY.items()):
         raise ValueError("it is of another kind")
@@ -82,7 +81,8 @@ def flatten_values(
     for name, value in state_dict.items():
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
             raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
-        made, entry = _flatten_value(name, value, derived)
+        with torch.no_grad():
+            made, entry = _flatten_value(name, value, derived)
         if taken := made.keys() & tensors.keys():
             raise UsageError(f"two tensors would have the name {min(taken)!r}", remedy="rename one of them")
         tensors |= made
@@ -133,22 +133,6 @@ def unflatten_state_dict(
 def held_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors that a quantized tensor holds; a plain one by itself."""
     return [t for t in value.inner_list() if t is not None] if isinstance(value, QuantizedTensorStorage) else [value]
-
-
-def flatten_tensor(name: str, value: QuantizedTensorStorage) -> tuple[dict[str, torch.Tensor], Entry]:
-    """The inner tensors of a quantized tensor by argument, in the dtypes of their bytes, and its entry."""
-    inner, spec = value.flatten_storage()
-    tensors = {}
-    for declared, tensor in zip(value.inner_tensors, inner, strict=True):
-        if tensor is not None:
-            native = native_dtype(value, declared)
-            tensors[declared.argument] = (tensor if native is None else tensor.view(native)).detach()
-    if not tensors:
-        raise UsageError(f"{name!r} holds no data", remedy="it was cleared or saved")
-    static = zip(spec.cls.all_static_fields(), spec.static, strict=True)
-    fields = {declared.argument: _encode_static(entry) for declared, entry in static}
-    name_of_class = f"{spec.cls.__module__}:{spec.cls.__qualname__}"
-    return tensors, {"class": name_of_class, "tensors": list(tensors), "static": fields}
 
 
 def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
@@ -209,45 +193,48 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
                 getattr(importlib.import_module(module), attribute, None)
     found = storage_classes().get(entry["class"])
     if found is None:
-        what, remedy = (
-            f"{name!r} is a {entry['class']!r:.200}",
-            f"install the package that has the module {module!r:.200}",
-        )
-        raise CheckpointError(f"{what}, which is not installed", expected="its package", remedy=remedy)
+        what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
+        remedy = f"install the package that has the module {module!r:.200}"
+        raise CheckpointError(what, expected="its package", remedy=remedy)
     return found
 
 
 def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], Entry | None]:
     """A tensor as plain ones by name, sharded as it is, and its entry where it is quantized; nothing is copied."""
     sharded = hasattr(value, "to_local")
-    with torch.no_grad():
-        local: Any = value.to_local() if sharded else value
-        # The plain tensor in which a wrapper keeps a weight in high precision that it gathers quantized.
-        unwrap = getattr(local, "high_precision", None)
-        local = unwrap() if callable(unwrap) and isinstance(local, torch.Tensor) else local
-        if not isinstance(local, QuantizedTensorStorage):
-            check_dense(name, local)
-            return {name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()}, None
-        held, entry = flatten_tensor(name, local)
-        derived = derived and not sharded
-        declared = {inner.argument: inner for inner in local.inner_tensors if inner.argument in held}
-        if not derived and not any(inner.gather for inner in declared.values()):
-            what = f"{name!r} holds only what derives from its elements"
-            raise UsageError(what, expected="rowwise data", remedy="keep the rowwise usage of weights")
-        kept = {a: held[a] for a, inner in declared.items() if derived or not local.is_derived(inner)}
-        if sharded:
-            offsets = _begin(name, value)
-            if "shape" in entry["static"]:
-                entry["static"]["shape"] = list(value.shape)
-            for argument in [argument for argument in kept if declared[argument].gather]:
-                tensor = kept[argument]
-                rows, first = sharded_rows(name, declared[argument], tensor, local.shape, value.shape, offsets)
-                kept[argument], begin = _sharded(name, value, tensor, (rows, *tensor.shape[1:]))
-                if tensor.numel() and begin[0] != first:
-                    what = f"the shards of {name!r} are no shards of {argument!r}"
-                    raise ShapeError(what, expected="as many blocks on each rank but the last")
-        entry["tensors"] = list(kept)
-        return {f"{name}.{argument}": tensor.detach() for argument, tensor in kept.items()}, entry
+    local: Any = value.to_local() if sharded else value
+    # The plain tensor in which a wrapper keeps a weight in high precision that it gathers quantized.
+    unwrap = getattr(local, "high_precision", None)
+    local = unwrap() if callable(unwrap) and isinstance(local, torch.Tensor) else local
+    if not isinstance(local, QuantizedTensorStorage):
+        check_dense(name, local)
+        return {name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()}, None
+    inner, spec = local.flatten_storage()
+    held = [(declared, t) for declared, t in zip(local.inner_tensors, inner, strict=True) if t is not None]
+    derived = derived and not sharded
+    if not any(derived or declared.gather for declared, _ in held):
+        what = f"{name!r} holds {'only what derives from its elements' if held else 'no data'}"
+        raise UsageError(what, expected="rowwise data", remedy="keep the rowwise usage of weights; do not clear them")
+    static = zip(spec.cls.all_static_fields(), spec.static, strict=True)
+    fields = {declared.argument: _encode_static(entry) for declared, entry in static}
+    if sharded and "shape" in fields:
+        fields["shape"] = list(value.shape)
+    tensors: dict[str, torch.Tensor] = {}
+    for declared, tensor in held:
+        if not derived and local.is_derived(declared):
+            continue
+        native = native_dtype(local, declared)
+        made = tensor if native is None else tensor.view(native)
+        if sharded and declared.gather:
+            shapes = tuple(local.shape), tuple(value.shape)
+            rows, first = sharded_rows(name, declared, tensor, *shapes, _begin(name, value))
+            made, begin = _sharded(name, value, made, (rows, *tensor.shape[1:]))
+            if tensor.numel() and begin[0] != first:
+                what = f"the shards of {name!r} are no shards of {declared.argument!r}"
+                raise ShapeError(what, expected="as many blocks on each rank but the last")
+        tensors[declared.argument] = made.detach()
+    entry = {"class": f"{spec.cls.__module__}:{spec.cls.__qualname__}", "tensors": list(tensors), "static": fields}
+    return {f"{name}.{argument}": tensor for argument, tensor in tensors.items()}, entry
 
 
 def _sharded(name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, _Sizes]:

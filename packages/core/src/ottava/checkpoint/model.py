@@ -136,9 +136,11 @@ def load_model(
             raise UsageError(what, expected="memory to load into", remedy=remedy)
     state: dict[str, Any] = load_file(path, verify=verify)
     modules = dict(model.named_modules(remove_duplicate=False))
-    layers = [(name, module) for name, module in modules.items() if isinstance(module, Linear) and not module.recipe]
     # Layers keep the state of a recipe that a region has yet to bring.
-    waiting = tuple(f"{n}.recipe_state.".lstrip(".") for n, layer in layers if "recipe_state" not in layer._modules)
+    bare = [
+        n for n, m in modules.items() if isinstance(m, Linear) and m.recipe is None and "recipe_state" not in m._modules
+    ]
+    waiting = tuple(f"{name}.recipe_state.".lstrip(".") for name in bare)
     with named(as_path(path)):
         missing = [name for name in targets if name not in state and not name.startswith(waiting)]
         unexpected = [name for name in state if name not in targets and not name.startswith(waiting)]
