@@ -119,7 +119,10 @@ def convert_file(
         if patterns is not None and not (sequence and all(isinstance(pattern, str) for pattern in patterns)):
             raise DTypeError(f"{what} is {patterns!r}", expected="a list of patterns")
     told, by, dtype = _target(recipe, dict(options or {}))
-    state, metadata = _read(source, prefix)
+    if not isinstance(prefix, str):
+        raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
+    state, metadata = read_state(source)
+    state = _beginning_with(prefix, state) if prefix else state
     keeps, ways, made = _keeps_state(by, state), {}, {}
     tell = progress or (lambda read, total: None)
     # Those that are one tensor in the source and become the same are one.
@@ -190,17 +193,14 @@ def _keeps_state(recipe: Recipe | None, state: Mapping[str, Any]) -> bool:
     return isinstance(made, torch.nn.Module) and found == {*made.state_dict()}
 
 
-def _read(source: str | os.PathLike[str], prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors whose names begin with a prefix, by what follows it, and the texts of the file."""
-    if not isinstance(prefix, str):
-        raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
-    every, metadata = read_state(source)
-    state = {n[len(prefix) :]: v for n, v in every.items() if not prefix or (n.startswith(prefix) and n != prefix)}
-    if prefix and not state:
+def _beginning_with(prefix: str, every: dict[str, Any]) -> dict[str, Any]:
+    """The tensors whose names begin with a prefix, by what follows it."""
+    state = {name[len(prefix) :]: every[name] for name in every if name.startswith(prefix) and name != prefix}
+    if not state:
         starts = ", ".join(sorted({f"{name.partition('.')[0] + '.'!r}" for name in every if "." in name})[:8])
         what = f"no tensor has a name that begins with {prefix!r}"
         raise OptionError(what, expected=f"one of {starts}" if starts else "no prefix")
-    return state, metadata
+    return state
 
 
 def _chosen(

@@ -128,19 +128,16 @@ def load_model(
         raise OptionError(f"strict is {strict!r}", expected="True or False")
     targets: dict[str, Any] = _module(model).state_dict(keep_vars=True)
     for name, tensor in targets.items():
+        what = f"{name!r} of the model is"
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
-            what = f"{name!r} of the model is a {type(tensor).__name__}"
-            raise DTypeError(what, expected="whole tensors", remedy="use load_sharded")
+            raise DTypeError(f"{what} a {type(tensor).__name__}", expected="whole tensors", remedy="use load_sharded")
         if tensor.is_meta:
-            what, remedy = f"{name!r} of the model is on meta", "call model.to_empty first"
-            raise UsageError(what, expected="memory to load into", remedy=remedy)
+            raise UsageError(f"{what} on meta", expected="memory to load into", remedy="call model.to_empty first")
     state: dict[str, Any] = load_file(path, verify=verify)
     modules = dict(model.named_modules(remove_duplicate=False))
     # Layers keep the state of a recipe that a region has yet to bring.
-    bare = [
-        n for n, m in modules.items() if isinstance(m, Linear) and m.recipe is None and "recipe_state" not in m._modules
-    ]
-    waiting = tuple(f"{name}.recipe_state.".lstrip(".") for name in bare)
+    bare = {n: m for n, m in modules.items() if isinstance(m, Linear) and m.recipe is None}
+    waiting = tuple(f"{n}.recipe_state.".lstrip(".") for n, m in bare.items() if "recipe_state" not in m._modules)
     with named(as_path(path)):
         missing = [name for name in targets if name not in state and not name.startswith(waiting)]
         unexpected = [name for name in state if name not in targets and not name.startswith(waiting)]
