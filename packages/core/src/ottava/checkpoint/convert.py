@@ -140,10 +140,8 @@ def convert_file(
                 continue
             if key not in written:
                 with of_any_class(name), torch.no_grad():
-                    if by is not None and name in chosen:
-                        written[key] = "quantized", _quantized(name, value, by, columnwise)
-                    else:
-                        written[key] = _in_high_precision(value, dtype if dtype and name in chosen else value.dtype)
+                    to = (by, dtype) if name in chosen else (None, None)
+                    written[key] = _converted(name, value, *to, columnwise)
             ways[name], made[name] = written[key]
         tell(total, total)
         after = sum(value.nbytes for _, value in written.values())
@@ -166,22 +164,22 @@ def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe 
     return recipe.name, recipe, None
 
 
-def _quantized(name: str, value: Any, recipe: Recipe, columnwise: bool) -> Any:
-    values = value.dequantize(torch.float32) if isinstance(value, QuantizedTensorStorage) else value
+def _converted(
+    name: str, value: Any, recipe: Recipe | None, dtype: torch.dtype | None, columnwise: bool
+) -> tuple[str, Any]:
+    """What a tensor becomes by a recipe, or else in a dtype, which is its own by default; before it the word for it."""
+    quantized = isinstance(value, QuantizedTensorStorage)
+    values = value.dequantize(torch.float32) if quantized else value
+    if recipe is None:
+        dtype = dtype or value.dtype
+        return "dequantized" if quantized else "copied" if dtype == value.dtype else "cast", values.to(dtype)
     quantizer = recipe.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
     quantizer.set_usage(rowwise=True, columnwise=columnwise)
     quantizer.internal = False
     what, remedy = f"{name!r} of shape {tuple(value.shape)} cannot be quantized", "exclude it, or tell its authors"
     with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
         quantizer.initialize(values)
-        return quantizer.quantize(values, dtype=value.dtype)
-
-
-def _in_high_precision(value: Any, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
-    """The tensor of that dtype, and before it the word for what it has become."""
-    if isinstance(value, QuantizedTensorStorage):
-        return "dequantized", value.dequantize(torch.float32).to(dtype)
-    return "copied" if dtype == value.dtype else "cast", value.to(dtype)
+        return "quantized", quantizer.quantize(values, dtype=value.dtype)
 
 
 def _keeps_state(recipe: Recipe | None, state: Mapping[str, Any]) -> bool:
@@ -301,27 +299,24 @@ def _read_sharded(path: Path) -> dict[str, Any]:
 
 def _read_pickled(path: Path) -> dict[str, Any]:
     """The state dict in a file of ``torch.save``, of which no code is run."""
-    expected, remedy = "a state dict of tensors alone", "torch.save(model.state_dict(), path)"
     try:
         with warnings.catch_warnings(action="ignore"):
             # Files of old versions of torch are no archives, and cannot be mapped.
             state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if not isinstance(state, dict):
+            raise TypeError(f"it holds a {type(state).__name__}")
+        for name, value in state.items():
+            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+                raise TypeError(f"{name!r} is a {type(value).__name__}")
+            for tensor in held_tensors(value):
+                dense = not tensor.is_nested and not tensor.is_meta and tensor.layout == torch.strided
+                # Strides are the file's word: a small file could ask for any amount of memory.
+                if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
+                    raise TypeError(f"{name!r} is on meta, sparse, nested or expanded")
     except Exception as error:
         # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the code.
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
         why = f"it needs code to be run ({code[1]})" if code else (str(error).splitlines() or [repr(error)])[0][:200]
-        what = f"{path} cannot be read as a file of torch.save: {why}"
-        raise CheckpointError(what, expected=expected, remedy=remedy) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}", expected=expected, remedy=remedy)
-    for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            what = f"{path}: {name!r} is a {type(value).__name__}"
-            raise CheckpointError(what, expected=expected, remedy=remedy)
-        for tensor in held_tensors(value):
-            dense = not tensor.is_nested and not tensor.is_meta and tensor.layout == torch.strided
-            # Strides are the file's word: a small file could ask for any amount of memory.
-            if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
-                what = f"{path}: {name!r} is on meta, sparse, nested or expanded"
-                raise CheckpointError(what, expected="dense tensors", remedy="save .contiguous() copies")
+        what, remedy = f"{path} cannot be read as a file of torch.save: {why}", "torch.save(model.state_dict(), path)"
+        raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy) from error
     return state

@@ -246,13 +246,12 @@ def _sharded(name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...])
 
 def _begin(name: str, value: Any) -> _Sizes:
     """Where in a sharded tensor this rank's box begins."""
-    with translated(f"{name!r} cannot be saved in shards", "a sharded or replicated DTensor", to=UsageError):
+    expected = "shards and replicas, as of a DTensor, over a mesh with all ranks"
+    with translated(f"{name!r} cannot be saved in shards", expected, to=UsageError):
         (box,) = value.__create_chunk_list__()
-        fits = tuple(box.sizes) == tuple(value.to_local().shape) and not any(p.is_partial() for p in value.placements)
-    if not fits:
-        what = f"{name!r} is sharded in a way that makes no single box of it on this rank: {value.placements}"
-        raise UsageError(what, expected="shards and replicas over a mesh with all ranks")
-    return tuple(box.offsets)
+        if tuple(box.sizes) != tuple(value.to_local().shape) or any(p.is_partial() for p in value.placements):
+            raise ValueError(f"{value.placements} make no single box of it on this rank")
+        return tuple(box.offsets)
 
 
 def sharded_rows(
