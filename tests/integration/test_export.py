@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
 import pty
 import subprocess
@@ -65,10 +63,13 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("target", RECIPES)
 def test_from_recipe_to_recipe(trained: Any, target: str, tmp_path: Path) -> None:
-    """The bytes are those of quantizing the dequantized values, and a model of the target goes on with them."""
+    """The bytes are those of quantizing the dequantized values, and a model of the target goes on with them.
+
+    Where source and target are one recipe, values of rows stay, but for the rounding of a scale.
+    """
     source, net = trained
     text = done(tmp_path / "in", tmp_path / "out", "--recipe", target, "--columnwise")
-    assert ("quantized" in text) == (source != target)
+    assert "quantized" in text
     assert ("dropped" in text) == (source == "delayed" != target)
     other = model(target, 1)
     missing, unexpected = checkpoint.load_model(other, tmp_path / "out", strict=False)
@@ -76,19 +77,17 @@ def test_from_recipe_to_recipe(trained: Any, target: str, tmp_path: Path) -> Non
     assert all("recipe_state" in name for name in missing)
     for mine, theirs in zip(other, net, strict=True):
         assert torch.equal(mine.bias, theirs.bias)
+        values = theirs.weight.detach().dequantize(torch.float32)
+        quantizer = ottava.get_recipe(target).quantizer("weight").copy()
+        quantizer.initialize(values)
+        expected = quantizer.quantize(values)
         if source == target:
-            expected = theirs.weight
-        else:
-            values = theirs.weight.detach().dequantize(torch.float32)
-            quantizer = ottava.get_recipe(target).quantizer("weight").copy()
-            quantizer.initialize(values)
-            expected = quantizer.quantize(values)
+            torch.testing.assert_close(mine.weight.dequantize(torch.float32), values, rtol=2**-22, atol=0)
+            assert target != "current" or torch.equal(mine.weight._data, theirs.weight._data)
         for a, b in zip(mine.weight.inner_list(), expected.inner_list(), strict=True):
             assert a is None if b is None else torch.equal(a, b)
     other(torch.randn(32, 64)).square().mean().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    if source == target:
-        same_tensors(tmp_path / "in", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -102,22 +101,6 @@ def test_to_high_precision(trained: Any, name: str, dtype: torch.dtype, tmp_path
     for number, layer in enumerate(net):
         assert torch.equal(plain[f"{number}.weight"], layer.weight.detach().dequantize(torch.float32).to(dtype))
         assert torch.equal(plain[f"{number}.bias"], layer.bias.detach().to(dtype))
-
-
-def test_the_file_says_what_made_it(trained: Any, tmp_path: Path) -> None:
-    source, _ = trained
-    with safetensors.safe_open(tmp_path / "in", "pt") as file:
-        described = json.loads(file.metadata()["ottava"])["quantized"]
-    assert set(described) == {"0.weight", "1.weight"}
-    distribution = f"ottava-recipes-{source}"
-    for entry in described.values():
-        version = importlib.metadata.version(distribution)
-        assert (entry["package"], entry["version"]) == (distribution, version)
-        assert entry["quantizer"].startswith(f"ottava_{source}.")
-    # Loaded and saved again it says the same.
-    checkpoint.save_file(checkpoint.load_file(tmp_path / "in"), tmp_path / "again")
-    with safetensors.safe_open(tmp_path / "again", "pt") as file:
-        assert json.loads(file.metadata()["ottava"])["quantized"] == described
 
 
 def test_scaling_state_of_the_same_recipe_is_kept(tmp_path: Path) -> None:
@@ -149,16 +132,6 @@ def test_state_for_a_region_that_is_to_come(tmp_path: Path) -> None:
     assert all(torch.equal(held[name], value) for name, value in expected.items())
 
 
-def test_state_beside_weights_of_another_recipe_is_dropped(tmp_path: Path) -> None:
-    """Its buffers have the names that the target's have, and say nothing of these weights."""
-    state = {name: value for name, value in model("delayed", 0).state_dict().items() if "recipe_state" in name}
-    assert state
-    state["0.weight"] = ottava.get_recipe("current").quantizer("weight")(torch.randn(64, 64))
-    checkpoint.save_file(state, tmp_path / "in")
-    assert "dropped" in done(tmp_path / "in", tmp_path / "out", "--recipe", "delayed")
-    assert list(checkpoint.load_file(tmp_path / "out")) == ["0.weight"]
-
-
 def test_options(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a.weight": torch.randn(64, 64)}, tmp_path / "in")
     values = safetensors.torch.load_file(tmp_path / "in")["a.weight"]
@@ -176,9 +149,11 @@ def test_options(tmp_path: Path) -> None:
         for a, b in zip(read.inner_list(), expected.inner_list(), strict=True):
             # Rows alone, where columns are data of their own.
             assert a is None or torch.equal(a, b)
-        # The same options keep the bytes, the defaults do not.
-        assert "quantized" not in done(tmp_path / "out", tmp_path / "x", "--recipe", recipe, *chosen, "--force")
-        assert "quantized" in done(tmp_path / "out", tmp_path / "x", "--recipe", recipe, "--force")
+        # The same options keep the values, but for the rounding of a scale, and of per-tensor scaling the data.
+        done(tmp_path / "out", tmp_path / "x", "--recipe", recipe, *chosen, "--force")
+        again = checkpoint.load_file(tmp_path / "x")["a.weight"]
+        torch.testing.assert_close(again.dequantize(), read.dequantize(), rtol=2**-22, atol=0)
+        assert recipe == "mxfp8" or torch.equal(again._data, read._data)
 
 
 def test_a_sharded_checkpoint(trained: Any, tmp_path: Path) -> None:
@@ -301,7 +276,7 @@ def test_a_pickle_with_code_is_refused_in_our_words(tmp_path: Path) -> None:
 def test_a_small_file_with_a_large_tensor_is_refused(value: torch.Tensor, tmp_path: Path) -> None:
     torch.save({"w.weight": value}, tmp_path / "x.pt")
     assert (tmp_path / "x.pt").stat().st_size < 4000
-    with pytest.raises(CheckpointError, match=r"'w.weight' of shape .* has more elements than it has memory"):
+    with pytest.raises(CheckpointError, match=r"'w.weight' is on meta, sparse, nested or expanded"):
         checkpoint.convert_file(tmp_path / "x.pt", tmp_path / "out", "bf16")
 
 
@@ -347,9 +322,14 @@ def test_mx_files_hold_rows_unless_asked(gpt: Path, tmp_path: Path) -> None:
         assert any("columnwise" in key for key in stored) == (name == "both")
         sizes[name] = sum(tensor.nbytes for key, tensor in stored.items() if key.startswith("h."))
     assert sizes["rows"] < 0.55 * 3 * 64 * 64 * 2 < sizes["both"]
-    # What was quantized already loses its columns, or keeps them, with the same bytes in its rows.
-    assert "quantized " not in done(tmp_path / "both", tmp_path / "again", "--recipe", "mxfp8").partition("bytes")[0]
-    same_tensors(tmp_path / "rows", tmp_path / "again")
+    # What was quantized already loses its columns, or has them made again; the values of its rows stay.
+    done(tmp_path / "both", tmp_path / "again", "--recipe", "mxfp8")
+    rows, again = (checkpoint.load_file(tmp_path / name) for name in ("rows", "again"))
+    assert rows.keys() == again.keys()
+    for name, value in rows.items():
+        mine, theirs = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (value, again[name]))
+        assert torch.equal(mine, theirs)
+    assert not any("columnwise" in key for key in safetensors.torch.load_file(tmp_path / "again"))
     done(tmp_path / "both", tmp_path / "both", "--recipe", "mxfp8", "--columnwise", "--force")
     assert any("columnwise" in key for key in safetensors.torch.load_file(tmp_path / "both"))
 

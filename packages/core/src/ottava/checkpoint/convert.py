@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ottava.checkpoint.files import (
     read_tensors,
     translated,
 )
-from ottava.checkpoint.flatten import class_name, flatten_tensor, held_tensors, unflatten_state_dict
+from ottava.checkpoint.flatten import encode_description, held_tensors, unflatten_state_dict
 from ottava.checkpoint.folder import INDEX_NAME
 from ottava.checkpoint.model import save_file
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
@@ -42,7 +42,7 @@ from ottava.tensors.storage import QuantizedTensorStorage
 #: Names for high precision in the place of a recipe.
 HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _EMBEDDING = re.compile(r"embed|(^|\.)(emb|wte|wpe)(\.|$)", re.IGNORECASE)
-_STATE = "recipe_state"
+_STATE = re.compile(r"(^|\.)recipe_state\.")
 _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _Patterns = Sequence[str] | None
 _KINDS = ("quantized", "dequantized", "cast", "copied", "dropped")
@@ -54,10 +54,8 @@ class Conversion:
 
     Attributes:
         recipe: the name of the recipe, or ``"bf16"``, ``"fp16"``, ``"fp32"``.
-        quantized: tensors that were quantized.
-        dequantized: quantized tensors that are in high precision now.
-        cast: tensors that are of another high-precision dtype now.
-        copied: tensors whose bytes are as they were.
+        quantized, dequantized, cast, copied: tensors that were quantized; that were before, and are in high precision
+            now; that are of another high-precision dtype; and that are as they were.
         dropped: scaling state that the target has no use for.
         skipped: matrices that were not chosen because they are named as embeddings, or tied to one that is.
         bytes_before, bytes_after: bytes of all tensors, each stored once.
@@ -89,11 +87,11 @@ def convert_file(
 ) -> Conversion:
     """Write the tensors of ``source`` as one safetensors file, weights quantized by ``recipe`` or in high precision.
 
-    Values pass through float32. What the same quantizer with the same options made keeps its bytes. For a recipe, what
-    was quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for
-    those named as embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of
-    float32, bfloat16 or float16 gets that dtype, as of ``model.to``. Scaling state of other recipes
-    (``*.recipe_state.*``) is dropped. The source is mapped where it can be; what is written is in memory as a whole.
+    Values pass through float32, also of what was quantized by the same recipe. For a recipe, what was quantized is
+    quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for those named as
+    embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of float32, bfloat16
+    or float16 gets that dtype, as of ``model.to``. Scaling state (``*.recipe_state.*``) is kept for a recipe whose
+    state has the same buffers, else dropped. The source is mapped where it can be; what is written is in memory.
 
     Args:
         source: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json``, a file of
@@ -102,14 +100,11 @@ def convert_file(
         recipe: a recipe, the name of one, or ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         options: for a recipe that is named.
         include: patterns, as of ``fnmatch``, of the tensors to convert, in the place of the choice above.
-        exclude: patterns of tensors that are not to be converted. Tensors that were quantized and are not chosen are
-            in high precision afterwards, in their nominal dtype.
-        model: chosen are the weights of the layers that :func:`ottava.convert` swaps in it, which it does; ``include``
-            and ``exclude`` are then of modules, as of that. It may be on meta.
-        columnwise: whether data for the columnwise usage is written too, where that is data of its own: for a model
-            that goes on with its training. Serving needs rows alone.
-        prefix: take only the tensors whose names begin with it, and take it off: ``"model."`` for the model in a
-            checkpoint of a training.
+        exclude: patterns of tensors that are not converted; of these, quantized ones get their nominal dtype.
+        model: one, on meta perhaps, whose layers :func:`ottava.convert` swaps: it does, ``include`` and ``exclude`` are
+            of modules, and chosen are the weights of those layers.
+        columnwise: whether columnwise data of its own is written too, for a training that goes on.
+        prefix: what the names of the tensors to take begin with, as ``"model."`` in a training's checkpoint. It is cut.
         progress: called with the bytes that were read, and those to read in all.
 
     Raises:
@@ -123,122 +118,119 @@ def convert_file(
         sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         if patterns is not None and not (sequence and all(isinstance(pattern, str) for pattern in patterns)):
             raise DTypeError(f"{what} is {patterns!r}", expected="a list of patterns")
-    to = _target(recipe, dict(options or {}), columnwise)
-    weights = None if model is None else to.weights_of(model, include, exclude)
-    include, exclude = (include, exclude) if model is None else (None, None)
-    state, metadata = _read(source, prefix)
-    with named(as_path(source)):
-        chosen, skipped = _chosen(state, to, weights, include, exclude)
-        ways, made, before, after = _convert_all(state, to, chosen, progress or (lambda read, total: None))
-    save_file(made, target, metadata=metadata)
-    kinds = {kind: tuple(name for name in ways if ways[name] == kind) for kind in _KINDS}
-    return Conversion(to.name, **kinds, skipped=skipped, bytes_before=before, bytes_after=after)
-
-
-@dataclass(frozen=True)
-class _Target:
-    """What tensors become: quantized by a recipe, or else high precision of a dtype."""
-
-    name: str
-    recipe: Recipe | None = None
-    dtype: torch.dtype | None = None
-    columnwise: bool = False
-
-    def weights_of(self, model: torch.nn.Module, include: _Patterns, exclude: _Patterns) -> set[str]:
-        """The names of the weights of a model's layers that the recipe serves, once it is converted."""
-        if self.recipe is None:
-            raise OptionError(f"a model, to convert to {self.name}", expected="a model for a recipe alone")
-        layers = convert(model, self.recipe, include=include, exclude=exclude).named_modules(remove_duplicate=False)
-        found = {name for name, m in layers if isinstance(m, Linear) and m.recipe is self.recipe}
-        return {f"{name}.weight".lstrip(".") for name in found}
-
-    def convert(self, name: str, value: Any, chosen: bool) -> tuple[str, Any]:
-        """What becomes of a tensor, in the word for it, and the tensor."""
-        quantized = isinstance(value, QuantizedTensorStorage)
-        if self.recipe is None or not chosen:
-            dtype = self.dtype if chosen and self.dtype else value.dtype
-            way = "dequantized" if quantized else "copied" if dtype == value.dtype else "cast"
-            return way, value.dequantize(torch.float32).to(dtype) if quantized else value.to(dtype)
-        quantizer = self.recipe.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
-        quantizer.set_usage(rowwise=True, columnwise=self.columnwise)
-        quantizer.internal = False
-        what, remedy = f"{name!r} of shape {tuple(value.shape)} cannot be quantized", "exclude it, or tell its authors"
-        with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
-            if quantized and _was_made_by(quantizer, name, value):
-                return "copied", value
-            values = value.dequantize(torch.float32) if quantized else value
-            quantizer.initialize(values)
-            return "quantized", quantizer.quantize(values, dtype=value.dtype)
-
-    def keeps_state(self, state: dict[str, Any]) -> bool:
-        """Whether the scaling state of a file is the recipe's: of its buffers, beside weights of its quantizer."""
-        if self.recipe is None or not self.recipe.stateful:
-            return False
-        role = QuantizerRole("linear", "weight")
-        made: Any = self.recipe.make_state([role])
-        layers: dict[str, set[str]] = {}
-        for layer, _, buffer in (f".{name}".rpartition(f".{_STATE}.") for name in state if _is_scaling_state(name)):
-            layers.setdefault(layer, set()).add(buffer)
-        ours = class_name(type(self.recipe.quantizer(role)))
-        entries = [flatten_tensor(n, v)[1] for n, v in state.items() if isinstance(v, QuantizedTensorStorage)]
-        same = all(entry.get("quantizer") == ours for entry in entries)
-        return same and all(isinstance(made, torch.nn.Module) and of == {*made.state_dict()} for of in layers.values())
-
-
-def _target(recipe: Recipe | str, options: dict[str, Any], columnwise: bool) -> _Target:
-    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
-        return _Target(recipe, get_recipe(recipe, **options), columnwise=columnwise)
-    if options:
-        raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
-    if isinstance(recipe, Recipe):
-        return _Target(recipe.name, recipe, columnwise=columnwise)
-    if not isinstance(recipe, str):
-        expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
-        raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
-    return _Target(recipe, dtype=HIGH_PRECISION_NAMES[recipe])
-
-
-def _read(source: str | os.PathLike[str], prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors whose names begin with a prefix, by what follows it, and the texts of the file."""
+    told, by, dtype = _target(recipe, dict(options or {}))
     if not isinstance(prefix, str):
         raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
-    every, metadata = read_state(source)
-    state = {
-        n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix) and (n != prefix or not prefix)
-    }
-    if prefix and not state:
+    state, metadata = read_state(source)
+    state = _beginning_with(prefix, state) if prefix else state
+    keeps, ways, made = _keeps_state(by, state), {}, {}
+    tell = progress or (lambda read, total: None)
+    # Those that are one tensor in the source and become the same are one.
+    written: dict[Any, tuple[str, Any]] = {}
+    with named(as_path(source)):
+        chosen, skipped = _chosen(state, by, model, include, exclude)
+        sizes = {_place(value): value.nbytes for value in state.values()}
+        total, read = sum(sizes.values()), 0
+        for name, value in state.items():
+            tell(read, total)
+            key = (_place(value), name in chosen)
+            read += sizes.pop(key[0], 0)
+            if _STATE.search(name) and not keeps:
+                ways[name] = "dropped"
+                continue
+            if key not in written:
+                with of_any_class(name), torch.no_grad():
+                    to = (by, dtype) if name in chosen else (None, None)
+                    written[key] = _converted(name, value, *to, columnwise)
+            ways[name], made[name] = written[key]
+        tell(total, total)
+        after = sum(value.nbytes for _, value in written.values())
+    save_file(made, target, metadata=metadata)
+    kinds = {kind: tuple(name for name in ways if ways[name] == kind) for kind in _KINDS}
+    return Conversion(told, **kinds, skipped=skipped, bytes_before=total, bytes_after=after)
+
+
+def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | None, torch.dtype | None]:
+    """The name of what tensors become, and the recipe or the dtype of high precision."""
+    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
+        return recipe, get_recipe(recipe, **options), None
+    if options:
+        raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
+    if isinstance(recipe, str):
+        return recipe, None, HIGH_PRECISION_NAMES[recipe]
+    if not isinstance(recipe, Recipe):
+        expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
+        raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
+    return recipe.name, recipe, None
+
+
+def _converted(
+    name: str, value: Any, recipe: Recipe | None, dtype: torch.dtype | None, columnwise: bool
+) -> tuple[str, Any]:
+    """What a tensor becomes by a recipe, or else in a dtype, which is its own by default; before it the word for it."""
+    quantized = isinstance(value, QuantizedTensorStorage)
+    values = value.dequantize(torch.float32) if quantized else value
+    if recipe is None:
+        dtype = dtype or value.dtype
+        return "dequantized" if quantized else "copied" if dtype == value.dtype else "cast", values.to(dtype)
+    quantizer = recipe.quantizer(QuantizerRole("linear", "weight", name.removesuffix(".weight"))).copy()
+    quantizer.set_usage(rowwise=True, columnwise=columnwise)
+    quantizer.internal = False
+    what, remedy = f"{name!r} of shape {tuple(value.shape)} cannot be quantized", "exclude it, or tell its authors"
+    with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
+        quantizer.initialize(values)
+        return "quantized", quantizer.quantize(values, dtype=value.dtype)
+
+
+def _keeps_state(recipe: Recipe | None, state: Mapping[str, Any]) -> bool:
+    """Whether scaling state in a file has the buffers of the recipe's."""
+    if recipe is None or not recipe.stateful:
+        return False
+    made: Any = recipe.make_state([QuantizerRole("linear", "weight")])
+    found = {_STATE.split(name)[-1] for name in state if _STATE.search(name)}
+    return isinstance(made, torch.nn.Module) and found == {*made.state_dict()}
+
+
+def _beginning_with(prefix: str, every: dict[str, Any]) -> dict[str, Any]:
+    """The tensors whose names begin with a prefix, by what follows it."""
+    state = {name[len(prefix) :]: every[name] for name in every if name.startswith(prefix) and name != prefix}
+    if not state:
         starts = ", ".join(sorted({f"{name.partition('.')[0] + '.'!r}" for name in every if "." in name})[:8])
         what = f"no tensor has a name that begins with {prefix!r}"
         raise OptionError(what, expected=f"one of {starts}" if starts else "no prefix")
-    return state, metadata
+    return state
 
 
 def _chosen(
-    state: dict[str, Any], to: _Target, weights: set[str] | None, include: _Patterns, exclude: _Patterns
+    state: dict[str, Any], recipe: Recipe | None, model: torch.nn.Module | None, include: _Patterns, exclude: _Patterns
 ) -> tuple[set[str], tuple[str, ...]]:
     """The tensors to convert, and matrices that are left alone because they are named as embeddings."""
     able: list[str] = []
     for name, value in state.items():
         with of_any_class(name):
-            able += [name] if value.dtype in HIGH_PRECISION and not _is_scaling_state(name) else []
+            able += [name] if value.dtype in HIGH_PRECISION and not _STATE.search(name) else []
+    if model is not None:
+        if recipe is None:
+            raise OptionError("a model, to convert to high precision", expected="a model for a recipe alone")
+        layers = convert(model, recipe, include=include, exclude=exclude).named_modules(remove_duplicate=False)
+        weights = {f"{n}.weight".lstrip(".") for n, m in layers if isinstance(m, Linear) and m.recipe is recipe}
+        if missing := sorted(weights - {*able}):
+            raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
+        return weights, ()
 
     def fitting(patterns: Sequence[str]) -> set[str]:
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in able):
+            if not fnmatch.filter(able, pattern):
                 what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
                 raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
-        return {name for name in able if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        return {name for pattern in patterns for name in fnmatch.filter(able, pattern)}
 
     skipped: tuple[str, ...] = ()
     quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}
-    if weights is not None:
-        if missing := sorted(weights - {*able}):
-            raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
-        chosen = weights
-    elif include is not None:
+    if include is not None:
         chosen = fitting(include)
-    elif to.recipe is None or quantized:
-        chosen = quantized if to.recipe else {*able}
+    elif recipe is None or quantized:
+        chosen = quantized if recipe else {*able}
     else:
         matrices = [name for name in able if state[name].dim() == 2 and f".{name}".endswith(".weight")]
         tables = {_place(state[name]) for name in matrices if _EMBEDDING.search(name)}
@@ -247,57 +239,16 @@ def _chosen(
     return chosen - fitting(exclude or ()), skipped
 
 
-def _convert_all(
-    state: dict[str, Any], to: _Target, chosen: set[str], progress: Callable[[int, int], None]
-) -> tuple[dict[str, str], dict[str, Any], int, int]:
-    """What became of each tensor, the tensors that are left, and the bytes of all before and after."""
-    keeps, ways, made = to.keeps_state(state), {}, {}
-    sizes = {_place(value): value.nbytes for value in state.values()}
-    total, read = sum(sizes.values()), 0
-    # Those that are one tensor in the source and become the same are one.
-    written: dict[Any, tuple[str, Any]] = {}
-    for name, value in state.items():
-        progress(read, total)
-        place = _place(value)
-        read += sizes.pop(place, 0)
-        if _is_scaling_state(name) and not keeps:
-            ways[name] = "dropped"
-            continue
-        key = (place, name in chosen)
-        if key not in written:
-            with of_any_class(name), torch.no_grad():
-                written[key] = to.convert(name, value, name in chosen)
-        ways[name], made[name] = written[key]
-    progress(total, total)
-    return ways, made, total, sum(value.nbytes for _, value in written.values())
-
-
-def _is_scaling_state(name: str) -> bool:
-    return f".{_STATE}." in f".{name}"
-
-
 def _place(value: Any) -> Any:
     """What two names of one tensor have in common."""
     return tuple((t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in held_tensors(value))
 
 
-def _was_made_by(quantizer: Any, name: str, value: Any) -> bool:
-    """Whether a quantizer of its class and options has made a value, which gets the usages that are asked for."""
-    empty = quantizer.make_empty(tuple(value.size()), dtype=value.dtype, device="meta")
-    old, new = flatten_tensor(name, value)[1], flatten_tensor(name, empty)[1]
-    if any(old.get(key) != new.get(key) for key in ("class", "static", "quantizer", "options")):
-        return False
-    with suppress(UsageError):
-        value.update_usage(rowwise_usage=True, columnwise_usage=quantizer.columnwise_usage)
-    return bool(value.get_usages()["rowwise"]) and set(new["tensors"]) <= set(flatten_tensor(name, value)[0])
-
-
 def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """The state dict at ``path``, checked, and mapped where the files allow that, and other texts of the file.
 
-    It is a safetensors file, a folder of such with an index, a file of ``torch.save``, or a sharded checkpoint. Of what
-    each rank of that had of its own it is rank 0's; of what the next step would have reduced, the largest of all.
-    Raises CheckpointError where it is none of these, or damaged.
+    Of what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step would have reduced,
+    the largest of all. Raises CheckpointError where it is no source of :func:`convert_file`, or damaged.
     """
     place = as_path(path)
     if (place / INDEX_NAME).is_file():
@@ -316,22 +267,20 @@ def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
 def _read_folder(folder: Path) -> dict[str, Any]:
     """safetensors files with an index of which tensor is in which, as large models are published."""
     index = folder / _FOLDER_INDEX
-    if not index.is_file():
-        what = f"{folder} has neither {_FOLDER_INDEX}, {_SINGLE} nor {INDEX_NAME}"
-        raise CheckpointError(what, expected="a folder of tensors")
-    with translated(f"{index} is damaged", "names of files by tensor"):
-        missing: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-        files = sorted({Path(file) for file in missing.values()})
+    with translated(f"{index} cannot be read", f"{_SINGLE}, files by tensor in {_FOLDER_INDEX}, or {INDEX_NAME}"):
+        file_of: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        outside = [file for file in file_of.values() if Path(file).name != file]
+    if outside:
+        raise CheckpointError(f"{index} names {outside[0]!r}", expected="files in the same folder")
     state: dict[str, Any] = {}
-    for file in files:
-        if file.name != str(file):
-            raise CheckpointError(f"{index} names {str(file)!r}", expected="files in the same folder")
+    missing = {*file_of}
+    for file in sorted({*file_of.values()}):
         tensors, metadata = read_tensors(folder / file)
+        missing -= tensors.keys()
         with named(folder / file):
             state |= unflatten_state_dict(tensors, metadata)
-        missing = {name: there for name, there in missing.items() if there != file.name or name not in tensors}
-    for name, there in missing.items():
-        raise CheckpointError(f"{folder / there} has no tensor {name!r}", expected=f"what {index} says")
+    if missing:
+        raise CheckpointError(f"{folder} has no tensor {min(missing)!r}", expected=f"what {index} says")
     return state
 
 
@@ -343,38 +292,31 @@ def _read_sharded(path: Path) -> dict[str, Any]:
         reader.file(name, verify=True)
     others = {name for names in reader.index.description["per_rank"].values() for name in names[1:]}
     tensors = {name: reader.whole(name) for name in sorted(reader.index.tensors) if name not in others}
-    text = json.dumps({"version": 1, "quantized": reader.index.description["quantized"]})
+    metadata = {METADATA_KEY: encode_description(reader.index.description["quantized"])}
     with named(path):
-        return unflatten_state_dict(tensors, {METADATA_KEY: text})
+        return unflatten_state_dict(tensors, metadata)
 
 
 def _read_pickled(path: Path) -> dict[str, Any]:
     """The state dict in a file of ``torch.save``, of which no code is run."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # files of old versions of torch cannot be mapped
-                state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):
+            # Files of old versions of torch are no archives, and cannot be mapped.
+            state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if not isinstance(state, dict):
+            raise TypeError(f"it holds a {type(state).__name__}")
+        for name, value in state.items():
+            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+                raise TypeError(f"{name!r} is a {type(value).__name__}")
+            for tensor in held_tensors(value):
+                dense = not tensor.is_nested and not tensor.is_meta and tensor.layout == torch.strided
+                # Strides are the file's word: a small file could ask for any amount of memory.
+                if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
+                    raise TypeError(f"{name!r} is on meta, sparse, nested or expanded")
     except Exception as error:
         # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the code.
-        needs = re.search(r"GLOBAL ([\w.]+)", str(error))
-        code = f"it needs code to be run{f' ({needs[1]})' if needs else ''}"
-        why = code if needs or "Weights only" in str(error) else (str(error).splitlines() or [repr(error)])[0][:200]
+        code = re.search(r"GLOBAL ([\w.]+)", str(error))
+        why = f"it needs code to be run ({code[1]})" if code else (str(error).splitlines() or [repr(error)])[0][:200]
         what, remedy = f"{path} cannot be read as a file of torch.save: {why}", "torch.save(model.state_dict(), path)"
         raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}", expected="a state dict of tensors")
-    for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            what, remedy = f"{path}: {name!r} is a {type(value).__name__}", "save the state dict of the model by itself"
-            raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy)
-        for tensor in held_tensors(value):
-            if tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided:
-                raise CheckpointError(f"{path}: {name!r} is on meta, sparse or nested", expected="dense tensors")
-            # Strides are the file's word: a small file could ask for any amount of memory.
-            if tensor.nbytes > tensor.untyped_storage().nbytes():
-                what = f"{path}: {name!r} of shape {tuple(tensor.shape)} has more elements than it has memory"
-                raise CheckpointError(what, expected="no expanded views", remedy="save .contiguous() copies")
     return state

@@ -1,17 +1,14 @@
 """State dicts with quantized tensors as plain tensors by name, for whatever takes such, by the storage declaration.
 
-A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held, in the dtype that
-its bytes have, so that other tools read them, and a description: text that is checked before anything is built from it.
-Of a sharded one, inner tensors that are gathered are sharded as it is, in rows or blocks of rows; those that serve
-every usage are equal on all ranks; those that derive from others, a transpose for example, are left out.
+A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held, in the dtype of its
+bytes, and a description. Of a sharded one, inner tensors that are gathered are sharded as it is, in rows or blocks of
+rows; those that serve every usage are equal on all ranks; those that derive from others, like transposes, are left out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
-import importlib.metadata
 import json
 import math
 import re
@@ -21,29 +18,28 @@ from typing import Any
 import torch
 
 from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name, named, translated
-from ottava.errors import CheckpointError, DTypeError, OttavaError, ShapeError, UsageError
+from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError
 from ottava.recipes.registry import plugin_statuses
-from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
 
 #: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are
-#: held, the static fields by argument, and what quantized it, as far as that is known.
+#: held, and the static fields by argument.
 Entry = dict[str, Any]
-_ORIGIN = {"quantizer": str, "package": str, "version": str, "options": dict}
+_ENTRY = {"class": str, "tensors": list, "static": dict}
 _VERSION = 1
+_Sizes = Sequence[int]
 
 
 def check_entry(entry: Any) -> Entry:
     """The entry of a quantized tensor; raises ValueError, KeyError or TypeError where it is of another kind."""
-    kinds = {"class": str, "tensors": list, "static": dict} | {key: _ORIGIN[key] for key in _ORIGIN if key in entry}
     texts = all(isinstance(argument, str) for argument in entry["tensors"])
-    if not texts or not all(isinstance(entry[key], kind) for key, kind in kinds.items()):
+    if not texts or not all(isinstance(entry[key], kind) for key, kind in _ENTRY.items()):
         raise ValueError("it is of another kind")
-    return dict(entry)
+    return {key: entry[key] for key in _ENTRY}
 
 
 def encode_description(quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None) -> str:
-    """As text: the quantized tensors, and names of tensors that are stored under another name."""
+    """The text for the quantized tensors, and for names of tensors that are stored under another name."""
     body = {"quantized": quantized, "version": _VERSION} | ({"aliases": aliases} if aliases else {})
     return json.dumps(body, sort_keys=True)
 
@@ -52,24 +48,23 @@ def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
     with translated("the metadata of quantized tensors is damaged", "what was saved"):
         read: Any = json.loads(text)
         version, aliases = read["version"], read.get("aliases", {})
-        if version == _VERSION:
-            if not all(isinstance(stored, str) for stored in aliases.values()):
-                raise ValueError("a name is no text")
-            return {name: check_entry(entry) for name, entry in read["quantized"].items()}, aliases
-    what = f"the metadata of quantized tensors has version {version!r:.80}"
-    raise CheckpointError(what, expected=f"version {_VERSION}", remedy="read it with the ottava that wrote it")
+        if version != _VERSION:
+            what = f"the metadata of quantized tensors has version {version!r:.80}"
+            raise CheckpointError(what, expected=f"version {_VERSION}", remedy="read it with the ottava that wrote it")
+        if not all(isinstance(stored, str) for stored in aliases.values()):
+            raise ValueError("a name is no text")
+        return {name: check_entry(entry) for name, entry in read["quantized"].items()}, aliases
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Plain tensors by name, and the metadata with which :func:`unflatten_state_dict` restores what they came from.
 
-    A sharded tensor becomes sharded plain tensors with the same mesh and placements. The metadata also says which
-    quantizer, of which version of which package, made each tensor; for tensors that were loaded, what the file said.
+    A sharded tensor becomes sharded plain tensors with the same mesh and placements.
 
     Raises:
         DTypeError: a value is not a tensor, or nested, jagged, sparse or of a dtype that safetensors does not have.
         UsageError: two tensors would have one name, or a quantized tensor holds no data.
-        ShapeError, UsageError: the inner tensors of a sharded quantized tensor cannot be sharded as it is.
+        ShapeError, UsageError: what a sharded quantized tensor holds cannot be sharded as it is.
     """
     tensors, quantized = flatten_values(state_dict)
     return tensors, {METADATA_KEY: encode_description(quantized)}
@@ -78,8 +73,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.T
 def flatten_values(
     state_dict: Mapping[str, Any], *, derived: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
-    """As :func:`flatten_state_dict`, with the descriptions before they are text, and on demand without what derives
-    from the elements of tensors that are not sharded either."""
+    """As :func:`flatten_state_dict`, with entries that are no text yet, and on demand without any derived tensors."""
     if not isinstance(state_dict, Mapping):
         raise DTypeError(f"the state dict is a {type(state_dict).__name__}", expected="a mapping of names to tensors")
     tensors: dict[str, torch.Tensor] = {}
@@ -87,7 +81,8 @@ def flatten_values(
     for name, value in state_dict.items():
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
             raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
-        made, entry = _flatten_value(name, value, derived and not hasattr(value, "to_local"))
+        with torch.no_grad():
+            made, entry = _flatten_value(name, value, derived)
         if taken := made.keys() & tensors.keys():
             raise UsageError(f"two tensors would have the name {min(taken)!r}", remedy="rename one of them")
         tensors |= made
@@ -116,8 +111,8 @@ def unflatten_state_dict(
     Quantized tensors come without quantizers: loading copies their bytes into the tensors of a model.
 
     Raises:
-        CheckpointError: the metadata is damaged, of a later version, or asks for a tensor that is missing or for a
-            class of a package that is not installed, which it names.
+        CheckpointError: the metadata is damaged, of a later version, or names a tensor that is missing, or a class
+            whose package is not installed.
         OttavaError: the tensors do not fit together, in the words of the class.
     """
     text = (metadata or {}).get(METADATA_KEY)
@@ -125,11 +120,11 @@ def unflatten_state_dict(
     state: dict[str, Any] = dict(tensors)
     for alias, stored in aliases.items():
         if stored not in tensors or alias in tensors:
-            why = "stored beside it" if stored in tensors else "missing"
-            what = f"{alias!r} is said to be {stored!r}, which is {why}"
+            where = "stored beside it" if stored in tensors else "missing"
+            what = f"{alias!r} is said to be {stored!r}, which is {where}"
             raise CheckpointError(what, expected="one of them", remedy="the metadata is damaged")
         state[alias] = tensors[stored]
-    made = {name: unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
+    made = {name: _unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
     if both := state.keys() & made.keys():
         raise CheckpointError(f"{min(both)!r} is both a tensor and a quantized one", expected="one tensor of a name")
     return state | made
@@ -140,33 +135,14 @@ def held_tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in value.inner_list() if t is not None] if isinstance(value, QuantizedTensorStorage) else [value]
 
 
-def flatten_tensor(name: str, value: QuantizedTensorStorage) -> tuple[dict[str, torch.Tensor], Entry]:
-    """The inner tensors of a quantized tensor by argument, in the dtypes of their bytes, and its entry."""
-    inner, spec = value.flatten_storage()
-    tensors = {}
-    for declared, tensor in zip(value.inner_tensors, inner, strict=True):
-        if tensor is not None:
-            native = native_dtype(value, declared)
-            tensors[declared.argument] = (tensor if native is None else tensor.view(native)).detach()
-    if not tensors:
-        raise UsageError(f"{name!r} holds no data", remedy="it was cleared or saved")
-    static = zip(spec.cls.all_static_fields(), spec.static, strict=True)
-    fields = {declared.argument: _encode_static(entry) for declared, entry in static}
-    origin = getattr(value, "_ottava_origin", None) or _distribution(type(value).__module__)
-    if isinstance(value._quantizer, Quantizer):
-        origin = _origin_of(value._quantizer)
-    return tensors, {"class": class_name(spec.cls), "tensors": list(tensors), "static": fields, **origin}
-
-
-def unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
-    """A quantized tensor of inner tensors, which are taken out of tensors by name; it remembers its origin."""
+def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
+    """A quantized tensor of inner tensors, which are taken out of tensors by name."""
     for key in (f"{name}.{argument}" for argument in entry["tensors"]):
         if key not in tensors:
             raise CheckpointError(f"tensor {key!r} is missing", expected=f"every inner tensor of {name!r}")
     cls = _find_class(name, entry)
-    unknown = set(entry["tensors"]) - {declared.argument for declared in cls.inner_tensors}
-    if unknown or not entry["tensors"]:
-        what = f"{name!r} has {f'unknown tensors {sorted(unknown)!r:.80}' if unknown else 'no tensors'}"
+    if not entry["tensors"] or not {*entry["tensors"]} <= {declared.argument for declared in cls.inner_tensors}:
+        what = f"{name!r} has the tensors {entry['tensors']!r:.80}"
         raise CheckpointError(what, expected="those of its class", remedy="the metadata is damaged")
     held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
     # A class of any author meets values that no code of its own has made.
@@ -175,9 +151,7 @@ def unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) 
         if len(entry["static"]) != len(fields):
             raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")
         inner = [_as_held(declared, held.get(declared.argument), fields) for declared in cls.inner_tensors]
-        built: Any = StorageSpec(cls, tuple(fields.values()), None).build(inner)
-    built._ottava_origin = {key: entry[key] for key in _ORIGIN if key in entry}
-    return built  # type: ignore[no-any-return]
+        return StorageSpec(cls, tuple(fields.values()), None).build(inner)
 
 
 def _as_held(declared: InnerTensor, tensor: torch.Tensor | None, fields: Mapping[str, Any]) -> torch.Tensor | None:
@@ -206,133 +180,99 @@ def _decode_static(value: Any) -> Any:
     return tuple(_decode_static(entry) for entry in value) if isinstance(value, list) else value
 
 
-def class_name(cls: type) -> str:
-    """``"module:Class"``."""
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _origin_of(quantizer: Quantizer) -> dict[str, Any]:
-    """The class of a quantizer, its distribution, and what tells it from others of the class: plain values that are
-    neither learnt nor a process's own."""
-    not_options = {"rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", *quantizer.process_attributes}
-    found = {"quantizer": class_name(type(quantizer)), **_distribution(type(quantizer).__module__)}
-    for name, value in sorted(vars(quantizer).items() if not quantizer.stateful else ()):
-        if name not in not_options and name[0] != "_" and value is not None:
-            with contextlib.suppress(DTypeError):
-                found.setdefault("options", {})[name] = _encode_static(value)
-    return found
-
-
-@functools.cache
-def _distribution(module: str) -> dict[str, Any]:
-    """Name and version of the distribution that has a module; nothing for modules of none, or of several."""
-    found = set(importlib.metadata.packages_distributions().get(module.partition(".")[0], []))
-    return {"package": min(found), "version": importlib.metadata.version(min(found))} if len(found) == 1 else {}
-
-
 def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
     """The class of a described tensor, which was imported or which an installed recipe brings: nothing else is imported
     because a file says so."""
     module, _, attribute = entry["class"].partition(":")
-    package = module.partition(".")[0]
-    brings: list[str] = []
     if entry["class"] not in storage_classes():
-        # A broken plugin, where all are required, must not keep a file from being read.
-        with contextlib.suppress(OttavaError):
-            factories = [spec.factory for status in plugin_statuses() for spec in status.recipes]
-            brings = [f.partition(":")[0] for f in factories if re.split(r"[.:]", f)[0] == package]
-    for place in (*brings, module) if brings else ():
-        # A module may make its classes when asked; one that cannot be imported is reported as the missing class.
+        # Neither a broken plugin nor a module that cannot be imported keeps a file from being read.
         with contextlib.suppress(Exception, SystemExit):
-            getattr(importlib.import_module(place), attribute, None)
+            factories = [spec.factory for status in plugin_statuses() for spec in status.recipes]
+            if module.partition(".")[0] in {re.split(r"[.:]", factory)[0] for factory in factories}:
+                # A module may make its classes when asked.
+                getattr(importlib.import_module(module), attribute, None)
     found = storage_classes().get(entry["class"])
     if found is None:
-        where = f"{entry.get('package') or f'the distribution of {package!r}'} {entry.get('version', '')}"
         what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
-        raise CheckpointError(what, expected="its package", remedy=f"install {where.rstrip()}")
+        remedy = f"install the package that has the module {module!r:.200}"
+        raise CheckpointError(what, expected="its package", remedy=remedy)
     return found
 
 
 def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], Entry | None]:
     """A tensor as plain ones by name, sharded as it is, and its entry where it is quantized; nothing is copied."""
     sharded = hasattr(value, "to_local")
-    with torch.no_grad():
-        local: Any = value.to_local() if sharded else value
-        # The plain tensor in which a wrapper keeps a weight in high precision that it gathers quantized.
-        unwrap = getattr(local, "high_precision", None)
-        local = unwrap() if callable(unwrap) and isinstance(local, torch.Tensor) else local
-        if not isinstance(local, QuantizedTensorStorage):
-            check_dense(name, local)
-            return {name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()}, None
-        held, described = flatten_tensor(name, local)
-        declared = {inner.argument: inner for inner in local.inner_tensors if inner.argument in held}
-        if not derived and not any(inner.gather for inner in declared.values()):
-            what = f"{name!r} holds only what derives from its elements"
-            raise UsageError(what, expected="rowwise data", remedy="keep the rowwise usage of weights")
-        kept = {a: held[a] for a, inner in declared.items() if derived or not local.is_derived(inner)}
-        if sharded:
-            offsets = _box(name, value)
-            if "shape" in described["static"]:
-                described["static"]["shape"] = list(value.shape)
-            for argument in [argument for argument in kept if declared[argument].gather]:
-                tensor = kept[argument]
-                shapes = tuple(local.shape), tuple(value.shape)
-                rows, first = sharded_rows(name, declared[argument], tensor, *shapes, offsets)
-                kept[argument], begin = _sharded(name, value, tensor, (rows, *tensor.shape[1:]))
-                if tensor.numel() and begin[0] != first:
-                    what = f"the shards of {name!r} are no shards of {argument!r}"
-                    raise ShapeError(what, expected="as many blocks on each rank but the last")
-        described["tensors"] = list(kept)
-        return {f"{name}.{argument}": tensor.detach() for argument, tensor in kept.items()}, described
+    local: Any = value.to_local() if sharded else value
+    # The plain tensor in which a wrapper keeps a weight in high precision that it gathers quantized.
+    unwrap = getattr(local, "high_precision", None)
+    local = unwrap() if callable(unwrap) and isinstance(local, torch.Tensor) else local
+    if not isinstance(local, QuantizedTensorStorage):
+        check_dense(name, local)
+        return {name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()}, None
+    inner, spec = local.flatten_storage()
+    held = [(declared, t) for declared, t in zip(local.inner_tensors, inner, strict=True) if t is not None]
+    derived = derived and not sharded
+    if not any(derived or declared.gather for declared, _ in held):
+        what = f"{name!r} holds {'only what derives from its elements' if held else 'no data'}"
+        raise UsageError(what, expected="rowwise data", remedy="keep the rowwise usage of weights; do not clear them")
+    static = zip(spec.cls.all_static_fields(), spec.static, strict=True)
+    fields = {declared.argument: _encode_static(entry) for declared, entry in static}
+    if sharded and "shape" in fields:
+        fields["shape"] = list(value.shape)
+    tensors: dict[str, torch.Tensor] = {}
+    for declared, tensor in held:
+        if not derived and local.is_derived(declared):
+            continue
+        native = native_dtype(local, declared)
+        made = tensor if native is None else tensor.view(native)
+        if sharded and declared.gather:
+            shapes = tuple(local.shape), tuple(value.shape)
+            rows, first = sharded_rows(name, declared, tensor, *shapes, _begin(name, value))
+            made, begin = _sharded(name, value, made, (rows, *tensor.shape[1:]))
+            if tensor.numel() and begin[0] != first:
+                what = f"the shards of {name!r} are no shards of {declared.argument!r}"
+                raise ShapeError(what, expected="as many blocks on each rank but the last")
+        tensors[declared.argument] = made.detach()
+    entry = {"class": f"{spec.cls.__module__}:{spec.cls.__qualname__}", "tensors": list(tensors), "static": fields}
+    return {f"{name}.{argument}": tensor for argument, tensor in tensors.items()}, entry
 
 
-def _sharded(name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, Sequence[int]]:
+def _sharded(name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, _Sizes]:
     """A tensor of the mesh and placements of another one, and where in it this rank's shard begins."""
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    sizes = {"shape": torch.Size(shape), "stride": stride}
+    sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
     made = type(value).from_local(local.detach(), value.device_mesh, value.placements, run_check=False, **sizes)
-    return made, _box(name, made)
+    return made, _begin(name, made)
 
 
-def _box(name: str, value: Any) -> Sequence[int]:
+def _begin(name: str, value: Any) -> _Sizes:
     """Where in a sharded tensor this rank's box begins."""
-    with translated(f"{name!r} cannot be saved in shards", "a sharded or replicated DTensor", to=UsageError):
+    expected = "shards and replicas, as of a DTensor, over a mesh with all ranks"
+    with translated(f"{name!r} cannot be saved in shards", expected, to=UsageError):
         (box,) = value.__create_chunk_list__()
-        fits = tuple(box.sizes) == tuple(value.to_local().shape) and not any(p.is_partial() for p in value.placements)
-    if not fits:
-        what = f"{name!r} is sharded in a way that makes no single box of it on this rank: {value.placements}"
-        raise UsageError(what, expected="shards and replicas over a mesh with all ranks")
-    return tuple(box.offsets)
+        if tuple(box.sizes) != tuple(value.to_local().shape) or any(p.is_partial() for p in value.placements):
+            raise ValueError(f"{value.placements} make no single box of it on this rank")
+        return tuple(box.offsets)
 
 
 def sharded_rows(
-    name: str,
-    inner: InnerTensor,
-    tensor: torch.Tensor,
-    local: Sequence[int],
-    shape: Sequence[int],
-    offsets: Sequence[int],
+    name: str, inner: InnerTensor, tensor: torch.Tensor, local: _Sizes, shape: _Sizes, offsets: _Sizes
 ) -> tuple[int, int]:
-    """Rows that an inner tensor of the whole has, and the first one of this rank's shard of it, which is ``tensor``.
+    """Rows of the whole inner tensor, and the first one of this rank's shard of it, which is ``tensor``.
 
     ``local`` and ``shape`` are those of the quantized tensor's shard and whole, in which the shard begins at
     ``offsets``. Raises ShapeError where the shards are not of rows, or cut blocks of rows in two.
     """
     if any(offset for offset in offsets[1:]) or tuple(local[1:]) != tuple(shape[1:]):
         raise ShapeError(f"{name!r} is sharded in columns", expected="shards of dimension 0")
-    if inner.block_rows is None:
-        rows, first, own = shape[0], offsets[0], local[0]
-    else:
-        each, block = math.prod(shape[1:-1]), inner.block_rows
-        begin, end = offsets[0] * each, (offsets[0] + local[0]) * each
-        # Of an empty shard nothing is cut, wherever it begins.
-        if local[0] and (begin % block or (end % block and offsets[0] + local[0] != shape[0])):
-            raise ShapeError(
-                f"the shards of {name!r} have {local[0] * each} rows, which cut the blocks of {inner.argument!r}",
-                expected=f"a multiple of {block} on each",
-                remedy="shard over fewer ranks, or keep this weight in high precision: it is quantized when it is used",
-            )
-        rows, first, own = (-(-n // block) for n in (shape[0] * each, begin, end - begin))
+    # Without blocks a row is an index of the first dimension.
+    each, block = (1, 1) if inner.block_rows is None else (math.prod(shape[1:-1]), inner.block_rows)
+    begin, end = offsets[0] * each, (offsets[0] + local[0]) * each
+    # Of an empty shard nothing is cut, wherever it begins.
+    if local[0] and (begin % block or (end % block and offsets[0] + local[0] != shape[0])):
+        what = f"the shards of {name!r} have {local[0] * each} rows, which cut the blocks of {inner.argument!r}"
+        remedy = "shard over fewer ranks, or keep this weight in high precision: it is quantized when it is used"
+        raise ShapeError(what, expected=f"a multiple of {block} on each", remedy=remedy)
+    rows, first, own = (-(-n // block) for n in (shape[0] * each, begin, end - begin))
     if tensor.shape[0] != own:
         raise ShapeError(f"{inner.argument!r} of {name!r} has {tensor.shape[0]} rows", expected=str(own))
     return rows, first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import warnings
 from collections.abc import Mapping
@@ -39,8 +40,7 @@ def save_file(
     """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
 
     A tensor under several names, a tied weight for example, is stored under the first one; overlapping views of one
-    memory are written one by one. Tensors that are contiguous and on the CPU are written from where they are; of all
-    others a copy is in memory meanwhile.
+    memory are written one by one. Contiguous tensors on the CPU are written from where they are, others copied before.
 
     Args:
         state_dict: tensors by name.
@@ -67,15 +67,13 @@ def load_file(
 ) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
     """The state dict of a safetensors file; files of other tools give plain tensors.
 
-    Quantized tensors come without quantizers: loading copies their bytes into the tensors of a model. They remember
-    what quantized them, so that they can be saved again. On the CPU tensors are mapped, not read: they take memory as
-    they are used, writes to them stay in memory, and the file must not be shortened in place meanwhile.
+    Quantized tensors come without quantizers. On the CPU tensors are mapped, not read: they take memory as they are
+    used, writes to them stay in memory, and the file must not be shortened in place meanwhile.
 
     Args:
         path: the file. Nothing in it is trusted; memory is bounded by its size.
         device: where the tensors go.
-        verify: whether the bytes are compared with the checksum of the file, which reads all of them. Files of other
-            tools have none.
+        verify: whether all bytes are read and compared with the file's checksum, which those of other tools lack.
 
     Raises:
         CheckpointError: the file cannot be read, is damaged, is no safetensors file, or was replaced while it was read.
@@ -107,12 +105,10 @@ def load_model(
 
     The file is checked as a whole and compared with the model: names, shapes and kinds. Only then the model is written,
     straight from the file; an interrupt waits for the end of that. Where a module could refuse its values after all (it
-    has hooks or a way of its own to load, or values are quantized for it), a copy of the model is on the CPU meanwhile,
-    and what was written is undone.
+    has hooks or loads in a way of its own, or values are quantized), a copy on the CPU undoes what was written.
 
-    A quantized tensor in the file is copied byte by byte into a parameter of the same kind. Into one of another kind,
-    and from high precision, values are quantized by the parameter's own quantizer; into high precision they are
-    dequantized.
+    Quantized tensors are copied byte by byte into parameters of the same kind. For those of another kind, and from high
+    precision, the parameter's own quantizer quantizes the values; for high precision they are dequantized.
 
     Args:
         model: the model, with memory of its own: not on meta, not sharded.
@@ -132,35 +128,36 @@ def load_model(
         raise OptionError(f"strict is {strict!r}", expected="True or False")
     targets: dict[str, Any] = _module(model).state_dict(keep_vars=True)
     for name, tensor in targets.items():
+        what = f"{name!r} of the model is"
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
-            kind = "sharded" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-            raise DTypeError(f"{name!r} of the model is {kind}", expected="whole tensors", remedy="use load_sharded")
+            raise DTypeError(f"{what} a {type(tensor).__name__}", expected="whole tensors", remedy="use load_sharded")
         if tensor.is_meta:
-            what, remedy = f"{name!r} of the model is on meta", "call model.to_empty first"
-            raise UsageError(what, expected="memory to load into", remedy=remedy)
+            raise UsageError(f"{what} on meta", expected="memory to load into", remedy="call model.to_empty first")
     state: dict[str, Any] = load_file(path, verify=verify)
     modules = dict(model.named_modules(remove_duplicate=False))
     # Layers keep the state of a recipe that a region has yet to bring.
-    layers = [
-        (name, module) for name, module in modules.items() if isinstance(module, Linear) and module.recipe is None
-    ]
-    waiting = tuple(f"{n}.recipe_state.".lstrip(".") for n, layer in layers if "recipe_state" not in layer._modules)
+    bare = {n: m for n, m in modules.items() if isinstance(m, Linear) and m.recipe is None}
+    waiting = tuple(f"{n}.recipe_state.".lstrip(".") for n, m in bare.items() if "recipe_state" not in m._modules)
     with named(as_path(path)):
         missing = [name for name in targets if name not in state and not name.startswith(waiting)]
         unexpected = [name for name in state if name not in targets and not name.startswith(waiting)]
+        differing = {"the file misses": missing, "the model has no place for": unexpected}
         if strict and (missing or unexpected):
-            wrong = [f"the file misses {listed(missing)}"] if missing else []
-            wrong += [f"the model has no place for {listed(unexpected)}"] if unexpected else []
-            raise CheckpointError(
-                "; ".join(wrong), expected="the names of the model", remedy="strict=False leaves them"
-            )
+            what = "; ".join(f"{whose} {listed(names)}" for whose, names in differing.items() if names)
+            raise CheckpointError(what, expected="the names of the model", remedy="strict=False leaves them")
         state = {name: value for name, value in state.items() if name not in unexpected}
         own: dict[str, Any] = {f"{n}.": m for n, m in modules.items() if n and isinstance(m, RecipeState)}
         for name in [name for name in state if name in targets and not name.startswith(tuple(own))]:
             with of_any_class(name):
                 state[name] = _fitting(name, targets[name], state[name])
         for prefix, module in own.items():
-            _try_recipe_state(prefix, module, state)
+            # Into a copy: the states of recipes are small, and may take other shapes than they have.
+            found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            if any(isinstance(value, QuantizedTensorStorage) for value in found.values()):
+                raise DTypeError(f"something of {prefix!r} is quantized", expected="plain tensors, as in the model")
+            with warnings.catch_warnings(action="ignore"):
+                with translated(f"{prefix!r} cannot be loaded", "the state of its recipe", of=RuntimeError):
+                    copy.deepcopy(module).load_state_dict(found, strict=False)
         _write(model, targets, state)
     return missing, unexpected
 
@@ -171,7 +168,7 @@ def _module(model: Any) -> torch.nn.Module:
     return model
 
 
-def _fitting(name: str, target: Any, value: Any) -> torch.Tensor:
+def _fitting(name: str, target: Any, value: Any) -> Any:
     """The value as it is copied into the target, or an error where it cannot be."""
     check_writable(name, target)
     if tuple(value.size()) != tuple(target.shape):
@@ -181,10 +178,10 @@ def _fitting(name: str, target: Any, value: Any) -> torch.Tensor:
     if not isinstance(target, QuantizedTensor):
         if quantized:
             value = value.dequantize(target.dtype if target.dtype in HIGH_PRECISION else torch.float32)
-        kinds = [(t.dtype.is_floating_point, t.dtype.is_complex) for t in (target, value)]
-        if kinds[0] != kinds[1] or (not any(kinds[0]) and value.dtype != target.dtype):
+        dtypes = [target.dtype, value.dtype]
+        if len({"float" if d.is_floating_point else "complex" if d.is_complex else d for d in dtypes}) > 1:
             raise DTypeError(f"{name!r} is of {value.dtype}", expected=f"{target.dtype}, as in the model")
-        return value  # type: ignore[no-any-return]
+        return value
     if not any(target.get_usages().values()):
         raise UsageError(f"{name!r} of the model holds no data", remedy="it was cleared or saved")
     if isinstance(value, QuantizedTensor):
@@ -194,55 +191,41 @@ def _fitting(name: str, target: Any, value: Any) -> torch.Tensor:
             with contextlib.suppress(UsageError):
                 value.update_usage(**{f"{usage}_usage": held or None for usage, held in target.get_usages().items()})
         if target.adopts_bytes_of(value):
-            return value  # type: ignore[no-any-return]
+            return value
     if target._quantizer is None:
         what = f"{name!r} of the model has no quantizer, and the file has another kind of data for it"
         raise UsageError(what, expected="a quantizer", remedy="set one with update_quantizer()")
     if not quantized and not value.dtype.is_floating_point:
         raise DTypeError(f"{name!r} is of {value.dtype}", expected="floating-point values to quantize")
-    plain: torch.Tensor = value.dequantize(torch.float32) if quantized else value
-    return plain if plain.dtype in HIGH_PRECISION else plain.to(torch.float32)
-
-
-def _try_recipe_state(prefix: str, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Load into a copy: the states of recipes are small, and may take other shapes than they have."""
-    found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    for name, value in found.items():
-        if isinstance(value, QuantizedTensorStorage):
-            raise DTypeError(f"{prefix + name!r} is quantized", expected="a plain tensor, as in the model")
-    with warnings.catch_warnings(action="ignore"):
-        with translated(f"{prefix!r} cannot be loaded", "the state of its recipe", of=RuntimeError):
-            copy.deepcopy(module).load_state_dict(found, strict=False)
+    values = value.dequantize(torch.float32) if quantized else value
+    return values if values.dtype in HIGH_PRECISION else values.to(torch.float32)
 
 
 def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Have the modules load values that were compared with them, and undo what they loaded where one refuses."""
-    modules = list(model.modules())
-    waiting = [(module, module._loaded_state) for module in modules if isinstance(module, Linear)]
+    waiting = [(layer, layer._loaded_state) for layer in model.modules() if isinstance(layer, Linear)]
     # The states of recipes were tried, and bytes that a tensor adopts are copied.
-    refusing = any(may_refuse_to_load(module) for module in modules if not isinstance(module, RecipeState))
+    refusing = any(may_refuse_to_load(module) for module in model.modules() if not isinstance(module, RecipeState))
     for name in state.keys() & targets.keys():
         adopts = isinstance(targets[name], QuantizedTensor) and isinstance(state[name], QuantizedTensor)
         refusing |= not adopts and type(targets[name]) not in (torch.Tensor, torch.nn.Parameter)
     with torch.no_grad():
-        backup = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()] if refusing else []
+        before = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()] if refusing else []
     try:
         with uninterrupted():
             model.load_state_dict(state, strict=False)
     except BaseException as error:
         with uninterrupted(), torch.no_grad():
-            for tensor, before in backup:
-                (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(before)
+            for tensor, values in before:
+                (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(values)
             for layer, loaded in waiting:
                 layer._loaded_state = loaded
-        if not isinstance(error, Exception):
-            raise
-        what = f"a module refuses its values: {error}"
-        raise CheckpointError(what, expected="values that all modules take") from error
+        if isinstance(error, Exception):
+            what = f"a module refuses its values: {error}"
+            raise CheckpointError(what, expected="values that all modules take") from error
+        raise
 
 
 def _on_the_cpu(tensor: Any) -> Any:
-    def copied(plain: torch.Tensor) -> torch.Tensor:
-        return plain.to("cpu", copy=True)
-
+    copied = functools.partial(torch.Tensor.to, device="cpu", copy=True)
     return tensor.apply_to_inner(copied) if isinstance(tensor, QuantizedTensor) else copied(tensor)
