@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections import abc
 from typing import Any
 
 
@@ -80,7 +80,7 @@ class BackendError(OttavaError, RuntimeError):
 @contextlib.contextmanager
 def translated(
     what: str, expected: str, remedy: str = "", *, to: type[OttavaError] = CheckpointError, of: Any = Exception
-) -> Iterator[None]:
+) -> abc.Iterator[None]:
     """What anybody's code raises, or some kinds of it, as an error of Ottava; those pass."""
     try:
         yield
@@ -92,7 +92,7 @@ def translated(
 
 
 @contextlib.contextmanager
-def named(what: object) -> Iterator[None]:
+def named(what: object) -> abc.Iterator[None]:
     """Errors of Ottava name the file, or the tensor."""
     try:
         yield
@@ -107,6 +107,6 @@ def of_any_class(name: str) -> contextlib.AbstractContextManager[None]:
     return translated(f"{name!r} has no values", "a tensor that can be loaded or dequantized")
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: abc.Sequence[str]) -> str:
     """Names for an error, the first few of many."""
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

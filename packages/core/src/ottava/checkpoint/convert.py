@@ -9,28 +9,18 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import (
-    BY_TORCH,
-    METADATA_KEY,
-    as_path,
-    check_file_target,
-    listed,
-    looks_like,
-    named,
-    of_any_class,
-    read_tensors,
-    translated,
-)
+from ottava.checkpoint.files import BY_TORCH, METADATA_KEY, as_path, check_file_target, looks_like, read_tensors
 from ottava.checkpoint.flatten import encode_description, held_tensors, unflatten_state_dict
 from ottava.checkpoint.folder import INDEX_NAME
 from ottava.checkpoint.model import save_file
-from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
+from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, named, of_any_class, translated
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.conversion import convert
 from ottava.nn.linear import Linear
@@ -87,8 +77,8 @@ def convert_file(
 ) -> Conversion:
     """Write the tensors of ``source`` as one safetensors file, weights quantized by ``recipe`` or in high precision.
 
-    Values pass through float32, also of what was quantized by the same recipe. For a recipe, what was quantized is
-    quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for those named as
+    Values pass through float32; what was quantized and would not change keeps its bytes. For a recipe, what was
+    quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for those named as
     embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of float32, bfloat16
     or float16 gets that dtype, as of ``model.to``. Scaling state (``*.recipe_state.*``) is kept for a recipe whose
     state has the same buffers, else dropped. The source is mapped where it can be; what is written is in memory.
@@ -179,7 +169,22 @@ def _converted(
     what, remedy = f"{name!r} of shape {tuple(value.shape)} cannot be quantized", "exclude it, or tell its authors"
     with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
         quantizer.initialize(values)
-        return "quantized", quantizer.quantize(values, dtype=value.dtype)
+        made = quantizer.quantize(values, dtype=value.dtype)
+        return ("copied", value) if quantized and _changes_nothing(value, made) else ("quantized", made)
+
+
+def _changes_nothing(old: Any, new: Any) -> bool:
+    """Whether quantizing a tensor again gave its values, but for the rounding of a scale; usages not asked for go.
+
+    Then its bytes stay, because its columns, say, were made of the values before they were quantized.
+    """
+    specs = [tensor.flatten_storage()[1] for tensor in (old, new)]
+    if (specs[0].cls, specs[0].static) != (specs[1].cls, specs[1].static):
+        return False
+    with suppress(UsageError):
+        old.update_usage(**{f"{usage}_usage": wanted for usage, wanted in new.get_usages().items()})
+    values = (tensor.dequantize(torch.float32) for tensor in (old, new))
+    return bool(old.get_usages() == new.get_usages() and torch.allclose(*values, rtol=2**-22, atol=0, equal_nan=True))
 
 
 def _keeps_state(recipe: Recipe | None, state: Mapping[str, Any]) -> bool:

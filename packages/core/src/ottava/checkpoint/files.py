@@ -27,9 +27,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
-from ottava.errors import CheckpointError, DTypeError, UsageError, listed, named, of_any_class, translated
+from ottava.errors import CheckpointError, DTypeError, UsageError, translated
 
-__all__ = ["listed", "named", "of_any_class", "translated"]
 AnyPath = str | os.PathLike[str]
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 #: For checkpoints of formats that are no longer read.

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name, named, translated
-from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError
+from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name
+from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, named, translated
 from ottava.recipes.registry import plugin_statuses
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
 

@@ -12,19 +12,21 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import (
-    METADATA_KEY,
-    as_path,
+from ottava.checkpoint.files import METADATA_KEY, as_path, put_tensors, read_tensors
+from ottava.checkpoint.flatten import aliases_of, encode_description, flatten_values, unflatten_state_dict
+from ottava.checkpoint.writing import check_writable, uninterrupted
+from ottava.errors import (
+    CheckpointError,
+    DeviceError,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    UsageError,
     listed,
     named,
     of_any_class,
-    put_tensors,
-    read_tensors,
     translated,
 )
-from ottava.checkpoint.flatten import aliases_of, encode_description, flatten_values, unflatten_state_dict
-from ottava.checkpoint.writing import check_writable, uninterrupted
-from ottava.errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.state import RecipeState
