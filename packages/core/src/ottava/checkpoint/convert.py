@@ -78,10 +78,11 @@ def convert_file(
     """Write the tensors of ``source`` as one safetensors file, weights quantized by ``recipe`` or in high precision.
 
     Values pass through float32; what was quantized and would not change keeps its bytes. For a recipe, what was
-    quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for those named as
-    embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of float32, bfloat16
-    or float16 gets that dtype, as of ``model.to``. Scaling state (``*.recipe_state.*``) is kept for a recipe whose
-    state has the same buffers, else dropped. The source is mapped where it can be; what is written is in memory.
+    quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for
+    those named as embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of
+    float32, bfloat16 or float16 gets that dtype, as of ``model.to``. Scaling state (``*.recipe_state.*``) is kept for a
+    recipe whose state has the same buffers, else dropped. The source is mapped where it can be; what is written is in
+    memory.
 
     Args:
         source: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json``, a file of
@@ -183,8 +184,9 @@ def _changes_nothing(old: Any, new: Any) -> bool:
         return False
     with suppress(UsageError):
         old.update_usage(**{f"{usage}_usage": wanted for usage, wanted in new.get_usages().items()})
-    values = (tensor.dequantize(torch.float32) for tensor in (old, new))
-    return bool(old.get_usages() == new.get_usages() and torch.allclose(*values, rtol=2**-22, atol=0, equal_nan=True))
+    before, after = (tensor.dequantize(torch.float32) for tensor in (old, new))
+    same = torch.allclose(before, after, rtol=2**-22, atol=0, equal_nan=True)
+    return same and bool(old.get_usages() == new.get_usages())
 
 
 def _keeps_state(recipe: Recipe | None, state: Mapping[str, Any]) -> bool:
