@@ -64,9 +64,13 @@ def test_large_operands_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < max(buffer.numel() for buffer in products._scratch.buffers) <= 10_000
 
 
-def test_nan_remains_where_the_scales_vanish() -> None:
-    """2^-100 times itself is 0 in float32; torch's product with a factor of 0 would not look at its operands."""
-    a, tiny = torch.full((2, 40), float("nan")).bfloat16(), torch.tensor(2.0**-100)
-    for dtype in (torch.bfloat16, torch.float32):
-        with cpu_products(dtype):
-            assert scaled_mm(a, a.t(), tiny, tiny, None, torch.bfloat16).isnan().all()
+def test_scales_beyond_float32_follow_ieee() -> None:
+    """Their product is infinite, or 0: so is the result, and NaN where IEEE has one."""
+    a = torch.tensor([[1.0, 0.0], [0.0, 0.0], [float("nan"), 0.0], [-2.0, 0.0]]).bfloat16()
+    one = torch.tensor([[1.0, 0.0]]).bfloat16().t()
+    for scale, expected in ((2.0**100, ["inf", "nan", "nan", "-inf"]), (2.0**-100, [0.0, 0.0, "nan", 0.0])):
+        for dtype in (torch.bfloat16, torch.float32):
+            with cpu_products(dtype):
+                made = scaled_mm(a, one, torch.tensor(scale), torch.tensor(scale), None, torch.bfloat16)
+            wanted = torch.tensor([[float(value)] for value in expected]).bfloat16()
+            torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True)

@@ -26,6 +26,7 @@ Tensor = torch.Tensor
 
 #: Says what to do instead of asking torch.
 VARIABLE = "OTTAVA_CPU_PRODUCT"
+_FLOAT32 = torch.finfo(torch.float32)
 _NAMES = {"bfloat16": True, "float32": False}
 
 # What torch (or the variable) answered, asked at the first product; None before.
@@ -166,16 +167,14 @@ def product(
     wide = a.dtype != torch.float32 and returns_float32(a.device)
     if narrow and unscaled:
         return _addmm(bias, a, b)
-    # torch multiplies its float32 sums with a number, too. With 0 it would not look at the operands, which may be NaN.
-    if narrow and not wide and a.device.type == "cpu" and (factor := _factor(scale_a, scale_b)):
-        return _addmm(bias, a, b, factor)
+    if narrow and not wide and a.device.type == "cpu":
+        # torch multiplies its float32 sums with a number, too, if that is a normal float32: it refuses larger ones, and
+        # may flush smaller ones to 0.
+        factor = math.prod(scale.item() for scale in (scale_a, scale_b) if scale is not None)
+        if _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:
+            return _addmm(bias, a, b, factor)
     sums = mm(a, b, torch.float32) if wide else mm(a, b).to(torch.float32)
     return finish(sums, scale_a, scale_b, bias, out_dtype)
-
-
-def _factor(*scales: Tensor | None) -> float:
-    """The product of float32 scales on a CPU, rounded to float32 as theirs is: in double precision it is exact."""
-    return math.prod(scale.item() for scale in scales if scale is not None)
 
 
 # Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both factors and the
