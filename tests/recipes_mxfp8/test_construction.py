@@ -143,7 +143,7 @@ def test_a_usage_that_is_not_held_is_named_with_the_remedy(columnwise: bool) -> 
     name, kind = ("columnwise", "rowwise") if columnwise else ("rowwise", "columnwise")
     q = quantizer(kind)(wide((64, 64)))
     for call in (
-        lambda: q.block_operand(columnwise=columnwise),
+        lambda: q.grid_operand(columnwise=columnwise),
         lambda: q.update_usage(**{f"{name}_usage": True}),
     ):
         with pytest.raises(UsageError, match=rf"no {name} data.*{name}=True.*quantizer.set_usage\({name}=True\)"):

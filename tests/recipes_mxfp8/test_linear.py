@@ -103,13 +103,13 @@ def test_only_codes_are_saved(name: str) -> None:
 
 def test_what_needs_no_gradient_is_neither_quantized_nor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[tuple[int, ...], bool, bool]] = []
-    quantize = for_layers.mx_quantize
+    quantize = for_layers.grid_quantize
 
     def counting(x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, *options: Any) -> Any:
         made.append((tuple(x.shape), rowwise, columnwise))
         return quantize(x, fp8_dtype, rowwise, columnwise, *options)
 
-    monkeypatch.setattr(for_layers, "mx_quantize", counting)
+    monkeypatch.setattr(for_layers, "grid_quantize", counting)
     x = torch.randn(64, 96, dtype=torch.bfloat16)
     for x_needs in (False, True):
         for w_needs in (False, True):

@@ -55,7 +55,7 @@ def test_a_cleared_tensor(internal: bool) -> None:
         lambda q: q.quantize_(x),
         lambda q: q.copy_from_storage(quantizer()(x)),
         lambda q: q.dequantize(),
-        lambda q: q.block_operand(columnwise=True),
+        lambda q: q.grid_operand(columnwise=True),
         lambda q: pickle.dumps(q),
         lambda q: torch.save(q, io.BytesIO()),
     ):
@@ -221,7 +221,7 @@ def check_that_writes_are_noticed(op: Op) -> None:
         assert kept_operand(q, columnwise) is kept_operand(q, columnwise)
     view.copy_(wide(view.shape, seed=1))
     for q, columnwise in everything:
-        elements, scales = q.block_operand(columnwise=columnwise)
+        elements, scales = q.grid_operand(columnwise=columnwise)
         codes = elements.view(torch.uint8)
         if columnwise:
             codes, scales = codes.t(), scales.t()

@@ -197,7 +197,7 @@ def test_giving_up_and_taking_back(internal: bool) -> None:
     assert [t is None for t in tensors] == [False, False, True, True]
     assert inner(q) == [None] * 4
     with pytest.raises(UsageError, match="holds no data"):
-        q.quantize_(torch.ones(70, 40)) if internal else q.block_operand(columnwise=False)
+        q.quantize_(torch.ones(70, 40)) if internal else q.grid_operand(columnwise=False)
     rest = q.restore_from_saved([*tensors, None, torch.ones(1)])
     assert len(rest) == 2
     check_bytes(q, expected)

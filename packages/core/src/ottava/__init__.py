@@ -21,6 +21,10 @@ _EXPORTS = {
     "Float8Tensor": "ottava.tensors",
     "Float8TensorStorage": "ottava.tensors",
     "Format": "ottava.formats",
+    "GridQuantizer": "ottava.tensors",
+    "GridTensor": "ottava.tensors",
+    "GridTensorStorage": "ottava.tensors",
+    "Layout": "ottava.layout",
     "QuantizedTensor": "ottava.tensors",
     "QuantizedTensorStorage": "ottava.tensors",
     "Quantizer": "ottava.tensors",
@@ -77,6 +81,7 @@ if TYPE_CHECKING:
     from ottava.formats import E8M0 as E8M0
     from ottava.formats import HYBRID as HYBRID
     from ottava.formats import Format as Format
+    from ottava.layout import Layout as Layout
     from ottava.nn import ConversionReport as ConversionReport
     from ottava.nn import conversion_report as conversion_report
     from ottava.nn import convert as convert
@@ -94,6 +99,9 @@ if TYPE_CHECKING:
     from ottava.recipes.spec import RecipeSpec as RecipeSpec
     from ottava.tensors import Float8Tensor as Float8Tensor
     from ottava.tensors import Float8TensorStorage as Float8TensorStorage
+    from ottava.tensors import GridQuantizer as GridQuantizer
+    from ottava.tensors import GridTensor as GridTensor
+    from ottava.tensors import GridTensorStorage as GridTensorStorage
     from ottava.tensors import QuantizedTensor as QuantizedTensor
     from ottava.tensors import QuantizedTensorStorage as QuantizedTensorStorage
     from ottava.tensors import Quantizer as Quantizer

@@ -6,8 +6,6 @@ Sources: E4M3 and E5M2 follow the OCP 8-bit Floating Point Specification 1.0 (``
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -51,10 +49,29 @@ E4M3 = FloatFormat("E4M3", torch.float8_e4m3fn, 4, 3, 7, 448.0, 2.0**-6, 2.0**-9
 E5M2 = FloatFormat("E5M2", torch.float8_e5m2, 5, 2, 15, 57344.0, 2.0**-14, 2.0**-16, True, 0x7F, 1)
 E8M0 = FloatFormat("E8M0", torch.float8_e8m0fnu, 8, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, False, 0xFF, 2)
 
+
+@dataclass(frozen=True)
+class IntegerFormat:
+    """One integer format, symmetric: what is written lies within ``-max`` and ``max``.
+
+    Attributes:
+        name, torch_dtype, max, code: as of :class:`FloatFormat`.
+    """
+
+    name: str
+    torch_dtype: torch.dtype
+    max: float
+    code: int
+
+
+INT8 = IntegerFormat("INT8", torch.int8, 127.0, 3)
+
 #: Elements that share a scale in the MX formats.
 MX_BLOCK = 32
 
 _BY_DTYPE: dict[torch.dtype, FloatFormat] = {f.torch_dtype: f for f in (E4M3, E5M2)}
+#: The dtypes of FP8 elements.
+FP8 = frozenset(_BY_DTYPE)
 
 
 # Inside the enum's body its own members would shadow the formats.
@@ -98,8 +115,16 @@ def fp8_format(dtype: torch.dtype) -> FloatFormat:
     return found
 
 
-def mx_scale_shapes(shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of the scales along rows and along columns of a tensor of ``shape``."""
-    columns = shape[-1] if len(shape) else 1
-    rows = math.prod(shape[:-1])
-    return (rows, -(-columns // MX_BLOCK)), (-(-rows // MX_BLOCK), columns)
+def element_format(dtype: torch.dtype) -> FloatFormat | IntegerFormat:
+    """The format of elements of a torch dtype.
+
+    Raises:
+        DTypeError: ``dtype`` is none of ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` and ``torch.int8``.
+    """
+    if dtype == INT8.torch_dtype:
+        return INT8
+    try:
+        return fp8_format(dtype)
+    except DTypeError:
+        what = f"{dtype!r} is not a format of elements"
+        raise DTypeError(what, expected="torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8") from None

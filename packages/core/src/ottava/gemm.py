@@ -1,7 +1,7 @@
 """One function for the three GEMMs of a linear layer: operands in, high precision out.
 
 How an operand becomes a matrix is the operand's own affair (``scaled_operand`` where the hardware multiplies FP8,
-``block_operand``, else ``gemm_operand``); a user-defined quantizer's ``qgemm`` takes over where there is one.
+``grid_operand``, else ``gemm_operand``); a user-defined quantizer's ``qgemm`` takes over where there is one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def gemm(
     (a_columnwise, b_columnwise), transposes = _GEMMS[gemm_type]
     compute = _compute_dtype(a, b, sum_dtype)
     left, right = _operand(a, a_columnwise, compute), _operand(b, b_columnwise, compute)
-    if left.blocks is not None and right.blocks is not None:
+    if left.scales is not None and right.scales is not None:
         caches = a.gemm_cache(), b.gemm_cache()  # type: ignore[union-attr]
         result = block_product(left, right, caches, transposes, bias, sum_dtype, fast)
     if result is None:
@@ -146,15 +146,14 @@ def _operand(x: Operand, columnwise: bool, dtype: torch.dtype) -> products.Opera
     if not isinstance(x, QuantizedTensorStorage):
         # No gradient flows through a product: layers have backward passes of their own.
         return products.Operand(as_matrix(x.detach()).to(dtype))
-    in_blocks = x.block_operand(columnwise=columnwise)
-    if in_blocks is not None:
-        elements, blocks = in_blocks
-        return products.Operand(elements.view(torch.uint8), elements.dtype, blocks, columnwise)
+    on_grid = x.grid_operand(columnwise=columnwise)
+    if on_grid is not None:
+        return products.Operand(*on_grid, x.layout_text, columnwise)
     scaled = x.scaled_operand(columnwise=columnwise)
     if scaled is not None and (scaled[1] is None or scaled[1].numel() == 1):
         elements, scale = scaled
         data = elements.view(torch.uint8)
-        return products.Operand(data.t() if columnwise else data, elements.dtype, scale=scale)
+        return products.Operand(data.t() if columnwise else data, element=elements.dtype, scale=scale)
     values, scale = x.gemm_operand(columnwise=columnwise, dtype=dtype)
     return products.Operand(values, scale=scale)
 

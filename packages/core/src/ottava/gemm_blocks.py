@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ottava.formats import MX_BLOCK
+from ottava.formats import E8M0, FP8, MX_BLOCK
 from ottava.kernels import transpose
 from ottava.kernels.products import Operand, capability
+from ottava.layout import Layout
 from ottava.tensors.freshness import GemmCache
 
 # What the library's scales are padded to, rows and columns, and the rows of one of its groups.
@@ -28,6 +29,12 @@ def multiplies_blocks(operand: torch.Tensor) -> bool:
     return capability(operand) >= 100
 
 
+def _has_blocks(operand: Operand) -> bool:
+    layout = Layout.of(operand.layout)
+    of_mx = layout.block == (1, MX_BLOCK) and layout.scale == E8M0.torch_dtype
+    return of_mx and layout.columnwise == "own" and layout.element in FP8
+
+
 def block_product(
     a: Operand,
     b: Operand,
@@ -39,9 +46,11 @@ def block_product(
 ) -> torch.Tensor | None:
     """The product of two operands in blocks, or None if the hardware that they are on has no such product."""
     # Blocks that lie along the reduced dimension are all that the hardware takes.
+    if not (_has_blocks(a) and _has_blocks(b)):
+        return None
     fits = a.columnwise == transposes[0] and b.columnwise != transposes[1]
     # The library has no product of two E5M2 operands.
-    fits = fits and not a.fp8_dtype == b.fp8_dtype == torch.float8_e5m2
+    fits = fits and any(Layout.of(operand.layout).element != torch.float8_e5m2 for operand in (a, b))
     if not (fits and a.values.numel() and b.values.numel() and multiplies_blocks(a.values)):
         return None
     (left, left_scales), (right, right_scales) = _kept(a, caches[0]), _kept(b, caches[1])
@@ -59,22 +68,21 @@ def block_product(
 
 def _for_library(operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements ``[outer, reduced]``, padded, and their scales, swizzled."""
-    data, scales, dtype = operand.values, operand.blocks, operand.fp8_dtype
+    data, scales = operand.values, operand.scales
     assert scales is not None
-    assert dtype is not None
     if operand.columnwise:
         data, scales = transpose(data), scales.t()
     padding = [0, -data.shape[1] % MX_BLOCK, 0, -data.shape[0] % _OUTER]
     if any(padding):
         data = F.pad(data, padding)
-    return data.contiguous().view(dtype), swizzle(scales).view(torch.float8_e8m0fnu)
+    return data.contiguous().view(Layout.of(operand.layout).element), swizzle(scales).view(torch.float8_e8m0fnu)
 
 
 def _kept(operand: Operand, cache: GemmCache | None) -> tuple[torch.Tensor, torch.Tensor]:
     """What the library is given, made once for each state of the operand."""
     if cache is None:
         return _for_library(operand)
-    return cache.get(operand.columnwise, operand[:3:2], lambda: _for_library(operand))  # type: ignore[no-any-return, arg-type]
+    return cache.get(operand.columnwise, (operand.values, operand.scales), lambda: _for_library(operand))  # type: ignore[no-any-return, arg-type]
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:

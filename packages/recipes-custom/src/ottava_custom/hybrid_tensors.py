@@ -96,8 +96,8 @@ class HybridTensorStorage(QuantizedTensorStorage):
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.side(columnwise).gemm_operand(columnwise=columnwise, dtype=dtype)
 
-    def block_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return self.side(columnwise).block_operand(columnwise=columnwise)
+    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self.side(columnwise).grid_operand(columnwise=columnwise)
 
     def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         return self.side(columnwise).scaled_operand(columnwise=columnwise)
@@ -113,7 +113,7 @@ def _own_fields(kind: _Kind) -> tuple[StaticField, ...]:
 
 def _declared(side: str, inner: InnerTensor) -> InnerTensor:
     """The declaration of a side's inner tensor in a hybrid: it serves that side, whatever it serves by itself."""
-    shared = inner.usage == "both" and not inner.gather
+    shared = inner.shared
     return replace(
         inner,
         attribute=_attribute(side, inner.attribute),

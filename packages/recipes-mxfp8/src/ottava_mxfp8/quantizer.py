@@ -6,19 +6,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ottava import kernels
-from ottava.distributed import ShardRule
 from ottava.errors import OptionError
-from ottava.formats import fp8_format, mx_scale_shapes
-from ottava.kernels import for_layers
-from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava_mxfp8.shards import MXFP8Shards
+from ottava.formats import fp8_format
+from ottava.tensors import GridQuantizer, GridTensor, GridTensorStorage
 from ottava_mxfp8.tensors import MXFP8Tensor, MXFP8TensorStorage
+from ottava_mxfp8.tensors.storage import mx_layout
 
-_ABSENT = None, None
 
-
-class MXFP8Quantizer(Quantizer):
+class MXFP8Quantizer(GridQuantizer):
     """Quantizes along rows, columns or both, each from the values themselves, in one pass over them.
 
     Args:
@@ -32,7 +27,8 @@ class MXFP8Quantizer(Quantizer):
         OptionError: an option has a value that is not allowed.
     """
 
-    shards: ClassVar[ShardRule] = MXFP8Shards()
+    storage_class: ClassVar[type[GridTensorStorage]] = MXFP8TensorStorage
+    tensor_class: ClassVar[type[GridTensor]] = MXFP8Tensor
 
     def __init__(
         self,
@@ -43,38 +39,16 @@ class MXFP8Quantizer(Quantizer):
         with_2d_quantization: bool = False,
         scale_rounding: str = "up",
     ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
         fp8_format(fp8_dtype)
-        kernels.check_scale_rounding(scale_rounding)
         if not isinstance(with_2d_quantization, bool):
             raise OptionError(f"with_2d_quantization is {with_2d_quantization!r}", expected="True or False")
+        if scale_rounding not in ("up", "floor"):
+            raise OptionError(f"scale_rounding is {scale_rounding!r}", expected="'up' or 'floor'")
+        layout = mx_layout(fp8_dtype, with_2d_quantization, scale_rounding)
+        super().__init__(layout, rowwise=rowwise, columnwise=columnwise)
         self.fp8_dtype = fp8_dtype
         self.with_2d_quantization = with_2d_quantization
         self.scale_rounding = scale_rounding
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        rows, columns = for_layers.mx_quantize(
-            tensor,
-            self.fp8_dtype,
-            self.rowwise_usage,
-            self.columnwise_usage,
-            self.with_2d_quantization,
-            self.scale_rounding == "floor",
-        )
-        return self._wrap((*(rows or _ABSENT), *(columns or _ABSENT)), dtype)
-
-    def _wrap(self, tensors: tuple[torch.Tensor | None, ...], dtype: torch.dtype) -> QuantizedTensorStorage:
-        """Data and scales of rows, then of columns, which fit together: a bare storage is not checked."""
-        static = dtype, self.fp8_dtype, self.with_2d_quantization, False
-        if self.internal:
-            return MXFP8TensorStorage.unchecked(tensors, static, self)
-        names = [inner.argument for inner in MXFP8Tensor.inner_tensors]
-        given: dict[str, Any] = dict(zip(names, tensors, strict=True))
-        given |= {"fp8_dtype": self.fp8_dtype, "with_2d_quantization": self.with_2d_quantization}
-        return MXFP8Tensor(**given, dtype=dtype, quantizer=self)
-
-    def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
-        tensors: list[torch.Tensor | None] = []
-        for wanted, scales in zip((self.rowwise_usage, self.columnwise_usage), mx_scale_shapes(shape), strict=True):
-            tensors += [torch.empty(s, dtype=torch.uint8, device=device) if wanted else None for s in (shape, scales)]
-        return self._wrap(tuple(tensors), dtype)
+    def static_fields(self) -> dict[str, Any]:
+        return {"fp8_dtype": self.fp8_dtype, "with_2d_quantization": self.with_2d_quantization}

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from ottava.errors import OptionError
 from ottava.formats import E4M3, E5M2, Format
-from ottava.kernels import check_scale_rounding
 from ottava.recipes.base import Recipe
 from ottava.recipes.role import QuantizerRole
 from ottava_mxfp8.quantizer import MXFP8Quantizer
@@ -43,7 +42,8 @@ class MXFP8BlockScaling(Recipe):
             )
         if not isinstance(self.with_2d_quantization, bool):
             raise OptionError(f"with_2d_quantization is {self.with_2d_quantization!r}", expected="True or False")
-        check_scale_rounding(self.scale_rounding)
+        # The quantizer refuses what no scale is rounded by.
+        self.make_quantizer(QuantizerRole())
 
     def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> MXFP8Quantizer:
         """The format by the direction of the tensor; blocks need no reduction over processes."""

@@ -95,13 +95,17 @@ def _self_test(device: str) -> Check:
     import torch
 
     from ottava import kernels
-    from ottava.formats import E4M3, E5M2
+    from ottava.formats import E4M3, E5M2, E8M0
+    from ottava.layout import Layout
 
     x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256).to(device)
     scale = torch.tensor(0.37, device=device)
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
-        made = [*kernels.cast_transpose(x, scale, dtype), *kernels.mx_quantize(x, dtype)]
+        made = [
+            *kernels.cast_transpose(x, scale, dtype),
+            *kernels.grid_quantize(x, Layout(dtype, (1, 32), E8M0.torch_dtype, "up")),
+        ]
         # A NaN has many bit patterns; all of them are right.
         return [*made, kernels.decode(made[0], scale, dtype, torch.bfloat16).nan_to_num(nan=-1.0)]
 

@@ -204,7 +204,7 @@ def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bo
     if independent is not None:
         rows = math.ceil(size[0] / world) * math.prod(size[1:-1])
         return world == 1 or (len(size) > 1 and size[0] % world == 0 and rows % independent == 0)
-    if rule.batch is None:
+    if rule.batch_for(quantizer) is None:
         return False
     if size[0] % world == 0:
         return True

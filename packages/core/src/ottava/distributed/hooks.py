@@ -108,7 +108,7 @@ def pre_all_gather(
             data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
         inputs.append(data.contiguous().view(torch.uint8) if data.element_size() == 1 else data.contiguous())
     shared = {
-        inner.argument: getattr(tensor, inner.attribute) if inner.usage == "both" or inner in gathered else None
+        inner.argument: getattr(tensor, inner.attribute) if inner.shared or inner in gathered else None
         for inner in tensor.inner_tensors
         if inner not in sent
     }
@@ -134,7 +134,7 @@ def post_all_gather(
                 held = getattr(out, inner.attribute)
                 if held is None or held.data_ptr() != data.data_ptr() or held.shape != data.shape:
                     setattr(out, inner.attribute, data)
-            elif inner.usage == "both" or inner.gather:
+            elif inner.shared or inner.gather:
                 setattr(out, inner.attribute, plan.shared[inner.argument])
         out.mark_written()
         return None

@@ -7,6 +7,8 @@ quantizer the shards are gathered, in one all-gather, and each rank quantizes th
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -65,6 +67,10 @@ class ShardRule:
     def __init__(self, *, options: Sequence[str] = (), rows: int | None = None) -> None:
         self.options = tuple(options)
         self._rows = rows
+
+    def batch_for(self, quantizer: Any) -> type[ShardBatch] | None:
+        """:attr:`batch` for this quantizer of the class."""
+        return self.batch
 
     def independent_rows(self, quantizer: Any) -> int | None:
         """Rows that are quantized the same alone and in the whole by this quantizer of the class."""
@@ -143,6 +149,13 @@ def scales_by_format(
 _SILENT = ShardRule()
 
 
+@functools.cache
+def _named(place: str) -> Any:
+    """The rule of a module of this package, for classes that stand below it: ``"module.Class"``."""
+    module, _, name = place.partition(".")
+    return getattr(importlib.import_module(f"ottava.distributed.{module}"), name)()
+
+
 def rule_of(quantizer: Quantizer) -> ShardRule:
     """What the class of ``quantizer`` declares, if the declaration is of its ``quantize_impl`` and not of an older one.
 
@@ -151,6 +164,8 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
     """
     for cls in type(quantizer).__mro__:
         found = vars(cls).get("shards")
+        if isinstance(found, str):
+            found = _named(found)
         if isinstance(found, ShardRule):
             return found
         if found is not None:
@@ -208,7 +223,8 @@ class ShardBatches(NamedTuple):
         for job in jobs:
             rule = rule_of(job.quantizer)
             options = [getattr(job.quantizer, name) for name in rule.options]
-            key = None if rule.batch is None else (rule.batch, type(job.quantizer), *options)
+            batch = rule.batch_for(job.quantizer)
+            key = None if batch is None else (batch, type(job.quantizer), *options)
             together.setdefault(key, []).append(job)
         others = together.pop(None, None)
         reduced = tuple(batch(own) for (batch, *_), own in together.items())

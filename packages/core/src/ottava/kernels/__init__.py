@@ -4,10 +4,8 @@ Every function takes float32, bfloat16 or float16 tensors of any shape and any s
 ``torch.compile``. Data, the bytes of elements, are uint8 tensors. NaN, infinities and zeros follow the numerics page of
 the docs.
 
-MX blocks are 32 elements that share a power of two, along rows, along columns, or both. A tensor ``[*leading, K]`` is
-seen as a matrix of ``M`` rows. Data keep the tensor's shape, in both directions; scales are uint8 bytes of E8M0,
-unpadded: ``[M, ceil(K / 32)]`` along rows, ``[ceil(M / 32), K]`` along columns. Blocks at ragged edges are smaller.
-Source of the formats: OCP Microscaling Formats Specification 1.0.
+What a tensor's scales stand for, its :class:`ottava.Layout` says: ``grid_quantize`` and the like serve all of them. A
+tensor ``[*leading, K]`` is seen as a matrix of ``M`` rows.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ottava.errors import DTypeError, OptionError, ShapeError
+from ottava.errors import DTypeError, ShapeError
 from ottava.kernels import products as _products
 from ottava.kernels import table as _table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
@@ -26,11 +24,14 @@ from ottava.kernels.checks import (
     check_device,
     check_dtype,
     check_epsilon,
+    check_grid,
     check_high_precision,
+    check_layout,
     check_out,
     check_scalar,
 )
-from ottava.kernels.multi import multi_amax, multi_cast, mx_amax_sizes, mx_multi_amax, mx_multi_cast
+from ottava.kernels.multi import grid_amax_sizes, grid_multi_amax, grid_multi_cast, multi_amax, multi_cast
+from ottava.layout import Layout
 
 __all__ = [
     "HIGH_PRECISION",
@@ -42,16 +43,15 @@ __all__ = [
     "cast_transpose",
     "check_epsilon",
     "check_high_precision",
-    "check_scale_rounding",
     "decode",
+    "grid_amax_sizes",
+    "grid_decode",
+    "grid_multi_amax",
+    "grid_multi_cast",
+    "grid_quantize",
+    "grid_scales",
     "multi_amax",
     "multi_cast",
-    "mx_amax_sizes",
-    "mx_decode",
-    "mx_multi_amax",
-    "mx_multi_cast",
-    "mx_quantize",
-    "mx_scale_from_amax",
     "quantize",
     "scale_from_amax",
     "scaled_mm",
@@ -181,60 +181,47 @@ def decode(
     return _table.decode.checked(data, scale_inv, fp8_dtype, dtype)  # type: ignore[no-any-return]
 
 
-def check_scale_rounding(scale_rounding: str) -> None:
-    """Raises OptionError unless ``scale_rounding`` is ``"up"`` or ``"floor"``."""
-    if scale_rounding not in ("up", "floor"):
-        raise OptionError(f"scale_rounding is {scale_rounding!r}", expected="'up' or 'floor'")
+def grid_scales(
+    amax: torch.Tensor, layout: Layout, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Of every amax what elements are multiplied by, and what is stored of it, of the same shape.
 
-
-def mx_scale_from_amax(amax: torch.Tensor, fp8_dtype: torch.dtype, scale_rounding: str = "up") -> torch.Tensor:
-    """The E8M0 byte of each amax, uint8 of the same shape.
-
-    ``"up"``: ``amax * float32(1 / max)`` with its exponent rounded up. ``"floor"``: the exponent of ``amax`` less the
-    format's largest (8 for E4M3, 15 for E5M2). In both: 0 gives 0, infinity 254, NaN 255, and nothing else
-    more than 254.
+    float32 scales: ``(scale, scale_inv)`` as of :func:`scale_from_amax`, for values in ``dtype``. E8M0: None, and the
+    byte: of ``amax * float32(1 / max)`` with its exponent rounded up, or, where the layout rounds to the floor, of the
+    exponent of ``amax`` less that of the largest power of two of the format; 0 gives 0, infinity 254, NaN 255, and
+    nothing else more than 254.
     """
-    check_scale_rounding(scale_rounding)
-    return _table.mx_scale_from_amax.checked(amax, fp8_dtype, scale_rounding == "floor")  # type: ignore[no-any-return]
+    check_layout(layout)
+    check_dtype(dtype)
+    scale, stored = _table.grid_scales.checked(amax, layout.text, dtype)
+    return (scale if layout.stored_scale is torch.float32 else None), stored
 
 
-def mx_quantize(
-    x: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    two_dimensional: bool = False,
-    scale_rounding: str = "up",
+def grid_quantize(
+    x: torch.Tensor, layout: Layout, *, rowwise: bool = True, columnwise: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize along rows, columns or both, each from ``x`` itself, in one pass over it.
-
-    Args:
-        two_dimensional: one scale for 32 rows and columns, so that both directions hold the same values.
-        scale_rounding: see :func:`mx_scale_from_amax`. The amax of a block ignores NaN.
+    """Quantize for rows, columns or both, each from ``x`` itself.
 
     Returns:
-        ``(rowwise data, rowwise scales, columnwise data, columnwise scales)``; empty tensors for a direction that is
-        not asked for. Columnwise data are not transposed.
+        ``(rowwise data, rowwise scales, columnwise data, columnwise scales)``, of the shapes that
+        :meth:`Layout.data_shape` and :meth:`Layout.scale_shape` give; empty tensors for what is not asked for. The amax
+        of a block ignores NaN.
     """
-    check_scale_rounding(scale_rounding)
-    floor = scale_rounding == "floor"
-    return _table.mx_quantize.checked(x, fp8_dtype, two_dimensional, floor, rowwise, columnwise)  # type: ignore[no-any-return]
+    check_layout(layout)
+    return _table.grid_quantize.checked(x, layout.text, rowwise, columnwise)  # type: ignore[no-any-return]
 
 
-def mx_decode(
-    data: torch.Tensor,
-    scales: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    dtype: torch.dtype,
-    *,
-    columnwise: bool = False,
+def grid_decode(
+    data: torch.Tensor, scales: torch.Tensor, layout: Layout, dtype: torch.dtype, *, columnwise: bool = False
 ) -> torch.Tensor:
-    """``element * 2^(scale - 127)``, rounded once to ``dtype``; what overflows it is infinite.
+    """``float32(element) * scale_inv``, rounded once to ``dtype``, of the data's shape; what overflows it is infinite.
 
-    ``dtype`` may be float64 besides, which holds all values exactly.
+    ``dtype`` may be float64 besides, which holds the values of E8M0 scales exactly.
     """
-    return _table.mx_decode.checked(data, scales, fp8_dtype, columnwise, dtype)  # type: ignore[no-any-return]
+    check_grid(data, scales, layout, columnwise)
+    if dtype is not torch.float64:
+        check_dtype(dtype, "cannot decode to")
+    return _table.grid_decode.checked(data, scales, layout.text, columnwise, dtype)  # type: ignore[no-any-return]
 
 
 def scaled_mm(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
-from ottava.formats import mx_scale_shapes
+from ottava.layout import Layout, grid_of
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,21 +105,31 @@ def check_matrix(x: Tensor) -> None:
         raise ShapeError("a 0-dimensional tensor has no transpose", expected="at least one dimension")
 
 
-def check_blocks(data: Tensor, scales: Tensor, columnwise: bool) -> None:
-    """Refuse scales that are not those of the blocks of ``data``."""
-    check_data(scales)
-    expected = mx_scale_shapes(data.shape)[int(columnwise)]
+def check_layout(layout: object) -> None:
+    """Refuse what is not a layout."""
+    if not isinstance(layout, Layout):
+        raise DTypeError(f"the layout is a {type(layout).__name__}", expected="an ottava.Layout")
+
+
+def check_grid(data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, what: str = "the scales") -> None:
+    """Refuse scales that are not those of the blocks of stored ``data``."""
+    check_layout(layout)
+    check_data(data)
+    if not isinstance(scales, Tensor) or scales.dtype != layout.stored_scale:
+        found = getattr(scales, "dtype", type(scales).__name__)
+        raise DTypeError(f"{what} is of {found}", expected=str(layout.stored_scale))
+    expected = grid_of(layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise))
     if tuple(scales.shape) != expected:
         raise ShapeError(
-            f"scales of data {tuple(data.shape)} have shape {tuple(scales.shape)}", expected=f"{expected}, unpadded"
+            f"{what} of data {tuple(data.shape)} has shape {tuple(scales.shape)}", expected=f"{expected}, unpadded"
         )
-    check_device(scales, data.device, "the scales")
+    check_device(scales, data.device, what)
 
 
 def check_wanted(rowwise: bool, columnwise: bool) -> None:
     """Refuse a request for nothing."""
     if not (rowwise or columnwise):
-        raise OptionError("neither rowwise nor columnwise blocks are asked for", expected="at least one")
+        raise OptionError("neither rowwise nor columnwise data are asked for", expected="at least one")
 
 
 def check_epsilon(epsilon: float) -> None:

@@ -7,14 +7,16 @@ kept until the call is over.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ottava.formats import fp8_format
+from ottava.formats import FP8, MX_BLOCK, fp8_format
+from ottava.kernels import reference
 from ottava.kernels.checks import DTypes, Pairs, Shards, Tensor, Tensors
-from ottava.kernels.reference import mx_decode_exact
+from ottava.layout import Layout
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ABSENT = (0, 0)
@@ -120,27 +122,48 @@ class Compiled:
         rest = histories[0].shape[0], maxima, most_recent, *pointers(last)
         self.native.update_scales(slots, *rest, *self.stream(scales[0]))
 
-    def mx_scale_from_amax(self, amax: Tensor, fp8_dtype: torch.dtype, floor: bool, out: Tensor) -> None:
-        amax, fmt = amax.contiguous(), fp8_format(fp8_dtype).code
-        self.native.mx_scale_from_amax(amax.data_ptr(), amax.numel(), fmt, floor, out.data_ptr(), *self.place(amax))
+    # On grids: of MX blocks by kernels of their own, of all others by those for any grid, if there are such.
 
-    def mx_quantize(
-        self, x: Tensor, fp8_dtype: torch.dtype, two_dimensional: bool, floor: bool, out: Sequence[Tensor | None]
-    ) -> None:
-        x, fmt = x.contiguous(), fp8_format(fp8_dtype).code
+    def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
+        layout = Layout.of(text)
+        if layout.scale is torch.float32 or not _is_fp8(layout):
+            reference.grid_scales(amax, text, dtype, out)
+            return
+        amax, stored = amax.contiguous(), pointers(out[1])
+        how = fp8_format(layout.element).code, layout.rounding == "floor"
+        self.native.mx_scale_from_amax(amax.data_ptr(), amax.numel(), *how, *stored, *self.place(amax))
+        if out[0] is not None:
+            out[0].copy_(reference.multiplier(out[1]))  # type: ignore[arg-type]
+
+    def grid_quantize(self, x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
+        layout = Layout.of(text)
+        if not _is_mx(layout):
+            self.quantize_any(x, layout, out)
+            return
+        x, how = x.contiguous(), (fp8_format(layout.element).code, layout.shared is not None)
         source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x)
         results = *self.bundle(pointers(*out[:2])), *self.bundle(pointers(*out[2:]))
-        self.native.mx_quantize(*source, fmt, two_dimensional, floor, *results, *self.place(x))
+        self.native.mx_quantize(*source, *how, layout.rounding == "floor", *results, *self.place(x))
 
-    def mx_decode(self, data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, columnwise: bool, out: Tensor) -> None:
+    def quantize_any(self, x: Tensor, layout: Layout, out: Sequence[Tensor | None]) -> None:
+        """On a grid that no kernel of this module knows."""
+        reference.grid_quantize(x, layout.text, out)
+
+    def grid_decode(self, data: Tensor, scales: Tensor, text: str, columnwise: bool, out: Tensor) -> None:
+        layout = Layout.of(text)
         if out.dtype is torch.float64:
-            out.copy_(mx_decode_exact(data, scales, fp8_dtype, columnwise))
+            reference.grid_decode(data, scales, text, columnwise, out)
             return
-        data, scales, fmt = data.contiguous(), scales.contiguous(), fp8_format(fp8_dtype).code
-        to = out.data_ptr(), DTYPE_CODES[out.dtype]
-        self.native.mx_decode(
-            data.data_ptr(), scales.data_ptr(), fmt, *matrix(data), columnwise, *to, *self.place(data)
-        )
+        data, scales = data.contiguous(), scales.contiguous()
+        if not _is_mx(layout):
+            self.decode_any(data, scales, layout, columnwise, out)
+            return
+        to = fp8_format(layout.element).code, *matrix(data), columnwise, out.data_ptr(), DTYPE_CODES[out.dtype]
+        self.native.mx_decode(data.data_ptr(), scales.data_ptr(), *to, *self.place(data))
+
+    def decode_any(self, data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, out: Tensor) -> None:
+        """From a grid that no kernel of this module knows."""
+        reference.grid_decode(data, scales, layout.text, columnwise, out)
 
     # On many tensors: one call for all of them.
 
@@ -153,18 +176,38 @@ class Compiled:
         jobs = list(zip(_sources(held, dtypes), _formats(fp8_dtypes), pointers(*outs), strict=True))
         self.native.multi_cast(jobs, scales.data_ptr(), *self.place(scales))
 
-    def mx_multi_amax(self, shards: Shards, two_dimensional: Sequence[bool], out: Tensor) -> None:
-        held = [x.contiguous() for x in shards.xs]
-        jobs = list(zip(_sources(held, shards.dtypes), _places(shards), two_dimensional, strict=True))
+    def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor) -> None:
+        layouts = [Layout.of(text) for text in texts]
+        if not all(map(_is_mx, layouts)):
+            reference.grid_multi_amax(shards, texts, out)
+            return
+        held, squares = [x.contiguous() for x in shards.xs], [layout.square for layout in layouts]
+        jobs = list(zip(_sources(held, shards.dtypes), _places(shards), squares, strict=True))
         self.native.mx_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
 
-    def mx_multi_cast(self, shards: Shards, fp8_dtypes: DTypes, rowwise: Pairs, columnwise: Pairs) -> None:
+    def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
+        layouts = [Layout.of(text) for text in texts]
+        if not all(map(_is_mx, layouts)):
+            reference.grid_multi_cast(shards, texts, rowwise, columnwise)
+            return
         held = [x.contiguous() for x in shards.xs]
         sides = [
             [_ABSENT if p is None else (p[0].data_ptr(), p[1].data_ptr()) for p in s] for s in (rowwise, columnwise)
         ]
-        jobs = zip(_sources(held, shards.dtypes), _places(shards), _formats(fp8_dtypes), *sides, strict=True)
+        formats = _formats([layout.element for layout in layouts])
+        jobs = zip(_sources(held, shards.dtypes), _places(shards), formats, *sides, strict=True)
         self.native.mx_multi_cast(list(jobs), *self.place(held[0]))
+
+
+def _is_fp8(layout: Layout) -> bool:
+    return layout.element in FP8
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_mx(layout: Layout) -> bool:
+    """Whether the kernels of MX blocks serve a layout."""
+    of_blocks = layout.block == (1, MX_BLOCK) and layout.shared in (None, (MX_BLOCK, MX_BLOCK))
+    return of_blocks and _is_fp8(layout) and layout.scale != torch.float32 and layout.columnwise == "own"
 
 
 def _sources(held: Tensors, dtypes: DTypes) -> list[tuple[int, int, int, int]]:

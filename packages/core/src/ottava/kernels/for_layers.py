@@ -9,8 +9,6 @@ from ottava.kernels.checks import check_counter, check_scalar
 
 #: Data, the transpose and ``scale_inv``; None for what is not wanted.
 Quantized = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]
-#: Data and the scales of its blocks, of one direction.
-Blocks = tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize(
@@ -49,9 +47,9 @@ def cast(
     return data if rowwise else None, turned if transposed else None, scale_inv
 
 
-def mx_quantize(
-    x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, two_dimensional: bool, floor: bool
-) -> tuple[Blocks | None, Blocks | None]:
-    """:func:`ottava.kernels.mx_quantize`: rowwise and columnwise blocks, None if not asked for."""
-    made = table.mx_quantize.for_layer(x, fp8_dtype, two_dimensional, floor, rowwise, columnwise)
-    return made[:2] if rowwise else None, made[2:] if columnwise else None
+def grid_quantize(x: torch.Tensor, text: str, rowwise: bool, columnwise: bool) -> tuple[torch.Tensor | None, ...]:
+    """:func:`ottava.kernels.grid_quantize` of the layout's text, with None for what is not asked for."""
+    row, row_scales, column, column_scales = table.grid_quantize.for_layer(x, text, rowwise, columnwise)
+    if not rowwise:
+        row = row_scales = None
+    return row, row_scales, *((column, column_scales) if columnwise else (None, None))

@@ -7,13 +7,14 @@ a whole is the largest of its shards' amaxes. Eager only; all the tensors of a c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
-from ottava.formats import MX_BLOCK, fp8_format, mx_scale_shapes
+from ottava.formats import fp8_format
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import (
     HIGH_PRECISION,
@@ -25,8 +26,10 @@ from ottava.kernels.checks import (
     check_device,
     check_dtype,
     check_high_precision,
+    check_layout,
     check_out,
 )
+from ottava.layout import Layout
 
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
 _TOO_LARGE = 2**62
@@ -92,86 +95,84 @@ def multi_cast(
     backend_module(device.type).multi_cast(xs, dtypes, scales, fp8_dtypes, outs)
 
 
-def mx_amax_sizes(rows: int, cols: int, two_dimensional: bool) -> tuple[int, int]:
-    """How many amaxes a matrix ``[rows, cols]`` has in the result of :func:`mx_multi_amax`.
+def grid_amax_sizes(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
+    """How many amaxes a matrix ``[rows, cols]`` has in the result of :func:`grid_multi_amax`.
 
-    Those of blocks along the rows and those of blocks along the columns; with ``two_dimensional`` those of squares,
-    and 0.
+    Those of blocks of rowwise data and those of columnwise data; where both hold the same values, the former and 0.
     """
-    across, down = -(-cols // MX_BLOCK), -(-rows // MX_BLOCK)
-    return (down * across, 0) if two_dimensional else (rows * across, down * cols)
+    by_row, by_column = (math.prod(layout.grid((rows, cols), columnwise, shared=True)) for columnwise in (False, True))
+    return by_row, (0 if layout.square else by_column)
 
 
-def mx_multi_amax(
+def grid_multi_amax(
     xs: Tensors,
     dtypes: DTypes,
     shapes: Sequence[tuple[int, int]],
     starts: Sequence[int],
-    two_dimensional: Sequence[bool],
+    layouts: Sequence[Layout],
     *,
     checked: bool = False,
 ) -> Tensor:
-    """The largest magnitudes of the MX blocks of matrices, each from the contiguous range of it that is at hand.
+    """The largest magnitudes of the blocks of matrices, each from the contiguous range of it that is at hand.
 
     Args:
         xs, dtypes: as in :func:`multi_amax`.
         shapes: rows and columns of each matrix.
         starts: where its range begins: ``xs[i]`` holds the elements ``starts[i], starts[i] + 1, ...`` of the
             flattened matrix.
-        two_dimensional: whether blocks are squares of 32 rows and columns.
+        layouts: of each matrix.
         checked: as in :func:`multi_amax`.
 
     Returns:
-        float32, in one dimension, for one matrix after the other: the amaxes ``[rows, ceil(cols / 32)]`` of blocks of
-        32 along rows, then those ``[ceil(rows / 32), cols]`` of blocks along columns; where ``two_dimensional``, only
-        those ``[ceil(rows / 32), ceil(cols / 32)]`` of squares. Blocks of which nothing is at hand have 0.
+        float32, in one dimension, for one matrix after the other: the amaxes of what has a scale in common, of rowwise
+        data, then of columnwise data unless both hold the same values; row by row of the grid. Blocks of which nothing
+        is at hand have 0.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, or a range does
-            not lie within its matrix.
+        ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together, or a range does not lie
+            within its matrix.
     """
-    _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, two_dimensional=two_dimensional)
+    _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
     if not len(xs):
         return torch.zeros(0, dtype=torch.float32)
     device = xs[0].device if checked else _check_sources(xs, dtypes)
     if not checked:
         _check_places(xs, shapes, starts)
-        for i, square in enumerate(two_dimensional):
-            if not isinstance(square, bool):
-                raise OptionError(f"two_dimensional[{i}] is {square!r}", expected="True or False")
-    sizes = [sum(mx_amax_sizes(*shape, square)) for shape, square in zip(shapes, two_dimensional, strict=True)]
+        for layout in layouts:
+            check_layout(layout)
+    sizes = [sum(grid_amax_sizes(*shape, layout)) for shape, layout in zip(shapes, layouts, strict=True)]
     out = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-    backend_module(device.type).mx_multi_amax(Shards(xs, dtypes, shapes, starts), two_dimensional, out)
+    texts = [layout.text for layout in layouts]
+    backend_module(device.type).grid_multi_amax(Shards(xs, dtypes, shapes, starts), texts, out)
     return out
 
 
-def mx_multi_cast(
+def grid_multi_cast(
     xs: Tensors,
     dtypes: DTypes,
     shapes: Sequence[tuple[int, int]],
     starts: Sequence[int],
-    fp8_dtypes: DTypes,
+    layouts: Sequence[Layout],
     rowwise: Pairs,
     columnwise: Pairs,
     *,
     checked: bool = False,
 ) -> None:
-    """Data of ``cast(float32(round(x)) * 2^(127 - scale))`` of ranges of matrices, with scales that are known.
+    """Data of ``cast(float32(round(x)) * scale)`` of ranges of matrices, with the scales of blocks that are known.
 
     Args:
-        xs, dtypes, shapes, starts: as in :func:`mx_multi_amax`.
-        fp8_dtypes: the format of each.
-        rowwise: for each, None or ``(scales, out)``: bytes of E8M0 (uint8), contiguous, for the whole matrix, ``[rows,
-            ceil(cols / 32)]``; and the result, uint8, contiguous, of any shape with as many elements as the range, at
-            any address.
-        columnwise: the same along columns, with scales ``[ceil(rows / 32), cols]``.
+        xs, dtypes, shapes, starts, layouts: as in :func:`grid_multi_amax`.
+        rowwise: for each, None or ``(scales, out)``: what elements are multiplied by, float32 (bytes of E8M0 of a
+            layout with such scales), contiguous, on the grid of the whole matrix; and the result, uint8, contiguous, of
+            any shape with as many elements as the range, at any address.
+        columnwise: the same for columnwise data, which are not transposed.
         checked: as in :func:`multi_amax`.
 
     Raises:
         ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, a range does not
             lie within its matrix, or one buffer is given twice; nothing is written then.
     """
-    given = {"fp8_dtypes": fp8_dtypes, "rowwise": rowwise, "columnwise": columnwise}
+    given = {"layouts": layouts, "rowwise": rowwise, "columnwise": columnwise}
     _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, **given)
     if not len(xs):
         return
@@ -179,18 +180,19 @@ def mx_multi_cast(
     if not checked:
         _check_sources(xs, dtypes)
         counts = _check_places(xs, shapes, starts)
-        _check_formats(fp8_dtypes)
         taken: set[int] = set()
         for side, (name, pairs) in enumerate((("rowwise", rowwise), ("columnwise", columnwise))):
-            for i, (pair, count, shape) in enumerate(zip(pairs, counts, shapes, strict=True)):
+            for i, (pair, count, shape, layout) in enumerate(zip(pairs, counts, shapes, layouts, strict=True)):
+                check_layout(layout)
                 if pair is None:
                     continue
                 if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                     raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
-                check_out(pair[0], mx_scale_shapes(shape)[side], torch.uint8, device, f"the scales of {name}[{i}]")
+                of = layout.grid(shape, bool(side)), layout.stored_scale, device, f"the scales of {name}[{i}]"
+                check_out(pair[0], *of)
                 _check_result(pair[1], count, device, f"{name}[{i}]", taken)
-    shards = Shards(xs, dtypes, shapes, starts)
-    backend_module(device.type).mx_multi_cast(shards, fp8_dtypes, rowwise, columnwise)
+    shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
+    backend_module(device.type).grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
 # There may be hundreds of tensors, so that what is right is to be found so with few operations.

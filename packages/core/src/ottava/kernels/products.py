@@ -17,9 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ottava.errors import BackendError
+from ottava.formats import FP8
 from ottava.kernels.backends import backend_module
 from ottava.kernels.direct import is_direct
+from ottava.kernels.reference import spread
 from ottava.kernels.table import define_product
+from ottava.layout import Block, Layout
 from ottava.torch_private import constant_to_compiler, mkldnn_bf16_supported
 
 Tensor = torch.Tensor
@@ -193,17 +196,19 @@ class Operand(NamedTuple):
     """A matrix ``[rows, columns]`` as a product takes it.
 
     Attributes:
-        values: high precision, or the bytes of FP8 elements.
-        fp8_dtype: the format of the elements; None for high precision.
-        blocks: E8M0 scales of MX blocks, if the elements have such.
-        columnwise: whether these blocks lie along the columns.
+        values: high precision, or the bytes of elements; of columnwise data that a layout transposes, the transpose.
+        scales: on a grid, of elements that have such.
+        layout: the text of their layout.
+        columnwise: whether these are columnwise data of it.
+        element: the dtype of elements without a grid; None for high precision.
         scale: a float32 factor that the values are still to be multiplied with.
     """
 
     values: Tensor
-    fp8_dtype: torch.dtype | None = None
-    blocks: Tensor | None = None
+    scales: Tensor | None = None
+    layout: str = ""
     columnwise: bool = False
+    element: torch.dtype | None = None
     scale: Tensor | None = None
 
 
@@ -230,38 +235,90 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> Tensor:
-    values, fp8_dtype, blocks, columnwise, _ = operand
-    if fp8_dtype is None:
-        return values
-    if not values.is_contiguous() and values.t().is_contiguous() and blocks is None:
-        return _decoded(side, operand._replace(values=values.t()), dtype).t()
+class _Factors(NamedTuple):
+    """Scales that a product still lacks: those of a dense operand, on a grid over it."""
+
+    scales: Tensor
+    block: Block
+
+    def turned(self) -> _Factors:
+        return _Factors(self.scales.t(), (self.block[1], self.block[0]))
+
+
+def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> tuple[Tensor, _Factors | None]:
+    """The operand in the order of its matrix, and scales that are no powers of two: without them it is exact."""
+    values, scales, text, columnwise, element, _ = operand
+    if element is None and scales is None:
+        return values, None
+    if not values.is_contiguous() and values.t().is_contiguous() and scales is None:
+        return _decoded(side, operand._replace(values=values.t()), dtype)[0].t(), None
     out, backend = _scratch.empty(side, values, dtype), backend_module(values.device.type)
-    if blocks is None:
-        backend.decode(values, None, fp8_dtype, out)
+    if scales is None:
+        backend.decode(values, None, element, out)
+        return out, None
+    layout = Layout.of(text)
+    turned = columnwise and layout.transposed
+    factors = None
+    if layout.rounding == "nearest":
+        factors = _Factors(scales, layout.stored_block(columnwise))
+        if layout.element in FP8:
+            backend.decode(values, None, layout.element, out)
+        else:
+            out.copy_(values.view(layout.element))
     else:
-        backend.mx_decode(values, blocks, fp8_dtype, columnwise, out)
-    return out
+        backend.grid_decode(values, scales, text, columnwise, out)
+    if turned:
+        return out.t(), None if factors is None else factors.turned()
+    return out, factors
 
 
 def _decoded_mm(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     *fields, transpose_a, transpose_b, bias, compute_dtype, out_dtype = others
-    operands = Operand(a, *fields[:4]), Operand(b, *fields[4:])
-    left, right = (_decoded(side, operand, compute_dtype) for side, operand in enumerate(operands))
-    left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
-    return product(left, right, operands[0].scale, operands[1].scale, bias, out_dtype)
+    operands = Operand(a, *fields[:5]), Operand(b, *fields[5:])
+    (left, of_left), (right, of_right) = (_decoded(side, own, compute_dtype) for side, own in enumerate(operands))
+    if transpose_a:
+        left, of_left = left.t(), of_left and of_left.turned()
+    if transpose_b:
+        right, of_right = right.t(), of_right and of_right.turned()
+    if of_left is None and of_right is None:
+        return product(left, right, operands[0].scale, operands[1].scale, bias, out_dtype)
+    sums = _sums_of_blocks(left, of_left, right, of_right)
+    return finish(sums, operands[0].scale, operands[1].scale, bias, out_dtype)
+
+
+def _sums_of_blocks(a: Tensor, of_a: _Factors | None, b: Tensor, of_b: _Factors | None) -> Tensor:
+    """``[M, N]`` in float32: of each block of the summed dimension the partial sum, times the scales of its rows and
+    columns, which are applied in float32."""
+    rows, inner, columns = *a.shape, b.shape[1]
+    # One factor for each row and block, and for each block and column.
+    lefts = None if of_a is None else spread(of_a.scales, (of_a.block[0], 1), (rows, of_a.scales.shape[1]))
+    rights = None if of_b is None else spread(of_b.scales, (1, of_b.block[1]), (of_b.scales.shape[0], columns))
+    sides = (None if of_a is None else of_a.block[1]) or inner, (None if of_b is None else of_b.block[0]) or inner
+    step = max(math.gcd(*sides), 1)
+    sums = a.new_zeros((rows, columns), dtype=torch.float32)
+    for start in range(0, inner, step):
+        span = slice(start, min(start + step, inner))
+        partial = mm(a[:, span].to(torch.float32), b[span].to(torch.float32))
+        if lefts is not None:
+            partial.mul_(lefts[:, start // sides[0]].unsqueeze(1))
+        if rights is not None:
+            partial.mul_(rights[start // sides[1]])
+        sums.add_(partial)
+    return sums
 
 
 def _sizes(a: Any, b: Any, *others: Any) -> tuple[Any, Any, Any]:
-    transpose_a, transpose_b = others[8:10]
-    return a[1 if transpose_a else 0], b[0 if transpose_b else 1], a[0 if transpose_a else 1]
+    transposes = others[10:12]
+    turned = [text and columnwise and Layout.of(text).transposed for text, columnwise in (others[1:3], others[6:8])]
+    flip_a, flip_b = (transpose != bool(turn) for transpose, turn in zip(transposes, turned, strict=True))
+    return a[1 if flip_a else 0], b[0 if flip_b else 1], a[0 if flip_a else 1]
 
 
 # The fields of two operands, dense ones of compute_dtype; `transpose` says which of them is taken transposed.
 _operator = define_product(
-    "decoded_mm(Tensor a, Tensor b, ScalarType? fp8_a, Tensor? blocks_a, bool columnwise_a, Tensor? scale_a,"
-    " ScalarType? fp8_b, Tensor? blocks_b, bool columnwise_b, Tensor? scale_b, bool transpose_a, bool transpose_b,"
-    " Tensor? bias, ScalarType compute_dtype, ScalarType out_dtype) -> Tensor",
+    "decoded_mm(Tensor a, Tensor b, Tensor? scales_a, str layout_a, bool columnwise_a, ScalarType? element_a,"
+    " Tensor? scale_a, Tensor? scales_b, str layout_b, bool columnwise_b, ScalarType? element_b, Tensor? scale_b,"
+    " bool transpose_a, bool transpose_b, Tensor? bias, ScalarType compute_dtype, ScalarType out_dtype) -> Tensor",
     _decoded_mm,
     _sizes,
 )
@@ -276,6 +333,7 @@ def decoded_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The product of two operands, by the operator or by what stands behind it where nobody would see the operator."""
-    call: Any = _decoded_mm if is_direct(a.values, b.values, a.blocks, b.blocks, a.scale, b.scale, bias) else _operator
+    tensors = a.values, b.values, a.scales, b.scales, a.scale, b.scale, bias
+    call: Any = _decoded_mm if is_direct(*tensors) else _operator
     result: Tensor = call(a.values, b.values, *a[1:], *b[1:], *transposes, bias, compute_dtype, out_dtype)
     return result

@@ -6,13 +6,14 @@ converts to float8 (its E5M2 conversion does not saturate, see the numerics page
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ottava.formats import E8M0, MX_BLOCK, FloatFormat, fp8_format
+from ottava.formats import E8M0, FloatFormat, IntegerFormat, element_format, fp8_format
 from ottava.kernels.checks import DTypes, Pairs, Shards, Tensor, Tensors
+from ottava.layout import Block, Layout, as_matrix_shape
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _ABS_MASK = 0x7FFFFFFF
@@ -33,8 +34,10 @@ def float_bits(value: float) -> int:
     return int(torch.tensor(value, dtype=torch.float32).view(torch.int32).item())
 
 
-def encode(x: Tensor, fmt: FloatFormat) -> Tensor:
-    """float32 to data: round to nearest even, saturating, NaN to ``fmt.nan_code``, sign of zero kept."""
+def encode(x: Tensor, fmt: FloatFormat | IntegerFormat) -> Tensor:
+    """float32 to data: round to nearest even, saturating; NaN to ``fmt.nan_code`` or the integer 0."""
+    if isinstance(fmt, IntegerFormat):
+        return torch.nan_to_num(x, 0.0).round().clamp(-fmt.max, fmt.max).to(torch.int8).view(torch.uint8)
     bits = bits_of(x)
     magnitude = bits & _ABS_MASK
     clamped = magnitude.clamp(max=float_bits(fmt.max))
@@ -85,18 +88,20 @@ def amax(x: Tensor, out: Tensor) -> None:
 
 
 def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors) -> None:
-    scale, scale_inv = out
-    fmt = fp8_format(fp8_dtype)
+    made = _float_scale(amax, fp8_format(fp8_dtype).max, epsilon, force_pow_2, _FLOAT32_MAX)
+    out[0].copy_(made)
+    out[1].copy_(_inverse(made))
+
+
+def _float_scale(amax: Tensor, maximum: float, epsilon: float, floor: bool, largest: float) -> Tensor:
+    """``maximum / amax``, at most ``largest``, on demand floored to a power of two."""
     a = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     usable = a.isfinite() & (a != 0)
-    made = torch.div(torch.full_like(a, fmt.max), torch.where(usable, a, torch.ones_like(a)))
+    made = torch.div(torch.full_like(a, maximum), torch.where(usable, a, torch.ones_like(a)))
     made = torch.where(usable, made, torch.ones_like(a))
-    made = torch.where(made.isinf(), torch.full_like(a, _FLOAT32_MAX), made)
-    if force_pow_2:
-        # Clearing the mantissa floors to a power of two.
-        made = (bits_of(made) & -0x800000).view(torch.float32)
-    scale.copy_(made)
-    scale_inv.copy_(_inverse(made))
+    made = torch.where(made.isinf(), torch.full_like(a, largest), made)
+    # Clearing the mantissa floors to a power of two.
+    return (bits_of(made) & -0x800000).view(torch.float32).view(made.shape) if floor else made
 
 
 def cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensor) -> None:
@@ -181,21 +186,33 @@ def decode(data: Tensor, scale_inv: Tensor | None, fp8_dtype: torch.dtype, out: 
     out.copy_(values if scale_inv is None else values * scale_inv.reshape(()))
 
 
-# On MX blocks: 32 elements that share a power of two.
+# On grids of scales.
 
 
-def mx_scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, floor: bool, out: Tensor) -> None:
-    out.copy_(_scales(amax, fp8_dtype, floor))
+def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
+    scale, stored = _scales(amax, Layout.of(text), dtype)
+    _write(out[0], scale)
+    _write(out[1], stored)
 
 
-def _scales(amax: Tensor, fp8_dtype: torch.dtype, floor: bool) -> Tensor:
+def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What elements are multiplied by, float32, and what is stored, of values in ``dtype``."""
+    if layout.scale == E8M0.torch_dtype:
+        codes = _powers(amax, layout)
+        return multiplier(codes), codes
+    largest = _FLOAT32_MAX if layout.finite_as == "float32" else torch.finfo(dtype).max
+    scale = _float_scale(amax, element_format(layout.element).max, layout.epsilon, layout.rounding == "floor", largest)
+    return scale, _inverse(scale)
+
+
+def _powers(amax: Tensor, layout: Layout) -> Tensor:
     """The E8M0 byte of each amax."""
-    fmt = fp8_format(fp8_dtype)
+    largest = element_format(layout.element).max
     magnitude = amax.contiguous().to(torch.float32).abs()
-    if floor:
-        scale = (bits_of(magnitude) >> 23) - ((float_bits(fmt.max) >> 23) - 127)
+    if layout.rounding == "floor":
+        scale = (bits_of(magnitude) >> 23) - ((float_bits(largest) >> 23) - 127)
     else:
-        bits = bits_of(magnitude * torch.tensor(1.0 / fmt.max, dtype=torch.float32, device=amax.device))
+        bits = bits_of(magnitude * torch.tensor(1.0 / largest, dtype=torch.float32, device=amax.device))
         exponent = bits >> 23
         # At most 2^-127 is scale 0: the exponent field of 0 holds everything below 2^-126.
         reached = torch.where(exponent > 0, torch.zeros_like(bits), torch.full_like(bits, _TWO_TO_MINUS_127))
@@ -206,9 +223,9 @@ def _scales(amax: Tensor, fp8_dtype: torch.dtype, floor: bool) -> Tensor:
     return scale.to(torch.uint8)
 
 
-def multiplier(scales: Tensor) -> Tensor:
-    """2^(127 - scale) as float32, NaN for 255."""
-    scale = scales.to(torch.int32)
+def multiplier(codes: Tensor) -> Tensor:
+    """2^(127 - code) of E8M0 bytes as float32, NaN for 255."""
+    scale = codes.to(torch.int32)
     bits = torch.where(
         scale == _LARGEST_SCALE, torch.full_like(scale, _TWO_TO_MINUS_127), (_LARGEST_SCALE - scale) << 23
     )
@@ -217,55 +234,74 @@ def multiplier(scales: Tensor) -> Tensor:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
+    return x.reshape(as_matrix_shape(x.shape))
 
 
-def block_amax(magnitude: Tensor, dim: int) -> Tensor:
-    """Largest magnitude of each block of 32 along ``dim`` of a matrix."""
-    size = magnitude.shape[dim]
-    blocks = -(-size // MX_BLOCK)
-    padding = [0, blocks * MX_BLOCK - size] if dim == 1 else [0, 0, 0, blocks * MX_BLOCK - size]
-    padded: Tensor = torch.nn.functional.pad(magnitude, padding).unflatten(dim, (blocks, MX_BLOCK))
-    # amax refuses what is empty.
-    amax: Tensor = padded.amax(dim + 1) if padded.numel() else padded.select(dim + 1, 0)
-    return amax
+def block_amax(magnitude: Tensor, block: Block) -> Tensor:
+    """Largest magnitude of each block of a matrix."""
+    for dim, side in enumerate(block):
+        size = magnitude.shape[dim]
+        blocks, side = (1, size) if side is None else (-(-size // side), side)
+        missing = blocks * side - size
+        padded = torch.nn.functional.pad(magnitude, [0, missing] if dim else [0, 0, 0, missing])
+        split = padded.unflatten(dim, (blocks, side)) if padded.numel() else None
+        # amax refuses what is empty.
+        empty = [blocks if at == dim else length for at, length in enumerate(magnitude.shape)]
+        magnitude = magnitude.new_zeros(empty) if split is None else split.amax(dim + 1)
+    return magnitude
 
 
-def spread(scales: Tensor, dim: int, size: int) -> Tensor:
-    """One entry for each element from one for each block."""
-    return scales.repeat_interleave(MX_BLOCK, dim).narrow(dim, 0, size)
+def spread(per_block: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
+    """One entry for each element of a matrix of ``shape`` from one for each block."""
+    for dim, (side, size) in enumerate(zip(block, shape, strict=True)):
+        per_block = per_block.repeat_interleave(size if side is None else side, dim).narrow(dim, 0, size)
+    return per_block
 
 
-def mx_quantize(
-    x: Tensor, fp8_dtype: torch.dtype, two_dimensional: bool, floor: bool, out: Sequence[Tensor | None]
-) -> None:
-    row, row_scales, column, column_scales = out
+def for_blocks(shared: Tensor, layout: Layout, columnwise: bool, shape: Sequence[int]) -> Tensor:
+    """One entry for each block of a matrix of ``shape`` from one for what has a scale in common."""
+    if layout.shared is None:
+        return shared
+    block: Any = layout.block_of(columnwise)
+    times = [side // own for side, own in zip(layout.shared, block, strict=True)]
+    return spread(shared, (times[0], times[1]), layout.grid(shape, columnwise))
+
+
+def grid_quantize(x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
+    layout = Layout.of(text)
     matrix = _matrix(x).to(torch.float32)
     magnitude = _magnitudes(matrix)
-    for data, scales, dim in ((row, row_scales, 1), (column, column_scales, 0)):
-        if data is None or scales is None:
+    for columnwise, data, stored in ((False, *out[:2]), (True, *out[2:])):
+        if data is None or stored is None:
             continue
-        amax = block_amax(magnitude, dim)
-        if two_dimensional:
-            amax = spread(block_amax(amax, 1 - dim), 1 - dim, matrix.shape[1 - dim])
-        scales.copy_(_scales(amax, fp8_dtype, floor))
-        values = matrix * spread(multiplier(scales), dim, matrix.shape[dim])
-        data.copy_(encode(values, fp8_format(fp8_dtype)).view(x.shape))
+        amax = for_blocks(
+            block_amax(magnitude, layout.block_of(columnwise, shared=True)), layout, columnwise, matrix.shape
+        )
+        scale, scale_inv = _scales(amax, layout, x.dtype)
+        factors = spread(scale, layout.block_of(columnwise), matrix.shape)
+        made = encode(matrix * factors, element_format(layout.element)).view(x.shape)
+        turned = columnwise and layout.transposed
+        data.copy_(made.movedim(-1, 0) if turned and made.dim() else made)
+        stored.copy_(scale_inv.t() if turned else scale_inv)
 
 
-def mx_decode_exact(data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, columnwise: bool) -> Tensor:
-    """The values in float64, which holds all of them."""
-    matrix = _matrix(data).contiguous()
-    # 2^(scale - 127) from the bits of a float64, whose exponents are biased by 1023.
-    powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
-    factor = torch.where(scales == E8M0.nan_code, torch.full_like(powers, float("nan")), powers)
-    dim = 0 if columnwise else 1
-    return (matrix.view(fp8_dtype).to(torch.float64) * spread(factor, dim, matrix.shape[dim])).view(data.shape)
+def _decode_exact(data: Tensor, scales: Tensor, layout: Layout, columnwise: bool) -> Tensor:
+    """The values: of E8M0 scales in float64, which holds all of them, of float32 ones in that dtype."""
+    shape = layout.stored_matrix(data.shape, columnwise)
+    elements = data.contiguous().view(layout.element).view(shape)
+    if layout.scale == torch.float32:
+        factor = scales
+    else:
+        # 2^(code - 127) from the bits of a float64, whose exponents are biased by 1023.
+        powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
+        factor = torch.where(scales == E8M0.nan_code, torch.full_like(powers, float("nan")), powers)
+    factors = spread(factor, layout.stored_block(columnwise), shape)
+    return (elements.to(factors.dtype) * factors).view(data.shape)
 
 
-def mx_decode(data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, columnwise: bool, out: Tensor) -> None:
+def grid_decode(data: Tensor, scales: Tensor, text: str, columnwise: bool, out: Tensor) -> None:
     # In float32 only what overflows is not exact.
-    exact = mx_decode_exact(data, scales, fp8_dtype, columnwise)
+    exact = _decode_exact(data, scales, Layout.of(text), columnwise)
     out.copy_(exact if out.dtype == torch.float64 else exact.to(torch.float32))
 
 
@@ -287,25 +323,25 @@ def multi_cast(xs: Tensors, dtypes: DTypes, scales: Tensor, fp8_dtypes: DTypes, 
         out.copy_(_cast(_values(x, dtype), scale, fp8_dtype).view(out.shape))
 
 
-def mx_multi_amax(shards: Shards, two_dimensional: Sequence[bool], out: Tensor) -> None:
+def grid_multi_amax(shards: Shards, texts: Sequence[str], out: Tensor) -> None:
     """The amaxes of whole matrices, whose elements that are not in the shard are zero."""
     found: list[Tensor] = []
-    for x, dtype, shape, start, square in zip(*shards, two_dimensional, strict=True):
+    for x, dtype, shape, start, text in zip(*shards, texts, strict=True):
+        layout = Layout.of(text)
         matrix = torch.zeros(tuple(shape), dtype=torch.float32, device=x.device)
         matrix.view(-1)[start : start + x.numel()] = _magnitudes(_values(x, dtype))
-        by_row = block_amax(matrix, 1)
-        found += [block_amax(by_row, 0)] if square else [by_row, block_amax(matrix, 0)]
+        sides = (False,) if layout.square else (False, True)
+        found += [block_amax(matrix, layout.block_of(columnwise, shared=True)) for columnwise in sides]
     out.copy_(torch.cat([amaxes.reshape(-1) for amaxes in found]))
 
 
-def mx_multi_cast(shards: Shards, fp8_dtypes: DTypes, rowwise: Pairs, columnwise: Pairs) -> None:
+def grid_multi_cast(shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
     """Data of each shard, with the scales of its matrix."""
-    for x, dtype, shape, start, fp8_dtype, by_row, by_column in zip(
-        *shards, fp8_dtypes, rowwise, columnwise, strict=True
-    ):
-        values = _values(x, dtype)
-        for pair, dim in ((by_row, 1), (by_column, 0)):
+    for x, dtype, shape, start, text, *sides in zip(*shards, texts, rowwise, columnwise, strict=True):
+        values, layout = _values(x, dtype), Layout.of(text)
+        for side, pair in enumerate(sides):
             if pair is not None:
-                every = spread(multiplier(pair[0]), dim, shape[dim]).reshape(-1)
-                data = encode(values * every[start : start + x.numel()], fp8_format(fp8_dtype))
+                scale = multiplier(pair[0]) if pair[0].dtype == torch.uint8 else pair[0]
+                every = spread(scale, layout.block_of(bool(side)), shape).reshape(-1)
+                data = encode(values * every[start : start + x.numel()], element_format(layout.element))
                 pair[1].copy_(data.view(pair[1].shape))

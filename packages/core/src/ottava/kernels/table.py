@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from ottava.formats import fp8_format, mx_scale_shapes
+from ottava.formats import fp8_format
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import (
     check_amaxes,
-    check_blocks,
     check_counter,
     check_data,
     check_dtype,
@@ -32,6 +31,7 @@ from ottava.kernels.checks import (
     check_wanted,
 )
 from ottava.kernels.direct import is_direct
+from ottava.layout import Layout
 from ottava.torch_private import graph_task_id, schema_of
 
 LIBRARY = torch.library.Library("ottava", "DEF")
@@ -63,16 +63,16 @@ def _data(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, dtype=_DATA, memory_format=torch.contiguous_format)
 
 
-def _bytes(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _new(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype = _DATA) -> Tensor:
     # For a tensor of memory torch.empty takes half the time.
     if type(x) is Tensor:
-        return torch.empty(shape, dtype=_DATA, device=x.device)
-    return x.new_empty(shape, dtype=_DATA)
+        return torch.empty(shape, dtype=dtype, device=x.device)
+    return x.new_empty(shape, dtype=dtype)
 
 
 def _transposed(x: Tensor, *_: Any) -> Tensor:
     shape = x.shape
-    return _bytes(x, (shape[-1], *shape[:-1]))
+    return _new(x, (shape[-1], *shape[:-1]))
 
 
 def _values(x: Tensor, *arguments: Any) -> Tensor:
@@ -96,12 +96,17 @@ def _quantized_for_layer(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...
     return data, turned, None, scale_inv, None
 
 
-def _blocks(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
-    rowwise, columnwise = arguments[-2:]
-    of_rows, of_columns = mx_scale_shapes(x.shape)
-    row, row_scales = (_data(x), _bytes(x, of_rows)) if rowwise else (None, None)
-    column, column_scales = (_data(x), _bytes(x, of_columns)) if columnwise else (None, None)
-    return row, row_scales, column, column_scales
+def _on_grid(x: Tensor, text: str, *wanted: bool) -> tuple[Tensor | None, ...]:
+    layout, made = Layout.of(text), []
+    for columnwise, asked in enumerate(wanted):
+        shapes = layout.data_shape(x.shape, bool(columnwise)), layout.scale_shape(x.shape, bool(columnwise))
+        made += [_new(x, shapes[0]), _new(x, shapes[1], layout.stored_scale)] if asked else [None, None]
+    return tuple(made)
+
+
+def _scales(amax: Tensor, text: str, *_: Any) -> tuple[Tensor | None, Tensor]:
+    stored = Layout.of(text).stored_scale
+    return (_values(amax, _FLOATS) if stored is _FLOATS else None), _values(amax, stored)
 
 
 # What is refused of an argument of a name; with words where the first argument and these are told too.
@@ -218,12 +223,6 @@ def _check_dtype(data: Tensor, *arguments: Any) -> None:
     check_dtype(arguments[-1], "cannot decode to")
 
 
-def _check_mx_decode(data: Tensor, scales: Tensor, fp8_dtype: torch.dtype, columnwise: bool, dtype: Any) -> None:
-    check_blocks(data, scales, columnwise)
-    if dtype is not torch.float64:
-        check_dtype(dtype, "cannot decode to")
-
-
 amax = Operation("amax(Tensor x) -> Tensor", _scalar)
 scale_from_amax = Operation(
     "scale_from_amax(Tensor amax, ScalarType fp8_dtype, float epsilon, bool force_pow_2) -> (Tensor, Tensor)",
@@ -257,19 +256,21 @@ decode = Operation(
     asking=1,
     check=_check_dtype,
 )
-mx_scale_from_amax = Operation("mx_scale_from_amax(Tensor amax, ScalarType fp8_dtype, bool floor) -> Tensor", _data)
-mx_quantize = Operation(
-    "mx_quantize(Tensor x, ScalarType fp8_dtype, bool two_dimensional, bool floor, bool rowwise, bool columnwise)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _blocks,
+# A layout travels as its text.
+grid_scales = Operation(
+    "grid_scales(Tensor amax, str layout, ScalarType dtype) -> (Tensor, Tensor)",
+    _scales,
+)
+grid_quantize = Operation(
+    "grid_quantize(Tensor x, str layout, bool rowwise, bool columnwise) -> (Tensor, Tensor, Tensor, Tensor)",
+    _on_grid,
     asking=2,
     check=lambda x, *arguments: check_wanted(*arguments[-2:]),
 )
-mx_decode = Operation(
-    "mx_decode(Tensor data, Tensor scales, ScalarType fp8_dtype, bool columnwise, ScalarType dtype) -> Tensor",
+grid_decode = Operation(
+    "grid_decode(Tensor data, Tensor scales, str layout, bool columnwise, ScalarType dtype) -> Tensor",
     _values,
     asking=1,
-    check=_check_mx_decode,
 )
 #: Those that give tensors, by name.
 OPERATIONS = {row.name: row for row in list(globals().values()) if isinstance(row, Operation)}

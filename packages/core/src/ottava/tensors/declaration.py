@@ -37,6 +37,8 @@ class InnerTensor:
         gather: whether a sharded weight gathers it (otherwise it is the same on every shard).
         block_rows: rows of the tensor, as a matrix, that share one row of this inner tensor. None: it has the rows of
             the tensor itself.
+        all_rows: whether its values belong to all rows alike, so that they are the same on every shard: scales that
+            span the rows. So it is of what serves both usages and is not gathered.
         native: the 8-bit dtype of its bytes, or the attribute that holds it, for files that other tools read. None: the
             dtype that it has.
     """
@@ -47,6 +49,12 @@ class InnerTensor:
     gather: bool = False
     block_rows: int | None = None
     native: torch.dtype | str | None = None
+    all_rows: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether all shards have the same values of it."""
+        return self.all_rows or (self.usage == "both" and not self.gather)
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,8 @@ class Declared:
     def _hold(self, declared: dict[str, Any]) -> None:
         if self.counts_writes:
             self._writes = WriteCount()
-        for each in (*self.inner_tensors, *self.own_static_fields()):
+        # Fields first: they may say what the inner tensors are.
+        for each in (*self.own_static_fields(), *self.inner_tensors):
             setattr(self, each.attribute, declared[each.argument])  # type: ignore[attr-defined]
 
     @classmethod
@@ -128,8 +137,8 @@ class Declared:
         if cls.counts_writes:
             made._writes = WriteCount()
         made._quantizer = quantizer
-        declared: Any = (*cls.inner_tensors, *cls.static_fields)
-        for each, value in zip(declared, (*tensors, *static), strict=True):
+        declared: Any = (*cls.static_fields, *cls.inner_tensors)
+        for each, value in zip(declared, (*static, *tensors), strict=True):
             setattr(made, each.attribute, value)
         return made
 

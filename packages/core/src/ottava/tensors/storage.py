@@ -273,7 +273,7 @@ class QuantizedTensorStorage(Declared):
     def shared_inner(self) -> list[InnerTensor]:
         """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
         held = zip(self.inner_tensors, self.inner_list(), strict=True)
-        return [inner for inner, tensor in held if inner.usage == "both" and not inner.gather and tensor is not None]
+        return [inner for inner, tensor in held if inner.shared and tensor is not None]
 
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
         """Whether what all rows have in common is equal in ``other``, so that its rows mean the same here."""
@@ -309,12 +309,14 @@ class QuantizedTensorStorage(Declared):
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
 
-    def block_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This tensor as a GEMM operand in MX blocks, or None for :meth:`gemm_operand`, as is the default.
+    #: The text of the layout of :meth:`grid_operand`.
+    layout_text: str = ""
+
+    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """This tensor as a GEMM operand on a grid, or None for :meth:`gemm_operand`, as is the default.
 
         Returns:
-            Elements of an FP8 dtype, ``[rows, columns]``, and the bytes of their scales, E8M0 as uint8, unpadded:
-            ``[rows, ceil(columns / 32)]``, or with ``columnwise`` ``[ceil(rows / 32), columns]``.
+            The bytes of the elements as a matrix, and scales, as they are stored for the usage.
 
         Raises:
             UsageError: the data held does not serve the usage.
@@ -358,7 +360,7 @@ class QuantizedTensorStorage(Declared):
 
     def is_derived(self, inner: InnerTensor) -> bool:
         """Whether an inner tensor is made of the others, as a transpose is, and not written by itself."""
-        return not inner.gather and inner.usage != "both"
+        return not (inner.gather or inner.shared)
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
         """Put ``tensor``, which holds the same values, in the place of an inner tensor."""

@@ -103,7 +103,7 @@ def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
     taken: dict[str, Any] = {}
     for inner in tensor.inner_tensors:
         value: torch.Tensor | None = getattr(tensor, inner.attribute)
-        if value is None or (not inner.gather and inner.usage == "both"):
+        if value is None or inner.shared:
             taken[inner.argument] = value
         elif tensor.is_derived(inner):
             taken[inner.argument] = None

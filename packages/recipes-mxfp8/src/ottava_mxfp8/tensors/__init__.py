@@ -1,6 +1,5 @@
 """MXFP8 storages and tensors."""
 
-from ottava_mxfp8.tensors import ops as _ops  # noqa: F401  (fills the aten table)
 from ottava_mxfp8.tensors.storage import MXFP8TensorStorage
 from ottava_mxfp8.tensors.tensor import MXFP8Tensor
 

@@ -1,0 +1,191 @@
+"""Layouts as data: what the elements of a quantized tensor are, and which of them share a scale.
+
+A tensor ``[*leading, K]`` is seen as a matrix of ``M`` rows and ``K`` columns, which a grid cuts into blocks that have
+one scale each. Blocks at ragged edges are smaller. Rowwise data serve products that sum over columns, columnwise data
+those that sum over rows: their blocks are those of the transposed matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from ottava.errors import DTypeError, OptionError
+from ottava.formats import E8M0, element_format
+
+#: Rows and columns of a grid.
+Size = tuple[int, int]
+#: Rows and columns of a block; None for all.
+Block = tuple[int | None, int | None]
+_COLUMNWISE = ("own", "transposed", "same")
+_ROUNDINGS = {torch.float32: ("nearest", "floor"), E8M0.torch_dtype: ("up", "floor")}
+# How a layout is written: the fields in their order, with these between them.
+_BETWEEN = "/"
+_ALL = "all"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Elements, and scales on a grid.
+
+    Invariant: ``original ≈ float32(element) * scale_inv`` for the scale of the element's block.
+
+    Attributes:
+        element: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
+        block: rows and columns of rowwise data that share a scale; None for all of them.
+        scale: the format of stored scales: ``torch.float32`` (``scale_inv`` itself) or ``torch.float8_e8m0fnu``.
+        rounding: of a float32 scale ``"nearest"``, or ``"floor"`` to a power of two; of an E8M0 scale ``"up"``, by
+            which no element is clamped, or ``"floor"``.
+        epsilon: an amax below it counts as it; for float32 scales.
+        columnwise: how columnwise data are held: ``"own"``, of the tensor's shape; ``"transposed"``, ``[K, *leading]``;
+            or ``"same"``, where one buffer serves both usages.
+        shared: rows and columns whose blocks have one scale in common, if that is more than a block: whole blocks,
+            squares. Both directions hold the same values then, as they do where blocks are squares.
+        finite_as: what an infinite float32 scale becomes: ``"float32"``, that format's largest value, or ``"input"``,
+            that of the dtype of the values.
+        text: the layout in one line, for example ``"float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"``; it
+            follows from the rest.
+
+    Raises:
+        DTypeError: ``element`` or ``scale`` is no such dtype.
+        OptionError: a field has a value that is not allowed, or two do not go together.
+    """
+
+    element: torch.dtype
+    block: Block
+    scale: torch.dtype = torch.float32
+    rounding: str = "nearest"
+    epsilon: float = 0.0
+    columnwise: str = "own"
+    shared: tuple[int, int] | None = None
+    finite_as: str = "float32"
+    text: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        element_format(self.element)
+        if self.scale not in _ROUNDINGS:
+            raise DTypeError(f"scale is {self.scale!r}", expected="torch.float32 or torch.float8_e8m0fnu")
+        for name, value in (("block", self.block), ("shared", self.shared)):
+            sizes = value if isinstance(value, tuple) else (0,)
+            right = len(sizes) == 2 and all(s is None or (type(s) is int and s > 0) for s in sizes)
+            if not right and not (name == "shared" and value is None):
+                raise OptionError(f"{name} is {value!r}", expected="(rows, columns), each a size > 0 or None for all")
+        allowed = {"rounding": _ROUNDINGS[self.scale], "columnwise": _COLUMNWISE, "finite_as": ("float32", "input")}
+        for name, words in allowed.items():
+            if getattr(self, name) not in words:
+                raise OptionError(f"{name} is {getattr(self, name)!r}", expected=f"one of {', '.join(words)}")
+        if type(self.epsilon) not in (int, float) or not 0.0 <= self.epsilon < float("inf"):
+            raise OptionError(f"epsilon is {self.epsilon!r}", expected="a finite number >= 0")
+        if self.shared is not None and not self._fits(self.shared):
+            raise OptionError(f"blocks of {self.block} share a scale over {self.shared}", expected="squares of blocks")
+        if self.columnwise == "same" and self.block[0] != self.block[1]:
+            raise OptionError(f"blocks of {self.block} with columnwise='same'", expected="squares, or one for all")
+        # Frozen, so that this is the way to keep what follows from the fields.
+        text = _BETWEEN.join(_written(getattr(self, f.name)) for f in fields(self) if f.init)
+        object.__setattr__(self, "text", text)
+        _KNOWN.setdefault(text, self)
+
+    def _fits(self, shared: tuple[int, int]) -> bool:
+        sides = zip(shared, self.block, strict=True)
+        return shared[0] == shared[1] and all(size is not None and side % size == 0 for side, size in sides)
+
+    # -- what follows from the fields --
+
+    @property
+    def square(self) -> bool:
+        """Whether rowwise and columnwise data hold the same values."""
+        rows, columns = self.shared or self.block
+        return rows == columns
+
+    @property
+    def transposed(self) -> bool:
+        """Whether columnwise data are those of the transpose, ``[K, *leading]``."""
+        return self.columnwise == "transposed"
+
+    def block_of(self, columnwise: bool, shared: bool = False) -> Block:
+        """Rows and columns of the tensor that have one scale: stored for them, or with ``shared`` in common."""
+        block = (self.shared if shared else None) or self.block
+        return (block[1], block[0]) if columnwise else block
+
+    def grid(self, matrix: Sequence[int], columnwise: bool, shared: bool = False) -> Size:
+        """Rows and columns of the scales of a matrix ``[M, K]``; those of a tensor whose columns are not transposed."""
+        return grid_of(matrix, self.block_of(columnwise, shared))
+
+    @property
+    def stored_scale(self) -> torch.dtype:
+        """The dtype of stored scales: E8M0 is held as bytes."""
+        return torch.float32 if self.scale is torch.float32 else torch.uint8
+
+    def scale_shape(self, shape: Sequence[int], columnwise: bool) -> Size:
+        """The shape of the scales of a tensor of ``shape``, as they are stored, unpadded."""
+        rows, columns = self.grid(as_matrix_shape(shape), columnwise)
+        return (columns, rows) if columnwise and self.transposed else (rows, columns)
+
+    def stored_block(self, columnwise: bool) -> Block:
+        """Rows and columns of stored data that share a scale: those of the transpose, if that is what is stored."""
+        return self.block if columnwise and self.transposed else self.block_of(columnwise)
+
+    def stored_matrix(self, data_shape: Sequence[int], columnwise: bool) -> Size:
+        """Stored data as rows and columns."""
+        if columnwise and self.transposed:
+            return (data_shape[0] if len(data_shape) else 1), math.prod(data_shape[1:])
+        return as_matrix_shape(data_shape)
+
+    def data_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
+        """The shape of the data of a tensor of ``shape``, as they are stored."""
+        return (*shape[-1:], *shape[:-1]) if columnwise and self.transposed else tuple(shape)
+
+    # -- as text, for operators and files --
+
+    @staticmethod
+    def of(text: str) -> Layout:
+        """The layout that :attr:`text` writes.
+
+        Raises:
+            OptionError, DTypeError: it writes none.
+        """
+        # A plain dict, which compiled code can look into.
+        found = _KNOWN.get(text) if isinstance(text, str) else None
+        return _parsed(text) if found is None else found
+
+
+_KNOWN: dict[str, Layout] = {}
+torch.serialization.add_safe_globals([Layout])
+
+
+def grid_of(matrix: Sequence[int], block: Block) -> Size:
+    """How many blocks lie below each other and side by side in a matrix: one where a block has all, of nothing too."""
+    rows, columns = (1 if side is None else -(-size // side) for size, side in zip(matrix, block, strict=True))
+    return rows, columns
+
+
+def as_matrix_shape(shape: Sequence[int]) -> Size:
+    """``[*leading, K]`` as rows and columns."""
+    return math.prod(shape[:-1]), (shape[-1] if len(shape) else 1)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "x".join(_ALL if size is None else str(size) for size in value)
+    return str(value).removeprefix("torch.")
+
+
+def _sizes(text: str) -> Any:
+    return None if text == "None" else tuple(None if size == _ALL else int(size) for size in text.split("x"))
+
+
+# What reads each field, by its place.
+_READERS = (torch.__dict__.get, _sizes, torch.__dict__.get, str, float, str, _sizes, str)
+
+
+def _parsed(text: str) -> Layout:
+    parts: list[str] = text.split(_BETWEEN) if isinstance(text, str) else []
+    try:
+        made = Layout(*[reader(part) for reader, part in zip(_READERS, parts, strict=True)])
+    except ValueError as error:
+        raise OptionError(f"{text!r:.80} is no layout", expected="what Layout.text gives") from error
+    return made

@@ -1,0 +1,105 @@
+"""``GridQuantizer``: a quantizer that is a layout."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+
+from ottava import kernels
+from ottava.collectives import all_reduce_max, process_groups_ready
+from ottava.errors import DTypeError
+from ottava.kernels import for_layers
+from ottava.layout import Layout, as_matrix_shape
+from ottava.tensors.grid import GridTensor, GridTensorStorage, stored
+from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.storage import QuantizedTensorStorage
+
+
+class GridQuantizer(Quantizer):
+    """Quantizes by a layout, along rows, columns or both, each from the values themselves.
+
+    A subclass may have options of its own, from which its :attr:`layout` follows, and classes of its own.
+
+    Args:
+        layout: what the elements are, and which of them share a scale.
+        rowwise, columnwise: usages to produce.
+
+    Raises:
+        DTypeError: ``layout`` is none.
+    """
+
+    # Found by name on first use: what all ranks agree on stands above tensors.
+    shards: ClassVar[Any] = "grid.GridShards"
+    process_attributes: ClassVar[tuple[str, ...]] = ("amax_reduction_group",)
+    storage_class: ClassVar[type[GridTensorStorage]] = GridTensorStorage
+    tensor_class: ClassVar[type[GridTensor]] = GridTensor
+
+    def __init__(self, layout: Layout, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if not isinstance(layout, Layout):
+            raise DTypeError(f"the layout is a {type(layout).__name__}", expected="an ottava.Layout")
+        self.layout = layout
+        #: The ranks whose largest amax decides a scale that spans the rows; None: this one alone.
+        self.amax_reduction_group: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group cannot be pickled.
+        return self.__dict__ | {"amax_reduction_group": None}
+
+    def static_fields(self) -> dict[str, Any]:
+        """What the tensors of this quantizer are told besides data, scales and their dtype."""
+        return {"layout": self.layout.text}
+
+    def for_shards(self, group: Any) -> Self:
+        copied = self.copy()
+        # Only scales that span the rows depend on other shards.
+        spanning = any(self.layout.block_of(columnwise)[0] is None for columnwise in (False, True))
+        copied.amax_reduction_group = group if spanning else None
+        return copied
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        usages = self.rowwise_usage, self.columnwise_usage
+        if self.amax_reduction_group is not None and process_groups_ready():
+            return self._wrap(self._quantize_reduced(tensor), dtype)
+        return self._wrap(for_layers.grid_quantize(tensor, self.layout.text, *usages), dtype)
+
+    def _quantize_reduced(self, tensor: torch.Tensor) -> list[torch.Tensor | None]:
+        """With the amaxes of all ranks where a scale spans the rows."""
+        layout, matrix, made = self.layout, as_matrix_shape(tensor.shape), []
+        place: Any = [tensor.reshape(-1)], [tensor.dtype], [matrix], [0], [layout]
+        amaxes = kernels.grid_multi_amax(*place).split(kernels.grid_amax_sizes(*matrix, layout))
+        pairs: list[list[Any]] = [[None], [None]]
+        for columnwise, wanted in ((False, self.rowwise_usage), (True, self.columnwise_usage)):
+            if not wanted:
+                made += [None, None]
+                continue
+            rows = layout.block_of(columnwise)[0]
+            amax = amaxes[0 if layout.square else columnwise].view(layout.grid(matrix, columnwise, shared=True))
+            if rows is None:
+                amax = all_reduce_max(amax, self.amax_reduction_group)
+            scale, scale_inv = kernels.grid_scales(amax, layout, tensor.dtype)
+            data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
+            pairs[columnwise] = [(scale_inv if scale is None else scale, data)]
+            made += stored((data, scale_inv), layout, columnwise)
+        kernels.grid_multi_cast(*place, *pairs)
+        return [None if part is None else part.contiguous() for part in made]
+
+    def _wrap(self, tensors: Any, dtype: torch.dtype) -> QuantizedTensorStorage:
+        """Data and scales of rows, then of columns, which fit together: a bare storage is not checked."""
+        fields = self.static_fields()
+        if self.internal:
+            known = fields | {"dtype": dtype, "values_from_columns": False}
+            static = tuple(known[field.argument] for field in self.storage_class.static_fields)
+            return self.storage_class.unchecked(tensors, static, self)
+        names = [inner.argument for inner in self.tensor_class.inner_tensors]
+        given: dict[str, Any] = dict(zip(names, tensors, strict=True)) | fields
+        return self.tensor_class(**given, dtype=dtype, quantizer=self)
+
+    def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
+        layout, tensors = self.layout, []
+        for columnwise, wanted in ((False, self.rowwise_usage), (True, self.columnwise_usage)):
+            made = layout.data_shape(shape, columnwise), layout.scale_shape(shape, columnwise)
+            for own, kind in zip(made, (torch.uint8, layout.stored_scale), strict=True):
+                tensors.append(torch.empty(own, dtype=kind, device=device) if wanted else None)
+        return self._wrap(tensors, dtype)
