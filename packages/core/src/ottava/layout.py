@@ -8,7 +8,7 @@ those that sum over rows: their blocks are those of the transposed matrix.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -179,7 +179,16 @@ def _sizes(text: str) -> Any:
 
 
 # What reads each field, by its place.
-_READERS = (torch.__dict__.get, _sizes, torch.__dict__.get, str, float, str, _sizes, str)
+_READERS: tuple[Callable[[str], Any], ...] = (
+    torch.__dict__.get,
+    _sizes,
+    torch.__dict__.get,
+    str,
+    float,
+    str,
+    _sizes,
+    str,
+)
 
 
 def _parsed(text: str) -> Layout:

@@ -78,7 +78,7 @@ class GridBatch(ShardBatch):
                 kernels.grid_scales(own, layout, job.dtype)
                 for own, layout, job in zip(amaxes.split(lengths), self._layouts, self.jobs, strict=True)
             ]
-            every = [[s if f is None else f for f, s in made], [s for _, s in made]]  # type: ignore[list-item]
+            every = [[s if f is None else f for f, s in made], [s for _, s in made]]
         places = zip(*every, self._layouts, self._matrices, self._lengths, strict=True)
         return [_by_direction(*place) for place in places]
 

@@ -42,6 +42,7 @@ __all__ = [
     "cast_amax",
     "cast_transpose",
     "check_epsilon",
+    "check_grid",
     "check_high_precision",
     "decode",
     "grid_amax_sizes",

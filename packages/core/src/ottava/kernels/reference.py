@@ -271,7 +271,7 @@ def grid_quantize(x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
     layout = Layout.of(text)
     matrix = _matrix(x).to(torch.float32)
     magnitude = _magnitudes(matrix)
-    for columnwise, data, stored in ((False, *out[:2]), (True, *out[2:])):
+    for columnwise, (data, stored) in ((False, out[:2]), (True, out[2:])):
         if data is None or stored is None:
             continue
         amax = for_blocks(

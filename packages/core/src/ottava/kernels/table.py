@@ -97,7 +97,8 @@ def _quantized_for_layer(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...
 
 
 def _on_grid(x: Tensor, text: str, *wanted: bool) -> tuple[Tensor | None, ...]:
-    layout, made = Layout.of(text), []
+    layout = Layout.of(text)
+    made: list[Tensor | None] = []
     for columnwise, asked in enumerate(wanted):
         shapes = layout.data_shape(x.shape, bool(columnwise)), layout.scale_shape(x.shape, bool(columnwise))
         made += [_new(x, shapes[0]), _new(x, shapes[1], layout.stored_scale)] if asked else [None, None]

@@ -26,7 +26,8 @@ _Change = Callable[[Direction, bool], Direction | None]
 
 def _changed(tensor: GridTensor, change: _Change, *, swap: bool = False, alias: bool = True) -> Any:
     """``tensor`` with every direction changed; ``swap`` exchanges the two."""
-    layout, replaced = tensor.grid_layout, {"values_from_columns": tensor._values_from_columns != swap, "shape": None}
+    layout = tensor.grid_layout
+    replaced: dict[str, Any] = {"values_from_columns": tensor._values_from_columns != swap, "shape": None}
     rows = tensor.ordered(columnwise=False)
     for columnwise, usage in enumerate(("rowwise", "columnwise")):
         source = bool(columnwise) != swap

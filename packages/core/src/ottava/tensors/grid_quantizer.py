@@ -66,7 +66,8 @@ class GridQuantizer(Quantizer):
 
     def _quantize_reduced(self, tensor: torch.Tensor) -> list[torch.Tensor | None]:
         """With the amaxes of all ranks where a scale spans the rows."""
-        layout, matrix, made = self.layout, as_matrix_shape(tensor.shape), []
+        layout, matrix = self.layout, as_matrix_shape(tensor.shape)
+        made: list[Any] = []
         place: Any = [tensor.reshape(-1)], [tensor.dtype], [matrix], [0], [layout]
         amaxes = kernels.grid_multi_amax(*place).split(kernels.grid_amax_sizes(*matrix, layout))
         pairs: list[list[Any]] = [[None], [None]]
@@ -91,7 +92,8 @@ class GridQuantizer(Quantizer):
         if self.internal:
             known = fields | {"dtype": dtype, "values_from_columns": False}
             static = tuple(known[field.argument] for field in self.storage_class.static_fields)
-            return self.storage_class.unchecked(tensors, static, self)
+            bare: QuantizedTensorStorage = self.storage_class.unchecked(tensors, static, self)
+            return bare
         names = [inner.argument for inner in self.tensor_class.inner_tensors]
         given: dict[str, Any] = dict(zip(names, tensors, strict=True)) | fields
         return self.tensor_class(**given, dtype=dtype, quantizer=self)
