@@ -12,17 +12,24 @@ import torch
 
 from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, ShapeError
-from ottava.formats import fp8_format
+from ottava.formats import FP8, fp8_format
 from ottava.kernels.checks import check_dtype
-from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_values_dtype
-from ottava.tensors.freshness import DerivedTensor
-from ottava.tensors.layout import columnwise_is_transpose
+from ottava.layout import Layout
+from ottava.tensors.columnwise import columnwise_is_transpose
+from ottava.tensors.declaration import InnerTensor, StaticField, as_data
+from ottava.tensors.grid import GridTensor, GridTensorStorage, columns
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.tensors.tensor import QuantizedTensor
+
+# By the format, and whether columnwise data are transposed: a plain dict, which compiled code can look into.
+_LAYOUTS = {
+    (dtype, transposed): Layout(dtype, (None, None), columnwise="transposed" if transposed else "same")
+    for dtype in FP8
+    for transposed in (False, True)
+}
 
 
-class Float8TensorStorage(QuantizedTensorStorage):
+class Float8TensorStorage(GridTensorStorage):
     """FP8 data with one scale, without the tensor interface.
 
     Args:
@@ -50,12 +57,23 @@ class Float8TensorStorage(QuantizedTensorStorage):
         StaticField("_dtype", "dtype", default=torch.float32),
         StaticField("_fp8_dtype", "fp8_dtype"),
     )
-    counts_writes = True
+    data_names, scale_names = ("_data", "_transpose"), ("_scale_inv", "_scale_inv")
 
     _data: torch.Tensor | None
     _scale_inv: torch.Tensor
     _fp8_dtype: torch.dtype
-    _derived: DerivedTensor | None
+    #: The transposed data if it is held and still that of ``_data``, else None.
+    _transpose = columns("_transpose")
+
+    @property
+    def grid_layout(self) -> Layout:
+        # Data without a transpose may be met on a device that wants one: columns are made of it there.
+        held = self._data
+        transposed = held is None or columnwise_is_transpose(held.device)
+        return _LAYOUTS[self._fp8_dtype, transposed]
+
+    def _declare(self) -> None:
+        """The layout has no more to say of the inner tensors."""
 
     @classmethod
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
@@ -80,117 +98,21 @@ class Float8TensorStorage(QuantizedTensorStorage):
             scale_inv = scale_inv if scale_inv.dim() == 0 else scale_inv.reshape(())
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
 
-    # -- the transpose and its validity --
+    def _decoded(
+        self, data: torch.Tensor, scales: torch.Tensor | None, columnwise: bool, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if dtype not in kernels.HIGH_PRECISION:
+            return kernels.decode(data, scales, self._fp8_dtype, torch.float32).to(dtype)
+        return kernels.decode(data, scales, self._fp8_dtype, dtype)
 
-    @property
-    def _transpose(self) -> torch.Tensor | None:
-        """The transposed data if it is held and still that of ``_data``, else None."""
-        derived = self._derived
-        if derived is None or not derived.fresh(self._data, self._writes):
-            return None
-        return derived.tensor
-
-    @_transpose.setter
-    def _transpose(self, value: torch.Tensor | None) -> None:
-        self._derived = None if value is None else DerivedTensor(value, self._data, self._writes)
-
-    def _in_order(self) -> torch.Tensor:
-        """The data in the order of the values: what rowwise data holds, or a view of the transposed one."""
-        if self._data is not None:
-            return self._data
-        transposed = self._transpose
-        if transposed is None:
-            raise self._empty()
-        return transposed.movedim(0, -1)
-
-    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
-        whole = self._whole if isinstance(self._whole, Float8TensorStorage) else None
-        # The write reaches the transposed data where ``src`` has it too, or where a view is one of it.
-        holder = self if whole is None else whole
-        reached = whole is None or whole._data is None
-        derived = holder._derived if reached and holder._transpose is not None else None
-        super().copy_from_storage(src, noop_flag=noop_flag)
-        if derived is not None:
-            # It is fresh again, for every alias.
-            derived.refresh(holder._data, holder._writes)
-
-    # -- the elements as bytes --
-
-    def raw_inner(self) -> tuple[InnerTensor, ...]:
-        held = self._data is None and self._transpose is not None
-        return (self.inner_tensors[1],) if held else super().raw_inner()
-
-    def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
-        transposed = self._transpose
-        super().replace_inner(inner, tensor)
-        if inner.usage == "rowwise" and transposed is not None:
-            # Computed from the same values.
-            self._transpose = transposed
-
-    def rebuild_derived(self, *, force: bool = False) -> None:
-        data, quantizer = self._data, self._quantizer
-        if data is None or not data.dim() or not columnwise_is_transpose(data.device):
-            return
-        if force:
-            self.mark_written()
-        if self._transpose is None and (quantizer is None or quantizer.columnwise_usage):
-            self._transpose = kernels.transpose(data)
-
-    # -- usages --
-
-    def get_usages(self) -> dict[str, bool]:
-        transposed = self._transpose is not None
-        if self._data is None:
-            return {"rowwise": False, "columnwise": transposed}
-        shared = not columnwise_is_transpose(self._data.device)
-        return {"rowwise": True, "columnwise": shared or transposed}
-
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        data, transposed = self._data, self._transpose
-        shared = data is not None and not columnwise_is_transpose(data.device)
-        have = data is not None, shared or transposed is not None
-        rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage, have)
-        if data is None:
-            if transposed is None:
-                raise self._empty()
-            if not rowwise:
-                return
-            data = self._data = self._in_order().contiguous()
-            transposed = self._transpose = kernels.transpose(data)
-            shared = not columnwise_is_transpose(data.device)
-        if not columnwise:
-            self._derived = None
-        # One buffer may serve both usages; what can go then is a transpose that is not needed.
-        if shared or not columnwise:
-            return
-        if transposed is None:
-            transposed = self._transpose = kernels.transpose(data)
-        if not rowwise:
-            self._data = None
-            self._transpose = transposed
-
-    # -- values --
-
-    def size(self, dim: int | None = None) -> Any:
-        shape = (self._in_order() if self._data is None else self._data).shape
-        return shape if dim is None else shape[dim]
-
-    def _decode(self, scale_inv: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        if self._data is not None:
-            return kernels.decode(self._data, scale_inv, self._fp8_dtype, dtype)
-        # In the memory order of the transposed data; a view puts it right.
-        return kernels.decode(self._in_order().movedim(-1, 0), scale_inv, self._fp8_dtype, dtype).movedim(0, -1)
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        check_values_dtype(dtype)
-        wanted = dtype or self._dtype
-        if wanted not in kernels.HIGH_PRECISION:
-            return self._decode(self._scale_inv, torch.float32).to(wanted)
-        return self._decode(self._scale_inv, wanted)
+    def grid_operand(self, *, columnwise: bool) -> None:
+        """One scale is no part of an operand's values: products apply it to their results."""
 
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The bare elements (exact in bfloat16 and float32) and ``scale_inv``."""
-        values = self._decode(None, dtype)
+        (data, _), columnwise = self._held()
+        values = self._decoded(data, None, columnwise, dtype)
+        values = values.movedim(0, -1) if columnwise and self._data is None and values.dim() else values
         rows = math.prod(values.shape[:-1])
         return values if values.dim() == 2 else values.reshape(rows, values.shape[-1]), self._scale_inv
 
@@ -209,7 +131,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return (elements.t() if columnwise == (transposed is None) else elements), self._scale_inv
 
 
-class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+class Float8Tensor(GridTensor, Float8TensorStorage):
     """FP8 data with one scale as a ``torch.Tensor``.
 
     Args:
@@ -223,15 +145,8 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     """
 
     @classmethod
-    def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
-        data, transposed = declared["data"], declared["data_transpose"]
-        # A transpose alone lies in memory as a transposed tensor does.
-        return data if data is not None or transposed is None else transposed.movedim(0, -1)  # type: ignore[no-any-return]
-
-    def _share_freshness(self, other: QuantizedTensor) -> None:
-        if isinstance(other, Float8Tensor) and other._data is self._data:
-            self._writes, self._derived = other._writes, other._derived
-            self._whole = other._whole
+    def layout_of(cls, declared: dict[str, Any]) -> Layout:
+        return _LAYOUTS[declared["fp8_dtype"], True]
 
 
 class Float8QuantizerBase(Quantizer):

@@ -64,6 +64,24 @@ def stored(direction: Direction, layout: Layout, columnwise: bool) -> Direction:
     return (data.movedim(-1, 0) if data.dim() else data), scales.t()
 
 
+def columns(name: str) -> Any:
+    """An attribute for columnwise data or scales: if they are made of rows, they are given as long as these stay."""
+    kept = f"_kept{name}"
+
+    def get(self: GridTensorStorage) -> torch.Tensor | None:
+        held = getattr(self, kept, None)
+        if not isinstance(held, DerivedTensor):
+            return held
+        return held.tensor if held.fresh(self._rows(), self._writes) else None
+
+    def put(self: GridTensorStorage, value: torch.Tensor | None) -> None:
+        rows, layout = self._rows(), self.grid_layout
+        derives = value is not None and rows is not None and layout.square and layout.transposed
+        setattr(self, kept, DerivedTensor(value, rows, self._writes) if derives else value)  # type: ignore[arg-type]
+
+    return property(get, put)
+
+
 class GridTensorStorage(QuantizedTensorStorage):
     """Quantized data with scales on a grid, without the tensor interface.
 
@@ -84,6 +102,9 @@ class GridTensorStorage(QuantizedTensorStorage):
     """
 
     inner_tensors = inner_tensors_of(None)
+    #: Where data and scales of rows and columns are held.
+    data_names: ClassVar[tuple[str, str]] = ("_rowwise_data", "_columnwise_data")
+    scale_names: ClassVar[tuple[str, str]] = ("_rowwise_scale_inv", "_columnwise_scale_inv")
     static_fields: ClassVar[tuple[StaticField, ...]] = (
         StaticField("_dtype", "dtype", default=torch.float32),
         StaticField("layout_text", "layout"),
@@ -96,7 +117,7 @@ class GridTensorStorage(QuantizedTensorStorage):
     layout_text: str
     _rowwise_data: torch.Tensor | None
     _rowwise_scale_inv: torch.Tensor | None
-    _values_from_columns: bool
+    _values_from_columns: bool = False
 
     @property
     def grid_layout(self) -> Layout:
@@ -145,52 +166,43 @@ class GridTensorStorage(QuantizedTensorStorage):
         # The declaration of the class has names; that of the instance also what the layout says.
         self.inner_tensors = inner_tensors_of(self.grid_layout)  # type: ignore[misc]
 
-    # -- columns that are made of rows, and given as long as these are what they were --
-
-    @property
-    def _columnwise_data(self) -> torch.Tensor | None:
-        return self._fresh(self._columns)
-
-    @_columnwise_data.setter
-    def _columnwise_data(self, value: torch.Tensor | None) -> None:
-        self._columns = self._kept(value)
-
-    @property
-    def _columnwise_scale_inv(self) -> torch.Tensor | None:
-        return self._fresh(self._column_scales)
-
-    @_columnwise_scale_inv.setter
-    def _columnwise_scale_inv(self, value: torch.Tensor | None) -> None:
-        self._column_scales = self._kept(value)
-
-    _columns: torch.Tensor | DerivedTensor | None
-    _column_scales: torch.Tensor | DerivedTensor | None
-
-    def _derives_columns(self) -> bool:
-        layout = self.grid_layout
-        return layout.square and layout.transposed and self._rowwise_data is not None
-
-    def _kept(self, value: torch.Tensor | None) -> torch.Tensor | DerivedTensor | None:
-        derives = value is not None and self._derives_columns()
-        return DerivedTensor(value, self._rowwise_data, self._writes) if derives else value  # type: ignore[arg-type]
-
-    def _fresh(self, kept: torch.Tensor | DerivedTensor | None) -> torch.Tensor | None:
-        if not isinstance(kept, DerivedTensor):
-            return kept
-        return kept.tensor if kept.fresh(self._rowwise_data, self._writes) else None
+    _columnwise_data = columns("_columnwise_data")
+    _columnwise_scale_inv = columns("_columnwise_scale_inv")
 
     # -- directions --
 
+    def _rows(self) -> torch.Tensor | None:
+        return getattr(self, self.data_names[0])  # type: ignore[no-any-return]
+
     def direction(self, *, columnwise: bool) -> Direction | None:
         """Stored data and scales of one direction, if they are held."""
-        data = self._columnwise_data if columnwise else self._rowwise_data
-        scales = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
+        if columnwise and self.grid_layout.columnwise == "same":
+            columnwise = False
+        data = getattr(self, self.data_names[columnwise])
+        scales = getattr(self, self.scale_names[columnwise])
         return None if data is None or scales is None else (data, scales)
 
     def ordered(self, *, columnwise: bool) -> Direction | None:
         """:meth:`direction` in the order of the tensor: views."""
         held = self.direction(columnwise=columnwise)
         return None if held is None else in_order(held, self.grid_layout, columnwise)
+
+    def _put(self, rows: Direction | None, columns: Direction | None) -> None:
+        """Hold these directions and no other. Rows first: columns may be kept as made of them."""
+        for side, held in enumerate((rows, None if self.grid_layout.columnwise == "same" else columns)):
+            setattr(self, self.data_names[side], None if held is None else held[0])
+            if self.scale_names[0] != self.scale_names[1]:
+                setattr(self, self.scale_names[side], None if held is None else held[1])
+
+    @classmethod
+    def arguments_of(cls, rows: Direction | None, columns: Direction | None) -> dict[str, Any]:
+        """Directions by the arguments of the constructor."""
+        by_attribute: dict[str, Any] = {}
+        for side, held in enumerate((rows, columns)):
+            by_attribute[cls.data_names[side]] = None if held is None else held[0]
+            if held is not None or cls.scale_names[side] not in by_attribute:
+                by_attribute[cls.scale_names[side]] = None if held is None else held[1]
+        return {inner.argument: by_attribute[inner.attribute] for inner in cls.inner_tensors}
 
     def _held(self) -> tuple[Direction, bool]:
         """The direction that the values are taken from, and whether it is that of the columns."""
@@ -199,6 +211,11 @@ class GridTensorStorage(QuantizedTensorStorage):
             if held is not None:
                 return held, columnwise
         raise self._empty()
+
+    def _in_order(self) -> torch.Tensor:
+        """The data that the values are taken from, in the order of the tensor."""
+        held, columnwise = self._held()
+        return in_order(held, self.grid_layout, columnwise)[0]
 
     @property
     def rowwise_serves_columnwise(self) -> bool:  # type: ignore[override]
@@ -237,48 +254,64 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
+        if self.grid_layout.columnwise == "same" and self._rows() is not None:
+            return
         # Before anything is dropped: either may be made of the other.
-        rows = self.for_usage(False) if rowwise else (None, None)
-        columns = self.for_usage(True) if columnwise else (None, None)
-        self.mark_written()
-        self._rowwise_data, self._rowwise_scale_inv = rows
-        self._columnwise_data, self._columnwise_scale_inv = columns
+        rows = self.for_usage(False) if rowwise else None
+        held = self.for_usage(True) if columnwise else None
+        self._put(rows, held)
+
+    def _derived(self) -> list[DerivedTensor]:
+        """What is kept as made of rows, fresh or not."""
+        names = {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}
+        return [kept for kept in (getattr(self, name, None) for name in names) if isinstance(kept, DerivedTensor)]
 
     def is_derived(self, inner: InnerTensor) -> bool:
         # Transposed columns with scales of their own cannot be made of rows.
         return super().is_derived(inner) and self.grid_layout.square
 
     def rebuild_derived(self, *, force: bool = False) -> None:
-        if not self._derives_columns() or not isinstance(self._columns, DerivedTensor):
+        rows, layout, quantizer = self._rows(), self.grid_layout, self._quantizer
+        if rows is None or not rows.dim() or not (layout.transposed and layout.square):
             return
         if force:
             self.mark_written()
-        if self._columnwise_data is None:
-            self._columnwise_data, self._columnwise_scale_inv = self.for_usage(True)
+        if self.direction(columnwise=True) is None and (quantizer is None or quantizer.columnwise_usage):
+            self._put(self.direction(columnwise=False), self.for_usage(True))
+
+    def raw_inner(self) -> tuple[InnerTensor, ...]:
+        layout = self.grid_layout
+        if self._rows() is None and layout.transposed and layout.square and self.direction(columnwise=True) is not None:
+            return tuple(inner for inner in self.inner_tensors if inner.attribute == self.data_names[1])
+        return tuple(inner for inner in super().raw_inner() if inner.attribute in self.data_names)
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
-        columns = self.direction(columnwise=True)
+        held = self.direction(columnwise=True)
         super().replace_inner(inner, tensor)
-        if inner.usage == "rowwise" and columns is not None:
+        rows = self.direction(columnwise=False)
+        if inner.usage == "rowwise" and rows is not None:
             # Made of the same values.
-            self._columnwise_data, self._columnwise_scale_inv = columns
+            self._put(rows, held)
 
     # -- values --
 
     def size(self, dim: int | None = None) -> Any:
-        held, columnwise = self._held()
-        shape = in_order(held, self.grid_layout, columnwise)[0].shape
+        shape = self._in_order().shape
         return shape if dim is None else shape[dim]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         check_values_dtype(dtype)
         (data, scales), columnwise = self._held()
         layout, wanted = self.grid_layout, dtype or self._dtype
-        exact = wanted in (*kernels.HIGH_PRECISION, torch.float64)
-        values = kernels.grid_decode(data, scales, layout, wanted if exact else torch.float32, columnwise=columnwise)
+        values = self._decoded(data, scales, columnwise, wanted)
         if columnwise and layout.transposed and values.dim():
             values = values.movedim(0, -1)
         return values.to(wanted)
+
+    def _decoded(self, data: torch.Tensor, scales: torch.Tensor, columnwise: bool, dtype: torch.dtype) -> torch.Tensor:
+        exact = dtype in (*kernels.HIGH_PRECISION, torch.float64)
+        wanted = dtype if exact else torch.float32
+        return kernels.grid_decode(data, scales, self.grid_layout, wanted, columnwise=columnwise)
 
     def grid_operand(self, *, columnwise: bool) -> Direction:
         data, scales = self.for_usage(columnwise)
@@ -304,11 +337,15 @@ class GridTensorStorage(QuantizedTensorStorage):
                 expected=f"a source whose blocks share scales over {self.grid_layout.shared}",
                 remedy="quantize it with the quantizer of the destination",
             )
-        kept = [k for k in (self._columns, self._column_scales) if isinstance(k, DerivedTensor)]
-        fresh = [k for k in kept if k.fresh(self._rowwise_data, self._writes)]
+        # The write reaches transposed data where ``src`` has it too, or where a view is one of it.
+        whole = self._whole if isinstance(self._whole, GridTensorStorage) else None
+        holder = self if whole is None else whole
+        reached = whole is None or whole._rows() is None
+        fresh = [kept for kept in holder._derived() if reached and kept.fresh(holder._rows(), holder._writes)]
         super().copy_from_storage(src, noop_flag=noop_flag)
-        for derived in fresh:
-            derived.refresh(self._rowwise_data, self._writes)
+        for kept in fresh:
+            # It is fresh again, for every alias.
+            kept.refresh(holder._rows(), holder._writes)
 
 
 def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction | None:
@@ -360,12 +397,22 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
 
     @classmethod
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
-        rows: torch.Tensor | None = declared["rowwise_data"]
-        if rows is not None:
-            return rows
-        columns: torch.Tensor | None = declared["columnwise_data"]
-        transposed = columns is not None and columns.dim() and cls.layout_of(declared).transposed
-        return columns.movedim(0, -1) if transposed else columns  # type: ignore[union-attr]
+        names = {inner.attribute: inner.argument for inner in cls.inner_tensors}
+        rows, held = (declared[names[name]] for name in cls.data_names)
+        if rows is not None or held is None:
+            return rows  # type: ignore[no-any-return]
+        # Transposed data alone lie in memory as a transposed tensor does.
+        transposed = held.dim() and cls.layout_of(declared).transposed
+        return held.movedim(0, -1) if transposed else held  # type: ignore[no-any-return]
+
+    def _share_freshness(self, other: QuantizedTensor) -> None:
+        rows = self._rows()
+        if isinstance(other, GridTensor) and rows is not None and rows is other._rows():
+            self._whole, self._writes = other._whole, other._writes
+            for name in (f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])):
+                setattr(self, name, getattr(other, name, None))
+        else:
+            super()._share_freshness(other)
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
         """Whether copying from ``other`` can copy data and scales instead of quantizing again."""

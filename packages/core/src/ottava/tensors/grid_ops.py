@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ottava.layout import Block, as_matrix_shape
-from ottava.tensors.aten import implements
-from ottava.tensors.grid import Direction, GridTensor, stored
+from ottava.tensors.aten import OpImplementation, implements
+from ottava.tensors.grid import Direction, GridTensor, in_order, stored
 from ottava.tensors.tensor_ops import bounds, new_dtype
 from ottava.torch_private import aten_overloads
 
@@ -24,22 +24,69 @@ _aten = torch.ops.aten
 _Change = Callable[[Direction, bool], Direction | None]
 
 
+def _on_grid(*ops: Any) -> Callable[[OpImplementation], OpImplementation]:
+    """Register an op for tensors whose blocks can be cut; where one scale serves all, any view is data's."""
+
+    def register(function: OpImplementation) -> OpImplementation:
+        def run(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
+            whole = tensor.grid_layout.block == (None, None)
+            return (_moved if whole else function)(op, tensor, *args, **kwargs)
+
+        implements(GridTensor, *ops)(run)
+        return function
+
+    return register
+
+
+def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
+    """One scale serves any view, so that moving data is all."""
+    held, from_columns = tensor._held()
+    data = in_order(held, tensor.grid_layout, from_columns)[0]
+    if from_columns and op in _VIEWS and tensor.is_contiguous() and not data.is_contiguous():
+        # Its rowwise data was dropped since: no view of the transposed data has this shape.
+        return NotImplemented
+    moved = op(data, *args, **kwargs)
+    return [_alias(tensor, held, v, op) for v in moved] if isinstance(moved, list) else _alias(tensor, held, moved, op)
+
+
+def _alias(tensor: GridTensor, held: Direction, data: torch.Tensor, op: Any) -> GridTensor:
+    """A view of ``tensor`` around ``data``, a view of its data: writes to either reach both."""
+    rows = tensor._rows()
+    metadata = tensor.get_metadata() | tensor.arguments_of((data, held[1]), None) | {"shape": None}
+    view: Any = type(tensor)(**metadata)
+    view._writes = tensor._writes
+    less = rows is None or data.numel() != tensor.numel()
+    if op is _aten.as_strided.default and rows is not None:
+        less |= data.stride() != rows.stride() or data.storage_offset() != rows.storage_offset()
+    # The scale is that of the rest of the tensor too.
+    view._whole = tensor if tensor._whole is None and less else tensor._whole
+    columns = tensor.direction(columnwise=True)
+    keeps = op in _VIEWS and rows is not None and columns is not None and data.dim() > 0 and tensor.dim() > 0
+    if keeps and tensor.grid_layout.transposed and data.shape[-1] == tensor.shape[-1] and columns[0].is_contiguous():  # type: ignore[index]
+        turned = columns[0].view(data.shape[-1], *data.shape[:-1])  # type: ignore[index]
+        view._put((data, held[1]), (turned, columns[1]))  # type: ignore[index]
+    return view  # type: ignore[no-any-return]
+
+
 def _changed(tensor: GridTensor, change: _Change, *, swap: bool = False, alias: bool = True) -> Any:
     """``tensor`` with every direction changed; ``swap`` exchanges the two."""
-    layout = tensor.grid_layout
-    replaced: dict[str, Any] = {"values_from_columns": tensor._values_from_columns != swap, "shape": None}
+    layout, made_of = tensor.grid_layout, []
     rows = tensor.ordered(columnwise=False)
-    for columnwise, usage in enumerate(("rowwise", "columnwise")):
-        source = bool(columnwise) != swap
+    for columnwise in (False, True):
+        # One buffer that serves both usages is that of the rows.
+        source = columnwise != swap and layout.columnwise != "same"
         held = rows if not source else tensor.ordered(columnwise=True)
         # Columns that are made of rows are made again when they are asked for.
         derived = layout.transposed and layout.square and rows is not None and source
+        derived |= layout.columnwise == "same" and columnwise
         result = None if held is None or derived else change(held, source)
         if held is not None and result is None and not derived:
             return NotImplemented
-        data, scales = (None, None) if result is None else stored(result, layout, bool(columnwise))
-        replaced |= {f"{usage}_data": data, f"{usage}_scale_inv": scales}
-    made = type(tensor)(**(tensor.get_metadata() | replaced))
+        made_of.append(None if result is None else stored(result, layout, columnwise))
+    metadata = tensor.get_metadata() | tensor.arguments_of(*made_of) | {"shape": None}
+    if swap:
+        metadata["values_from_columns"] = not tensor._values_from_columns
+    made = type(tensor)(**metadata)
     if alias:
         made.share_writes(tensor)
         made._whole = tensor._whole
@@ -80,13 +127,15 @@ def _reshaped(tensor: GridTensor, function: Callable[[torch.Tensor], torch.Tenso
     return _changed(tensor, change)
 
 
-@implements(GridTensor, _aten.view.default, *aten_overloads("_unsafe_view"))
+_VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
+
+
+@_on_grid(*_VIEWS)
 def _view(op: Any, tensor: GridTensor, shape: Any) -> Any:
     return _reshaped(tensor, lambda data: op(data, shape))
 
 
-@implements(
-    GridTensor,
+@_on_grid(
     _aten.unsqueeze.default,
     _aten.squeeze.default,
     _aten.squeeze.dim,
@@ -156,7 +205,7 @@ def _leading(scales: torch.Tensor, tensor: GridTensor) -> torch.Tensor | None:
         return None
 
 
-@implements(GridTensor, _aten.slice.Tensor)
+@_on_grid(_aten.slice.Tensor)
 def _slice(
     op: Any, tensor: GridTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
@@ -168,7 +217,7 @@ def _slice(
     return _narrowed(tensor, dim, first, max(first, stop))
 
 
-@implements(GridTensor, _aten.select.int)
+@_on_grid(_aten.select.int)
 def _select(op: Any, tensor: GridTensor, dim: int, index: int) -> Any:
     op(torch.empty(tensor.shape, device="meta"), dim, index)
     dim %= tensor.dim()
@@ -183,19 +232,19 @@ def _all_or_none(views: list[Any]) -> Any:
     return NotImplemented if any(view is NotImplemented for view in views) else views
 
 
-@implements(GridTensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
+@_on_grid(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
 def _split(op: Any, tensor: GridTensor, sizes: Any, dim: int = 0) -> Any:
     cuts = bounds(op, tensor.shape[dim], sizes)
     return _all_or_none([_narrowed(tensor, dim % tensor.dim(), *own) for own in cuts])
 
 
-@implements(GridTensor, _aten.unbind.int)
+@_on_grid(_aten.unbind.int)
 def _unbind(op: Any, tensor: GridTensor, dim: int = 0) -> Any:
     op(torch.empty(tensor.shape, device="meta"), dim)
     return _all_or_none([_select(_aten.select.int, tensor, dim, index) for index in range(tensor.shape[dim])])
 
 
-@implements(GridTensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
+@_on_grid(_aten.t.default, _aten.transpose.int, _aten.permute.default)
 def _transpose(op: Any, tensor: GridTensor, *args: Any) -> Any:
     # Which dimension comes where, told by strides.
     numbered = torch.empty_strided((2,) * tensor.dim(), tuple(range(tensor.dim())), device="meta")
@@ -208,7 +257,7 @@ def _transpose(op: Any, tensor: GridTensor, *args: Any) -> Any:
     return NotImplemented
 
 
-@implements(GridTensor, _aten.as_strided.default)
+@_on_grid(_aten.as_strided.default)
 def _as_strided(
     op: Any, tensor: GridTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
@@ -238,60 +287,60 @@ def _strided_rows(tensor: GridTensor, size: tuple[int, ...], stride: tuple[int, 
     return rows if rows is NotImplemented else _reshaped(rows, lambda data: data.view(size))
 
 
+@_on_grid(_aten.diagonal.default)
+def _diagonal(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented
+
+
 @implements(GridTensor, _aten.clone.default)
 def _clone(op: Any, tensor: GridTensor, *, memory_format: Any = None) -> Any:
     if memory_format in (None, torch.preserve_format):
         return NotImplemented
-    copied = _changed(
-        tensor, lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone()), alias=False
-    )
+
+    def cloned(held: Direction, columnwise: bool) -> Direction:
+        return held[0].clone(memory_format=memory_format), held[1].clone()
+
+    copied = _changed(tensor, cloned, alias=False)
     copied.update_quantizer(None if tensor._quantizer is None else tensor._quantizer.copy())
     return copied
 
 
-def _new(tensor: GridTensor, shape: Sequence[int], make: Any, kwargs: dict[str, Any]) -> Any:
-    """A tensor of another shape with the directions of this one; ``make`` gives data and scales."""
-    dtype = new_dtype(tensor, kwargs)
-    if dtype is None:
+@implements(GridTensor, _aten.new_zeros.default, _aten.new_empty.default, _aten.new_empty_strided.default)
+def _new(op: Any, tensor: GridTensor, shape: Sequence[int], *strides: Any, **kwargs: Any) -> Any:
+    """A tensor of another shape with the directions of this one."""
+    dtype, layout = new_dtype(tensor, kwargs), tensor.grid_layout
+    device = torch.device(kwargs.get("device") or tensor.device)
+    whole = layout.block == (None, None)
+    contiguous = not strides or torch.empty(tuple(shape), device="meta").stride() == tuple(strides[0])
+    if dtype is None or not (whole or contiguous):
         return NotImplemented
-    layout, device = tensor.grid_layout, kwargs.get("device") or tensor.device
-    given: dict[str, Any] = {"shape": None, "dtype": dtype}
-    for columnwise, usage in enumerate(("rowwise", "columnwise")):
-        held = tensor.direction(columnwise=bool(columnwise)) is not None
-        shapes = layout.data_shape(shape, bool(columnwise)), layout.scale_shape(shape, bool(columnwise))
-        dtypes = torch.uint8, layout.stored_scale
-        names = f"{usage}_data", f"{usage}_scale_inv"
-        for name, own, kind in zip(names, shapes, dtypes, strict=True):
-            given[name] = make(tuple(own), dtype=kind, device=device) if held else None
-    made = type(tensor)(**(tensor.get_metadata() | given))
-    made.update_quantizer(None if tensor._quantizer is None else tensor._quantizer.copy())
-    # What all rows have in common is that of this tensor: rows of it can be copied into rows of the new one.
-    for inner in tensor.shared_inner():
-        own, theirs = getattr(made, inner.attribute), getattr(tensor, inner.attribute)
-        if own.shape == theirs.shape:
-            own.copy_(theirs)
-    return made
 
+    def made(shape: Sequence[int], dtype: torch.dtype, *strides: Any) -> torch.Tensor:
+        # A byte of 0 is the value 0 with any scale, so that new_zeros may do with data as it does with values.
+        empty = op if strides or op is _aten.new_zeros.default else _aten.new_empty.default
+        return empty(torch.empty(0, dtype=dtype, device=device), shape, *strides)  # type: ignore[no-any-return]
 
-@implements(GridTensor, _aten.new_zeros.default)
-def _new_zeros(op: Any, tensor: GridTensor, shape: Any, **kwargs: Any) -> Any:
-    # A byte of 0 is the value 0 with any scale.
-    return _new(tensor, shape, torch.zeros, kwargs)
-
-
-@implements(GridTensor, _aten.new_empty.default)
-def _new_empty(op: Any, tensor: GridTensor, shape: Any, **kwargs: Any) -> Any:
-    return _new(tensor, shape, torch.empty, kwargs)
-
-
-@implements(GridTensor, _aten.new_empty_strided.default)
-def _new_empty_strided(op: Any, tensor: GridTensor, shape: Any, stride: Any, **kwargs: Any) -> Any:
-    if torch.empty(tuple(shape), device="meta").stride() != tuple(stride):
-        return NotImplemented
-    return _new(tensor, shape, torch.empty, kwargs)
+    sides: list[Direction | None] = []
+    for columnwise in (False, True):
+        held = tensor.direction(columnwise=columnwise)
+        if layout.square and layout.columnwise != "own":
+            # Columns are rows, or are made of them.
+            held = None if columnwise else tensor._held()[0]
+        if held is None:
+            sides.append(None)
+            continue
+        data = made(layout.data_shape(shape, columnwise), torch.uint8, *(strides if whole else ()))
+        old, size = held[1], () if whole and not held[1].dim() else layout.scale_shape(shape, columnwise)
+        # What all rows have in common stays: rows of this tensor can be copied into rows of the new one.
+        spans = layout.block_of(columnwise)[0] is None and tuple(old.shape) == size
+        kept = spans and (device.type == "meta" or not old.is_meta)
+        scales = old.to(device, copy=True) if kept else made(size, layout.stored_scale).fill_(1)
+        sides.append((data, scales))
+    metadata = tensor.get_metadata() | tensor.arguments_of(*sides) | {"shape": None, "dtype": dtype}
+    return type(tensor)(**(metadata | {"quantizer": None if tensor._quantizer is None else tensor._quantizer.copy()}))
 
 
 # zeros_like is not here: optimizers make their moments with it, and moments in FP8 are wrong.
 @implements(GridTensor, _aten.empty_like.default)
 def _empty_like(op: Any, tensor: GridTensor, **kwargs: Any) -> Any:
-    return _new(tensor, tensor.shape, torch.empty, kwargs)
+    return _new(_aten.new_empty.default, tensor, tensor.shape, **kwargs)
