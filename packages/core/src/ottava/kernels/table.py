@@ -11,6 +11,7 @@ called without one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,12 +98,20 @@ def _quantized_for_layer(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...
 
 
 def _on_grid(x: Tensor, text: str, *wanted: bool) -> tuple[Tensor | None, ...]:
-    layout = Layout.of(text)
+    # Sizes that a graph does not know yet are no key.
+    shapes = (_shapes if type(x) is Tensor else _shapes.__wrapped__)(text, x.shape)
     made: list[Tensor | None] = []
-    for columnwise, asked in enumerate(wanted):
-        shapes = layout.data_shape(x.shape, bool(columnwise)), layout.scale_shape(x.shape, bool(columnwise))
-        made += [_new(x, shapes[0]), _new(x, shapes[1], layout.stored_scale)] if asked else [None, None]
+    for asked, (data, scales, dtype) in zip(wanted, shapes, strict=True):
+        made += [_new(x, data), _new(x, scales, dtype)] if asked else [None, None]
     return tuple(made)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shapes(text: str, shape: torch.Size) -> list[tuple[Any, Any, torch.dtype]]:
+    """The shapes of data and scales of both directions, and the dtype of the scales."""
+    layout = Layout.of(text)
+    sides = False, True
+    return [(layout.data_shape(shape, side), layout.scale_shape(shape, side), layout.stored_scale) for side in sides]
 
 
 def _scales(amax: Tensor, text: str, *_: Any) -> tuple[Tensor | None, Tensor]:

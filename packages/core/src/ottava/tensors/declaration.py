@@ -126,9 +126,14 @@ class Declared:
     def _hold(self, declared: dict[str, Any]) -> None:
         if self.counts_writes:
             self._writes = WriteCount()
-        # Fields first: they may say what the inner tensors are.
-        for each in (*self.own_static_fields(), *self.inner_tensors):
-            setattr(self, each.attribute, declared[each.argument])  # type: ignore[attr-defined]
+        for field in self.own_static_fields():
+            setattr(self, field.attribute, declared[field.argument])
+        self._declare()
+        for inner in self.inner_tensors:
+            setattr(self, inner.attribute, declared[inner.argument])
+
+    def _declare(self) -> None:
+        """Called when the static fields have values, from which a class may take what its inner tensors are."""
 
     @classmethod
     def unchecked(cls, tensors: Sequence[Any], static: Sequence[Any], quantizer: Any) -> Self:
@@ -137,9 +142,11 @@ class Declared:
         if cls.counts_writes:
             made._writes = WriteCount()
         made._quantizer = quantizer
-        declared: Any = (*cls.static_fields, *cls.inner_tensors)
-        for each, value in zip(declared, (*static, *tensors), strict=True):
-            setattr(made, each.attribute, value)
+        for field, value in zip(cls.static_fields, static, strict=True):
+            setattr(made, field.attribute, value)
+        made._declare()
+        for inner, tensor in zip(cls.inner_tensors, tensors, strict=True):
+            setattr(made, inner.attribute, tensor)
         return made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -156,6 +163,10 @@ class Declared:
     def all_static_fields(cls) -> tuple[StaticField, ...]:
         """The declared static fields; quantized tensors add those that every tensor has."""
         return cls.static_fields
+
+    def declared(self) -> list[InnerTensor | StaticField]:
+        """All that the constructor takes besides shape, dtype and quantizer."""
+        return [*self.inner_tensors, *self.own_static_fields()]
 
     def inner_list(self) -> list[torch.Tensor | None]:
         """The inner tensors in the order of the declaration; None for those not held."""

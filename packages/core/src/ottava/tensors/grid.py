@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -119,10 +119,11 @@ class GridTensorStorage(QuantizedTensorStorage):
     _rowwise_scale_inv: torch.Tensor | None
     _values_from_columns: bool = False
 
-    @property
-    def grid_layout(self) -> Layout:
-        """What the elements are, and which of them share a scale."""
-        return Layout.of(self.layout_text)
+    if TYPE_CHECKING:
+
+        @property
+        def grid_layout(self) -> Layout:
+            """What the elements are, and which of them share a scale."""
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
@@ -152,19 +153,10 @@ class GridTensorStorage(QuantizedTensorStorage):
             checked |= {f"{usage}_data": data, f"{usage}_scale_inv": scales}
         return declared | checked
 
-    def _hold(self, declared: dict[str, Any]) -> None:
-        super()._hold(declared)
-        self._declare()
-
-    @classmethod
-    def unchecked(cls, tensors: Any, static: Any, quantizer: Any) -> Any:
-        made = super().unchecked(tensors, static, quantizer)
-        made._declare()
-        return made
-
     def _declare(self) -> None:
         # The declaration of the class has names; that of the instance also what the layout says.
-        self.inner_tensors = inner_tensors_of(self.grid_layout)  # type: ignore[misc]
+        layout = Layout.of(self.layout_text)
+        self.__dict__["grid_layout"], self.inner_tensors = layout, inner_tensors_of(layout)  # type: ignore[misc]
 
     _columnwise_data = columns("_columnwise_data")
     _columnwise_scale_inv = columns("_columnwise_scale_inv")
@@ -250,7 +242,8 @@ class GridTensorStorage(QuantizedTensorStorage):
         return (kernels.transpose(other[0]) if columnwise and data.dim() else data.contiguous()), scales.contiguous()
 
     def get_usages(self) -> dict[str, bool]:
-        return {usage: self.direction(columnwise=bool(at)) is not None for at, usage in enumerate(_USAGES)}
+        rows, same = self._rows() is not None, self.grid_layout.columnwise == "same"
+        return {"rowwise": rows, "columnwise": rows if same else getattr(self, self.data_names[1]) is not None}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
@@ -296,7 +289,8 @@ class GridTensorStorage(QuantizedTensorStorage):
     # -- values --
 
     def size(self, dim: int | None = None) -> Any:
-        shape = self._in_order().shape
+        rows = self._rows()
+        shape = (self._in_order() if rows is None or self._values_from_columns else rows).shape
         return shape if dim is None else shape[dim]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:

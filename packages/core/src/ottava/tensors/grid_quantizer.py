@@ -91,7 +91,7 @@ class GridQuantizer(Quantizer):
         fields = self.static_fields()
         if self.internal:
             known = fields | {"dtype": dtype, "values_from_columns": False}
-            static = tuple(known[field.argument] for field in self.storage_class.static_fields)
+            static = [known[field.argument] for field in self.storage_class.static_fields]
             bare: QuantizedTensorStorage = self.storage_class.unchecked(tensors, static, self)
             return bare
         names = [inner.argument for inner in self.tensor_class.inner_tensors]

@@ -255,8 +255,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if (value.dtype, value.device) != (self.dtype, self.device):
             # What torch itself keeps of this tensor, its dtype and device, follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
-        for each in (*self.inner_tensors, *self.own_static_fields()):
-            setattr(self, each.attribute, getattr(value, each.attribute))  # type: ignore[attr-defined]
+        self._hold({each.argument: getattr(value, each.attribute) for each in value.declared()})
         self._whole = value._whole
         if value._quantizer is not None:
             self._quantizer = value._quantizer

@@ -56,9 +56,9 @@ class MXFP8TensorStorage(GridTensorStorage):
     _fp8_dtype: torch.dtype
     _with_2d_quantization: bool
 
-    @property
-    def grid_layout(self) -> Layout:
-        return _LAYOUTS[self._fp8_dtype, self._with_2d_quantization]
+    # Blocks along columns are never made of rows alone: plain attributes.
+    _columnwise_data: torch.Tensor | None = None
+    _columnwise_scale_inv: torch.Tensor | None = None
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
@@ -70,4 +70,5 @@ class MXFP8TensorStorage(GridTensorStorage):
 
     def _declare(self) -> None:
         # All layouts of the class have its inner tensors.
-        self.layout_text = self.grid_layout.text
+        layout = self.__dict__["grid_layout"] = _LAYOUTS[self._fp8_dtype, self._with_2d_quantization]
+        self.layout_text = layout.text
