@@ -52,19 +52,20 @@ E8M0 = FloatFormat("E8M0", torch.float8_e8m0fnu, 8, 0, 127, 2.0**127, 2.0**-127,
 
 @dataclass(frozen=True)
 class IntegerFormat:
-    """One integer format, symmetric: what is written lies within ``-max`` and ``max``.
+    """One integer format, symmetric: numbers lie within ``-max`` and ``max``, and the one below is NaN.
 
     Attributes:
-        name, torch_dtype, max, code: as of :class:`FloatFormat`.
+        name, torch_dtype, max, nan_code, code: as of :class:`FloatFormat`.
     """
 
     name: str
     torch_dtype: torch.dtype
     max: float
+    nan_code: int
     code: int
 
 
-INT8 = IntegerFormat("INT8", torch.int8, 127.0, 3)
+INT8 = IntegerFormat("INT8", torch.int8, 127.0, 0x80, 3)
 
 #: Elements that share a scale in the MX formats.
 MX_BLOCK = 32

@@ -20,7 +20,7 @@ from ottava.errors import BackendError
 from ottava.formats import FP8
 from ottava.kernels.backends import backend_module
 from ottava.kernels.direct import is_direct
-from ottava.kernels.reference import spread
+from ottava.kernels.reference import elements_of, spread
 from ottava.kernels.table import define_product
 from ottava.layout import Block, Layout
 from ottava.torch_private import constant_to_compiler, mkldnn_bf16_supported
@@ -264,7 +264,7 @@ def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> tuple[Tensor, _
         if layout.element in FP8:
             backend.decode(values, None, layout.element, out)
         else:
-            out.copy_(values.view(layout.element))
+            out.copy_(elements_of(values, layout.element))
     else:
         backend.grid_decode(values, scales, text, columnwise, out)
     if turned:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ottava.formats import E8M0, FloatFormat, IntegerFormat, element_format, fp8_format
+from ottava.formats import E8M0, INT8, FloatFormat, IntegerFormat, element_format, fp8_format
 from ottava.kernels.checks import DTypes, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout, as_matrix_shape
 
@@ -35,9 +35,10 @@ def float_bits(value: float) -> int:
 
 
 def encode(x: Tensor, fmt: FloatFormat | IntegerFormat) -> Tensor:
-    """float32 to data: round to nearest even, saturating; NaN to ``fmt.nan_code`` or the integer 0."""
+    """float32 to data: round to nearest even, saturating, NaN to ``fmt.nan_code``, sign of zero kept by floats."""
     if isinstance(fmt, IntegerFormat):
-        return torch.nan_to_num(x, 0.0).round().clamp(-fmt.max, fmt.max).to(torch.int8).view(torch.uint8)
+        data = torch.nan_to_num(x, 0.0).round().clamp(-fmt.max, fmt.max).to(torch.int8).view(torch.uint8)
+        return torch.where(x.isnan(), torch.full_like(data, fmt.nan_code), data)
     bits = bits_of(x)
     magnitude = bits & _ABS_MASK
     clamped = magnitude.clamp(max=float_bits(fmt.max))
@@ -285,10 +286,21 @@ def grid_quantize(x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
         stored.copy_(scale_inv.t() if turned else scale_inv)
 
 
+def elements_of(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of elements without scales, float32."""
+    data = data.contiguous()
+    values = data.view(dtype).to(torch.float32)
+    return (
+        torch.where(data == INT8.nan_code, torch.full_like(values, float("nan")), values)
+        if dtype == torch.int8
+        else values
+    )
+
+
 def _decode_exact(data: Tensor, scales: Tensor, layout: Layout, columnwise: bool) -> Tensor:
     """The values: of E8M0 scales in float64, which holds all of them, of float32 ones in that dtype."""
     shape = layout.stored_matrix(data.shape, columnwise)
-    elements = data.contiguous().view(layout.element).view(shape)
+    elements = elements_of(data, layout.element).view(shape)
     if layout.scale == torch.float32:
         factor = scales
     else:

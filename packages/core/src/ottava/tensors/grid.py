@@ -6,7 +6,6 @@ Invariant: ``original ≈ float32(element) * scale_inv`` of the element's block,
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,25 +26,36 @@ Direction = tuple[torch.Tensor, torch.Tensor]
 _USAGES = ("rowwise", "columnwise")
 
 
-@functools.cache
+# By the text of the layout: a plain dict, which compiled code can look into.
+_INNER: dict[str, tuple[InnerTensor, ...]] = {}
+
+
 def inner_tensors_of(layout: Layout | None) -> tuple[InnerTensor, ...]:
     """The declaration of tensors of a layout; without one, only names and usages of it."""
-    declared: list[InnerTensor] = []
-    for columnwise, usage in enumerate(_USAGES):
-        about: dict[str, Any] = {}
-        of_scales: dict[str, Any] = {"block_rows": 1}
-        if layout is not None:
-            rows = layout.block_of(bool(columnwise))[0]
-            # What is transposed has no rows of the tensor, and is made of what has.
-            about = {"native": layout.element, "gather": not (columnwise and layout.transposed)}
-            native = None if layout.scale is torch.float32 else layout.scale
-            of_scales = {"native": native, "block_rows": rows, "all_rows": rows is None}
-            of_scales["gather"] = about["gather"] and rows is not None
-        declared.append(InnerTensor(f"_{usage}_data", f"{usage}_data", usage=usage, **about))  # type: ignore[arg-type]
-        declared.append(
-            InnerTensor(f"_{usage}_scale_inv", f"{usage}_scale_inv", usage=usage, **of_scales)  # type: ignore[arg-type]
-        )
-    return tuple(declared)
+    text = "" if layout is None else layout.text
+    found = _INNER.get(text)
+    if found is None:
+        found = _INNER[text] = tuple(_inner(layout, False) + _inner(layout, True))
+    return found
+
+
+def _inner(layout: Layout | None, columnwise: bool) -> list[InnerTensor]:
+    """Data and scales of one direction."""
+    usage: Any = _USAGES[columnwise]
+    about: dict[str, Any] = {}
+    of_scales: dict[str, Any] = {"block_rows": 1}
+    if layout is not None:
+        rows = layout.block_of(columnwise)[0]
+        # What is transposed has no rows of the tensor, and is made of what has.
+        gather = not (columnwise and layout.transposed)
+        about = {"native": layout.element, "gather": gather}
+        native = None if layout.scale is torch.float32 else layout.scale
+        of_scales = {"native": native, "block_rows": rows, "all_rows": rows is None}
+        of_scales["gather"] = gather and rows is not None
+    return [
+        InnerTensor(f"_{usage}_data", f"{usage}_data", usage=usage, **about),
+        InnerTensor(f"_{usage}_scale_inv", f"{usage}_scale_inv", usage=usage, **of_scales),
+    ]
 
 
 def in_order(direction: Direction, layout: Layout, columnwise: bool) -> Direction:

@@ -11,7 +11,7 @@ from ottava.collectives import all_reduce_max, process_groups_ready
 from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.grid import GridTensor, GridTensorStorage, stored
+from ottava.tensors.grid import GridTensor, GridTensorStorage, inner_tensors_of, stored
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -40,6 +40,8 @@ class GridQuantizer(Quantizer):
         if not isinstance(layout, Layout):
             raise DTypeError(f"the layout is a {type(layout).__name__}", expected="an ottava.Layout")
         self.layout = layout
+        # Known before code is compiled that makes such tensors.
+        inner_tensors_of(layout)
         #: The ranks whose largest amax decides a scale that spans the rows; None: this one alone.
         self.amax_reduction_group: Any = None
 
