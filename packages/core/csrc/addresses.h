@@ -29,6 +29,13 @@ inline Fp8 fp8_of(int code) {
     return static_cast<Fp8>(code);
 }
 
+inline Stored stored_of(int code) {
+    if (code != 0 && code != 1 && code != 3)
+        throw std::invalid_argument("element format code " + std::to_string(code) +
+                                    " is unknown: 0 is E4M3, 1 E5M2, 3 INT8");
+    return static_cast<Stored>(code);
+}
+
 // Negative sizes mean nothing; they come from a caller's mistake.
 inline int64_t size_of(int64_t n) {
     if (n < 0) throw std::invalid_argument("a size is negative: " + std::to_string(n));

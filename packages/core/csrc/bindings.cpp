@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "grid_arguments.h"
 #include "multi_arguments.h"
+#include "numerics.h"
 
 namespace py = pybind11;
 
@@ -19,6 +21,7 @@ using ottava::at;
 using ottava::dtype_of;
 using ottava::fp8_of;
 using ottava::size_of;
+using ottava::stored_of;
 
 // Thread counts below one mean nothing; they come from a caller's mistake.
 int threads_of(int threads) {
@@ -96,6 +99,35 @@ void mx_decode(Address codes, Address scales, int format, int64_t rows, int64_t 
                       columnwise, at<void>(out), dtype_of(dtype), threads_of(threads));
 }
 
+void grid_quantize(Address src, int dtype, int64_t rows, int64_t cols, int element, bool e8m0, bool floor,
+                   float epsilon, float largest, const ottava::SideArguments& row_side,
+                   const ottava::SideArguments& column_side, int threads) {
+    const auto sides = ottava::sides_of(row_side, column_side);
+    const ottava::ScaleRule rule{e8m0, floor, epsilon, largest};
+    ottava::grid_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), stored_of(element), rule,
+                          sides.data(), static_cast<int>(sides.size()), threads_of(threads));
+}
+
+void grid_amax(Address src, int dtype, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols, Address out,
+               int threads) {
+    ottava::grid_amax(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), size_of(block_rows),
+                      size_of(block_cols), at<float>(out), threads_of(threads));
+}
+
+void grid_cast(Address src, int dtype, int64_t rows, int64_t cols, Address multipliers, int64_t block_rows,
+               int64_t block_cols, int element, bool turned, Address out, int threads) {
+    ottava::grid_cast(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), at<const float>(multipliers),
+                      size_of(block_rows), size_of(block_cols), stored_of(element), turned, at<uint8_t>(out),
+                      threads_of(threads));
+}
+
+void grid_decode(Address data, int element, int64_t rows, int64_t cols, Address scales, bool e8m0, int64_t block_rows,
+                 int64_t block_cols, Address out, int dtype, int threads) {
+    ottava::grid_decode(at<const uint8_t>(data), stored_of(element), size_of(rows), size_of(cols),
+                        at<const void>(scales), e8m0, size_of(block_rows), size_of(block_cols), at<void>(out),
+                        dtype_of(dtype), threads_of(threads));
+}
+
 void multi_amax(const std::vector<ottava::Source>& tensors, Address out, int threads) {
     const auto jobs = ottava::jobs_of(tensors, ottava::source_of);
     ottava::multi_amax(jobs.data(), ottava::count_of(jobs), at<float>(out), threads_of(threads));
@@ -149,6 +181,10 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("mx_scale_from_amax", &mx_scale_from_amax, Unlocked());
     m.def("mx_quantize", &mx_quantize, Unlocked());
     m.def("mx_decode", &mx_decode, Unlocked());
+    m.def("grid_quantize", &grid_quantize, Unlocked());
+    m.def("grid_amax", &grid_amax, Unlocked());
+    m.def("grid_cast", &grid_cast, Unlocked());
+    m.def("grid_decode", &grid_decode, Unlocked());
     m.def("multi_amax", &multi_amax, Unlocked());
     m.def("multi_cast", &multi_cast, Unlocked());
     m.def("mx_multi_amax", &mx_multi_amax, Unlocked());

@@ -33,16 +33,29 @@ constexpr int32_t kLargestFinite = 0x7f7fffff;
 struct E4M3 {
     static constexpr int mantissa = 3, bias = 7, width = 8;
     static constexpr bool has_inf = false;
-    static constexpr int32_t limit = 0x43e00000;  // 448
+    static constexpr int32_t limit = 0x43e00000;
+    static constexpr float maximum = 448.0f;
     static constexpr int32_t nan_code = 0x7f;
 };
 
 struct E5M2 {
     static constexpr int mantissa = 2, bias = 15, width = 8;
     static constexpr bool has_inf = true;
-    static constexpr int32_t limit = 0x47600000;  // 57344
+    static constexpr int32_t limit = 0x47600000;
+    static constexpr float maximum = 57344.0f;
     static constexpr int32_t nan_code = 0x7f;
 };
+
+// Whole numbers from -127 to 127, in two's complement. NaN becomes 0.
+struct Int8 {
+    static constexpr int32_t limit = 0x42fe0000;
+    static constexpr float maximum = 127.0f;
+};
+
+template <class Format>
+constexpr bool is_integer = false;
+template <>
+constexpr bool is_integer<Int8> = true;
 
 struct Half {
     static constexpr int mantissa = 10, bias = 15, width = 16;
@@ -108,6 +121,34 @@ OTTAVA_HD F widen(I code) {
     return bits_as<F>(value | ((code & sign_bit) << (32 - Format::width)));
 }
 
+// Adding 1.5 * 2^23, whose last bit counts ones, leaves the rounded number in the low bits of the sum.
+constexpr int32_t kOnes = 0x4b400000;
+
+template <class F, class I>
+OTTAVA_HD I encode_int8(F x) {
+    const I bits = bits_as<I>(x), zero = I{};
+    const I magnitude = bits & kMagnitude;
+    const I limit = zero + Int8::limit;
+    const I clamped = (magnitude < limit ? magnitude : limit) | (bits ^ magnitude);
+    const I code = bits_as<I>(bits_as<F>(clamped) + bits_as<F>(zero + kOnes)) & 0xff;
+    return magnitude > kInfinity ? zero : code;
+}
+
+template <class F, class I>
+OTTAVA_HD F widen_int8(I code) {
+    const I ones = I{} + kOnes;
+    return bits_as<F>(ones + (((code & 0xff) ^ 0x80) - 0x80)) - bits_as<F>(ones);
+}
+
+// The byte of an element in the low bits, of any of the formats.
+template <class Format, class F, class I>
+OTTAVA_HD I encode_element(F x) {
+    if constexpr (is_integer<Format>)
+        return encode_int8<F, I>(x);
+    else
+        return encode<Format, F, I>(x);
+}
+
 // float32 -> bfloat16 in the low 16 bits, round to nearest even; NaN becomes 0x7fc0.
 template <class F, class I>
 OTTAVA_HD I encode_bfloat16(F x) {
@@ -141,6 +182,12 @@ OTTAVA_HD float divide(float a, float b) {
 #endif
 }
 
+// Of vectors, on the host.
+template <class F>
+OTTAVA_HD F divide(F a, F b) {
+    return a / b;
+}
+
 template <class Format>
 OTTAVA_HD uint8_t quantize_element(float x, float scale) {
     return static_cast<uint8_t>(encode<Format, float, int32_t>(multiply(x, scale)));
@@ -154,6 +201,20 @@ OTTAVA_HD float dequantize_element(uint8_t code, float scale_inv) {
     const int32_t bits = bits_as<int32_t>(value);
     const int32_t clean = (bits & kMagnitude) > kInfinity ? kQuietNan : bits;
     return bits_as<float>(static_cast<uint32_t>(clean) ^ (static_cast<uint32_t>(code & 0x80) << 24));
+}
+
+// A byte as its value without the sign that is put on last, and that sign as the top bit; an integer has none.
+template <class Format, class F, class I>
+OTTAVA_HD F element_value(I code) {
+    if constexpr (is_integer<Format>)
+        return widen_int8<F, I>(code);
+    else
+        return widen<Format, F, I>(code & 0x7f);
+}
+
+template <class Format, class I>
+OTTAVA_HD I element_sign(I code) {
+    return is_integer<Format> ? I{} : (code & 0x80) << 24;
 }
 
 // The same in 16 bits, rounded from the float32 result.
@@ -186,7 +247,7 @@ enum class ScaleRounding : int { up = 0, floor = 1 };
 // The code of amax / max with its exponent rounded up. amax is not negative.
 template <class Format, class F, class I>
 OTTAVA_HD I e8m0_up(F amax) {
-    constexpr float inverse = 1.0f / (Format::mantissa == 3 ? 448.0f : 57344.0f);
+    constexpr float inverse = 1.0f / Format::maximum;
     const I bits = bits_as<I>(amax * inverse), zero = I{}, one = zero + 1;
     const I exponent = bits >> 23, mantissa = bits & 0x7fffff;
     // Below 2^-127 nothing is left to round up to: code 0 is that power, not the zero of float32.
@@ -229,15 +290,28 @@ struct Scale {
     float scale_inv;  // multiplies when dequantizing: 1 / scale, correctly rounded
 };
 
+// How the scale of a block follows from its amax, beside the format's maximum: an amax below `epsilon` counts as
+// `epsilon`, an infinite scale as `largest`.
+struct ScaleRule {
+    bool e8m0;  // E8M0, of which only `floor` is a choice (see ScaleRounding)
+    bool floor;  // to a power of two
+    float epsilon, largest;
+};
+
+template <class F, class I>
+OTTAVA_HD F scale_of(F amax, float maximum, const ScaleRule& rule) {
+    const F least = F{} + rule.epsilon, raised = amax < least ? least : amax;
+    const I magnitude = bits_as<I>(raised) & kMagnitude, one = bits_as<I>(F{} + 1.0f);
+    const I ratio = bits_as<I>(divide(F{} + maximum, raised));
+    const I finite = (ratio & kMagnitude) == kInfinity ? bits_as<I>(F{} + rule.largest) : ratio;
+    const I kept = finite & (rule.floor ? static_cast<int32_t>(0xff800000u) : -1);
+    const I ordinary = magnitude < kInfinity ? kept : one;
+    return bits_as<F>(magnitude == 0 ? one : ordinary);
+}
+
 OTTAVA_HD Scale scale_from_amax(float amax, float fp8_max, float epsilon, bool force_pow_2) {
-    if (amax < epsilon) amax = epsilon;
-    const int32_t magnitude = bits_as<int32_t>(amax) & kMagnitude;
-    float scale = 1.0f;
-    if (magnitude != 0 && magnitude < kInfinity) {
-        scale = divide(fp8_max, amax);
-        if ((bits_as<int32_t>(scale) & kMagnitude) == kInfinity) scale = bits_as<float>(kLargestFinite);
-        if (force_pow_2) scale = bits_as<float>(bits_as<int32_t>(scale) & static_cast<int32_t>(0xff800000u));
-    }
+    const ScaleRule rule{false, force_pow_2, epsilon, bits_as<float>(kLargestFinite)};
+    const float scale = scale_of<float, int32_t>(amax, fp8_max, rule);
     return Scale{scale, divide(1.0f, scale)};
 }
 

@@ -18,8 +18,8 @@ template <class Element, class Format, class Multipliers>
 OTTAVA_INLINE u8x16 cast16(const typename Element::storage* src, const Multipliers& multipliers, int element = 0) {
     i32v codes[16 / kLanes];
     for (int k = 0; k < 16 / kLanes; ++k)
-        codes[k] = encode<Format, f32v, i32v>(Element::load_floats(src + k * kLanes) *
-                                              multipliers.in_order(element + k * kLanes));
+        codes[k] = encode_element<Format, f32v, i32v>(Element::load_floats(src + k * kLanes) *
+                                                      multipliers.in_order(element + k * kLanes));
     return narrow8(codes);
 }
 
@@ -51,7 +51,12 @@ struct LineCast {
     explicit LineCast(float scale) : factor(scale) {}
     OTTAVA_INLINE Line operator()(const typename Element::storage* src) const { return scaled(src, factor); }
     template <class Multipliers>
-    OTTAVA_INLINE Line scaled(const typename Element::storage* src, const Multipliers& multipliers) const {
+    static OTTAVA_INLINE Line scaled(const typename Element::storage* src, const Multipliers& multipliers) {
+        return generic(src, multipliers);
+    }
+    // With multipliers of any sign.
+    template <class Multipliers>
+    static OTTAVA_INLINE Line generic(const typename Element::storage* src, const Multipliers& multipliers) {
         Line line;
         for (int k = 0; k < 4; ++k) line.pieces[k] = cast16<Element, Format>(src + 16 * k, multipliers, 16 * k);
         return line;

@@ -61,6 +61,17 @@ class Encoder {
     }
 };
 
+// To nearest even whatever the thread's rounding is; NaN may become anything.
+template <>
+class Encoder<Int8> {
+   public:
+    OTTAVA_INLINE __m512i operator()(__m512 x) const {
+        const __m512 limit = _mm512_set1_ps(Int8::maximum);
+        const __m512 clamped = _mm512_max_ps(_mm512_min_ps(x, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit));
+        return _mm512_cvt_roundps_epi32(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    }
+};
+
 // Even or odd 16-bit parts of the 32-bit lanes of two vectors, as the order of `permutex2var_epi16`.
 OTTAVA_INLINE __m512i every_second_word(int first) {
     alignas(64) uint16_t order[32];
@@ -76,27 +87,27 @@ OTTAVA_INLINE __m512i in_order(__m512i packed) {
 // Bits of a where the mask has ones, of b elsewhere.
 OTTAVA_INLINE __m512i select(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xca); }
 
-// Saturating to bytes keeps signs; the magnitudes that come with them are dropped.
-OTTAVA_INLINE __m512i with_signs(__m512i codes, __m512i first, __m512i second) {
-    return select(_mm512_set1_epi8(0x7f), codes, _mm512_packs_epi16(first, second));
-}
-
-// 64 codes from four vectors of sums, and from the words whose top bits are the signs.
-OTTAVA_INLINE __m512i pack_line(const __m512i* sums, __m512i first, __m512i second) {
-    const __m512i even = every_second_word(0), low = _mm512_set1_epi16(0x7f);
+// 64 codes from the low bytes of four vectors.
+OTTAVA_INLINE __m512i pack_bytes(const __m512i* sums) {
+    const __m512i even = every_second_word(0), low = _mm512_set1_epi16(0xff);
     const __m512i a = _mm512_and_si512(_mm512_permutex2var_epi16(sums[0], even, sums[1]), low);
     const __m512i b = _mm512_and_si512(_mm512_permutex2var_epi16(sums[2], even, sums[3]), low);
-    return in_order(with_signs(_mm512_packus_epi16(a, b), first, second));
+    return _mm512_packus_epi16(a, b);
+}
+
+// The same with signs from the top bits of words. Saturating to bytes keeps signs; what comes with them is dropped.
+OTTAVA_INLINE __m512i pack_line(const __m512i* sums, __m512i first, __m512i second) {
+    return in_order(select(_mm512_set1_epi8(0x7f), pack_bytes(sums), _mm512_packs_epi16(first, second)));
 }
 
 template <class Element, class Format>
 struct LineCast {
     const Factor factor;
-    const Encoder<Format> encoder;
+    const Encoder<Format> encoder{};
     explicit LineCast(float scale) : factor(scale) {}
 
     OTTAVA_INLINE Line operator()(const typename Element::storage* src) const {
-        if (__builtin_expect(!factor.positive, 0)) return slowly(src, factor);
+        if (__builtin_expect(!factor.positive, 0)) return generic(src, factor);
         return scaled(src, factor);
     }
 
@@ -118,16 +129,19 @@ struct LineCast {
         for (int k = 0; k < 4; ++k) x[k] = _mm512_mul_ps(x[k], bits_as<__m512>(multipliers.arranged(16 * k)));
         const __mmask16 nan = static_cast<__mmask16>(_mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q) |
                                                      _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q));
-        if (__builtin_expect(nan != 0, 0)) return slowly(src, multipliers);
+        if (__builtin_expect(nan != 0, 0)) return generic(src, multipliers);
         __m512i sums[4];
         for (int k = 0; k < 4; ++k) sums[k] = encoder(x[k]);
         if constexpr (std::is_same<Element, BFloat16>::value) {
             const __m512i first = load<__m512i>(src), second = load<__m512i>(src + 32);
-            const __m512i low = _mm512_set1_epi32(0x7f);
+            const __m512i low = _mm512_set1_epi32(0xff);
             const __m512i a = select(low, sums[0], _mm512_slli_epi32(sums[1], 8));
             const __m512i b = select(low, sums[2], _mm512_slli_epi32(sums[3], 8));
             const __m512i codes = _mm512_permutex2var_epi16(a, every_second_word(0), b);
+            if constexpr (is_integer<Format>) return Line{codes};
             return Line{select(_mm512_set1_epi8(0x7f), codes, in_order(_mm512_packs_epi16(first, second)))};
+        } else if constexpr (is_integer<Format>) {
+            return Line{in_order(pack_bytes(sums))};
         } else if constexpr (sizeof(*src) == 2) {
             return Line{pack_line(sums, load<__m512i>(src), load<__m512i>(src + 32))};
         } else {
@@ -148,9 +162,9 @@ struct LineCast {
             }
     }
 
-   private:
+    // With multipliers of any sign.
     template <class Multipliers>
-    __attribute__((noinline)) Line slowly(const typename Element::storage* src, const Multipliers& multipliers) const {
+    static __attribute__((noinline)) Line generic(const typename Element::storage* src, Multipliers multipliers) {
         alignas(64) uint8_t codes[64];
         for (int k = 0; k < 4; ++k)
             store(codes + 16 * k, cast16<Element, Format>(src + 16 * k, multipliers, 16 * k));

@@ -18,6 +18,9 @@ namespace {
 #include "mx_decode.h"
 #include "rounded.h"
 #include "mx_shard.h"
+#include "grid_amax.h"
+#include "grid_cast.h"
+#include "grid_decode.h"
 }  // namespace
 
 const Kernels kNeon = {"neon",
@@ -35,6 +38,10 @@ const Kernels kNeon = {"neon",
     mx_decode_run,
     cast_rounded_run,
     mx_shard_amax_run,
-    mx_shard_cast_run};
+    mx_shard_cast_run,
+    grid_amax_run,
+    grid_scales_run,
+    grid_cast_run,
+    grid_decode_run};
 
 }  // namespace ottava

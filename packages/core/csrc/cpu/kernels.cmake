@@ -2,7 +2,7 @@
 set(OTTAVA_CPU_DIR ${CMAKE_CURRENT_LIST_DIR})
 add_library(
   ottava_cpu STATIC
-  ${OTTAVA_CPU_DIR}/dispatch.cpp ${OTTAVA_CPU_DIR}/operations.cpp ${OTTAVA_CPU_DIR}/multi.cpp
+  ${OTTAVA_CPU_DIR}/dispatch.cpp ${OTTAVA_CPU_DIR}/operations.cpp ${OTTAVA_CPU_DIR}/multi.cpp ${OTTAVA_CPU_DIR}/grid.cpp
   ${OTTAVA_CPU_DIR}/isa_portable.cpp)
 target_compile_features(ottava_cpu PUBLIC cxx_std_17)
 target_include_directories(ottava_cpu PUBLIC ${OTTAVA_CPU_DIR}/..)

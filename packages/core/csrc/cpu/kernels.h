@@ -11,6 +11,8 @@
 
 namespace ottava {
 
+struct ScaleRule;
+
 // A tile is cast or copied into a scratch that stays in the caches, and leaves it transposed.
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileCols = 1024;
@@ -21,8 +23,9 @@ struct Tile {
     int64_t src_stride;   // in elements
     int64_t rows, cols;   // of the rectangle
     uint8_t* out;         // its rows, or null
+    uint8_t* out_again;   // its rows once more, or null
     int64_t out_stride;
-    uint8_t* out_t;       // its columns
+    uint8_t* out_t;       // its columns, or null: then it may have any number of rows
     int64_t out_t_stride;
     bool stream;          // write around the caches: the results are larger than they are
 };
@@ -45,6 +48,39 @@ struct MxPanel {
     bool floor;               // ScaleRounding
     bool stream;
 };
+
+// A rectangle of a row-major matrix, at most kPanelCols columns wide.
+struct GridPanel {
+    const void* src;    // its first element
+    int64_t stride;     // of the matrix, in elements
+    int64_t row, col;   // of its first element, counted from the first block's of a GridBlocks
+    int64_t rows, cols;
+};
+
+// A number for each block of a matrix.
+struct GridBlocks {
+    int64_t rows, cols;  // of a block, in elements
+    float* values;
+    int64_t stride;      // of the values
+};
+
+// Where the results of a panel's cast go; null pointers leave them out.
+struct GridOut {
+    uint8_t* rows;
+    uint8_t* rows_again;
+    int64_t stride;          // of both
+    uint8_t* columns;
+    int64_t columns_stride;
+    bool stream;
+};
+
+// The scales of a panel's blocks, of which a GridBlocks has the geometry: E8M0, or float32.
+struct GridScales {
+    GridBlocks blocks;
+    const uint8_t* e8m0;  // or null; the same stride
+};
+
+constexpr int64_t kGridLanes = 16;
 
 // A run of codes of one row with their scales: one for kMxBlock codes, or one for each.
 struct MxRun {
@@ -102,6 +138,16 @@ struct Kernels {
     void (*cast_rounded)(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
     void (*mx_shard_amax)(const MxShard& shard, Dtype dtype, Dtype nominal, const MxShardAmax& to);
     void (*mx_shard_cast)(const MxShard& shard, Dtype dtype, Dtype nominal, Fp8 format, const MxShardCast& to);
+    // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks. `atomic`: others do so meanwhile.
+    void (*grid_amax)(const GridPanel& panel, Dtype dtype, const GridBlocks* grids, int count, bool atomic);
+    // Scales as they are stored, float32 or bytes, and what elements are multiplied by. All arrays have room for whole
+    // vectors: n rounded up to kGridLanes.
+    void (*grid_scales)(const float* amax, int64_t n, Stored element, const ScaleRule& rule, float* multipliers,
+                        void* scales);
+    // `positive`: no multiplier is negative.
+    void (*grid_cast)(const GridPanel& panel, Dtype dtype, const GridBlocks& multipliers, bool positive, Stored element,
+                      const GridOut& to);
+    void (*grid_decode)(const GridPanel& panel, Stored element, const GridScales& scales, void* out, Dtype dtype);
 };
 
 extern const Kernels kPortable;
@@ -156,6 +202,26 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
                  int threads);
 void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, int threads);
+
+// Grids (grid.cpp). A block has block_rows * block_cols elements, 0 being all of them; blocks at the edges may have fewer.
+
+// One quantization of a matrix. Blocks of one shared block have equal scales; a shared block is made of whole blocks.
+struct GridSide {
+    int64_t block_rows, block_cols;
+    int64_t shared_rows, shared_cols;
+    bool turned;   // data and scales are stored as the transposed matrix's
+    uint8_t* data;
+    void* scales;  // float32 or bytes, one for each block
+};
+
+void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Stored element, const ScaleRule& rule,
+                   const GridSide* sides, int count, int threads);  // one or two
+void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols,
+               float* out, int threads);
+void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* multipliers, int64_t block_rows,
+               int64_t block_cols, Stored element, bool turned, uint8_t* out, int threads);
+void grid_decode(const uint8_t* data, Stored element, int64_t rows, int64_t cols, const void* scales, bool e8m0,
+                 int64_t block_rows, int64_t block_cols, void* out, Dtype dtype, int threads);
 
 // Operations on many tensors in one call (multi.cpp). Threads share the work of all the tensors.
 

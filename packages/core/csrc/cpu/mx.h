@@ -48,10 +48,10 @@ struct PanelState {
     alignas(64) uint8_t codes[kPanelCols] = {};
 };
 
-// The multipliers of one line of codes: one for each block of the row.
+// The multipliers of one line of codes: one for each half of it.
 struct RowMultipliers {
-    const float* blocks;
-    OTTAVA_INLINE f32v arranged(int element) const { return broadcast(blocks[element / kMxBlock]); }
+    float halves[2];
+    OTTAVA_INLINE f32v arranged(int element) const { return broadcast(halves[element / (kLine / 2)]); }
     OTTAVA_INLINE f32v in_order(int element) const { return arranged(element); }
 };
 
@@ -180,7 +180,10 @@ class PanelCast {
         memset(state_.blocks, 0, sizeof(state_.blocks));
     }
 
-    RowMultipliers row_multipliers_at(int64_t col) const { return {state_.row_multipliers + col / kMxBlock}; }
+    RowMultipliers row_multipliers_at(int64_t col) const {
+        const float* blocks = state_.row_multipliers + col / kMxBlock;
+        return {{blocks[0], blocks[1]}};
+    }
 
     void put_row_scales(int64_t r) const {
         memcpy(panel_.row_scales + r * panel_.row_scale_stride, state_.codes, static_cast<size_t>(blocks_));

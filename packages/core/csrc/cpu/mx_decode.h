@@ -14,18 +14,16 @@ OTTAVA_INLINE i32v load_codes(const uint8_t* from) {
 
 // kLanes results. The sign is put on last, as in dequantize_element.
 template <class Format, class Out>
-OTTAVA_INLINE void mx_decode_vector(i32v code, i32v scale, Out* out, Dtype dtype) {
-    const f32v element = widen<Format, f32v, i32v>(code & 0x7f);
-    const f32v product = element * e8m0_value<f32v, i32v>(scale);
-    const i32v bits = bits_as<i32v>(product) & kMagnitude;
-    const i32v clean = bits > kInfinity ? i32v{} + kQuietNan : bits;
+OTTAVA_INLINE void decode_vector(i32v code, f32v scale, Out* out, Dtype dtype) {
+    const f32v product = element_value<Format, f32v, i32v>(code) * scale;
+    const i32v bits = bits_as<i32v>(product), sign = element_sign<Format, i32v>(code);
+    const i32v clean = (bits & kMagnitude) > kInfinity ? i32v{} + kQuietNan : bits;
     if constexpr (sizeof(Out) == 4) {
-        store(out, clean | ((code & 0x80) << 24));
+        store(out, clean ^ sign);
     } else {
-        const f32v magnitude = bits_as<f32v>(clean);
-        const i32v narrow = dtype == Dtype::bfloat16 ? encode_bfloat16<f32v, i32v>(magnitude)
-                                                     : encode<Half, f32v, i32v>(magnitude);
-        store_narrow16(out, bits_as<u32v>(narrow | ((code & 0x80) << 8)));
+        const f32v value = bits_as<f32v>(clean);
+        const i32v narrow = dtype == Dtype::bfloat16 ? encode_bfloat16<f32v, i32v>(value) : encode<Half, f32v, i32v>(value);
+        store_narrow16(out, bits_as<u32v>(narrow) ^ (bits_as<u32v>(sign) >> 16));
     }
 }
 
@@ -36,7 +34,7 @@ OTTAVA_INLINE void mx_decode_block(const uint8_t* codes, const uint8_t* scales, 
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
         const i32v scale = scale_each ? load_codes(scales + i) : i32v{} + scales[0];
-        mx_decode_vector<Format>(load_codes(codes + i), scale, out + i, dtype);
+        decode_vector<Format>(load_codes(codes + i), e8m0_value<f32v, i32v>(scale), out + i, dtype);
     }
     if (i == count) return;
     uint8_t last[kLanes] = {}, last_scales[kLanes] = {};
@@ -44,7 +42,7 @@ OTTAVA_INLINE void mx_decode_block(const uint8_t* codes, const uint8_t* scales, 
     memcpy(last, codes + i, static_cast<size_t>(count - i));
     if (scale_each) memcpy(last_scales, scales + i, static_cast<size_t>(count - i));
     const i32v scale = scale_each ? load_codes(last_scales) : i32v{} + scales[0];
-    mx_decode_vector<Format>(load_codes(last), scale, results, dtype);
+    decode_vector<Format>(load_codes(last), e8m0_value<f32v, i32v>(scale), results, dtype);
     memcpy(out + i, results, static_cast<size_t>(count - i) * sizeof(Out));
 }
 

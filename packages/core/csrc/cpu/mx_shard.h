@@ -101,7 +101,9 @@ void mx_shard_amax_run(const MxShard& shard, Dtype dtype, Dtype nominal, const M
 // The multipliers of each line of a row.
 struct RowLines {
     const float* blocks;
-    OTTAVA_INLINE RowMultipliers at(int64_t line) const { return {blocks + line / kMxBlock}; }
+    OTTAVA_INLINE RowMultipliers at(int64_t line) const {
+        return {{blocks[line / kMxBlock], blocks[line / kMxBlock + 1]}};
+    }
 };
 struct ColumnLines {
     const float* columns;

@@ -87,34 +87,42 @@ OTTAVA_INLINE bool aligned(const uint8_t* base, int64_t stride) {
 template <class Fill>
 OTTAVA_INLINE void tile_with(const Tile& tile, const Fill& fill) {
     Scratch scratch;
-    const bool stream_rows = tile.stream && tile.out != nullptr && aligned(tile.out, tile.out_stride);
-    const bool stream_columns = tile.stream && aligned(tile.out_t, tile.out_t_stride);
+    const bool turned = tile.out_t != nullptr;
+    const bool stream_rows = tile.stream && aligned(tile.out, tile.out_stride) && aligned(tile.out_again, tile.out_stride);
     for (int64_t row = 0; row < tile.rows; ++row) {
         uint8_t* out = tile.out == nullptr ? nullptr : tile.out + row * tile.out_stride;
+        uint8_t* again = tile.out_again == nullptr ? nullptr : tile.out_again + row * tile.out_stride;
+        const auto put_to = [&](uint8_t* to, const Line& line) {
+            if (stream_rows)
+                line.template put_to<true>(to);
+            else
+                line.template put_to<false>(to);
+        };
         // The rows of a tile are far apart in memory, which the hardware's prefetch does not follow.
         const int64_t next = row + 1 < tile.rows ? row + 1 : row;
+        fill.begin(row);
         int64_t col = 0;
         for (; col + kLine <= tile.cols; col += kLine) {
             fill.prefetch(next, col);
             const Line line = fill.line(row, col);
-            for (int k = 0; k < 4; ++k) store(scratch.piece(row, col / 16 + k), line.piece(k));
-            if (out == nullptr) continue;
-            if (stream_rows)
-                line.template put_to<true>(out + col);
-            else
-                line.template put_to<false>(out + col);
+            if (turned)
+                for (int k = 0; k < 4; ++k) store(scratch.piece(row, col / 16 + k), line.piece(k));
+            if (out != nullptr) put_to(out + col, line);
+            if (again != nullptr) put_to(again + col, line);
         }
         for (; col < tile.cols; col += 16) {
             const int64_t count = tile.cols - col < 16 ? tile.cols - col : 16;
-            uint8_t* piece = scratch.piece(row, col / 16);
+            uint8_t piece[16];
             fill.partial(row, col, count, piece);
+            if (turned) memcpy(scratch.piece(row, col / 16), piece, static_cast<size_t>(count));
             if (out != nullptr) memcpy(out + col, piece, static_cast<size_t>(count));
+            if (again != nullptr) memcpy(again + col, piece, static_cast<size_t>(count));
         }
     }
     // The rows of the last group that the tile does not have are transposed too, into lines that are not written.
-    if (stream_columns)
+    if (turned && tile.stream && aligned(tile.out_t, tile.out_t_stride))
         write_transposed<true>(tile, scratch);
-    else
+    else if (turned)
         write_transposed<false>(tile, scratch);
     if (tile.stream) finish_streaming();
 }
@@ -125,6 +133,7 @@ struct CastFill {
     int64_t stride;
     const LineCast<Element, Format> cast64;
     Seen* seen;
+    OTTAVA_INLINE void begin(int64_t) const {}
     OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const {
         constexpr int64_t step = kLine / sizeof(*src);
         for (int64_t k = 0; k < kLine; k += step) __builtin_prefetch(src + row * stride + col + k);
@@ -142,6 +151,7 @@ struct CastFill {
 struct CopyFill {
     const uint8_t* src;
     int64_t stride;
+    OTTAVA_INLINE void begin(int64_t) const {}
     OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const { __builtin_prefetch(src + row * stride + col); }
     OTTAVA_INLINE Line line(int64_t row, int64_t col) const { return load<Line>(src + row * stride + col); }
     OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out) const {

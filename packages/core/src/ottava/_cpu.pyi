@@ -64,6 +64,54 @@ def mx_decode(
     codes: int, scales: int, fmt: int, rows: int, cols: int, columnwise: bool, out: int, dtype: int, threads: int
 ) -> None: ...
 
+# Rows and columns of a block and of a shared block (0 is all of them), whether it is stored as the transpose, addresses of
+# data and scales. None and () leave a side out.
+_Side = tuple[int, int, int, int, bool, int, int] | tuple[()] | None
+
+def grid_quantize(
+    src: int,
+    dtype: int,
+    rows: int,
+    cols: int,
+    element: int,
+    e8m0: bool,
+    floor: bool,
+    epsilon: float,
+    largest: float,
+    row_side: _Side,
+    column_side: _Side,
+    threads: int,
+) -> None: ...
+def grid_amax(
+    src: int, dtype: int, rows: int, cols: int, block_rows: int, block_cols: int, out: int, threads: int
+) -> None: ...
+def grid_cast(
+    src: int,
+    dtype: int,
+    rows: int,
+    cols: int,
+    multipliers: int,
+    block_rows: int,
+    block_cols: int,
+    element: int,
+    turned: bool,
+    out: int,
+    threads: int,
+) -> None: ...
+def grid_decode(
+    data: int,
+    element: int,
+    rows: int,
+    cols: int,
+    scales: int,
+    e8m0: bool,
+    block_rows: int,
+    block_cols: int,
+    out: int,
+    dtype: int,
+    threads: int,
+) -> None: ...
+
 # A tensor among many: address, dtype, number of elements, the dtype that they are rounded to.
 _Source = tuple[int, int, int, int]
 # Rows and columns of a matrix, and the element that a shard of it starts with.

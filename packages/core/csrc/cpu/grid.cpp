@@ -1,0 +1,300 @@
+// The operations on grids of scales: how a matrix is divided, and in what order memory is walked. No arithmetic on
+// elements here.
+//
+// A region is a rectangle made of whole shared blocks of both sides. Where regions fit in the second-level cache, each is
+// read from memory once: its amaxes, its scales and both casts follow one another, and threads share the regions.
+// Otherwise the whole matrix is one region, whose panels the threads share: it is read twice.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "../numerics.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace ottava {
+namespace {
+
+constexpr int64_t kRegionElements = 128 << 10;
+constexpr int64_t kPanelRows = 128;
+
+struct Rectangle {
+    int64_t row, col, rows, cols;
+};
+
+// How many blocks `n` elements have, 0 being a block of all of them, and how many elements a block has.
+int64_t blocks_in(int64_t n, int64_t block) { return block == 0 ? 1 : ceil_div(n, block); }
+int64_t extent(int64_t n, int64_t block) { return block == 0 ? std::max<int64_t>(n, 1) : block; }
+
+// The smallest multiple of both; `n` if that is larger.
+int64_t common(int64_t a, int64_t b, int64_t n) {
+    if (a >= n || b >= n) return n;
+    const int64_t factor = a / std::gcd(a, b);
+    return factor > n / b ? n : factor * b;
+}
+
+int64_t multiple_within(int64_t limit, int64_t unit) { return std::max(limit / unit, int64_t{1}) * unit; }
+
+// Calls body(panel, row, col) for the panels of a rectangle, the last ones first.
+template <class Body>
+void over_panels(const Rectangle& of, int threads, const Body& body) {
+    const int64_t across = ceil_div(of.cols, kPanelCols), down = ceil_div(of.rows, kPanelRows);
+    in_parallel(across * down, of.rows * of.cols, threads, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = end - 1; i >= begin; --i) {
+            const int64_t row = i / across * kPanelRows, col = i % across * kPanelCols;
+            body(Rectangle{row, col, std::min(kPanelRows, of.rows - row), std::min(kPanelCols, of.cols - col)});
+        }
+    });
+}
+
+struct Matrix {
+    const void* src;
+    Dtype dtype;
+    int64_t rows, cols;
+
+    // A panel of a rectangle, whose position counts from the rectangle's.
+    GridPanel panel(const Rectangle& in, const Rectangle& at) const {
+        const void* first = advance(src, (in.row + at.row) * cols + in.col + at.col, dtype);
+        return {first, cols, at.row, at.col, at.rows, at.cols};
+    }
+    Rectangle all() const { return {0, 0, rows, cols}; }
+};
+
+// What is known of the shared blocks of one rectangle.
+class SharedBlocks {
+    int64_t rows_, cols_;  // of a block, 0 being all
+    int64_t down_ = 0, across_ = 0;
+    std::vector<float> amaxes_, multipliers_, scales_;
+
+   public:
+    explicit SharedBlocks(const GridSide& side) : rows_(side.shared_rows), cols_(side.shared_cols) {}
+
+    void begin(const Rectangle& in) {
+        down_ = blocks_in(in.rows, rows_);
+        across_ = blocks_in(in.cols, cols_);
+        const auto room = static_cast<size_t>(down_ * across_ + kGridLanes);
+        amaxes_.assign(room, 0.0f);
+        multipliers_.resize(room);
+        scales_.resize(room);
+    }
+
+    GridBlocks blocks(const Rectangle& in, std::vector<float>& values) const {
+        return {extent(in.rows, rows_), extent(in.cols, cols_), values.data(), across_};
+    }
+    GridBlocks amaxes(const Rectangle& in) { return blocks(in, amaxes_); }
+    GridBlocks multipliers(const Rectangle& in) { return blocks(in, multipliers_); }
+
+    void find_scales(Stored element, const ScaleRule& rule, int threads) {
+        const Kernels& kernels = active_kernels();
+        const int64_t n = down_ * across_, each = rule.e8m0 ? 1 : sizeof(float);
+        in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
+            const int64_t from = begin * kUnit, count = std::min(end * kUnit, n) - from;
+            auto* scales = reinterpret_cast<uint8_t*>(scales_.data()) + from * each;
+            kernels.grid_scales(amaxes_.data() + from, count, element, rule, multipliers_.data() + from, scales);
+        });
+    }
+
+    // The scales of a side's blocks in the rectangle. T is what they are stored as.
+    template <class T>
+    void put_scales(const GridSide& side, const Matrix& matrix, const Rectangle& in) const {
+        const auto* scales = reinterpret_cast<const T*>(scales_.data());
+        auto* out = static_cast<T*>(side.scales);
+        const int64_t down = blocks_in(in.rows, side.block_rows), across = blocks_in(in.cols, side.block_cols);
+        const int64_t first_row = in.row / extent(matrix.rows, side.block_rows);
+        const int64_t first_col = in.col / extent(matrix.cols, side.block_cols);
+        const int64_t all_down = blocks_in(matrix.rows, side.block_rows);
+        const int64_t all_across = blocks_in(matrix.cols, side.block_cols);
+        // Blocks of a shared block.
+        const int64_t high = rows_ == 0 ? std::max<int64_t>(down, 1) : rows_ / side.block_rows;
+        const int64_t wide = cols_ == 0 ? std::max<int64_t>(across, 1) : cols_ / side.block_cols;
+        for (int64_t i = 0; i < down; ++i) {
+            const T* from = scales + i / high * across_;
+            if (side.turned) {
+                T* to = out + first_col * all_down + first_row + i;
+                for (int64_t k = 0; k < across; ++k) to[k * all_down] = from[k / wide];
+            } else if (wide == 1) {
+                memcpy(out + (first_row + i) * all_across + first_col, from, static_cast<size_t>(across) * sizeof(T));
+            } else {
+                T* to = out + (first_row + i) * all_across + first_col;
+                for (int64_t k = 0; k < across; ++k) to[k] = from[k / wide];
+            }
+        }
+    }
+};
+
+// One cast of a panel: the side whose data it makes, and another one that has the same values.
+struct Cast {
+    const GridSide* side;
+    const GridSide* same;  // or null
+    SharedBlocks* blocks;
+
+    GridOut out(const Matrix& matrix, int64_t row, int64_t col, bool stream) const {
+        GridOut to{};
+        to.stride = matrix.cols;
+        to.columns_stride = matrix.rows;
+        to.stream = stream;
+        for (const GridSide* each : {side, same}) {
+            if (each == nullptr) continue;
+            if (each->turned)
+                to.columns = each->data + col * matrix.rows + row;
+            else
+                (to.rows == nullptr ? to.rows : to.rows_again) = each->data + row * matrix.cols + col;
+        }
+        return to;
+    }
+};
+
+class Quantization {
+    const Matrix matrix_;
+    const Stored element_;
+    const ScaleRule rule_;
+    const GridSide* const sides_;
+    const int count_;
+    const bool same_;  // both sides have the same shared blocks
+    int64_t unit_rows_ = 1, unit_cols_ = 1;  // of which a region is made
+
+    // Of one thread, or of all of them if the matrix is one region.
+    struct Workspace {
+        std::vector<SharedBlocks> blocks;
+        std::vector<Cast> casts;
+    };
+
+    Workspace workspace() const {
+        Workspace made;
+        for (int k = 0; k < (same_ ? 1 : count_); ++k) made.blocks.emplace_back(sides_[k]);
+        const bool at_once = same_ && !(sides_[0].turned && sides_[1].turned);
+        for (int k = 0; k < (at_once ? 1 : count_); ++k)
+            made.casts.push_back({sides_ + k, at_once ? sides_ + 1 : nullptr, &made.blocks[same_ ? 0 : k]});
+        return made;
+    }
+
+    void region(const Rectangle& in, Workspace& work, int threads) const {
+        const Kernels& kernels = active_kernels();
+        std::vector<GridBlocks> amaxes;
+        for (SharedBlocks& blocks : work.blocks) {
+            blocks.begin(in);
+            amaxes.push_back(blocks.amaxes(in));
+        }
+        over_panels(in, threads, [&](const Rectangle& at) {
+            kernels.grid_amax(matrix_.panel(in, at), matrix_.dtype, amaxes.data(), static_cast<int>(amaxes.size()),
+                              threads > 1);
+        });
+        for (SharedBlocks& blocks : work.blocks) blocks.find_scales(element_, rule_, threads);
+        for (int k = 0; k < count_; ++k) {
+            const SharedBlocks& blocks = work.blocks[same_ ? 0 : static_cast<size_t>(k)];
+            if (rule_.e8m0)
+                blocks.put_scales<uint8_t>(sides_[k], matrix_, in);
+            else
+                blocks.put_scales<float>(sides_[k], matrix_, in);
+        }
+        const bool stream = matrix_.rows * matrix_.cols >= kStreamBytes;
+        over_panels(in, threads, [&](const Rectangle& at) {
+            for (const Cast& cast : work.casts)
+                kernels.grid_cast(matrix_.panel(in, at), matrix_.dtype, cast.blocks->multipliers(in), true, element_,
+                                  cast.out(matrix_, in.row + at.row, in.col + at.col, stream));
+        });
+    }
+
+    // The size of a region that stays in the caches.
+    Rectangle cached_region(int threads) const {
+        const bool turned = std::any_of(sides_, sides_ + count_, [](const GridSide& side) { return side.turned; });
+        const int64_t lines = common(unit_cols_, 64, matrix_.cols);
+        const int64_t unit = lines * unit_rows_ <= kRegionElements && lines <= kPanelCols ? lines : unit_cols_;
+        int64_t width = multiple_within(std::min(kPanelCols, kRegionElements / unit_rows_), unit);
+        const int64_t height = multiple_within(
+            std::min(turned ? kTileRows : int64_t{32}, std::max(kRegionElements / width, int64_t{1})), unit_rows_);
+        // Each thread gets some.
+        const int64_t down = ceil_div(matrix_.rows, height);
+        while (width > unit && down * ceil_div(matrix_.cols, width) < 2 * threads) width = multiple_within(width / 2, unit);
+        return {0, 0, height, width};
+    }
+
+   public:
+    Quantization(const Matrix& matrix, Stored element, const ScaleRule& rule, const GridSide* sides, int count)
+        : matrix_(matrix),
+          element_(element),
+          rule_(rule),
+          sides_(sides),
+          count_(count),
+          same_(count == 2 && sides[0].shared_rows == sides[1].shared_rows &&
+                sides[0].shared_cols == sides[1].shared_cols) {
+        for (int k = 0; k < count; ++k) {
+            unit_rows_ = common(unit_rows_, extent(matrix.rows, sides[k].shared_rows), matrix.rows);
+            unit_cols_ = common(unit_cols_, extent(matrix.cols, sides[k].shared_cols), matrix.cols);
+        }
+    }
+
+    void run(int threads) const {
+        if (matrix_.rows * matrix_.cols == 0 || unit_rows_ > kRegionElements / unit_cols_) {
+            Workspace work = workspace();
+            return region(matrix_.all(), work, threads);
+        }
+        const Rectangle size = cached_region(threads);
+        const int64_t down = ceil_div(matrix_.rows, size.rows), across = ceil_div(matrix_.cols, size.cols);
+        in_parallel(down * across, matrix_.rows * matrix_.cols, threads, [&](int64_t begin, int64_t end, int) {
+            Workspace work = workspace();
+            for (int64_t i = begin; i < end; ++i) {
+                const int64_t row = i / across * size.rows, col = i % across * size.cols;
+                region({row, col, std::min(size.rows, matrix_.rows - row), std::min(size.cols, matrix_.cols - col)},
+                       work, 1);
+            }
+        });
+    }
+};
+
+}  // namespace
+
+void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Stored element, const ScaleRule& rule,
+                   const GridSide* sides, int count, int threads) {
+    if (count > 0) Quantization({src, dtype, rows, cols}, element, rule, sides, count).run(threads);
+}
+
+void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols,
+               float* out, int threads) {
+    const Kernels& kernels = active_kernels();
+    const Matrix matrix{src, dtype, rows, cols};
+    const int64_t across = blocks_in(cols, block_cols);
+    std::fill(out, out + blocks_in(rows, block_rows) * across, 0.0f);
+    const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), out, across};
+    over_panels(matrix.all(), threads, [&](const Rectangle& at) {
+        kernels.grid_amax(matrix.panel(matrix.all(), at), dtype, &blocks, 1, threads > 1);
+    });
+}
+
+void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* multipliers, int64_t block_rows,
+               int64_t block_cols, Stored element, bool turned, uint8_t* out, int threads) {
+    const Kernels& kernels = active_kernels();
+    const Matrix matrix{src, dtype, rows, cols};
+    const int64_t down = blocks_in(rows, block_rows), across = blocks_in(cols, block_cols);
+    const bool positive = std::none_of(multipliers, multipliers + down * across,
+                                       [](float x) { return bits_as<int32_t>(x) < 0; });
+    const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), const_cast<float*>(multipliers), across};
+    GridSide side{};
+    side.turned = turned;
+    side.data = out;
+    const bool stream = rows * cols >= kStreamBytes;
+    over_panels(matrix.all(), threads, [&](const Rectangle& at) {
+        const GridOut to = Cast{&side, nullptr, nullptr}.out(matrix, at.row, at.col, stream);
+        kernels.grid_cast(matrix.panel(matrix.all(), at), dtype, blocks, positive, element, to);
+    });
+}
+
+void grid_decode(const uint8_t* data, Stored element, int64_t rows, int64_t cols, const void* scales, bool e8m0,
+                 int64_t block_rows, int64_t block_cols, void* out, Dtype dtype, int threads) {
+    const Kernels& kernels = active_kernels();
+    GridScales from{};
+    from.blocks = {extent(rows, block_rows), extent(cols, block_cols), nullptr, blocks_in(cols, block_cols)};
+    if (e8m0)
+        from.e8m0 = static_cast<const uint8_t*>(scales);
+    else
+        from.blocks.values = static_cast<float*>(const_cast<void*>(scales));
+    over_panels({0, 0, rows, cols}, threads, [&](const Rectangle& at) {
+        const int64_t first = at.row * cols + at.col;
+        const GridPanel panel{data + first, cols, at.row, at.col, at.rows, at.cols};
+        kernels.grid_decode(panel, element, from, static_cast<uint8_t*>(out) + first * element_bytes(dtype), dtype);
+    });
+}
+
+}  // namespace ottava
