@@ -46,10 +46,11 @@ struct E5M2 {
     static constexpr int32_t nan_code = 0x7f;
 };
 
-// Whole numbers from -127 to 127, in two's complement. NaN becomes 0.
+// Whole numbers from -127 to 127, in two's complement; the one below is NaN.
 struct Int8 {
     static constexpr int32_t limit = 0x42fe0000;
     static constexpr float maximum = 127.0f;
+    static constexpr int32_t nan_code = 0x80;
 };
 
 template <class Format>
@@ -131,13 +132,15 @@ OTTAVA_HD I encode_int8(F x) {
     const I limit = zero + Int8::limit;
     const I clamped = (magnitude < limit ? magnitude : limit) | (bits ^ magnitude);
     const I code = bits_as<I>(bits_as<F>(clamped) + bits_as<F>(zero + kOnes)) & 0xff;
-    return magnitude > kInfinity ? zero : code;
+    const I nan = zero + Int8::nan_code;
+    return magnitude > kInfinity ? nan : code;
 }
 
 template <class F, class I>
 OTTAVA_HD F widen_int8(I code) {
-    const I ones = I{} + kOnes;
-    return bits_as<F>(ones + (((code & 0xff) ^ 0x80) - 0x80)) - bits_as<F>(ones);
+    const I byte = code & 0xff, ones = I{} + kOnes, nan = I{} + kQuietNan;
+    const F value = bits_as<F>(ones + ((byte ^ 0x80) - 0x80)) - bits_as<F>(ones);
+    return bits_as<F>(byte == Int8::nan_code ? nan : bits_as<I>(value));
 }
 
 // The byte of an element in the low bits, of any of the formats.

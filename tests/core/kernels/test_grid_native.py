@@ -25,7 +25,9 @@ def small_floats(mantissa: int, bias: int, codes: int) -> Array:
     """The values of a small float format's first codes."""
     code = np.arange(codes)
     exponent, fraction = code >> mantissa, (code & ((1 << mantissa) - 1)) / (1 << mantissa)
-    return np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent.astype(float) - bias))
+    return np.where(
+        exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent.astype(float) - bias)
+    )
 
 
 VALUES = {E4M3: small_floats(3, 7, 0x7F), E5M2: small_floats(2, 15, 0x7C)}
@@ -36,7 +38,7 @@ def encoded(x: Array, element: int) -> Array:
     nan = np.isnan(x)
     if element == INT8:
         rounded = np.rint(np.clip(np.where(nan, 0, x).astype(np.float64), -127, 127))
-        return rounded.astype(np.int8).view(np.uint8)
+        return np.where(nan, 0x80, rounded.astype(np.int8).view(np.uint8)).astype(np.uint8)
     values = VALUES[element]
     magnitude = np.abs(np.where(nan, 0, x)).astype(np.float64)
     high = np.minimum(np.searchsorted(values, magnitude), len(values) - 1)
@@ -49,7 +51,7 @@ def encoded(x: Array, element: int) -> Array:
 def decoded(data: Array, element: int) -> Array:
     """float32 values of bytes."""
     if element == INT8:
-        return data.view(np.int8).astype(np.float32)
+        return np.where(data == 0x80, np.float32(np.nan), data.view(np.int8).astype(np.float32))
     beyond = [np.nan] if element == E4M3 else [np.inf, np.nan, np.nan, np.nan]
     positive = np.concatenate([VALUES[element], beyond])
     return np.concatenate([positive, -positive]).astype(np.float32)[data]
@@ -267,7 +269,9 @@ def test_every_rule_with_every_element(dtype: torch.dtype, element: int, isa: st
             check_quantize(x, element, rule, PAIRS[pair])
 
 
-@pytest.mark.parametrize("pair", ["mx", "blockwise rows", "blockwise squares", "rowwise", "oblong", "odd", "shared by all"])
+@pytest.mark.parametrize(
+    "pair", ["mx", "blockwise rows", "blockwise squares", "rowwise", "oblong", "odd", "shared by all"]
+)
 def test_large_matrices(pair: str, isa: str) -> None:
     """Several regions and panels, threads that share them, and stores around the caches, aligned and not."""
     for rows, cols, offset, dtype in ((1100, 3900, 0, torch.bfloat16), (2048, 2112, 0, torch.float32),
@@ -324,7 +328,9 @@ def test_amaxes(isa: str) -> None:
             _cpu.grid_amax(
                 x.data_ptr(), DTYPES.index(dtype), rows, cols, block_rows, block_cols, out.address, threads
             )  # fmt: skip
-            np.testing.assert_array_equal(out.array, expected, f"{rows}x{cols} {dtype} blocks {block_rows}x{block_cols}")
+            np.testing.assert_array_equal(
+                out.array, expected, f"{rows}x{cols} {dtype} blocks {block_rows}x{block_cols}"
+            )
             out.check()
 
 
