@@ -99,8 +99,13 @@ class HybridTensorStorage(QuantizedTensorStorage):
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         return self.side(columnwise).grid_operand(columnwise=columnwise)
 
-    def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        return self.side(columnwise).scaled_operand(columnwise=columnwise)
+    @property
+    def layout_text(self) -> str:  # type: ignore[override]
+        return self.side(columnwise=False).layout_text
+
+    @property
+    def column_layout_text(self) -> str:
+        return self.side(columnwise=True).column_layout_text
 
 
 def _attribute(side: str, attribute: str) -> str:
