@@ -181,7 +181,7 @@ OWN: dict[str, Arguments] = {
     "grid_decode": {"dtype": (*FLOATS, torch.float64)},
     "grid_scales": {"dtype": lambda d, a, n: FLOATS[n % 3]},
     # Kernels of their own for MX blocks serve a call that has no others.
-    **dict.fromkeys(("grid_multi_amax", "grid_multi_cast"), {"_mx": (True, False)}),
+    **{name: {"_mx": (True, False)} for name in ("grid_multi_amax", "grid_multi_cast")},
     "multi_cast": {"scales": lambda d, a, n: d.values((len(a["xs"]),), F32)},
     "update_scales": {
         "_length": (1, 2, 16, 1024),
