@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-import itertools
 import math
 import pickle
 from typing import Any
