@@ -83,7 +83,7 @@ TEXT = "float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"
 
 def test_the_text() -> None:
     assert MX.text == TEXT
-    assert Layout.of(TEXT) is MX
+    assert Layout.of(TEXT) == MX
     assert Layout(INT8, (None, 8), epsilon=1, shared=None).text == "int8/allx8/float32/nearest/1.0/own/None/float32"
     square = Layout(E5M2, (1, 32), E8M0, "floor", shared=(32, 32))
     assert square.text == "float8_e5m2/1x32/float8_e8m0fnu/floor/0.0/own/32x32/float32"
