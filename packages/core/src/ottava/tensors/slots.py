@@ -12,5 +12,5 @@ from typing import Any
 
 
 def above(module: str) -> Any:
-    """A module of :mod:`ottava.distributed`: ``"hooks"`` of FSDP2, ``"rules"`` for shards, ``"fsdp2"``, or a rule's own."""
+    """A module of :mod:`ottava.distributed`: ``"hooks"``, ``"fsdp2"``, the ``"rules"`` for shards, or one rule."""
     return importlib.import_module(f"ottava.distributed.{module}")
