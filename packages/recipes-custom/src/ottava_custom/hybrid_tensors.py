@@ -96,7 +96,7 @@ class HybridTensorStorage(QuantizedTensorStorage):
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.side(columnwise).gemm_operand(columnwise=columnwise, dtype=dtype)
 
-    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor, str] | None:
         return self.side(columnwise).grid_operand(columnwise=columnwise)
 
     def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:

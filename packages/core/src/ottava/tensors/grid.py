@@ -6,7 +6,6 @@ Invariant: ``original ≈ float32(element) * scale_inv`` of the element's block,
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, ClassVar
 
@@ -27,9 +26,19 @@ Direction = tuple[torch.Tensor, torch.Tensor]
 _USAGES = ("rowwise", "columnwise")
 
 
-@functools.cache
+# By the text of the layout, in a plain dict, which compiled code can look into.
+_DECLARED: dict[str, tuple[InnerTensor, ...]] = {}
+
+
 def inner_tensors_of(layout: Layout | None) -> tuple[InnerTensor, ...]:
     """The declaration of tensors of a layout; without one, only names and usages of it."""
+    text = "" if layout is None else layout.text
+    if text not in _DECLARED:
+        _DECLARED[text] = _inner_tensors_of(layout)
+    return _DECLARED[text]
+
+
+def _inner_tensors_of(layout: Layout | None) -> tuple[InnerTensor, ...]:
     declared: list[InnerTensor] = []
     for columnwise, usage in enumerate(_USAGES):
         about: dict[str, Any] = {}
@@ -280,16 +289,16 @@ class GridTensorStorage(QuantizedTensorStorage):
             values = values.movedim(0, -1)
         return values.to(wanted)
 
-    def grid_operand(self, *, columnwise: bool) -> Direction:
+    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
         data, scales = self.for_usage(columnwise)
         matrix = self.grid_layout.stored_matrix(data.shape, columnwise)
-        return (data if data.dim() == 2 else data.reshape(matrix)), scales
+        return (data if data.dim() == 2 else data.reshape(matrix)), scales, self.layout_text
 
     def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         layout = self.grid_layout
         if layout.block != (1, None) or layout.scale is not torch.float32 or layout.element not in FP8:
             return None
-        data, scales = self.grid_operand(columnwise=columnwise)
+        data, scales, _ = self.grid_operand(columnwise=columnwise)
         elements = data.view(layout.element)
         return (elements.t() if columnwise and not layout.transposed else elements), scales.reshape(-1)
 

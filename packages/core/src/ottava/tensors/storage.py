@@ -309,14 +309,12 @@ class QuantizedTensorStorage(Declared):
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
 
-    #: The text of the layout of :meth:`grid_operand`.
-    layout_text: str = ""
-
-    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor, str] | None:
         """This tensor as a GEMM operand on a grid, or None for :meth:`gemm_operand`, as is the default.
 
         Returns:
-            The bytes of the elements as a matrix, and scales, as they are stored for the usage.
+            The bytes of the elements as a matrix, and scales, as they are stored for the usage, and the text of their
+            layout.
 
         Raises:
             UsageError: the data held does not serve the usage.
