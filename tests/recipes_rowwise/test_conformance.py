@@ -18,3 +18,9 @@ class TestRowwise(RecipeConformance):
 class TestPowersOfTwo(RecipeConformance):
     recipe = "rowwise"
     options = {"fp8_format": Format.HYBRID, "force_pow_2_scales": True, "amax_epsilon": 1e-6}  # noqa: RUF012
+
+
+@pytest.mark.xdist_group("TestWgrad")
+class TestWgrad(RecipeConformance):
+    recipe = "rowwise"
+    options = {"wgrad_high_precision": True}  # noqa: RUF012

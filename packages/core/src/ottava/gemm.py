@@ -148,7 +148,8 @@ def _operand(x: Operand, columnwise: bool, dtype: torch.dtype) -> products.Opera
         return products.Operand(as_matrix(x.detach()).to(dtype))
     on_grid = x.grid_operand(columnwise=columnwise)
     if on_grid is not None:
-        return products.Operand(*on_grid, columnwise)
+        text = x.column_layout_text if columnwise else x.layout_text
+        return products.Operand(*on_grid, text, columnwise)
     scaled = x.scaled_operand(columnwise=columnwise)
     if scaled is not None and (scaled[1] is None or scaled[1].numel() == 1):
         elements, scale = scaled

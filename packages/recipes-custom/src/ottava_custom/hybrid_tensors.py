@@ -96,7 +96,15 @@ class HybridTensorStorage(QuantizedTensorStorage):
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.side(columnwise).gemm_operand(columnwise=columnwise, dtype=dtype)
 
-    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor, str] | None:
+    @property
+    def layout_text(self) -> str:  # type: ignore[override]
+        return self.side(columnwise=False).layout_text
+
+    @property
+    def column_layout_text(self) -> str:
+        return self.side(columnwise=True).layout_text
+
+    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         return self.side(columnwise).grid_operand(columnwise=columnwise)
 
     def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:

@@ -289,16 +289,16 @@ class GridTensorStorage(QuantizedTensorStorage):
             values = values.movedim(0, -1)
         return values.to(wanted)
 
-    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
+    def grid_operand(self, *, columnwise: bool) -> Direction:
         data, scales = self.for_usage(columnwise)
         matrix = self.grid_layout.stored_matrix(data.shape, columnwise)
-        return (data if data.dim() == 2 else data.reshape(matrix)), scales, self.layout_text
+        return (data if data.dim() == 2 else data.reshape(matrix)), scales
 
     def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         layout = self.grid_layout
         if layout.block != (1, None) or layout.scale is not torch.float32 or layout.element not in FP8:
             return None
-        data, scales, _ = self.grid_operand(columnwise=columnwise)
+        data, scales = self.grid_operand(columnwise=columnwise)
         elements = data.view(layout.element)
         return (elements.t() if columnwise and not layout.transposed else elements), scales.reshape(-1)
 

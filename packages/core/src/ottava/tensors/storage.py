@@ -309,12 +309,19 @@ class QuantizedTensorStorage(Declared):
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
 
-    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor, str] | None:
+    #: The text of the layout of :meth:`grid_operand`.
+    layout_text: str = ""
+
+    @property
+    def column_layout_text(self) -> str:
+        """The same of columns, which a hybrid has from another storage."""
+        return self.layout_text
+
+    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         """This tensor as a GEMM operand on a grid, or None for :meth:`gemm_operand`, as is the default.
 
         Returns:
-            The bytes of the elements as a matrix, and scales, as they are stored for the usage, and the text of their
-            layout.
+            The bytes of the elements as a matrix, and scales, as they are stored for the usage.
 
         Raises:
             UsageError: the data held does not serve the usage.
