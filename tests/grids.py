@@ -71,7 +71,11 @@ def scales(amax: np.float32, largest: float, epsilon: float, pow_2: bool, finite
 
 
 def quantized(
-    matrix: Any, block: tuple[int | None, int | None], fp8_dtype: torch.dtype, finite: float = _FLOAT32_MAX, **options: Any
+    matrix: Any,
+    block: tuple[int | None, int | None],
+    fp8_dtype: torch.dtype,
+    finite: float = _FLOAT32_MAX,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Bytes and scales of blocks of a float32 matrix."""
     rows, columns = matrix.shape
@@ -84,7 +88,9 @@ def quantized(
             for j in range(grid[1]):
                 part = np.s_[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
                 seen = [abs(v) for v in matrix[part].flat if not math.isnan(v)]
-                scale, inverses[i, j] = scales(max(seen, default=np.float32(0)), LARGEST[fp8_dtype], epsilon, pow_2, finite)
+                scale, inverses[i, j] = scales(
+                    max(seen, default=np.float32(0)), LARGEST[fp8_dtype], epsilon, pow_2, finite
+                )
                 made = [element(value * scale, fp8_dtype) for value in matrix[part].flat]
                 data[part] = np.array(made, np.uint8).reshape(matrix[part].shape)
     return data, inverses
@@ -94,7 +100,9 @@ def expected_bytes(
     x: torch.Tensor, fp8_dtype: torch.dtype, block: Any, *, transposed: bool, finite_as_input: bool, **options: Any
 ) -> list[torch.Tensor]:
     """What the four inner tensors of a quantized tensor hold."""
-    matrix = x.float().reshape(-1, x.shape[-1]).numpy() if x.numel() else np.zeros((math.prod(x.shape[:-1]), x.shape[-1]))
+    matrix = (
+        x.float().reshape(-1, x.shape[-1]).numpy() if x.numel() else np.zeros((math.prod(x.shape[:-1]), x.shape[-1]))
+    )
     matrix = matrix.astype(np.float32)
     finite = torch.finfo(x.dtype).max if finite_as_input else _FLOAT32_MAX
     rows = quantized(matrix, block, fp8_dtype, finite, **options)
@@ -158,7 +166,9 @@ _PRODUCTS = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, Tr
 _SHAPES = {"fprop": ((70, 300), (33, 300)), "dgrad": ((70, 300), (300, 33)), "wgrad": ((300, 70), (300, 33))}
 
 
-def check_product(kind: Any, quantizers: Any, blocks: Any, transposed: bool, out_dtype: torch.dtype, sigma: float) -> None:
+def check_product(
+    kind: Any, quantizers: Any, blocks: Any, transposed: bool, out_dtype: torch.dtype, sigma: float
+) -> None:
     """A GEMM is as near to float64's of its decoded operands as float32's of the same is."""
     a, b = (wide(*shape, seed=seed, sigma=sigma) for seed, shape in enumerate(_SHAPES[kind]))
     qa, qb = (quantizer(x) for quantizer, x in zip(quantizers, (a, b), strict=True))
@@ -200,7 +210,9 @@ def close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tenso
     assert ((got.detach().double().reshape(exact.shape) - exact).abs() <= bound).all()
 
 
-def check_layer(recipe: Any, blocks: Any, transposed: bool, dtype: torch.dtype, wgrad_high_precision: bool = False) -> None:
+def check_layer(
+    recipe: Any, blocks: Any, transposed: bool, dtype: torch.dtype, wgrad_high_precision: bool = False
+) -> None:
     """Output and gradients of a layer are the three products of what its quantizers hold.
 
     Args:

@@ -49,7 +49,9 @@ def gathered(mesh: Any) -> None:
             nets = []
             for _ in range(3):
                 torch.manual_seed(0)
-                net = torch.nn.Sequential(torch.nn.Linear(40, rows), torch.nn.GELU(), torch.nn.Linear(rows, 256)).bfloat16()
+                net = torch.nn.Sequential(
+                    torch.nn.Linear(40, rows), torch.nn.GELU(), torch.nn.Linear(rows, 256)
+                ).bfloat16()
                 nets.append(ottava.convert(net, recipe))
             gather_quantized(nets[2])
             expected = losses(nets[0], 40, 256)
@@ -74,7 +76,9 @@ def masters(mesh: Any) -> None:
     """Ranges of master weights that cut blocks anywhere give the bytes of the whole, in one batch of every kind."""
     rank = dist.get_rank()
     quantizers = [
-        Float8BlockQuantizer(E4M3, block_scaling_dim=dim, force_pow_2_scales=pow_2) for dim in (1, 2) for pow_2 in (True, False)
+        Float8BlockQuantizer(E4M3, block_scaling_dim=dim, force_pow_2_scales=pow_2)
+        for dim in (1, 2)
+        for pow_2 in (True, False)
     ]
     values = [wide(200 + number, COLUMNS, seed=number) for number in range(4)]
     weights = [q(torch.zeros(v.shape, dtype=torch.bfloat16)) for q, v in zip(quantizers, values, strict=True)]

@@ -26,14 +26,20 @@ def check(x: torch.Tensor, fp8_dtype: torch.dtype, dim: int, **options: Any) -> 
     q = Float8BlockQuantizer(fp8_dtype, block_scaling_dim=dim, **options)(x)
     assert_same(inner(q), expected)
     for rowwise, columnwise in ((True, False), (False, True)):
-        one = Float8BlockQuantizer(fp8_dtype, block_scaling_dim=dim, rowwise=rowwise, columnwise=columnwise, **options)(x)
-        assert_same(inner(one), [*(expected[:2] if rowwise else (None,) * 2), *(expected[2:] if columnwise else (None,) * 2)])
+        one = Float8BlockQuantizer(fp8_dtype, block_scaling_dim=dim, rowwise=rowwise, columnwise=columnwise, **options)(
+            x
+        )
+        assert_same(
+            inner(one), [*(expected[:2] if rowwise else (None,) * 2), *(expected[2:] if columnwise else (None,) * 2)]
+        )
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bytes_are_those_of_the_oracle(shape: tuple[int, ...], dim: int) -> None:
-    for fp8_dtype, dtype, pow_2, epsilon in KINDS if len(shape) == 2 and 300 < shape[0] * shape[1] < 1000 else KINDS[::5]:
+    for fp8_dtype, dtype, pow_2, epsilon in (
+        KINDS if len(shape) == 2 and 300 < shape[0] * shape[1] < 1000 else KINDS[::5]
+    ):
         with told(fp8_dtype, dtype, pow_2, epsilon):
             x = wide(*shape, dtype=dtype, sigma=2.0)
             check(x, fp8_dtype, dim, force_pow_2_scales=pow_2, amax_epsilon=epsilon)
@@ -108,9 +114,7 @@ def test_attributes_and_construction() -> None:
     assert [t.shape for t in inner(q)] == [(200, 300), (200, 3), (300, 200), (300, 2)]
     names = [name.removeprefix("_") for name in INNER]
     held = dict(zip(names, inner(q), strict=True))
-    made = Float8BlockwiseQTensor(
-        **held, dtype=torch.bfloat16, fp8_dtype=E4M3, block_scaling_dim=1, pow_2_scales=True
-    )
+    made = Float8BlockwiseQTensor(**held, dtype=torch.bfloat16, fp8_dtype=E4M3, block_scaling_dim=1, pow_2_scales=True)
     assert torch.equal(made.dequantize(), q.dequantize())
     bare = Float8BlockQuantizer(E4M3)
     bare.internal = True

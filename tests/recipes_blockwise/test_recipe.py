@@ -70,7 +70,9 @@ def test_fake_quantization_is_that_of_blocks_along_rows(name: str, dtype: torch.
     for shape in ((), (0, 3), (1,), (33, 260), (2, 5, 130)):
         x = wide(*shape, dtype=dtype, sigma=2.0).requires_grad_()
         got = fake_quantize(x, name)
-        assert_same(got, Float8BlockQuantizer(FORMATS[name], columnwise=False, block_scaling_dim=1)(x.detach()).dequantize())
+        assert_same(
+            got, Float8BlockQuantizer(FORMATS[name], columnwise=False, block_scaling_dim=1)(x.detach()).dequantize()
+        )
         got.sum().backward()
         assert torch.equal(x.grad, torch.ones_like(x))
 

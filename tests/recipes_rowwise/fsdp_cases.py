@@ -44,7 +44,9 @@ def gathered(mesh: Any) -> None:
             nets = []
             for _ in range(3):
                 torch.manual_seed(0)
-                net = torch.nn.Sequential(torch.nn.Linear(40, rows), torch.nn.GELU(), torch.nn.Linear(rows, 32)).bfloat16()
+                net = torch.nn.Sequential(
+                    torch.nn.Linear(40, rows), torch.nn.GELU(), torch.nn.Linear(rows, 32)
+                ).bfloat16()
                 nets.append(ottava.convert(net, recipe))
             gather_quantized(nets[2])
             expected = losses(nets[0], 40, 32)

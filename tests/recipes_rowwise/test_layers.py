@@ -43,7 +43,9 @@ def test_products_are_as_exact_as_float32s(kind: str, pow_2: bool) -> None:
 def test_scales_far_apart_do_not_overflow_in_products() -> None:
     for pow_2 in (True, False):
         quantizer = Float8RowwiseQuantizer(E4M3, force_pow_2_scales=pow_2)
-        y = gemm(quantizer(torch.full((16, 256), 1e-30)), quantizer(torch.full((8, 256), 1e30)), out_dtype=torch.float32)
+        y = gemm(
+            quantizer(torch.full((16, 256), 1e-30)), quantizer(torch.full((8, 256), 1e30)), out_dtype=torch.float32
+        )
         assert ((y - 256).abs() < 20).all()
 
 
