@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.sqnr`` prints the tables of ``docs/numerics.md``, ``--write`` puts them there. Tensors of 512 ×
 512 in bfloat16, drawn with a fixed seed, in E4M3, quantized along rows. Of each tensor there are two figures: of the
-whole, where its largest elements decide, and one for which every element counts alike, by its relative error, which says
+whole, where its largest elements decide, and one for which every element counts alike, by its relative error: that says
 what becomes of small elements beside large ones.
 """
 

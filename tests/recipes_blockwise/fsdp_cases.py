@@ -43,7 +43,7 @@ def train(mesh: Any) -> None:
 
 
 def gathered(mesh: Any) -> None:
-    """Weights in high precision, quantized before or after the gather: blocks of every kind, rows that fit and others."""
+    """Weights in high precision, quantized before or after the gather: blocks of every kind, any number of rows."""
     for recipe in (*RECIPES, ONE_DIMENSIONAL):
         for rows in (256, 33):
             nets = []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from typer.testing import CliRunner
 
@@ -43,7 +44,7 @@ def test_defaults_and_options_reach_the_quantizers() -> None:
 
 
 @pytest.mark.parametrize(
-    "field, value",
+    ("field", "value"),
     [
         ("fp8_format", "E4M3"),
         ("force_pow_2_scales", 1),
@@ -81,13 +82,13 @@ def test_fake_quantization_is_that_of_blocks_along_rows(name: str, dtype: torch.
 def test_a_file_is_exported_and_read_again(dim: int, tmp_path: Path) -> None:
     values = {"0.weight": wide(140, 300, dtype=torch.bfloat16), "0.bias": torch.ones(140, dtype=torch.bfloat16)}
     checkpoint.save_file(values, tmp_path / "plain.safetensors")
-    told = CliRunner().invoke(
-        app,
-        ["export", f"{tmp_path}/plain.safetensors", f"{tmp_path}/made.safetensors", "--recipe", "blockwise"]
-        + ["--option", f"w_block_scaling_dim={dim}", "--columnwise"],
-    )
+    command = ["export", f"{tmp_path}/plain.safetensors", f"{tmp_path}/made.safetensors", "--recipe", "blockwise"]
+    told = CliRunner().invoke(app, [*command, "--option", f"w_block_scaling_dim={dim}", "--columnwise"])
     assert told.exit_code == 0, told.output
     made = checkpoint.load_file(tmp_path / "made.safetensors")
+    with safetensors.safe_open(tmp_path / "made.safetensors", framework="pt") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    assert sorted(dtypes.values()) == ["BF16", "F32", "F32", "F8_E4M3", "F8_E4M3"], dtypes
     expected = Float8BlockQuantizer(E4M3, block_scaling_dim=dim)(values["0.weight"])
     assert isinstance(made["0.weight"], GridTensor)
     assert_same(inner(made["0.weight"]), inner(expected))

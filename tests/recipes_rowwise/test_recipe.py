@@ -32,7 +32,7 @@ def test_defaults_and_options_reach_the_quantizers() -> None:
 
 
 @pytest.mark.parametrize(
-    "field, value",
+    ("field", "value"),
     [("fp8_format", "E4M3"), ("force_pow_2_scales", 1), ("amax_epsilon", -1.0), ("wgrad_high_precision", None)],
 )
 def test_wrong_options_are_named(field: str, value: Any) -> None:
