@@ -64,8 +64,8 @@ def mx_decode(
     codes: int, scales: int, fmt: int, rows: int, cols: int, columnwise: bool, out: int, dtype: int, threads: int
 ) -> None: ...
 
-# Rows and columns of a block and of a shared block (0 is all of them), whether it is stored as the transpose, addresses of
-# data and scales. None and () leave a side out.
+# Rows and columns of a block and of a shared block (0 is all of them), whether it is stored as the transpose, addresses
+# of data and scales. None and () leave a side out.
 _Side = tuple[int, int, int, int, bool, int, int] | tuple[()] | None
 
 def grid_quantize(
