@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ottava.checkpoint.files import BY_TORCH, METADATA_KEY, as_path, check_file_target, looks_like, read_tensors
-from ottava.checkpoint.flatten import encode_description, held_tensors, unflatten_state_dict
+from ottava.checkpoint.flatten import encode_description, held_tensors, place_of, unflatten_state_dict
 from ottava.checkpoint.folder import INDEX_NAME
 from ottava.checkpoint.model import save_file
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, named, of_any_class, translated
@@ -120,11 +120,11 @@ def convert_file(
     written: dict[Any, tuple[str, Any]] = {}
     with named(as_path(source)):
         chosen, skipped = _chosen(state, by, model, include, exclude)
-        sizes = {_place(value): value.nbytes for value in state.values()}
+        sizes = {place_of(value): value.nbytes for value in state.values()}
         total, read = sum(sizes.values()), 0
         for name, value in state.items():
             tell(read, total)
-            key = (_place(value), name in chosen)
+            key = (place_of(value), name in chosen)
             read += sizes.pop(key[0], 0)
             if _STATE.search(name) and not keeps:
                 ways[name] = "dropped"
@@ -240,15 +240,10 @@ def _chosen(
         chosen = quantized if recipe else {*able}
     else:
         matrices = [name for name in able if state[name].dim() == 2 and f".{name}".endswith(".weight")]
-        tables = {_place(state[name]) for name in matrices if _EMBEDDING.search(name)}
-        skipped = tuple(name for name in matrices if _place(state[name]) in tables)
+        tables = {place_of(state[name]) for name in matrices if _EMBEDDING.search(name)}
+        skipped = tuple(name for name in matrices if place_of(state[name]) in tables)
         chosen = {*matrices} - {*skipped}
     return chosen - fitting(exclude or ()), skipped
-
-
-def _place(value: Any) -> Any:
-    """What two names of one tensor have in common."""
-    return tuple((t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in held_tensors(value))
 
 
 def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -91,18 +91,6 @@ def flatten_values(
     return tensors, quantized
 
 
-def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The names of tensors that are wholly another one, which comes earlier, and the names of those."""
-    seen: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-            if (first := seen.setdefault(place, name)) != name:
-                aliases[name] = first
-    return aliases
-
-
 def unflatten_state_dict(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
@@ -133,6 +121,12 @@ def unflatten_state_dict(
 def held_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors that a quantized tensor holds; a plain one by itself."""
     return [t for t in value.inner_list() if t is not None] if isinstance(value, QuantizedTensorStorage) else [value]
+
+
+def place_of(value: Any) -> Any:
+    """What two names of one tensor have in common: where its bytes are, and how they are read."""
+    held = [(t.device, t.data_ptr() or id(t), t.is_conj(), t.is_neg(), t) for t in held_tensors(value)]
+    return tuple((*place, t.dtype, tuple(t.shape), t.stride()) for *place, t in held)
 
 
 def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:

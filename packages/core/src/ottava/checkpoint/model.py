@@ -1,4 +1,7 @@
-"""State dicts and whole models in one file: everything is read and checked before the first byte of a model changes."""
+"""State dicts and whole models in one file: everything is read and checked before the first byte of a model changes.
+
+What torch would refuse to write to is found before, too, and Ctrl-C waits for the end of the writes.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ import contextlib
 import copy
 import functools
 import os
+import signal
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, as_path, put_tensors, read_tensors
-from ottava.checkpoint.flatten import aliases_of, encode_description, flatten_values, unflatten_state_dict
-from ottava.checkpoint.writing import check_writable, uninterrupted
+from ottava.checkpoint.files import METADATA_KEY, as_bytes, as_path, put_tensors, read_tensors
+from ottava.checkpoint.flatten import encode_description, flatten_values, held_tensors, place_of, unflatten_state_dict
 from ottava.errors import (
     CheckpointError,
     DeviceError,
@@ -33,7 +37,7 @@ from ottava.recipes.state import RecipeState
 from ottava.tensors.quantizer import as_device
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import may_refuse_to_load
+from ottava.torch_private import foreach_copy_, may_refuse_to_load
 
 
 def save_file(
@@ -59,7 +63,9 @@ def save_file(
             remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
             raise DTypeError(f"{name!r} is sharded", expected="whole tensors", remedy=remedy)
     tensors, quantized = flatten_values(state_dict)
-    aliases = aliases_of(tensors)
+    first: dict[Any, str] = {}
+    names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
+    aliases = {name: stored for name, stored in names.items() if stored != name}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     put_tensors(path, stored, {**(metadata or {}), METADATA_KEY: encode_description(quantized, aliases)})
 
@@ -231,3 +237,43 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
 def _on_the_cpu(tensor: Any) -> Any:
     copied = functools.partial(torch.Tensor.to, device="cpu", copy=True)
     return tensor.apply_to_inner(copied) if isinstance(tensor, QuantizedTensor) else copied(tensor)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block; only the main thread of a process is interrupted."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    try:
+        signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            signal.raise_signal(signal.SIGINT)
+
+
+def check_writable(name: str, value: Any) -> None:
+    """Write one element of what a tensor holds, as it is: what torch refuses is known before any value changes."""
+    for tensor in held_tensors(value):
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise UsageError(f"{name!r} is an expanded view: several of its elements are one", remedy="clone it")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise UsageError(f"{name!r} was made in inference mode", remedy="load it in torch.inference_mode()")
+        if tensor.numel():
+            if not tensor.untyped_storage().nbytes():
+                raise UsageError(f"{name!r} has no memory: its storage was resized to nothing", expected="memory")
+            # Of an alias with a count of writes of its own: what autograd has saved of the tensor is still right.
+            first = as_bytes(tensor.data)[(0,) * tensor.dim()]
+            first.copy_(first.clone())
+
+
+def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy into each tensor its new value, by one call into torch: no code of Python's runs in it, and no interrupt."""
+    if pairs:
+        targets, values = zip(*[(as_bytes(target), as_bytes(value)) for target, value in pairs], strict=True)
+        with uninterrupted(), torch.no_grad():
+            foreach_copy_(targets, values)

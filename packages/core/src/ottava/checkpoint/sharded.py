@@ -19,7 +19,7 @@ import torch
 from ottava.checkpoint.files import TORCH_DTYPES, AnyPath, as_path, crc32_of, dtype_name, in_memory
 from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
-from ottava.checkpoint.writing import check_writable, write_all
+from ottava.checkpoint.model import check_writable, write_all
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
 from ottava.recipes.state import is_reduced_by_max
