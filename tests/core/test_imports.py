@@ -19,7 +19,7 @@ SOURCES = sorted(path for path in PACKAGES.glob("*/src/*") if (path / "__init__.
 CORE = PACKAGES / "core" / "src" / "ottava"
 #: From the ground up; what a line names may import one another.
 ROOMS = (
-    "errors formats layout collectives torch_private",
+    "errors formats layout filesystem collectives torch_private",
     "kernels",
     "tensors",
     "gemm gemm_blocks gemm_scaled",

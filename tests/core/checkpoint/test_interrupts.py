@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import ottava
-from ottava import checkpoint
+from ottava import checkpoint, filesystem
 
-OURS = os.path.dirname(checkpoint.__file__)
+OURS = (os.path.dirname(checkpoint.__file__), filesystem.__file__)
 Job = Callable[[], object]
 
 

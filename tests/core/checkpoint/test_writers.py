@@ -16,8 +16,8 @@ import torch
 from ottava import checkpoint
 from ottava.checkpoint import files, storage
 from ottava.checkpoint.convert import read_state
-from ottava.checkpoint.files import Partial
 from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
+from ottava.filesystem import Partial
 
 
 def test_writers_of_other_files_are_left_alone(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import BY_TORCH, METADATA_KEY, as_path, check_file_target, looks_like, read_tensors
+from ottava.checkpoint.files import BY_TORCH, METADATA_KEY, looks_like, read_tensors
 from ottava.checkpoint.flatten import encode_description, held_tensors, place_of, unflatten_state_dict
 from ottava.checkpoint.folder import INDEX_NAME
 from ottava.checkpoint.model import save_file
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, named, of_any_class, translated
+from ottava.filesystem import as_path, check_file_target
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.conversion import convert
 from ottava.nn.linear import Linear
@@ -104,7 +105,7 @@ def convert_file(
         RecipeNotFoundError, PluginError: the recipe cannot be had.
         UsageError: the target cannot be written, or two tensors would have one name.
     """
-    check_file_target(as_path(target))
+    check_file_target(target)
     for what, patterns in (("include", include), ("exclude", exclude)):
         sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         if patterns is not None and not (sequence and all(isinstance(pattern, str) for pattern in patterns)):

@@ -7,7 +7,6 @@ folder without it, with a damaged one, or with files that are not as long as it 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -21,9 +20,10 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import RESAVE, TORCH_DTYPES, Partial, as_path, dtype_name, opened, remove_leftovers, sync
+from ottava.checkpoint.files import RESAVE, TORCH_DTYPES, dtype_name
 from ottava.checkpoint.flatten import check_entry
 from ottava.errors import CheckpointError, translated
+from ottava.filesystem import Partial, as_path, locked, remove_leftovers, sync
 
 INDEX_NAME = "ottava.json"
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
@@ -182,16 +182,13 @@ def publish(partial: Partial, overwrite: bool) -> None:
     """
     source, target = partial.path, partial.target
     sync(source)
-    check_target(target, overwrite)
     try:
         os.rename(source, target)
     except OSError:
         if not (target / INDEX_NAME).exists():
             raise
         check_target(target, overwrite)
-        with opened(target) as descriptor:
-            with contextlib.suppress(OSError):  # without locks, one writer at a time is up to the user
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with locked(target):
             files = {name for name in os.listdir(source) if name != INDEX_NAME}
             for name in files:
                 os.replace(source / name, target / name)
@@ -202,12 +199,11 @@ def publish(partial: Partial, overwrite: bool) -> None:
                 if _FILE_NAME.fullmatch(old) and old not in files:
                     (target / old).unlink(missing_ok=True)
     sync(target.parent)
-    remove_leftovers(target)
 
 
 def prune(folder: Path, keep: int, written: Path) -> None:
     """Keep ``written`` and the ``keep - 1`` other whole steps with the highest numbers; interrupted saves go too."""
-    remove_leftovers(folder / "step", ".step-")
+    remove_leftovers(folder, ".step-")
     for path in [path for path in _step_checkpoints(folder) if path != written][keep - 1 :]:
         try:
             with Partial(path) as doomed:

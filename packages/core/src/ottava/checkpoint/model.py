@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, as_bytes, as_path, put_tensors, read_tensors
+from ottava.checkpoint.files import METADATA_KEY, as_bytes, put_tensors, read_tensors
 from ottava.checkpoint.flatten import encode_description, flatten_values, held_tensors, place_of, unflatten_state_dict
 from ottava.errors import (
     CheckpointError,
@@ -31,6 +31,7 @@ from ottava.errors import (
     of_any_class,
     translated,
 )
+from ottava.filesystem import as_path
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.state import RecipeState

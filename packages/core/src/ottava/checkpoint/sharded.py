@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import TORCH_DTYPES, AnyPath, as_path, crc32_of, dtype_name, in_memory
+from ottava.checkpoint.files import TORCH_DTYPES, crc32_of, dtype_name, in_memory
 from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.folder import prune
 from ottava.checkpoint.model import check_writable, write_all
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
+from ottava.filesystem import AnyPath, as_path
 from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.freshness import bump_version
 from ottava.tensors.storage import QuantizedTensorStorage

@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.files import CHECKSUM_KEY, METADATA_KEY, AnyPath, Partial, as_path, read_tensors, write_tensors
+from ottava.checkpoint.files import CHECKSUM_KEY, METADATA_KEY, read_tensors, write_tensors
 from ottava.checkpoint.flatten import encode_description
 from ottava.checkpoint.folder import Index, StoredShard, StoredTensor, check_target, publish, read_index, write_index
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
+from ottava.filesystem import AnyPath, Partial, as_path
 
 
 class _OfOnePath:
