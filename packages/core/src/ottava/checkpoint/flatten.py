@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name
+from ottava.distributed.shards import check_blocks
 from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, named, translated
 from ottava.recipes.registry import plugin_statuses
+from ottava.tensors.declaration import as_data
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
 
 #: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are
@@ -151,11 +153,7 @@ def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor])
 def _as_held(declared: InnerTensor, tensor: torch.Tensor | None, fields: Mapping[str, Any]) -> torch.Tensor | None:
     """An inner tensor as a storage holds it: 8-bit data as uint8."""
     native = fields[declared.native] if isinstance(declared.native, str) else declared.native
-    if tensor is None or native is None:
-        return tensor
-    if not isinstance(native, torch.dtype) or native.itemsize != 1 or tensor.dtype not in (native, torch.uint8):
-        raise DTypeError(f"{declared.argument!r} is of {tensor.dtype}", expected=f"an 8-bit dtype, {native}")
-    return tensor.view(torch.uint8)
+    return tensor if native is None else as_data(tensor, native, repr(declared.argument))
 
 
 def _encode_static(value: Any) -> Any:
@@ -258,15 +256,12 @@ def sharded_rows(
     """
     if any(offset for offset in offsets[1:]) or tuple(local[1:]) != tuple(shape[1:]):
         raise ShapeError(f"{name!r} is sharded in columns", expected="shards of dimension 0")
+    # Of an empty shard nothing is cut, wherever it begins.
+    if local[0]:
+        check_blocks([inner], shape, range(offsets[0], offsets[0] + local[0]), f"the shard of {name!r}")
     # Without blocks a row is an index of the first dimension.
     each, block = (1, 1) if inner.block_rows is None else (math.prod(shape[1:-1]), inner.block_rows)
-    begin, end = offsets[0] * each, (offsets[0] + local[0]) * each
-    # Of an empty shard nothing is cut, wherever it begins.
-    if local[0] and (begin % block or (end % block and offsets[0] + local[0] != shape[0])):
-        what = f"the shards of {name!r} have {local[0] * each} rows, which cut the blocks of {inner.argument!r}"
-        remedy = "shard over fewer ranks, or keep this weight in high precision: it is quantized when it is used"
-        raise ShapeError(what, expected=f"a multiple of {block} on each", remedy=remedy)
-    rows, first, own = (-(-n // block) for n in (shape[0] * each, begin, end - begin))
+    rows, first, own = (-(-n * each // block) for n in (shape[0], offsets[0], local[0]))
     if tensor.shape[0] != own:
         raise ShapeError(f"{inner.argument!r} of {name!r} has {tensor.shape[0]} rows", expected=str(own))
     return rows, first
