@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 import ottava
-from ottava.checkpoint import folder, is_complete, load_sharded, save_sharded
+from ottava.checkpoint import is_complete, load_sharded, save_sharded, storage
 from ottava.checkpoint.convert import read_state
 from ottava.errors import CheckpointError, UsageError
 
@@ -210,8 +211,9 @@ def test_what_was_written_is_taken_back(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_shards_make_the_whole(shape: Any, boxes: Any, right: bool) -> None:
-    shards = tuple(folder.StoredShard("file", "key", *box) for box in boxes)
-    assert folder.is_whole(folder.StoredTensor(torch.float32, shape, shards)) == right
+    shards: Any = [storage.StoredShard(*map(torch.Size, box), "file", "key") for box in boxes]
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), shards)
+    assert storage.is_whole(tensor) == right
 
 
 @pytest.mark.parametrize("name", ["x", "half \ud800"])
@@ -237,7 +239,7 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pyt
     def fails(*_: Any) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(module, "prune", fails)
+    monkeypatch.setattr(module, "_prune", fails)
     with pytest.warns(RuntimeWarning, match="cannot be removed: not yours"):
         path = ottava.checkpoint.save_step({"x": torch.ones(1)}, tmp_path, 3, keep=1)
     assert is_complete(path)

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import BY_TORCH, METADATA_KEY, looks_like, read_tensors
-from ottava.checkpoint.flatten import encode_description, held_tensors, place_of, unflatten_state_dict
-from ottava.checkpoint.folder import INDEX_NAME
+from ottava.checkpoint.files import BY_TORCH, INDEX_NAME, METADATA_KEY, looks_like, read_tensors
+from ottava.checkpoint.flatten import described, held_tensors, place_of, unflatten_state_dict
 from ottava.checkpoint.model import save_file
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, named, of_any_class, translated
 from ottava.filesystem import as_path, check_file_target
@@ -295,9 +294,8 @@ def _read_sharded(path: Path) -> dict[str, Any]:
         reader.file(name, verify=True)
     others = {name for names in reader.index.description["per_rank"].values() for name in names[1:]}
     tensors = {name: reader.whole(name) for name in sorted(reader.index.tensors) if name not in others}
-    metadata = {METADATA_KEY: encode_description(reader.index.description["quantized"])}
     with named(path):
-        return unflatten_state_dict(tensors, metadata)
+        return unflatten_state_dict(tensors, described(reader.index.description["quantized"]))
 
 
 def _read_pickled(path: Path) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from ottava.errors import CheckpointError, DTypeError, UsageError, translated
 from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, sync
 
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
+#: The file that makes a folder a sharded checkpoint.
+INDEX_NAME = "ottava.json"
 #: For checkpoints of formats that are no longer read.
 RESAVE = "load it in the ottava that wrote it, keep that with torch.save, and save it again in this one"
 # By torch's own names. Asking torch for a name that a file gives would import modules of that name.

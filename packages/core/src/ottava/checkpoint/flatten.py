@@ -40,10 +40,10 @@ def check_entry(entry: Any) -> Entry:
     return {key: entry[key] for key in _ENTRY}
 
 
-def encode_description(quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None) -> str:
-    """The text for the quantized tensors, and for names of tensors that are stored under another name."""
+def described(quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The metadata for the quantized tensors, and for names of tensors that are stored under another name."""
     body = {"quantized": quantized, "version": _VERSION} | ({"aliases": aliases} if aliases else {})
-    return json.dumps(body, sort_keys=True)
+    return {METADATA_KEY: json.dumps(body, sort_keys=True)}
 
 
 def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -69,7 +69,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.T
         ShapeError, UsageError: what a sharded quantized tensor holds cannot be sharded as it is.
     """
     tensors, quantized = flatten_values(state_dict)
-    return tensors, {METADATA_KEY: encode_description(quantized)}
+    return tensors, described(quantized)
 
 
 def flatten_values(

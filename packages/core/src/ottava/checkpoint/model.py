@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, as_bytes, put_tensors, read_tensors
-from ottava.checkpoint.flatten import encode_description, flatten_values, held_tensors, place_of, unflatten_state_dict
+from ottava.checkpoint.files import as_bytes, put_tensors, read_tensors
+from ottava.checkpoint.flatten import described, flatten_values, held_tensors, place_of, unflatten_state_dict
 from ottava.errors import (
     CheckpointError,
     DeviceError,
@@ -68,7 +68,7 @@ def save_file(
     names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
     aliases = {name: stored for name, stored in names.items() if stored != name}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    put_tensors(path, stored, {**(metadata or {}), METADATA_KEY: encode_description(quantized, aliases)})
+    put_tensors(path, stored, {**(metadata or {}), **described(quantized, aliases)})
 
 
 def load_file(

@@ -6,11 +6,14 @@ that nothing can be taken for something else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import re
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +21,16 @@ import torch
 
 from ottava.checkpoint.files import TORCH_DTYPES, crc32_of, dtype_name, in_memory
 from ottava.checkpoint.flatten import flatten_values
-from ottava.checkpoint.folder import prune
 from ottava.checkpoint.model import check_writable, write_all
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
-from ottava.filesystem import AnyPath, as_path
+from ottava.filesystem import AnyPath, Partial, as_path, remove_leftovers
 from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.freshness import bump_version
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
+_STEP = re.compile(r"step-(\d+)")
 #: The nodes that have entries, and what these make.
 _CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple": tuple}
 
@@ -252,9 +255,11 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
         # Its own where each rank had its own and there are as many, else rank 0's.
         own = about["per_rank"].get(name, [])
         stored[name] = own[ranks.rank] if len(own) == ranks.world else name
-        found = reader.index.tensors.get(stored[name])
+        found: Any = reader.index.tensors.get(stored[name])
         expected = f"shape {tuple(tensor.shape)} and dtype {dtype_name(tensor.dtype)}"
-        seen = f"has shape {found.shape} and dtype {dtype_name(found.dtype)}" if found else "is not there"
+        seen = "is not there"
+        if found is not None:
+            seen = f"has shape {tuple(found.size)} and dtype {dtype_name(found.properties.dtype)}"
         if seen != f"has {expected}":
             raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=f"{expected}, as in the state")
         check_writable(owner, local_tensor(tensor))
@@ -297,8 +302,47 @@ def save_step(
     save_sharded(state, path, group=group, overwrite=overwrite)
     if keep is not None and ranks.rank == 0:
         try:
-            prune(path.parent, keep, path)
+            _prune(path.parent, keep, path)
         except OSError as error:
             # The checkpoint is whole; that old ones are still there must not stop a training.
             warnings.warn(f"old checkpoints in {path.parent} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
     return path
+
+
+def is_complete(path: AnyPath) -> bool:
+    """Whether ``path`` is a whole sharded checkpoint: its index is in order and every file is there in full length.
+
+    The bytes of the tensors are not read here; loading checks them. Raises DTypeError where ``path`` is no path.
+    """
+    from ottava.checkpoint.storage import read_index
+
+    folder = as_path(path)
+    with contextlib.suppress(CheckpointError):
+        return bool(read_index(folder))
+    return False
+
+
+def latest_checkpoint(folder: AnyPath) -> Path | None:
+    """The whole checkpoint ``step-NUMBER`` with the highest number in ``folder``; None where there is none.
+
+    One for which :func:`is_complete` is False is passed over. Raises DTypeError where ``folder`` is no path.
+    """
+    return next(_step_checkpoints(as_path(folder)), None)
+
+
+def _step_checkpoints(folder: Path) -> Iterator[Path]:
+    """The highest number first."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
+    return (path for _, path in sorted(found, reverse=True) if is_complete(path))
+
+
+def _prune(folder: Path, keep: int, written: Path) -> None:
+    """Keep ``written`` and the ``keep - 1`` other whole steps with the highest numbers; interrupted saves go too."""
+    remove_leftovers(folder, ".step-")
+    for path in [path for path in _step_checkpoints(folder) if path != written][keep - 1 :]:
+        try:
+            with Partial(path) as doomed:
+                # Under this name what is left of it is never taken for a checkpoint.
+                os.rename(path, doomed.path / "removed")
+        except OSError as error:
+            warnings.warn(f"the old checkpoint {path} is not removed: {error}", UserWarning, stacklevel=2)
