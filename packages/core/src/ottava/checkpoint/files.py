@@ -28,7 +28,7 @@ INDEX_NAME = "ottava.json"
 #: For checkpoints of formats that are no longer read.
 RESAVE = "load it in the ottava that wrote it, keep that with torch.save, and save it again in this one"
 # By torch's own names. Asking torch for a name that a file gives would import modules of that name.
-TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
+DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
 BY_TORCH = "torch.load(path, weights_only=True) reads it, and `ottava export` converts it"
 _MAGICS = (
     (b"PK\x03\x04", "a file of torch.save", BY_TORCH),

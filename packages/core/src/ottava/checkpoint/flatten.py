@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name
+from ottava.checkpoint.files import DTYPES, METADATA_KEY, check_dense, dtype_name
 from ottava.distributed.shards import check_blocks
 from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, named, translated
 from ottava.recipes.registry import plugin_statuses
@@ -168,7 +168,7 @@ def _encode_static(value: Any) -> Any:
 
 def _decode_static(value: Any) -> Any:
     if isinstance(value, dict):
-        return TORCH_DTYPES[str(value["dtype"])]
+        return DTYPES[str(value["dtype"])]
     return tuple(_decode_static(entry) for entry in value) if isinstance(value, list) else value
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import TORCH_DTYPES, crc32_of, dtype_name, in_memory
+from ottava.checkpoint.files import DTYPES, crc32_of, dtype_name, in_memory
 from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.model import check_writable, write_all
 from ottava.collectives import Ranks
@@ -74,7 +74,7 @@ def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
     kind, held, entries = _opened(tree)
     if kind == "value" and isinstance(held, dict):
         ((special, text),) = held.items()
-        return float(text) if special == "float" else TORCH_DTYPES[text]
+        return float(text) if special == "float" else DTYPES[text]
     if kind in ("value", "tensor"):
         return held if kind == "value" else tensors[held]
     made = {key: _decoded(entry, tensors) for key, entry in entries.items()}

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.files import CHECKSUM_KEY, INDEX_NAME, RESAVE, TORCH_DTYPES, dtype_name, read_tensors, write_tensors
+from ottava.checkpoint.files import CHECKSUM_KEY, DTYPES, INDEX_NAME, RESAVE, dtype_name, read_tensors, write_tensors
 from ottava.checkpoint.flatten import check_entry, described
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
@@ -104,7 +104,7 @@ def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
         index.files[name] = (_sizes([size])[0], str(checksum))
     for name, of in body["tensors"].items():
         name.encode()  # half a character is a UnicodeError
-        properties = dcp.TensorProperties(dtype=TORCH_DTYPES[of["dtype"]])
+        properties = dcp.TensorProperties(dtype=DTYPES[of["dtype"]])
         boxes = [(_sizes(s["offsets"]), _sizes(s["shape"]), s["file"], str(s["key"])) for s in of["shards"]]
         tensor = dcp.TensorStorageMetadata(properties, _sizes(of["shape"]), [StoredShard(*box) for box in boxes])
         index.tensors[name] = tensor
