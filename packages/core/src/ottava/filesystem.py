@@ -1,4 +1,4 @@
-"""How a file or a folder appears under its name: whole, or not at all.
+"""How a file or a folder appears under its name: whole, or not at all; and is read as one.
 
 What is written goes to a hidden folder beside its place, and one rename gives it its name. The folder is locked while
 its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from ottava.errors import DTypeError, UsageError, translated
+from ottava.errors import CheckpointError, DTypeError, UsageError, translated
 
 AnyPath = str | os.PathLike[str]
 
@@ -37,6 +37,28 @@ def check_file_target(path: AnyPath) -> Path:
         what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
         raise UsageError(f"{path} cannot be written: it is {what}", expected="a new name, or a file to replace")
     return place
+
+
+@contextlib.contextmanager
+def unreplaced(path: Path) -> Iterator[None]:
+    """Read a regular file in the block; CheckpointError where it is none, or is another one at the end."""
+    before = _identity(path)
+    try:
+        yield
+    finally:
+        if _identity(path) != before:
+            what = f"{path} was replaced while it was read"
+            raise CheckpointError(what, expected="one file", remedy="load it again")
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    with translated(f"{path} cannot be read", "a file"):
+        found = path.stat()
+    # Opening a pipe would wait for its other end.
+    if not stat.S_ISREG(found.st_mode):
+        what = "a folder, name one of its files" if path.is_dir() else "no regular file"
+        raise CheckpointError(f"{path} is {what}", expected="a file")
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @contextlib.contextmanager

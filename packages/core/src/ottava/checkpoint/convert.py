@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
 import re
 import warnings
 import zipfile
@@ -20,11 +19,11 @@ from ottava.checkpoint.files import BY_TORCH, INDEX_NAME, METADATA_KEY, looks_li
 from ottava.checkpoint.flatten import described, held_tensors, place_of, unflatten_state_dict
 from ottava.checkpoint.model import save_file
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, named, of_any_class, translated
-from ottava.filesystem import as_path, check_file_target
+from ottava.filesystem import AnyPath, as_path, check_file_target
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.conversion import convert
 from ottava.nn.linear import Linear
-from ottava.recipes.base import Recipe
+from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.registry import get_recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -63,8 +62,8 @@ class Conversion:
 
 
 def convert_file(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: AnyPath,
+    target: AnyPath,
     recipe: Recipe | str,
     *,
     options: Mapping[str, Any] | None = None,
@@ -81,19 +80,17 @@ def convert_file(
     quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for
     those named as embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of
     float32, bfloat16 or float16 gets that dtype, as of ``model.to``. Scaling state (``*.recipe_state.*``) is kept for a
-    recipe whose state has the same buffers, else dropped. The source is mapped where it can be; what is written is in
-    memory.
+    recipe whose state has the same buffers, else dropped. The source is mapped where it can be; what is written is not.
 
     Args:
         source: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json``, a file of
             ``torch.save`` with a state dict, or a sharded checkpoint.
         target: the file to write; a present one is replaced in the end.
-        recipe: a recipe, the name of one, or ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-        options: for a recipe that is named.
+        recipe, options: a recipe, or the name of one and its options; or ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         include: patterns, as of ``fnmatch``, of the tensors to convert, in the place of the choice above.
         exclude: patterns of tensors that are not converted; of these, quantized ones get their nominal dtype.
-        model: one, on meta perhaps, whose layers :func:`ottava.convert` swaps: it does, ``include`` and ``exclude`` are
-            of modules, and chosen are the weights of those layers.
+        model: one, on meta perhaps, for :func:`ottava.convert`: ``include`` and ``exclude`` are of its modules, and
+            chosen are the weights of the layers that are swapped.
         columnwise: whether columnwise data of its own is written too, for a training that goes on.
         prefix: what the names of the tensors to take begin with, as ``"model."`` in a training's checkpoint. It is cut.
         progress: called with the bytes that were read, and those to read in all.
@@ -149,10 +146,8 @@ def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe 
         raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
     if isinstance(recipe, str):
         return recipe, None, HIGH_PRECISION_NAMES[recipe]
-    if not isinstance(recipe, Recipe):
-        expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
-        raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
-    return recipe.name, recipe, None
+    made = as_recipe(recipe)
+    return made.name, made, None
 
 
 def _converted(
@@ -246,7 +241,7 @@ def _chosen(
     return chosen - fitting(exclude or ()), skipped
 
 
-def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
     """The state dict at ``path``, checked, and mapped where the files allow that, and other texts of the file.
 
     Of what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step would have reduced,

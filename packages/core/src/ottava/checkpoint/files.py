@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from ottava.errors import CheckpointError, DTypeError, UsageError, translated
-from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, sync
+from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, sync, unreplaced
 
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 #: The file that makes a folder a sharded checkpoint.
@@ -133,30 +133,15 @@ def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any],
     Raises CheckpointError where it is no whole safetensors file, is damaged, or was replaced while it was read.
     """
     place = as_path(path)
-    before = _identity(place)
-    kind, remedy = looks_like(place)
-    try:
+    # Header and bytes may be of two files where it is replaced in between.
+    with unreplaced(place):
+        kind, remedy = looks_like(place)
         with translated(f"{place}: {kind or 'it is damaged, or no safetensors file'}", "a whole one", remedy):
             with safe_open(place, "pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
             _check(place, tensors, metadata, verify)
-    finally:
-        # Header and bytes may be of two files where it was replaced in between.
-        if _identity(place) != before:
-            what = f"{place} was replaced while it was read"
-            raise CheckpointError(what, expected="one file", remedy="load it again")
     return tensors, metadata
-
-
-def _identity(path: Path) -> tuple[int, ...]:
-    with translated(f"{path} cannot be read", "a safetensors file"):
-        found = path.stat()
-    # Opening a pipe would wait for its other end.
-    if not stat.S_ISREG(found.st_mode):
-        what = "a folder, name one of its files" if path.is_dir() else "no regular file"
-        raise CheckpointError(f"{path} is {what}", expected="a safetensors file")
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], verify: bool) -> None:

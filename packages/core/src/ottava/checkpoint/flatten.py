@@ -101,8 +101,7 @@ def unflatten_state_dict(
     Quantized tensors come without quantizers: loading copies their bytes into the tensors of a model.
 
     Raises:
-        CheckpointError: the metadata is damaged, of a later version, or names a tensor that is missing, or a class
-            whose package is not installed.
+        CheckpointError: the metadata is damaged, of a later version, or names a tensor or a package that is missing.
         OttavaError: the tensors do not fit together, in the words of the class.
     """
     text = (metadata or {}).get(METADATA_KEY)
@@ -141,19 +140,18 @@ def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor])
         what = f"{name!r} has the tensors {entry['tensors']!r:.80}"
         raise CheckpointError(what, expected="those of its class", remedy="the metadata is damaged")
     held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
+    inner: list[torch.Tensor | None] = []
     # A class of any author meets values that no code of its own has made.
     with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
         fields = {field.attribute: _decode_static(entry["static"][field.argument]) for field in cls.all_static_fields()}
         if len(entry["static"]) != len(fields):
             raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")
-        inner = [_as_held(declared, held.get(declared.argument), fields) for declared in cls.inner_tensors]
+        for declared in cls.inner_tensors:
+            # A storage holds 8-bit data as uint8.
+            native = fields[declared.native] if isinstance(declared.native, str) else declared.native
+            tensor = held.get(declared.argument)
+            inner.append(tensor if native is None else as_data(tensor, native, repr(declared.argument)))
         return StorageSpec(cls, tuple(fields.values()), None).build(inner)
-
-
-def _as_held(declared: InnerTensor, tensor: torch.Tensor | None, fields: Mapping[str, Any]) -> torch.Tensor | None:
-    """An inner tensor as a storage holds it: 8-bit data as uint8."""
-    native = fields[declared.native] if isinstance(declared.native, str) else declared.native
-    return tensor if native is None else as_data(tensor, native, repr(declared.argument))
 
 
 def _encode_static(value: Any) -> Any:

@@ -1,14 +1,10 @@
-"""State dicts and whole models in one file: everything is read and checked before the first byte of a model changes.
-
-What torch would refuse to write to is found before, too, and Ctrl-C waits for the end of the writes.
-"""
+"""State dicts and whole models in one file: everything is read and checked before the first byte of a model changes."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import os
 import signal
 import threading
 import warnings
@@ -31,7 +27,7 @@ from ottava.errors import (
     of_any_class,
     translated,
 )
-from ottava.filesystem import as_path
+from ottava.filesystem import AnyPath, as_path
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.state import RecipeState
@@ -41,9 +37,7 @@ from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import foreach_copy_, may_refuse_to_load
 
 
-def save_file(
-    state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
-) -> None:
+def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping[str, str] | None = None) -> None:
     """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
 
     A tensor under several names, a tied weight for example, is stored under the first one; overlapping views of one
@@ -55,9 +49,8 @@ def save_file(
         metadata: more texts for the header.
 
     Raises:
-        UsageError: two tensors would have one name, or the file cannot be written: it is no regular file, say, or the
-            disk is full. Then nothing has changed.
         DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
+        UsageError: two tensors would have one name, or the file cannot be written. Then nothing has changed.
     """
     for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
         if hasattr(value, "to_local"):
@@ -72,7 +65,7 @@ def save_file(
 
 
 def load_file(
-    path: str | os.PathLike[str], device: str | int = "cpu", *, verify: bool = True
+    path: AnyPath, device: str | int = "cpu", *, verify: bool = True
 ) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
     """The state dict of a safetensors file; files of other tools give plain tensors.
 
@@ -87,7 +80,7 @@ def load_file(
     Raises:
         CheckpointError: the file cannot be read, is damaged, is no safetensors file, or was replaced while it was read.
         DeviceError: ``device`` names none that can be used.
-        OttavaError: the tensors do not fit together.
+        OttavaError: as of :func:`unflatten_state_dict`.
     """
     place = as_device(device)
     with translated(f"device {str(place)!r} cannot be used", "a device that torch has", to=DeviceError):
@@ -97,18 +90,13 @@ def load_file(
         return unflatten_state_dict({name: tensor.to(place) for name, tensor in tensors.items()}, metadata)
 
 
-def save_model(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a model's parameters and buffers as one safetensors file, see :func:`save_file`.
-
-    Raises:
-        DTypeError: ``model`` is none, or keeps something in its state dict that is not a tensor.
-        UsageError: the file cannot be written.
-    """
+def save_model(model: torch.nn.Module, path: AnyPath) -> None:
+    """:func:`save_file` of a model's state dict; DTypeError where ``model`` is no module."""
     save_file(_module(model).state_dict(), path)
 
 
 def load_model(
-    model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True, verify: bool = True
+    model: torch.nn.Module, path: AnyPath, *, strict: bool = True, verify: bool = True
 ) -> tuple[list[str], ...]:
     """Load a safetensors file into a model's parameters and buffers, or change nothing.
 
@@ -121,17 +109,15 @@ def load_model(
 
     Args:
         model: the model, with memory of its own: not on meta, not sharded.
-        path: the file.
+        path, verify: as of :func:`load_file`.
         strict: whether the names of file and model have to be the same. Otherwise what only one of them has is left.
-        verify: as of :func:`load_file`.
 
     Returns:
         The names that the file misses, and those that the model has no place for: empty lists where ``strict``.
 
     Raises:
-        CheckpointError: the file is damaged, or its names, shapes or kinds are not those of the model.
         DTypeError, UsageError: the model cannot be loaded into.
-        OttavaError: see :func:`load_file`.
+        OttavaError: as of :func:`load_file`, or names, shapes or kinds are not those of the model.
     """
     if not isinstance(strict, bool):
         raise OptionError(f"strict is {strict!r}", expected="True or False")

@@ -131,8 +131,7 @@ def save_sharded(state: Mapping[str, Any], path: AnyPath, *, group: Any = None, 
 
     Raises:
         CheckpointError: ``path`` exists or cannot be written, or another rank failed.
-        DTypeError: the state holds what is no tensor and no JSON; it is named.
-        ShapeError: shards of a quantized tensor cut its blocks.
+        DTypeError, ShapeError: the state holds what is no tensor and no JSON, or shards that cut blocks; it is named.
         UsageError: the ranks differ in what has to be equal.
     """
     from ottava.checkpoint.storage import FolderWriter
@@ -186,8 +185,7 @@ def load_sharded(
     mapped files. An error on one rank is an error on all; an interrupt leaves the tensors of a rank all old or all new.
 
     Args:
-        state: like what was saved, with tensors to load into, sharded over any number of ranks.
-        path, group: as of :func:`save_sharded`.
+        state, path, group: as of :func:`save_sharded`; the tensors may be sharded over another number of ranks.
         strict: whether names that only the state or only the checkpoint has are an error. Otherwise the state keeps
             what is missing, and tensors that it has no place for are left out.
         verify: whether the files are compared with their checksums, each by one of the ranks, which reads all of it.
@@ -198,8 +196,7 @@ def load_sharded(
     Raises:
         CheckpointError: the checkpoint is damaged, has other names, shapes or dtypes than the state, was replaced while
             it was read, or another rank failed. The message names the file or the tensor.
-        DTypeError: the state holds what is no tensor and no JSON; it is named.
-        UsageError: a quantized tensor of the state is a view of some of another one.
+        DTypeError, UsageError: as of :func:`save_sharded`, or a tensor cannot be written to.
     """
     from ottava.checkpoint.storage import FolderReader
 
@@ -255,13 +252,11 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
         # Its own where each rank had its own and there are as many, else rank 0's.
         own = about["per_rank"].get(name, [])
         stored[name] = own[ranks.rank] if len(own) == ranks.world else name
-        found: Any = reader.index.tensors.get(stored[name])
+        found = reader.index.tensors.get(stored[name])
         expected = f"shape {tuple(tensor.shape)} and dtype {dtype_name(tensor.dtype)}"
-        seen = "is not there"
-        if found is not None:
-            seen = f"has shape {tuple(found.size)} and dtype {dtype_name(found.properties.dtype)}"
-        if seen != f"has {expected}":
-            raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=f"{expected}, as in the state")
+        seen = f"shape {tuple(found.size)} and dtype {dtype_name(found.properties.dtype)}" if found else "no values"
+        if seen != expected:
+            raise CheckpointError(f"{stored[name]!r} of {path} has {seen}", expected=f"{expected}, as in the state")
         check_writable(owner, local_tensor(tensor))
     return flat, result, stored
 
@@ -275,20 +270,13 @@ def save_step(
     group: Any = None,
     overwrite: bool = False,
 ) -> Path:
-    """Save a state as ``folder/step-0000100``, for :func:`latest_checkpoint`, and remove old ones.
+    """:func:`save_sharded` as ``folder/step-0000100``, the path returned, for :func:`latest_checkpoint`.
 
     Args:
-        state, group, overwrite: see :func:`save_sharded`.
         folder: where the checkpoints of one training are; it is made.
-        step: the number, from 0.
-        keep: how many whole checkpoints stay, this one and those with the highest numbers besides; None is all.
-
-    Returns:
-        The path of the checkpoint.
-
-    Raises:
-        OptionError: ``step`` or ``keep`` is no such number.
-        OttavaError: see :func:`save_sharded`.
+        step: the number, from 0; OptionError where it is none.
+        keep: how many whole checkpoints stay, this one and those with the highest numbers besides; the others are
+            removed, and so is what interrupted saves left. None is all; OptionError where it is no number from 1.
     """
 
     def check() -> Path:
@@ -316,9 +304,8 @@ def is_complete(path: AnyPath) -> bool:
     """
     from ottava.checkpoint.storage import read_index
 
-    folder = as_path(path)
     with contextlib.suppress(CheckpointError):
-        return bool(read_index(folder))
+        return bool(read_index(as_path(path)))
     return False
 
 
