@@ -239,9 +239,12 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pyt
     def fails(*_: Any) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(module, "_prune", fails)
-    with pytest.warns(RuntimeWarning, match="cannot be removed: not yours"):
+    for step in (1, 2):
+        ottava.checkpoint.save_step({"x": torch.ones(1)}, tmp_path, step)
+    monkeypatch.setattr(module, "Partial", fails)
+    with pytest.warns(RuntimeWarning, match="cannot be removed: not yours") as warned:
         path = ottava.checkpoint.save_step({"x": torch.ones(1)}, tmp_path, 3, keep=1)
+    assert len(warned) == 2
     assert is_complete(path)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import secrets
@@ -134,10 +135,9 @@ class Partial(contextlib.AbstractContextManager["Partial"]):
 
 
 def remove_leftovers(folder: Path, start: str) -> None:
-    """Remove the hidden folders whose names begin so and whose writers were killed."""
-    for entry in list(folder.iterdir()):
-        if entry.name.startswith(start) and entry.name.endswith(".partial"):
-            # A writer that lives has locked it.
-            with contextlib.suppress(OSError), opened(entry) as descriptor:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry, ignore_errors=True)
+    """Remove the hidden folders whose names begin so and whose writers were killed, as far as that can be done."""
+    for entry in list(folder.glob(f"{glob.escape(start)}*.partial")):
+        # A writer that lives has locked it.
+        with contextlib.suppress(OSError), opened(entry) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(entry, ignore_errors=True)

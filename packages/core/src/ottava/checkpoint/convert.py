@@ -21,12 +21,10 @@ from ottava.checkpoint.model import save_file
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, named, of_any_class, translated
 from ottava.filesystem import AnyPath, as_path, check_file_target
 from ottava.kernels import HIGH_PRECISION
-from ottava.nn.conversion import convert
-from ottava.nn.linear import Linear
+from ottava.nn import Linear, convert
+from ottava.recipes import QuantizerRole, get_recipe
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.registry import get_recipe
-from ottava.recipes.role import QuantizerRole
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors import QuantizedTensorStorage
 
 #: Names for high precision in the place of a recipe.
 HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -80,7 +78,7 @@ def convert_file(
     quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for
     those named as embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of
     float32, bfloat16 or float16 gets that dtype, as of ``model.to``. Scaling state (``*.recipe_state.*``) is kept for a
-    recipe whose state has the same buffers, else dropped. The source is mapped where it can be; what is written is not.
+    recipe whose state has the same buffers, else dropped. What is written is in memory; the source need not be.
 
     Args:
         source: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json``, a file of
@@ -97,8 +95,7 @@ def convert_file(
 
     Raises:
         CheckpointError: the source is damaged, nothing that can be read, or without a weight of ``model``.
-        OptionError: options or patterns that do not fit.
-        RecipeNotFoundError, PluginError: the recipe cannot be had.
+        OptionError, RecipeNotFoundError, PluginError: the recipe, options or patterns that do not fit.
         UsageError: the target cannot be written, or two tensors would have one name.
     """
     check_file_target(target)
@@ -197,9 +194,9 @@ def _beginning_with(prefix: str, every: dict[str, Any]) -> dict[str, Any]:
     """The tensors whose names begin with a prefix, by what follows it."""
     state = {name[len(prefix) :]: every[name] for name in every if name.startswith(prefix) and name != prefix}
     if not state:
-        starts = ", ".join(sorted({f"{name.partition('.')[0] + '.'!r}" for name in every if "." in name})[:8])
+        starts = sorted({f"{name.partition('.')[0]}." for name in every if "." in name})
         what = f"no tensor has a name that begins with {prefix!r}"
-        raise OptionError(what, expected=f"one of {starts}" if starts else "no prefix")
+        raise OptionError(what, expected=f"one of {listed(starts)}" if starts else "no prefix")
     return state
 
 
@@ -221,11 +218,11 @@ def _chosen(
         return weights, ()
 
     def fitting(patterns: Sequence[str]) -> set[str]:
-        for pattern in patterns:
-            if not fnmatch.filter(able, pattern):
-                what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
-                raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
-        return {name for pattern in patterns for name in fnmatch.filter(able, pattern)}
+        found = {pattern: fnmatch.filter(able, pattern) for pattern in patterns}
+        if useless := [pattern for pattern, names in found.items() if not names]:
+            what = f"pattern {useless[0]!r} fits no tensor that can be converted"
+            raise OptionError(what, expected=f"a pattern of names of such, as {listed(able)}")
+        return {name for names in found.values() for name in names}
 
     skipped: tuple[str, ...] = ()
     quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from ottava.errors import CheckpointError, DTypeError, UsageError, translated
-from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, sync, unreplaced
+from ottava.filesystem import AnyPath, as_path, sync, unreplaced
 
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 #: The file that makes a folder a sharded checkpoint.
@@ -93,16 +93,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         n: TensorSpec(dtype=dtype_name(t.dtype), shape=list(t.shape), data_ptr=t.data_ptr(), data_len=t.nbytes)
         for n, t in plain.items()
     }
-    # Its permissions are those of any new file; the library would let nobody else read it.
-    with open(path, "xb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     try:
         # The checksum is made while the bytes are written, and put in the place that was left for it.
         with ThreadPoolExecutor(1) as thread:
             future = thread.submit(checksum, plain, texts)
             serialize_file(specs, path, texts)
             found = future.result()
-        os.chmod(path, mode)
+        # The library lets nobody else read it; its permissions are to be those of the folder, which is as new as it is.
+        os.chmod(path, stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
         with open(path, "r+b") as file:
             header, start = file.read(8 + int.from_bytes(file.read(8), "little")), f'"{CHECKSUM_KEY}":"'.encode()
             file.seek(8 + header.index(start) + len(start))
@@ -115,15 +113,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     except SafetensorError as error:
         raise OSError(str(error)) from error
     return found
-
-
-def put_tensors(path: AnyPath, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """:func:`write_tensors` as the file ``path``, which appears whole or not at all; one that is there is replaced."""
-    place = check_file_target(path)
-    what, expected = f"{path} cannot be written", "a file in an existing folder, and room for it"
-    with translated(what, expected, to=UsageError, of=OSError), Partial(place) as partial:
-        write_tensors(partial.path / "tensors", tensors, metadata)
-        partial.put_file("tensors")
 
 
 def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:

@@ -49,12 +49,10 @@ def described(quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None 
 def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
     with translated("the metadata of quantized tensors is damaged", "what was saved"):
         read: Any = json.loads(text)
-        version, aliases = read["version"], read.get("aliases", {})
+        version, aliases = read["version"], {name: str(stored) for name, stored in read.get("aliases", {}).items()}
         if version != _VERSION:
             what = f"the metadata of quantized tensors has version {version!r:.80}"
             raise CheckpointError(what, expected=f"version {_VERSION}", remedy="read it with the ottava that wrote it")
-        if not all(isinstance(stored, str) for stored in aliases.values()):
-            raise ValueError("a name is no text")
         return {name: check_entry(entry) for name, entry in read["quantized"].items()}, aliases
 
 
@@ -184,8 +182,7 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
     found = storage_classes().get(entry["class"])
     if found is None:
         what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
-        remedy = f"install the package that has the module {module!r:.200}"
-        raise CheckpointError(what, expected="its package", remedy=remedy)
+        raise CheckpointError(what, expected="it", remedy=f"install the package that has the module {module!r:.200}")
     return found
 
 
@@ -216,8 +213,7 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
         native = native_dtype(local, declared)
         made = tensor if native is None else tensor.view(native)
         if sharded and declared.gather:
-            shapes = tuple(local.shape), tuple(value.shape)
-            rows, first = sharded_rows(name, declared, tensor, *shapes, _begin(name, value))
+            rows, first = sharded_rows(name, declared, tensor, local.shape, value.shape, _begin(name, value))
             made, begin = _sharded(name, value, made, (rows, *tensor.shape[1:]))
             if tensor.numel() and begin[0] != first:
                 what = f"the shards of {name!r} are no shards of {declared.argument!r}"

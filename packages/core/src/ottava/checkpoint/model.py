@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import as_bytes, put_tensors, read_tensors
+from ottava.checkpoint.files import as_bytes, read_tensors, write_tensors
 from ottava.checkpoint.flatten import described, flatten_values, held_tensors, place_of, unflatten_state_dict
 from ottava.errors import (
     CheckpointError,
@@ -27,13 +27,11 @@ from ottava.errors import (
     of_any_class,
     translated,
 )
-from ottava.filesystem import AnyPath, as_path
+from ottava.filesystem import AnyPath, Partial, as_path, check_file_target
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.state import RecipeState
-from ottava.tensors.quantizer import as_device
-from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.tensors.tensor import QuantizedTensor
+from ottava.tensors import QuantizedTensor, QuantizedTensorStorage, as_device
 from ottava.torch_private import foreach_copy_, may_refuse_to_load
 
 
@@ -61,7 +59,11 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
     names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
     aliases = {name: stored for name, stored in names.items() if stored != name}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    put_tensors(path, stored, {**(metadata or {}), **described(quantized, aliases)})
+    place = check_file_target(path)
+    what, expected = f"{path} cannot be written", "a file in an existing folder, and room for it"
+    with translated(what, expected, to=UsageError, of=OSError), Partial(place) as partial:
+        write_tensors(partial.path / "tensors", stored, {**(metadata or {}), **described(quantized, aliases)})
+        partial.put_file("tensors")
 
 
 def load_file(
@@ -167,8 +169,7 @@ def _fitting(name: str, target: Any, value: Any) -> Any:
     """The value as it is copied into the target, or an error where it cannot be."""
     check_writable(name, target)
     if tuple(value.size()) != tuple(target.shape):
-        what = f"{name!r} has shape {tuple(value.size())}"
-        raise ShapeError(what, expected=f"{tuple(target.shape)}, as in the model")
+        raise ShapeError(f"{name!r} has shape {tuple(value.size())}", expected=f"{tuple(target.shape)}, the model's")
     quantized = isinstance(value, QuantizedTensorStorage)
     if not isinstance(target, QuantizedTensor):
         if quantized:

@@ -1,7 +1,6 @@
 """Sharded checkpoints over ``torch.distributed.checkpoint``: saved by any number of ranks, loaded by any other.
 
-What a nested state holds besides tensors is JSON, in which every node is a dict with one key that says what it is, so
-that nothing can be taken for something else.
+What a nested state holds besides tensors is JSON, in which every node is a dict with one key that says what it is.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) ->
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
-        for key in value:
-            if isinstance(key, bool) or not isinstance(key, (str, int)):
-                raise DTypeError(f"{name!r} has the key {key!r}", expected="text and integers as keys")
+        if wrong := [key for key in value if isinstance(key, bool) or not isinstance(key, (str, int))]:
+            raise DTypeError(f"{name!r} has the key {wrong[0]!r}", expected="text and integers as keys")
         return {"dict": [[key, _encoded(entry, tensors, (*path, key))] for key, entry in value.items()]}
     if isinstance(value, (list, tuple)):
         entries = [_encoded(entry, tensors, (*path, number)) for number, entry in enumerate(value)]
@@ -168,8 +166,7 @@ def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
         owner = flat.owners[name]
         if hasattr(flat.values[owner], "to_local"):
             what = f"the shards of {owner!r} have different {name.removeprefix(owner + '.')!r}"
-            remedy = "set the values of the weight before it is sharded"
-            raise UsageError(what, expected="one value for all shards of a weight", remedy=remedy)
+            raise UsageError(what, expected="one value for all of a weight", remedy="set it before it is sharded")
         names[name] = [name, *(f"{name}@rank-{rank:05d}" for rank in range(1, ranks.world))]
         if taken := set(names[name][1:]) & set(flat.tensors):
             raise UsageError(f"a tensor has the name {min(taken)!r}", remedy="rename it")
@@ -289,11 +286,15 @@ def save_step(
     path = ranks.each(check)
     save_sharded(state, path, group=group, overwrite=overwrite)
     if keep is not None and ranks.rank == 0:
-        try:
-            _prune(path.parent, keep, path)
-        except OSError as error:
-            # The checkpoint is whole; that old ones are still there must not stop a training.
-            warnings.warn(f"old checkpoints in {path.parent} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
+        remove_leftovers(path.parent, ".step-")
+        for old in [old for old in _step_checkpoints(path.parent) if old != path][keep - 1 :]:
+            try:
+                with Partial(old) as doomed:
+                    # Under this name what is left of it is never taken for a checkpoint.
+                    os.rename(old, doomed.path / "removed")
+            except OSError as error:
+                # The checkpoint is whole; that an old one is still there must not stop a training.
+                warnings.warn(f"the old checkpoint {old} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
     return path
 
 
@@ -321,15 +322,3 @@ def _step_checkpoints(folder: Path) -> Iterator[Path]:
     """The highest number first."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
     return (path for _, path in sorted(found, reverse=True) if is_complete(path))
-
-
-def _prune(folder: Path, keep: int, written: Path) -> None:
-    """Keep ``written`` and the ``keep - 1`` other whole steps with the highest numbers; interrupted saves go too."""
-    remove_leftovers(folder, ".step-")
-    for path in [path for path in _step_checkpoints(folder) if path != written][keep - 1 :]:
-        try:
-            with Partial(path) as doomed:
-                # Under this name what is left of it is never taken for a checkpoint.
-                os.rename(path, doomed.path / "removed")
-        except OSError as error:
-            warnings.warn(f"the old checkpoint {path} is not removed: {error}", UserWarning, stacklevel=2)

@@ -115,8 +115,7 @@ def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
     # A name from a file: nothing outside the folder may be reached by it.
     right = all(map(_FILE_NAME.fullmatch, index.files)) and set(about["largest"]) <= set(about["per_rank"])
     for names in about["per_rank"].values():
-        alike = [(index.tensors[name].properties, index.tensors[name].size) for name in names]
-        right &= bool(alike) and alike == alike[:1] * len(alike)
+        right &= len({(index.tensors[name].properties.dtype, index.tensors[name].size) for name in names}) == 1
     if not right or not isinstance(about["state"], dict):
         raise ValueError("it does not describe files and the state")
     return index
@@ -144,8 +143,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     if not overwrite:
-        remedy = "pass overwrite=True to replace a checkpoint"
-        raise CheckpointError(f"{target} exists", expected="a new name", remedy=remedy)
+        raise CheckpointError(f"{target} exists", expected="a new name", remedy="overwrite=True replaces a checkpoint")
     replaceable = target.is_dir() and ((target / INDEX_NAME).exists() or not any(target.iterdir()))
     if target.is_symlink() or not replaceable:
         what = f"{target} is not a sharded checkpoint and is not replaced"
@@ -217,8 +215,6 @@ def _done(result: Any) -> Future[Any]:
 class FolderWriter(_OfOnePath, StorageWriter):
     """Writes tensors, and a description of all else, on a file system that all ranks share: whole or not at all."""
 
-    partial: Partial  # of the rank that plans and finishes for all
-
     def __init__(self, path: AnyPath, overwrite: bool, description: Mapping[str, Any]) -> None:
         self.path, self.overwrite, self.description = as_path(path), overwrite, description
 
@@ -232,7 +228,7 @@ class FolderWriter(_OfOnePath, StorageWriter):
         check_target(self.path, self.overwrite)
         with _written(self.path):
             self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
-            self.partial = self._stack.enter_context(Partial(self.path))
+            self.partial: Partial = self._stack.enter_context(Partial(self.path))
         # Names of their own: a checkpoint that is replaced keeps its files until the index says otherwise.
         token, world = secrets.token_hex(4), len(plans)
         names = [f"rank-{rank:05d}-of-{world:05d}-{token}.safetensors" for rank in range(world)]
