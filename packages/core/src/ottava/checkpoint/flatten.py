@@ -182,7 +182,7 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
     found = storage_classes().get(entry["class"])
     if found is None:
         what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
-        raise CheckpointError(what, expected="it", remedy=f"install the package that has the module {module!r:.200}")
+        raise CheckpointError(what, remedy=f"install the package that has the module {module!r:.200}")
     return found
 
 

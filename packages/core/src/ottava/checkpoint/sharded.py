@@ -270,6 +270,7 @@ def save_step(
     """:func:`save_sharded` as ``folder/step-0000100``, the path returned, for :func:`latest_checkpoint`.
 
     Args:
+        state, group, overwrite: as of :func:`save_sharded`.
         folder: where the checkpoints of one training are; it is made.
         step: the number, from 0; OptionError where it is none.
         keep: how many whole checkpoints stay, this one and those with the highest numbers besides; the others are
