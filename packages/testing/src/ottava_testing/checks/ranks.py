@@ -17,10 +17,10 @@ import torch.distributed as dist
 import ottava
 from ottava_testing import launch
 from ottava_testing.checks.files import load
-from ottava_testing.compare import CheckFailed, held, normal, plain, relative, require, same, wide
-from ottava_testing.runner import describe
+from ottava_testing.compare import CheckFailed, describe, held, normal, plain, relative, require, same, wide
 from ottava_testing.subject import Subject
 from ottava_testing.table import (
+    CHECKS,
     DETERMINISTIC,
     QUANTIZED_WEIGHTS,
     RANK_BODIES,
@@ -28,7 +28,6 @@ from ottava_testing.table import (
     Needs,
     RankBody,
     check,
-    list_checks,
 )
 from ottava_testing.worker import import_from
 
@@ -61,9 +60,8 @@ def run(name: str, mesh: Any, folder: Path) -> None:
         raise
     except Exception as error:
         traceback.print_exc()
-        promise = next(check.promise for check in list_checks() if check.name == name)
         place = f"on rank {dist.get_rank()} of {dist.get_world_size()}"
-        raise CheckFailed(f"{name} ({promise}), {place}: {describe(error)}") from error
+        raise CheckFailed(f"{name} ({CHECKS[name].promise}), {place}: {describe(error)}") from error
 
 
 @rank_check("pickle-in-another-process", "A pickle loads in another process, which has made a layer", QUANTIZED_WEIGHTS)
