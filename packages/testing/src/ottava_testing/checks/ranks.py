@@ -88,12 +88,11 @@ def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
         masters = [wide(48, 40, seed=1), wide(33, 17, seed=2) * 8, wide(64, 96, seed=3), wide(5, 8, seed=4)]
         weights = [subject.weight(torch.zeros(m.shape, dtype=dtype)) for m in masters]
         expected = [_written(copy.deepcopy(w), m.to(dtype)) for w, m in zip(weights, masters, strict=True)]
-        before = [plain(w).clone() for w in weights]
         shards: list[torch.Tensor | None] = []
         offsets: list[int | None] = []
         ranges: list[tuple[int, int]] = []
         for number, master in enumerate(masters):
-            # Where the first rank's part ends: in the midst of a row, at the end, at the start.
+            # Where the first rank's shard ends: in the midst of a row, at the end, at the start.
             cut = (master.numel() // 3 + 7, master.numel() // 2 + 1, 0, master.numel())[number]
             first, last = (0, cut) if rank == 0 else (cut, master.numel())
             ranges.append((first, last))
@@ -102,7 +101,7 @@ def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
             offsets.append(None if empty else first)
         quantize_master_weights(weights, shards, offsets)
         for number, (weight, whole) in enumerate(zip(weights, expected, strict=True)):
-            _same_part(f"weight {number} ({dtype})", weight, whole, ranges[number], before[number])
+            _same_shard(f"weight {number} ({dtype})", weight, whole, ranges[number])
 
 
 def _written(weight: Any, values: torch.Tensor) -> Any:
@@ -113,9 +112,9 @@ def _written(weight: Any, values: torch.Tensor) -> Any:
     return weight
 
 
-def _same_part(what: str, weight: Any, whole: Any, part: tuple[int, int], before: torch.Tensor) -> None:
+def _same_shard(what: str, weight: Any, whole: Any, elements: tuple[int, int]) -> None:
     raw = weight.raw_inner()
-    first, last = part
+    first, last = elements
     for inner in weight.inner_tensors:
         mine, theirs = getattr(weight, inner.attribute), getattr(whole, inner.attribute)
         if mine is None or theirs is None or weight.is_derived(inner):
