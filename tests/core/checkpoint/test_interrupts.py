@@ -142,6 +142,7 @@ def test_signals_at_random_times(state: Any, contents: Any, times: int, tmp_path
     chance, start = random.Random(0), time.monotonic()
     checkpoint.load_sharded(state(2), tmp_path / "saved")
     longest = time.monotonic() - start
+    ends = set()
     for _ in range(times):
         target, stop = state(2), threading.Event()
         delays = sorted(chance.uniform(0, longest) for _ in range(2))
@@ -164,3 +165,6 @@ def test_signals_at_random_times(state: Any, contents: Any, times: int, tmp_path
             stop.set()
             thread.join()
         assert contents(target["model"]) in (before, after)
+        ends.add(contents(target["model"]) == after)
+    # Few signals may all have come too late.
+    assert len(ends) == 2 or times < 100

@@ -173,8 +173,10 @@ def test_a_target_that_cannot_be_written_leaves_the_others(tmp_path: Path) -> No
     assert not any(value.any() for value in target.values())
 
 
-def test_what_was_written_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should torch refuse a write after all."""
+def test_a_write_that_torch_refuses_is_found_before_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One element of each tensor is written as it is, and only then any value."""
     save_sharded({name: torch.ones(3) for name in "abc"}, tmp_path / "saved")
     target = {name: torch.zeros(3) for name in "abc"}
     real, calls = torch.Tensor.copy_, []

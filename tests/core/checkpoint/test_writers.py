@@ -52,12 +52,14 @@ def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("times", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_two_writers_of_one_path(times: int, tmp_path: Path) -> None:
-    """Both succeed, and one whole file, or one whole checkpoint, is there."""
+    """All succeed, and one whole file, and one whole checkpoint, is there."""
     failures: list[BaseException] = []
 
     def write(value: int) -> None:
         try:
-            checkpoint.save_file({name: torch.full((1000,), float(value)) for name in "abc"}, tmp_path / "file")
+            state = {name: torch.full((1000,), float(value)) for name in "abc"}
+            checkpoint.save_file(state, tmp_path / "file")
+            checkpoint.save_sharded(state, tmp_path / "folder", overwrite=True)
         except BaseException as error:
             failures.append(error)
 
@@ -67,9 +69,11 @@ def test_two_writers_of_one_path(times: int, tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        read = checkpoint.load_file(tmp_path / "file")
-        assert len({float(value) for tensor in read.values() for value in tensor}) == 1  # type: ignore[attr-defined]
-        assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+        loaded = {name: torch.zeros(1000) for name in "abc"}
+        for read in (checkpoint.load_file(tmp_path / "file"), checkpoint.load_sharded(loaded, tmp_path / "folder")):
+            assert len({float(value) for tensor in read.values() for value in tensor}) == 1
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
+        assert len(list((tmp_path / "folder").iterdir())) == 2
     assert failures == []
 
 

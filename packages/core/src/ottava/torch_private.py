@@ -9,8 +9,10 @@ because nothing else finds a group by its name; ``schema_of``, because nothing e
 ``set_local_tensor``, because nothing else replaces what a DTensor holds.
 
 Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2` (without them weights are gathered more often,
-with the same values); and what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``,
-``_modules``, ``_buffers``, ``_forward_pre_hooks``, ``_load_from_state_dict``, ``_save_to_state_dict``).
+with the same values); ``_ddp_params_and_buffers_to_ignore``, which ``ottava.convert`` sets for DistributedDataParallel
+to read (a version that does not copies the first rank's scaling state over that of the others); and what ``Module`` has
+for classes that derive from it (``_apply``, ``_parameters``, ``_modules``, ``_buffers``, ``_forward_pre_hooks``,
+``_load_from_state_dict``, ``_save_to_state_dict``).
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def export(
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
-    """Convert the tensors of a file to another recipe, or to high precision, one by one."""
+    """Convert the tensors of a file to another recipe, or to high precision."""
     from ottava.checkpoint.convert import HIGH_PRECISION_NAMES, convert_file
 
     if OUT.exists() and not force:

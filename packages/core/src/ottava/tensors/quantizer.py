@@ -334,12 +334,6 @@ def _plain(tensor: Any, what: str) -> torch.Tensor:
     """What is to be quantized, dequantized if it is; refused if it is not one tensor of high precision."""
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
-    if isinstance(tensor, torch.Tensor) and tensor.is_nested:
-        raise DTypeError(
-            f"the {what} is nested ({tensor.layout})",
-            expected="one tensor with a shape",
-            remedy="quantize tensor.values(), in which all rows lie one after the other, or a padded tensor",
-        )
     check_high_precision(tensor, what)
     return tensor  # type: ignore[no-any-return]
 

@@ -12,6 +12,7 @@ import torch
 
 from ottava.errors import DeviceError, ShapeError
 from ottava.kernels import HIGH_PRECISION
+from ottava.kernels.checks import check_dense
 from ottava.tensors.aten import defines, implements
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
@@ -73,6 +74,7 @@ def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
         dst.copy_from_storage(src)
     else:
         values = src.dequantize() if isinstance(src, QuantizedTensor) else src
+        check_dense(values, "source")
         if values.is_meta and not dst.is_meta:
             raise DeviceError("the source is on meta and has no values", expected="a tensor with values")
         try:
