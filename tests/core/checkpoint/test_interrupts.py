@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -49,7 +50,7 @@ def interrupted(job: Job, line: int | None) -> int:
                 raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    before, handler = sys.gettrace(), signal.getsignal(signal.SIGINT)
     sys.settrace(trace)
     try:
         job()
@@ -58,8 +59,9 @@ def interrupted(job: Job, line: int | None) -> int:
     finally:
         sys.settrace(before)
         # An exception in the line of a with statement as its block ends keeps Python from leaving it: the signal would
-        # wait there, a trace function does not, and so torch.no_grad() may stay in force.
+        # wait there, a trace function does not, and so torch.no_grad() may stay in force, and a handler of signals too.
         torch.set_grad_enabled(True)
+        signal.signal(signal.SIGINT, handler)
     return seen
 
 
@@ -106,6 +108,29 @@ def test_load_model_is_interrupted_at_any_line(small: Any, contents: Any, times:
         model = small(2)
         interrupted(lambda model=model: checkpoint.load_model(model, tmp_path / "saved"), line)  # type: ignore[misc]
         assert contents(model) in (before, after), line
+
+
+def test_an_interrupt_of_a_load_leaves_state_that_waits_for_a_region(
+    recipe: Any, contents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes while the modules load, and is raised at the end: what they took, they keep."""
+    saved, net = (torch.nn.Sequential(ottava.nn.Linear(4, 4), ottava.nn.Linear(4, 4)) for _ in range(2))
+    state = saved.state_dict() | {"1.recipe_state.scales": torch.full((3,), 7.0)}
+    checkpoint.save_file(state, tmp_path / "saved")
+    before, real = contents(net), torch.nn.Module.load_state_dict
+
+    def interrupted_load(*args: Any, **options: Any) -> Any:
+        made = real(*args, **options)
+        signal.raise_signal(signal.SIGINT)
+        return made
+
+    interrupted_load.__module__ = "torch.nn"
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", interrupted_load)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load_model(net, tmp_path / "saved")
+    assert contents(net) == contents(state) != before
+    assert net[1]._loaded_state is not None
+    assert net[1]._loaded_state["scales"].tolist() == [7.0] * 3
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

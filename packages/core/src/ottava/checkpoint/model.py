@@ -207,19 +207,20 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
         refusing |= not adopts and type(targets[name]) not in (torch.Tensor, torch.nn.Parameter)
     with torch.no_grad():
         before = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()] if refusing else []
-    try:
-        with uninterrupted():
+    # An interrupt waits for the end of all this: whatever was loaded stays, then.
+    with uninterrupted():
+        try:
             model.load_state_dict(state, strict=False)
-    except BaseException as error:
-        with uninterrupted(), torch.no_grad():
-            for tensor, values in before:
-                (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(values)
+        except BaseException as error:
+            with torch.no_grad():
+                for tensor, values in before:
+                    (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(values)
             for layer, loaded in waiting:
                 layer._loaded_state = loaded
-        if isinstance(error, Exception):
-            what = f"a module refuses its values: {error}"
-            raise CheckpointError(what, expected="values that all modules take") from error
-        raise
+            if isinstance(error, Exception):
+                what = f"a module refuses its values: {error}"
+                raise CheckpointError(what, expected="values that all modules take") from error
+            raise
 
 
 def _on_the_cpu(tensor: Any) -> Any:
