@@ -18,6 +18,7 @@ import torch
 
 import ottava
 from ottava import checkpoint, filesystem
+from ottava.checkpoint import files
 
 OURS = (os.path.dirname(checkpoint.__file__), filesystem.__file__)
 Job = Callable[[], object]
@@ -131,6 +132,33 @@ def test_an_interrupt_of_a_load_leaves_state_that_waits_for_a_region(
     assert contents(net) == contents(state) != before
     assert net[1]._loaded_state is not None
     assert net[1]._loaded_state["scales"].tolist() == [7.0] * 3
+
+
+def test_an_interrupt_inside_of_torch_is_no_damage(small: Any, tmp_path: Path) -> None:
+    """A signal at any line that torch comes to while it maps a file; there an exception may become another one."""
+    checkpoint.save_model(small(0), tmp_path / "saved")
+    calls = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal calls
+        if frame.f_globals.get("__name__", "").startswith("torch."):
+            calls += 1
+            if calls == stop:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before, stop = sys.gettrace(), 0
+    while calls >= stop:
+        calls, stop = 0, stop + 1
+        sys.settrace(trace)
+        try:
+            files.read_tensors(tmp_path / "saved", verify=False)
+            assert calls < stop
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+    assert stop > 10
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

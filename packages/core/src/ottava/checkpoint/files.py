@@ -6,12 +6,15 @@ all else. One without the other is damage, so that no single error makes another
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import signal
 import stat
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,23 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     return found
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block; only the main thread of a process is interrupted."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    try:
+        signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            signal.raise_signal(signal.SIGINT)
+
+
 def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors of a file, mapped into memory, on the CPU and in the order of their bytes, and its metadata.
 
@@ -126,7 +146,8 @@ def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any],
     with unreplaced(place):
         kind, remedy = looks_like(place)
         with translated(f"{place}: {kind or 'it is damaged, or no safetensors file'}", "a whole one", remedy):
-            with safe_open(place, "pt") as file:
+            # Inside of torch an interrupt would become an error about the file.
+            with uninterrupted(), safe_open(place, "pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
             _check(place, tensors, metadata, verify)

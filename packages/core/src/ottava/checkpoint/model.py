@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import signal
-import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import as_bytes, read_tensors, write_tensors
+from ottava.checkpoint.files import as_bytes, read_tensors, uninterrupted, write_tensors
 from ottava.checkpoint.flatten import described, flatten_values, held_tensors, place_of, unflatten_state_dict
 from ottava.errors import (
     CheckpointError,
@@ -226,23 +224,6 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
 def _on_the_cpu(tensor: Any) -> Any:
     copied = functools.partial(torch.Tensor.to, device="cpu", copy=True)
     return tensor.apply_to_inner(copied) if isinstance(tensor, QuantizedTensor) else copied(tensor)
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block; only the main thread of a process is interrupted."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    waiting: list[int] = []
-    try:
-        signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if waiting:
-            signal.raise_signal(signal.SIGINT)
 
 
 def check_writable(name: str, value: Any) -> None:
