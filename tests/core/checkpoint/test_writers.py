@@ -183,6 +183,32 @@ def test_a_reader_is_told_of_a_replacement(tmp_path: Path, monkeypatch: pytest.M
         assert checkpoint.load_file(file)["a"].tolist() == [1.0] * 3  # type: ignore[union-attr]
 
 
+def test_a_checkpoint_that_is_replaced_all_the_time_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the reads of its index and of its files; a writer without end is not waited for."""
+    path, real, left = tmp_path / "step-0000001", Path.is_file, 0
+
+    def replaced(file: Path) -> bool:
+        nonlocal left
+        if left and file.parent == path:
+            left -= 1
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "is_file", real)
+                checkpoint.save_sharded({"a": torch.ones(3)}, path, overwrite=True)
+        return real(file)
+
+    checkpoint.save_sharded({"a": torch.zeros(3)}, path)
+    monkeypatch.setattr(Path, "is_file", replaced)
+    for times in (1, 3):
+        left = times
+        assert checkpoint.latest_checkpoint(tmp_path) == path
+        left, target = times, {"a": torch.zeros(3)}
+        assert checkpoint.load_sharded(target, path)["a"].tolist() == [1.0] * 3
+        assert not left
+    left = 1000
+    assert not checkpoint.is_complete(path)
+    assert left > 900
+
+
 def nested(layout: Any) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
 

@@ -74,7 +74,7 @@ def write_index(folder: Path, index: Index) -> None:
     read_index(folder)
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path, tries: int = 10) -> Index:
     """The index of the checkpoint in ``folder``, checked, whose files are there as long as they were written."""
     path = folder / INDEX_NAME
     with translated(f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"):
@@ -89,9 +89,15 @@ def read_index(folder: Path) -> Index:
             raise CheckpointError(what, expected=f"version {_VERSION}", remedy=RESAVE)
         index = _decoded(body, crc32)
     for file, size in ((folder / name, size) for name, (size, _) in index.files.items()):
+        found: int | str = "no"
         with translated(f"{file} cannot be read", "a file of the checkpoint", "load another one", of=OSError):
-            found = file.stat().st_size if file.is_file() else "no"
+            with contextlib.suppress(FileNotFoundError):
+                found = file.stat().st_size if file.is_file() else "no"
         if found != size:
+            with contextlib.suppress(OSError):
+                # A writer that replaces the checkpoint removes its old files: then the new index counts.
+                if tries > 1 and path.read_bytes() != text:
+                    return read_index(folder, tries - 1)
             raise CheckpointError(f"{file} has {found} bytes", expected=f"{size}", remedy="load another checkpoint")
     return index
 
