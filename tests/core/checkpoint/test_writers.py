@@ -209,6 +209,38 @@ def test_a_checkpoint_that_is_replaced_all_the_time_is_found(tmp_path: Path, mon
     assert left > 900
 
 
+def test_a_save_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that it made; what another one has put there stays."""
+    (tmp_path / "there").mkdir()
+    state = {"a": torch.ones(1)}
+
+    def fails(*_: Any) -> None:
+        raise OSError("no room")
+
+    def beside(path: Path, *_: Any) -> None:
+        (path.parent.parent / "other").touch()
+        fails()
+
+    for write, left in ((fails, []), (beside, ["new", "new/deep", "new/deep/other"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "write_tensors", write)
+            for save in (
+                lambda: checkpoint.save_sharded(state, tmp_path / "there" / "new" / "deep" / "x"),
+                lambda: checkpoint.save_step(state, tmp_path / "there" / "new" / "deep", 3),
+            ):
+                with pytest.raises(CheckpointError, match="no room"):
+                    save()
+                found = sorted(str(path.relative_to(tmp_path / "there")) for path in tmp_path.glob("there/**/*"))
+                assert found == left
+    # A name in the way, below folders that it made.
+    for path in (tmp_path / "one" / ("x" * 300) / "x", tmp_path / "two" / ("x" * 300)):
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            checkpoint.save_sharded(state, path)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    checkpoint.save_sharded(state, tmp_path / "three" / "four" / "x")
+    assert checkpoint.is_complete(tmp_path / "three" / "four" / "x")
+
+
 def nested(layout: Any) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
 

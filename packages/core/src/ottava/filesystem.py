@@ -81,6 +81,24 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def folders_made(path: Path) -> Iterator[None]:
+    """Make a folder and those above it that are missing; what was made goes at the end if nothing is in it."""
+    made: list[Path] = []
+    try:
+        for folder in reversed((path, *path.parents)):
+            if not folder.is_dir():
+                # Another process may make it meanwhile, and has it to itself.
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir()
+                    made.insert(0, folder)
+        yield
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
 def sync(path: Path) -> None:
     """Have a file, or the names in a folder, on the disk; some file systems keep names by themselves and refuse."""
     with opened(path) as descriptor, contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():

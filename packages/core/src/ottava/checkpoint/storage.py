@@ -33,7 +33,7 @@ from ottava.checkpoint.files import CHECKSUM_KEY, DTYPES, INDEX_NAME, RESAVE, dt
 from ottava.checkpoint.flatten import check_entry, described
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
-from ottava.filesystem import AnyPath, Partial, as_path, locked, sync
+from ottava.filesystem import AnyPath, Partial, as_path, folders_made, locked, sync
 
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
 _VERSION = 2
@@ -231,9 +231,9 @@ class FolderWriter(_OfOnePath, StorageWriter):
             _run(ranks, save, tensors, storage_writer=self, planner=planner)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        check_target(self.path, self.overwrite)
         with _written(self.path):
-            self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
+            check_target(self.path, self.overwrite)
+            self._stack.enter_context(folders_made(Path(os.path.abspath(self.path)).parent))
             self.partial: Partial = self._stack.enter_context(Partial(self.path))
         # Names of their own: a checkpoint that is replaced keeps its files until the index says otherwise.
         token, world = secrets.token_hex(4), len(plans)
