@@ -181,7 +181,7 @@ def test_a_sharded_checkpoint(trained: Any, tmp_path: Path) -> None:
         (["in", "out", "--recipe", "current", *["--option", "amax_epsilon=1"] * 2], "each key once"),
         (["in", "out", "--recipe", "bf16", "--option", "a=1"], "without the name of a recipe"),
         (["in", "out", "--recipe", "current", "--include", "x*"], "'x*' fits no tensor"),
-        (["in", "folder/out", "--recipe", "current"], "cannot be written"),
+        (["in", "folder/out", "--recipe", "current", "--model", "no.such:model"], "/folder'. Expected: a file in"),
         (["text", "out", "--recipe", "current"], "no safetensors file"),
         (["damaged", "out", "--recipe", "current"], "damaged is damaged: its checksum is"),
     ],

@@ -155,6 +155,20 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
             checkpoint.save_sharded({"a": torch.ones(1)}, tmp_path / name, overwrite=True)
 
 
+def test_a_missing_folder_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    """By its name: not after a conversion, and not by that of a hidden folder in it."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "absent" / "x")
+    for name, said in (("absent/x", "absent"), ("file/x", "file"), ("link", "absent"), ("absent/deep/x", "absent/deep")):
+        for write in (
+            lambda path: checkpoint.convert_file(tmp_path / "no source", path, "bf16"),
+            lambda path: checkpoint.save_file({"a": torch.ones(1)}, path),
+        ):
+            with pytest.raises(UsageError, match=rf"{name} cannot be written: .*{tmp_path / said}\b") as caught:
+                write(tmp_path / name)
+            assert "partial" not in str(caught.value)
+
+
 def test_a_reader_is_told_of_a_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of reading, of one file and of a folder; whether or not bytes are verified."""
     file, folder, real = tmp_path / "file", tmp_path / "folder", files.safe_open

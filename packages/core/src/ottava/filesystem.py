@@ -33,7 +33,10 @@ def check_file_target(path: AnyPath) -> Path:
     """Where a file of that name is written, which is what a link leads to; UsageError where that is no regular file."""
     with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError):
         place = Path(os.path.realpath(as_path(path)))
+        folder = stat.S_ISDIR(os.stat(place.parent).st_mode)
         mode = os.stat(place).st_mode if os.path.lexists(place) else stat.S_IFREG
+    if not folder:
+        raise UsageError(f"{path} cannot be written: {place.parent} is no folder", expected="a file in a folder")
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
         raise UsageError(f"{path} cannot be written: it is {what}", expected="a new name, or a file to replace")

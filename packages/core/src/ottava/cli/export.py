@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from ottava.cli.output import console, say, table
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError
+from ottava.filesystem import check_file_target
 from ottava.recipes.options import parse_options
 from ottava.recipes.registry import list_recipes
 
@@ -117,6 +118,7 @@ def export(
 
     if OUT.exists() and not force:
         raise UsageError(f"{OUT} exists", expected="a new file", remedy="--force replaces it")
+    check_file_target(OUT)  # before the model is made
     known = [*(spec.name for spec in list_recipes()), *HIGH_PRECISION_NAMES]
     # On standard error, so that the table alone can be kept.
     bar = console(stderr=True)
