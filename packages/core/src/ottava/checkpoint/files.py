@@ -87,11 +87,13 @@ def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
     """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU, meanwhile."""
     plain = {name: in_memory(name, tensor) for name, tensor in tensors.items()}
-    for name in plain:
-        if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
-            raise UsageError(f"a tensor has the name {name!r}", expected="text, not '__metadata__'")
     # Some tools ask every file for its format.
     texts = {"format": "pt", **metadata, CHECKSUM_KEY: "0" * 8}
+    if "__metadata__" in plain:
+        raise UsageError("a tensor has the name '__metadata__'", expected="another name")
+    for text in (*plain, *texts, *texts.values()):
+        with translated(f"{text!r:.200} cannot be written", "text without half characters", to=UsageError):
+            text.encode()
     specs = {
         n: TensorSpec(dtype=dtype_name(t.dtype), shape=list(t.shape), data_ptr=t.data_ptr(), data_len=t.nbytes)
         for n, t in plain.items()

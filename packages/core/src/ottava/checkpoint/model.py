@@ -52,6 +52,9 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
         if hasattr(value, "to_local"):
             remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
             raise DTypeError(f"{name!r} is sharded", expected="whole tensors", remedy=remedy)
+    texts = {} if metadata is None else metadata
+    if not isinstance(texts, Mapping) or not all(isinstance(text, str) for entry in texts.items() for text in entry):
+        raise DTypeError(f"metadata is {metadata!r:.200}", expected="texts by name")
     tensors, quantized = flatten_values(state_dict)
     first: dict[Any, str] = {}
     names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
@@ -60,7 +63,7 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
     place = check_file_target(path)
     what, expected = f"{path} cannot be written", "a file in an existing folder, and room for it"
     with translated(what, expected, to=UsageError, of=OSError), Partial(place) as partial:
-        write_tensors(partial.path / "tensors", stored, {**(metadata or {}), **described(quantized, aliases)})
+        write_tensors(partial.path / "tensors", stored, {**texts, **described(quantized, aliases)})
         partial.put_file("tensors")
 
 

@@ -273,7 +273,7 @@ class FolderWriter(_OfOnePath, StorageWriter):
 
 
 def _written(path: Path) -> contextlib.AbstractContextManager[None]:
-    return translated(f"{path} cannot be written", "a folder to write to, and room in it", of=OSError)
+    return translated(f"{path} cannot be written", "a folder to write to, and room in it", of=(OSError, ValueError))
 
 
 class FolderReader(_OfOnePath, StorageReader):
