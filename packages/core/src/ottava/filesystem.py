@@ -13,7 +13,9 @@ import hashlib
 import os
 import secrets
 import shutil
+import signal
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +102,23 @@ def folders_made(path: Path) -> Iterator[None]:
         for folder in made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block; only the main thread of a process is interrupted."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    try:
+        signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            signal.raise_signal(signal.SIGINT)
 
 
 def sync(path: Path) -> None:

@@ -6,15 +6,12 @@ all else. One without the other is damage, so that no single error makes another
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
-import signal
 import stat
-import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from ottava.errors import CheckpointError, DTypeError, UsageError, translated
-from ottava.filesystem import AnyPath, as_path, sync, unreplaced
+from ottava.filesystem import AnyPath, as_path, sync, uninterrupted, unreplaced
 
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 #: The file that makes a folder a sharded checkpoint.
@@ -118,23 +115,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     except SafetensorError as error:
         raise OSError(str(error)) from error
     return found
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block; only the main thread of a process is interrupted."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    waiting: list[int] = []
-    try:
-        signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if waiting:
-            signal.raise_signal(signal.SIGINT)
 
 
 def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:

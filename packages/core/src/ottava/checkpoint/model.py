@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import as_bytes, read_tensors, uninterrupted, write_tensors
+from ottava.checkpoint.files import as_bytes, read_tensors, write_tensors
 from ottava.checkpoint.flatten import described, flatten_values, held_tensors, place_of, unflatten_state_dict
 from ottava.errors import (
     CheckpointError,
@@ -25,7 +25,7 @@ from ottava.errors import (
     of_any_class,
     translated,
 )
-from ottava.filesystem import AnyPath, Partial, as_path, check_file_target
+from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, uninterrupted
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.state import RecipeState
@@ -209,18 +209,15 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
     with torch.no_grad():
         before = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()] if refusing else []
     # An interrupt waits for the end of all this: whatever was loaded stays, then.
-    with uninterrupted():
+    with uninterrupted(), translated("a module refuses its values", "values that all modules take"):
         try:
             model.load_state_dict(state, strict=False)
-        except BaseException as error:
+        except BaseException:
             with torch.no_grad():
                 for tensor, values in before:
                     (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(values)
             for layer, loaded in waiting:
                 layer._loaded_state = loaded
-            if isinstance(error, Exception):
-                what = f"a module refuses its values: {error}"
-                raise CheckpointError(what, expected="values that all modules take") from error
             raise
 
 
