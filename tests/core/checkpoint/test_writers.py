@@ -159,7 +159,12 @@ def test_a_missing_folder_is_told_before_anything_is_read(tmp_path: Path) -> Non
     """By its name: not after a conversion, and not by that of a hidden folder in it."""
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "absent" / "x")
-    for name, said in (("absent/x", "absent"), ("file/x", "file"), ("link", "absent"), ("absent/deep/x", "absent/deep")):
+    for name, said in (
+        ("absent/x", "absent"),
+        ("file/x", "file"),
+        ("link", "absent"),
+        ("absent/deep/x", "absent/deep"),
+    ):
         for write in (
             lambda path: checkpoint.convert_file(tmp_path / "no source", path, "bf16"),
             lambda path: checkpoint.save_file({"a": torch.ones(1)}, path),

@@ -76,7 +76,8 @@ def convert_file(
 
     Values pass through float32; what was quantized and would not change keeps its bytes. For a recipe, what was
     quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for
-    those named as embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of
+    those named as embeddings, or tied to such; everything else keeps its dtype, and so does what the recipe keeps in
+    high precision. For high precision, every tensor of
     float32, bfloat16 or float16 gets that dtype, as of ``model.to``. Scaling state (``*.recipe_state.*``) is kept for a
     recipe whose state has the same buffers, else dropped. What is written is in memory; the source need not be.
 
@@ -150,7 +151,7 @@ def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe 
 def _converted(
     name: str, value: Any, recipe: Recipe | None, dtype: torch.dtype | None, columnwise: bool
 ) -> tuple[str, Any]:
-    """What a tensor becomes by a recipe, or else in a dtype, which is its own by default; before it the word for it."""
+    """The word for it, and what a tensor becomes: by a recipe, or else in a dtype, which is its own by default."""
     quantized = isinstance(value, QuantizedTensorStorage)
     values = value.dequantize(torch.float32) if quantized else value
     if recipe is None:
@@ -163,7 +164,13 @@ def _converted(
     with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
         quantizer.initialize(values)
         made = quantizer.quantize(values, dtype=value.dtype)
-        return ("copied", value) if quantized and _changes_nothing(value, made) else ("quantized", made)
+        if quantized and _changes_nothing(value, made):
+            return "copied", value
+        # A recipe may keep a tensor in high precision.
+        plain = values.to(value.dtype)
+        if all(held.dtype == plain.dtype for held in held_tensors(made)) and _same(made, plain, rtol=0):
+            return ("dequantized" if quantized else "copied"), plain
+        return "quantized", made
 
 
 def _changes_nothing(old: Any, new: Any) -> bool:
@@ -176,9 +183,12 @@ def _changes_nothing(old: Any, new: Any) -> bool:
         return False
     with suppress(UsageError):
         old.update_usage(**{f"{usage}_usage": wanted for usage, wanted in new.get_usages().items()})
-    before, after = (tensor.dequantize(torch.float32) for tensor in (old, new))
-    same = torch.allclose(before, after, rtol=2**-22, atol=0, equal_nan=True)
+    same = _same(new, old.dequantize(torch.float32), rtol=2**-22)
     return same and bool(old.get_usages() == new.get_usages())
+
+
+def _same(quantized: Any, values: torch.Tensor, rtol: float) -> bool:
+    return torch.allclose(quantized.dequantize(torch.float32), values.float(), rtol=rtol, atol=0, equal_nan=True)
 
 
 def _keeps_state(recipe: Recipe | None, state: Mapping[str, Any]) -> bool:
