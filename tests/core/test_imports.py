@@ -182,3 +182,36 @@ def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([f"ottava.distributed.{name}" for name in sorted(asked)])
+
+
+#: What asks who calls: the code, or the frames, of callers. (The ``stacklevel`` of warnings asks nothing.)
+CALLERS = re.compile(
+    r"\b(_getframe\w*|_current_frames|currentframe|f_back|tb_frame|getouterframes|getinnerframes|extract_stack|walk_stack)"
+    r"\b|\binspect\.(stack|trace)\b|\bfrom inspect import\b[^\n]*\bstack\b"
+)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import sys\nname = sys._getframe(1).f_globals",
+        "from sys import _getframe as f",
+        "getattr(sys, '_getframe')()",
+        "import inspect\ncaller = inspect.stack()[1]",
+        "from inspect import isclass, stack",
+        "frame = inspect.currentframe()",
+        "while frame:\n    frame = frame.f_back",
+        "traceback.extract_stack()",
+    ],
+)
+def test_a_planted_look_at_the_caller_is_found(planted: str) -> None:
+    assert CALLERS.search(planted)
+    assert not CALLERS.search("warnings.warn('x', stacklevel=2); torch.stack(pair); regions.stack; inspect.isclass(c)")
+
+
+def test_nothing_is_decided_by_who_calls() -> None:
+    """No source looks at its callers; one that had to would be named here, with the reason."""
+    sources = [path for package in SOURCES for path in package.rglob("*") if path.suffix in (".py", ".pyi", ".tmpl")]
+    found = [f"{path}: {match[0]}" for path in sources for match in CALLERS.finditer(path.read_text(encoding="utf-8"))]
+    assert found == []
+    assert len(sources) > 150

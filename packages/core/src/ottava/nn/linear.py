@@ -23,7 +23,7 @@ from ottava.recipes.stepping import begin_step, may_begin
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import graph_task_id, local_tensor, set_local_tensor
+from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, local_tensor, set_local_tensor
 
 
 def _backward_task() -> int:
@@ -292,7 +292,7 @@ class Linear(torch.nn.Linear):
             if state.has_run and not region.calibrating:
                 # The state joined after the others had begun this step, and still holds amaxes of an earlier one.
                 begin_step([state], group)
-        elif state.backward_ran and not torch.compiler.is_compiling() and may_begin():
+        elif state.backward_ran and KNOWS_BACKWARD and not torch.compiler.is_compiling() and may_begin():
             state.backward_ran = False
             warnings.warn(
                 f"{self._label()} runs another forward pass after a backward pass, in one region: scales are updated "
