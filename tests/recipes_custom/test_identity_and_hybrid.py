@@ -32,6 +32,7 @@ from ottava_custom import (
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
 from rows import RowQuantizer
+from strided import ROWS, check_places
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -180,6 +181,11 @@ def test_everything_is_derived_from_the_two_declarations(pair: str, tmp_path: Pa
     copied.mul_(2)
     assert not torch.equal(copied.dequantize(), tensor.dequantize())
     assert torch.equal(copied.dequantize(), hybrid(pair)(2 * tensor.dequantize()).dequantize())
+
+
+def test_views_lie_where_plain_ones_do() -> None:
+    for quantizer in (IdentityQuantizer(), reference(E4M3), *(HybridQuantizer(*pair) for pair in PAIRS.values())):
+        check_places(quantizer(torch.randn(96, 64)), ROWS)
 
 
 @PAIR

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rows import OneScaleQuantizer, RowQuantizer
+from strided import ROWS, check_places
 
 from ottava import QuantizedTensor
 from ottava.errors import UsageError
@@ -62,6 +63,11 @@ def test_what_is_not_rows_is_dequantized(quantizer: Any, take: Any) -> None:
     tensor = quantizer(torch.randn(4, 6))
     assert type(take(tensor)) is torch.Tensor
     assert torch.equal(take(tensor), take(tensor.dequantize()))
+
+
+@BOTH
+def test_views_lie_where_plain_ones_do(quantizer: Any) -> None:
+    check_places(quantizer(torch.randn(96, 64)), ROWS)
 
 
 def test_wrong_sizes_are_refused_as_torch_does() -> None:
