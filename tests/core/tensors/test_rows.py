@@ -70,6 +70,17 @@ def test_views_lie_where_plain_ones_do(quantizer: Any) -> None:
     check_places(quantizer(torch.randn(96, 64)), ROWS)
 
 
+@BOTH
+def test_data_of_another_shape_is_adopted(quantizer: Any) -> None:
+    for new in (torch.randn(2, 3), quantizer(torch.randn(7, 3)), quantizer(torch.randn(7, 3))[2:]):
+        tensor = quantizer(torch.randn(5, 8))
+        tensor.data = new
+        expected = new if isinstance(new, QuantizedTensor) else quantizer(new)
+        assert tensor.shape == new.shape
+        assert tensor.storage_offset() == expected.storage_offset()
+        assert torch.equal(tensor.dequantize(), expected.dequantize())
+
+
 def test_wrong_sizes_are_refused_as_torch_does() -> None:
     with pytest.raises(RuntimeError, match="split_with_sizes"):
         RowQuantizer()(torch.randn(4, 6)).split([1, 2])

@@ -250,8 +250,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise DTypeError(f"new data is a {type(value).__name__}", expected="a tensor")
-        if tuple(value.shape) != tuple(self.shape):
-            raise ShapeError(f"new data has shape {tuple(value.shape)}", expected=str(tuple(self.shape)))
         if isinstance(value, QuantizedTensor) and value.inner_tensors == self.inner_tensors:
             self._adopt(value)
             return
@@ -263,9 +261,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self._adopt(adopted)
 
     def _adopt(self, value: Any) -> None:
-        """Take over dtype, device and inner tensors of ``value``, a quantized tensor of this kind."""
-        if (value.dtype, value.device) != (self.dtype, self.device):
-            # What torch itself keeps of this tensor, its dtype and device, follows only this way.
+        """Take over what ``value`` is, a quantized tensor of this kind."""
+        mine, its = ((t.dtype, t.device, t.shape, t.stride(), t.storage_offset()) for t in (self, value))
+        if mine != its:
+            # What torch itself keeps of this tensor follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         for each in (*self.inner_tensors, *self.own_static_fields()):
             setattr(self, each.attribute, getattr(value, each.attribute))  # type: ignore[attr-defined]
