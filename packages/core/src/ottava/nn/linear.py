@@ -234,6 +234,8 @@ class Linear(torch.nn.Linear):
             state.quantizer("input", rowwise=True, columnwise=True).calibrate(input.detach())
             state.quantizer("weight", rowwise=True, columnwise=True).calibrate(self._plain_weight().detach())
             return self._high_precision(input)
+        if state.keeps_values and is_first_microbatch is None and not isinstance(weight, QuantizedTensorStorage):
+            return self._high_precision(input)
         if isinstance(input, QuantizedTensorStorage):
             input = input.dequantize()
         grad_enabled = torch.is_grad_enabled()
