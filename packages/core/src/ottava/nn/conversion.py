@@ -19,13 +19,14 @@ from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.region import enter_module, leave_module
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor
-from ottava.torch_private import is_distributed
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 Predicate = Callable[[str, torch.nn.Module], bool]
 Filter = str | Iterable[str] | Predicate
 
 _REPORT_ATTRIBUTE = "_ottava_conversion_report"
+# Where tensor subclasses are defined that layers are known to work with: tensors that are traced, DTensors, Ottava's.
+_KNOWN_SUBCLASSES = ("torch._subclasses.", "torch.distributed.", "ottava.")
 
 
 @dataclass(frozen=True)
@@ -83,25 +84,15 @@ def _matcher(names: list[str], given: Filter | None, what: str) -> Predicate | N
     return lambda name, module: any(path in matched for path in accumulate(name.split("."), "{}.{}".format))
 
 
-def _is_foreign(weight: torch.Tensor) -> bool:
-    """Whether a weight is of a tensor subclass of another library, which may have quantized it.
-
-    Those that are Ottava's are not, nor are DTensors and what torch traces with.
-    """
-    cls = type(weight)
-    if cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or cls.__module__.startswith("torch._subclasses"):
-        return False
-    return not (isinstance(weight, QuantizedTensor) or hasattr(weight, "high_precision") or is_distributed(weight))
-
-
 def _refusal(module: torch.nn.Module) -> str | None:
     """Why a linear module cannot be swapped, or None."""
     if type(module) is not torch.nn.Linear and not isinstance(module, Linear):
         return f"is a subclass, {type(module).__name__}, whose behaviour would be lost"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, which would go on running the old module"
-    if _is_foreign(module.weight):
-        cls = type(module.weight)
+    cls = type(module.weight)
+    own = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
+    if not own and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with operators of its own"
     dtype = module.weight.dtype
     return None if dtype in HIGH_PRECISION else f"its weight has dtype {dtype}"
