@@ -33,6 +33,7 @@ class MXFP8Quantizer(Quantizer):
     """
 
     shards: ClassVar[ShardRule] = MXFP8Shards()
+    columns_when_asked = True
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ def _alias(
     # The scale is that of the rest of the tensor too, and transposed data is a copy of nothing that a view has.
     less = less or tensor._data is None or data.numel() != tensor.numel()
     view._whole = tensor if tensor._whole is None and less else tensor._whole
+    view.mark_view(tensor)
     return view
 
 
@@ -66,9 +67,13 @@ def _move(op: Any, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(Float8Tensor, _aten.as_strided.default)
-def _as_strided(op: Any, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> Any:
+def _as_strided(op: Any, tensor: Float8Tensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     data = tensor._in_order()
-    view = op(data, *args, **kwargs)
+    if data.stride() != tensor.stride():
+        # Its rowwise data was dropped since.
+        return NotImplemented
+    elements = 0 if storage_offset is None else storage_offset - tensor.storage_offset()
+    view = op(data, size, stride, data.storage_offset() + elements)
     same = view.stride() == data.stride() and view.storage_offset() == data.storage_offset()
     return _alias(tensor, view, less=view.shape != data.shape or not same)
 

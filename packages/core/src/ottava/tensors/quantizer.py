@@ -35,6 +35,10 @@ class Quantizer(ABC):
     process_attributes: ClassVar[tuple[str, ...]] = ()
     #: Whether an internal result may hold the operand itself, and change with it.
     keeps_operands: bool = False
+    #: Whether results hold the values as they are: a layer with nothing else is one in high precision.
+    keeps_values: bool = False
+    #: Whether a weight that ``quantized_model_init`` makes under ``no_grad`` has no columns until these are asked for.
+    columns_when_asked: ClassVar[bool] = False
     #: What the class declares of the shards of a weight, an :class:`ottava.distributed.ShardRule`. It holds for the
     #: :meth:`quantize_impl` of the class that declares it: a subclass with another one declares its own, or none.
     shards: ClassVar[Any] = None

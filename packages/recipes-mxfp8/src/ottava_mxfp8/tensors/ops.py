@@ -47,6 +47,7 @@ def _changed(tensor: MXFP8Tensor, change: _Change, *, swap: bool = False, alias:
     )
     if alias:
         made.share_writes(tensor)
+        made.mark_view(tensor)
     return made
 
 
@@ -203,16 +204,10 @@ def _transpose(op: Any, tensor: MXFP8Tensor, *args: Any) -> Any:
 def _as_strided(
     op: Any, tensor: MXFP8Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
-    """Rows of a contiguous tensor, in another shape; an offset counts from the tensor's first element."""
-    offset = storage_offset or 0
-    if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), 0):
-        return _changed(tensor, lambda held, _: held)
-    kept = _strided_rows(tensor, tuple(size), tuple(stride), offset)
-    if kept is not NotImplemented:
-        return kept
-    # The values where the strides of the tensor say that they lie.
-    values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return op(values.copy_(tensor.dequantize()), size, stride, storage_offset)
+    """Rows of a contiguous tensor, in another shape; those of a view are of the tensor that it is a view of."""
+    offset: Any = tensor.storage_offset() if storage_offset is None else storage_offset
+    base = tensor if tensor._view_of is None else tensor._view_of
+    return _strided_rows(base, tuple(size), tuple(stride), offset - base.storage_offset())
 
 
 def _strided_rows(tensor: MXFP8Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:

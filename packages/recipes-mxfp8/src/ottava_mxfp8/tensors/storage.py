@@ -18,6 +18,14 @@ from ottava.tensors import InnerTensor, QuantizedTensorStorage, StaticField, as_
 
 # Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
+# What to do where a direction is missing that no quantizer was asked for.
+_WITHOUT = {
+    "rowwise": "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and recomputing the "
+    "forward pass from it takes reshard_after_forward=False or with_2d_quantization=True, or "
+    "gather_quantized(model, recomputes=True)",
+    "columnwise": "a weight that was made under no_grad has columns of its initial values alone: before it is written "
+    "to or gives them up, call weight.update_usage(columnwise_usage=True)",
+}
 
 
 def _checked_direction(name: str, declared: dict[str, Any]) -> dict[str, torch.Tensor | None]:
@@ -142,9 +150,7 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
             raise UsageError(
                 f"{type(self).__name__} has no {name} data",
                 expected=f"a tensor quantized with {name}=True",
-                remedy=f"call quantizer.set_usage({name}=True) before quantizing; a weight that FSDP2 gathers for the "
-                "backward pass alone has columnwise data only, and recomputing the forward pass from it takes "
-                "reshard_after_forward=False or with_2d_quantization=True, or gather_quantized(model, recomputes=True)",
+                remedy=f"call quantizer.set_usage({name}=True) before quantizing; {_WITHOUT[name]}",
             )
         data, scales = other
         # One scale of each square, spread over the other of its sides.

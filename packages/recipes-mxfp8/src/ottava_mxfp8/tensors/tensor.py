@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ottava.tensors import QuantizedTensor
-from ottava_mxfp8.tensors.storage import MXFP8TensorStorage
+from ottava_mxfp8.tensors.storage import Direction, MXFP8TensorStorage
 
 
 class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
@@ -31,6 +31,25 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
         rows: torch.Tensor | None = declared["rowwise_data"]
         return declared["columnwise_data"] if rows is None else rows
+
+    def _for_usage(self, columnwise: bool) -> Direction:
+        if columnwise and self._columnwise_data is None and not self.rowwise_serves_columnwise:
+            self._quantize_columns()
+        return super()._for_usage(columnwise)
+
+    def _quantize_columns(self) -> None:
+        """Quantize the initial values of a weight that was made under ``no_grad`` along columns, too.
+
+        Nothing is done where they were given up, or the rows are not theirs any more, nor where columns were dropped.
+        """
+        initial, quantizer = self.get_high_precision_init_val(), self._quantizer
+        if initial is None or quantizer is None or quantizer.columnwise_usage or torch.compiler.is_compiling():
+            return
+        with torch.no_grad():
+            made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
+        pairs = zip(made.inner_list()[:2], self.inner_list()[:2], strict=True)
+        if all(theirs is not None and torch.equal(mine, theirs) for mine, theirs in pairs):
+            self._columnwise_data, self._columnwise_scale_inv = made.direction(columnwise=True)
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
         """Whether copying from ``other`` can copy data and scales instead of quantizing again."""
