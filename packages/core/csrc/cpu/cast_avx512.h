@@ -1,4 +1,4 @@
-// The line of codes for AVX-512: the arithmetic of `encode` in about half as many instructions. Included by cast.h.
+// The line of data for AVX-512: the arithmetic of `encode` in about half as many instructions. Included by cast.h.
 //
 // - `range` clamps |x| and clears the sign at once;
 // - the addend of `encode` depends only on the exponent, so that a permutation looks it up;
@@ -6,22 +6,22 @@
 // - NaNs are rare: a line that has one is cast by the generic code.
 
 struct Line {
-    __m512i codes;
+    __m512i data;
     OTTAVA_INLINE u8x16 piece(int k) const {
         switch (k) {
             case 0:
-                return bits_as<u8x16>(_mm512_castsi512_si128(codes));
+                return bits_as<u8x16>(_mm512_castsi512_si128(data));
             case 1:
-                return bits_as<u8x16>(_mm512_extracti32x4_epi32(codes, 1));
+                return bits_as<u8x16>(_mm512_extracti32x4_epi32(data, 1));
             case 2:
-                return bits_as<u8x16>(_mm512_extracti32x4_epi32(codes, 2));
+                return bits_as<u8x16>(_mm512_extracti32x4_epi32(data, 2));
             default:
-                return bits_as<u8x16>(_mm512_extracti32x4_epi32(codes, 3));
+                return bits_as<u8x16>(_mm512_extracti32x4_epi32(data, 3));
         }
     }
     template <bool Stream>
     OTTAVA_INLINE void put_to(uint8_t* out) const {
-        put<Stream>(out, codes);
+        put<Stream>(out, data);
     }
 };
 
@@ -87,7 +87,7 @@ OTTAVA_INLINE __m512i in_order(__m512i packed) {
 // Bits of a where the mask has ones, of b elsewhere.
 OTTAVA_INLINE __m512i select(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xca); }
 
-// 64 codes from the low bytes of four vectors.
+// 64 data from the low bytes of four vectors.
 OTTAVA_INLINE __m512i pack_bytes(const __m512i* sums) {
     const __m512i even = every_second_word(0), low = _mm512_set1_epi16(0xff);
     const __m512i a = _mm512_and_si512(_mm512_permutex2var_epi16(sums[0], even, sums[1]), low);
@@ -137,9 +137,9 @@ struct LineCast {
             const __m512i low = _mm512_set1_epi32(0xff);
             const __m512i a = select(low, sums[0], _mm512_slli_epi32(sums[1], 8));
             const __m512i b = select(low, sums[2], _mm512_slli_epi32(sums[3], 8));
-            const __m512i codes = _mm512_permutex2var_epi16(a, every_second_word(0), b);
-            if constexpr (is_integer<Format>) return Line{codes};
-            return Line{select(_mm512_set1_epi8(0x7f), codes, in_order(_mm512_packs_epi16(first, second)))};
+            const __m512i data = _mm512_permutex2var_epi16(a, every_second_word(0), b);
+            if constexpr (is_integer<Format>) return Line{data};
+            return Line{select(_mm512_set1_epi8(0x7f), data, in_order(_mm512_packs_epi16(first, second)))};
         } else if constexpr (is_integer<Format>) {
             return Line{in_order(pack_bytes(sums))};
         } else if constexpr (sizeof(*src) == 2) {
@@ -165,9 +165,9 @@ struct LineCast {
     // With multipliers of any sign.
     template <class Multipliers>
     static __attribute__((noinline)) Line generic(const typename Element::storage* src, Multipliers multipliers) {
-        alignas(64) uint8_t codes[64];
+        alignas(64) uint8_t data[64];
         for (int k = 0; k < 4; ++k)
-            store(codes + 16 * k, cast16<Element, Format>(src + 16 * k, multipliers, 16 * k));
-        return Line{load<__m512i>(codes)};
+            store(data + 16 * k, cast16<Element, Format>(src + 16 * k, multipliers, 16 * k));
+        return Line{load<__m512i>(data)};
     }
 };

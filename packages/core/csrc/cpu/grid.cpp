@@ -278,12 +278,12 @@ void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Sto
 }
 
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
-                 uint8_t* row_codes, uint8_t* row_scales, uint8_t* column_codes, uint8_t* column_scales, int threads) {
+                 uint8_t* row_data, uint8_t* row_scales, uint8_t* column_data, uint8_t* column_scales, int threads) {
     const int64_t other = square ? kMxBlock : 1;
     GridSide sides[2];
     int count = 0;
-    if (row_codes != nullptr) sides[count++] = {1, kMxBlock, other, kMxBlock, false, row_codes, row_scales};
-    if (column_codes != nullptr) sides[count++] = {kMxBlock, 1, kMxBlock, other, false, column_codes, column_scales};
+    if (row_data != nullptr) sides[count++] = {1, kMxBlock, other, kMxBlock, false, row_data, row_scales};
+    if (column_data != nullptr) sides[count++] = {kMxBlock, 1, kMxBlock, other, false, column_data, column_scales};
     grid_quantize(src, dtype, rows, cols, static_cast<Stored>(format), {true, floor, 0.0f, 0.0f}, sides, count, threads);
 }
 

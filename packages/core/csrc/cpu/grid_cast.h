@@ -9,7 +9,7 @@ OTTAVA_INLINE void grid_scales_format(const float* amax, int64_t n, const ScaleR
             const f32v x = load<f32v>(amax + i);
             const i32v code = rule.floor ? e8m0_floor<Format, f32v, i32v>(x) : e8m0_up<Format, f32v, i32v>(x);
             store(multipliers + i, e8m0_multiplier<f32v, i32v>(code));
-            store_codes(static_cast<uint8_t*>(scales) + i, code);
+            store_data(static_cast<uint8_t*>(scales) + i, code);
         }
         return;
     }

@@ -34,7 +34,7 @@ void grid_decode_typed(const GridPanel& panel, const GridScales& scales, Out* ou
         const float* factors = columns.of_row(r);
         int64_t col = 0;
         for (; col + kLanes <= panel.cols; col += kLanes)
-            decode_vector<Format>(load_codes(data + col), load<f32v>(factors + col), out + col, dtype);
+            decode_vector<Format>(load_data(data + col), load<f32v>(factors + col), out + col, dtype);
         if (col == panel.cols) continue;
         const auto count = static_cast<size_t>(panel.cols - col);
         uint8_t last[kLanes] = {};
@@ -42,7 +42,7 @@ void grid_decode_typed(const GridPanel& panel, const GridScales& scales, Out* ou
         Out results[kLanes];
         memcpy(last, data + col, count);
         memcpy(last_factors, factors + col, count * sizeof(float));
-        decode_vector<Format>(load_codes(last), load<f32v>(last_factors), results, dtype);
+        decode_vector<Format>(load_data(last), load<f32v>(last_factors), results, dtype);
         memcpy(out + col, results, count * sizeof(Out));
     }
 }

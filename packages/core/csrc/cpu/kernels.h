@@ -79,9 +79,9 @@ struct GridScales {
 // Arrays of values have room for as many more, because the kernels work on whole vectors.
 constexpr int64_t kGridLanes = 16;
 
-// A run of codes of one row with their scales: one for kMxBlock codes, or one for each.
+// A run of data of one row with their scales: one for kMxBlock data, or one for each.
 struct MxRun {
-    const uint8_t* codes;
+    const uint8_t* data;
     const uint8_t* scales;
     int64_t count;
     bool scale_each;
@@ -108,9 +108,9 @@ struct MxShardAmax {
 struct MxShardCast {
     const uint8_t* row_scales;  // of the panel's first row
     int64_t row_scale_stride;
-    uint8_t* row_codes;
+    uint8_t* row_data;
     const uint8_t* column_scales;
-    uint8_t* column_codes;
+    uint8_t* column_data;
     bool stream;
 };
 
@@ -127,7 +127,7 @@ struct Kernels {
     // `table` holds the result of every code from 0 to 127; the sign is the top bit of a result.
     void (*decode16)(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out, bool stream);
     void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream);
-    void (*mx_scales)(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes);
+    void (*mx_scales)(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents);
     // `table` as for decode16, of the bare elements.
     void (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
     // Elements count as rounded to `nominal`: for shards of weights whose values are kept in float32.
@@ -192,14 +192,14 @@ void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int
 void decode(const uint8_t* src, Fp8 format, int64_t n,
             const float* scale_inv,  // optional
             void* out, Dtype dtype, int threads);
-void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes, int threads);
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents, int threads);
 // Blocks of 32 with a power of two each, along rows, along columns, or both from one pass over the source. Scales are
 // [rows, ceil(cols / 32)] and [ceil(rows / 32), cols].
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
-                 uint8_t* row_codes, uint8_t* row_scales,        // optional
-                 uint8_t* column_codes, uint8_t* column_scales,  // optional
+                 uint8_t* row_data, uint8_t* row_scales,        // optional
+                 uint8_t* column_data, uint8_t* column_scales,  // optional
                  int threads);
-void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
+void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, int threads);
 
 // Grids (grid.cpp). A block has block_rows * block_cols elements, 0 being all of them; blocks at the edges may have fewer.

@@ -31,7 +31,7 @@ OTTAVA_INLINE auto largest_lane(V v) {
 #endif
 }
 
-// The multipliers of one line of codes: one for each half of it.
+// The multipliers of one line of data: one for each half of it.
 struct RowMultipliers {
     float halves[2];
     OTTAVA_INLINE f32v arranged(int element) const { return broadcast(halves[element / (kLine / 2)]); }
@@ -83,23 +83,23 @@ OTTAVA_INLINE void observe(const typename Element::storage* src, typename Elemen
 }
 
 template <class Format>
-void mx_scales_format(const float* amax, int64_t n, bool floor, uint8_t* codes) {
+void mx_scales_format(const float* amax, int64_t n, bool floor, uint8_t* exponents) {
     const auto scales = [=](const float* from, uint8_t* to) {
         const f32v x = bits_as<f32v>(load<i32v>(from) & kMagnitude);
-        store_codes(to, floor ? e8m0_floor<Format, f32v, i32v>(x) : e8m0_up<Format, f32v, i32v>(x));
+        store_data(to, floor ? e8m0_floor<Format, f32v, i32v>(x) : e8m0_up<Format, f32v, i32v>(x));
     };
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) scales(amax + i, codes + i);
+    for (; i + kLanes <= n; i += kLanes) scales(amax + i, exponents + i);
     if (i == n) return;
     float rest[kLanes] = {};
     uint8_t found[kLanes];
     memcpy(rest, amax + i, static_cast<size_t>(n - i) * sizeof(float));
     scales(rest, found);
-    memcpy(codes + i, found, static_cast<size_t>(n - i));
+    memcpy(exponents + i, found, static_cast<size_t>(n - i));
 }
 
 // The sign of an amax does not count.
-void mx_scales_run(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes) {
-    if (format == Fp8::e4m3) return mx_scales_format<E4M3>(amax, n, floor, codes);
-    return mx_scales_format<E5M2>(amax, n, floor, codes);
+void mx_scales_run(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents) {
+    if (format == Fp8::e4m3) return mx_scales_format<E4M3>(amax, n, floor, exponents);
+    return mx_scales_format<E5M2>(amax, n, floor, exponents);
 }
