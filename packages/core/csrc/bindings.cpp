@@ -78,21 +78,21 @@ void decode(Address src, int format, int64_t n, Address scale_inv, Address out, 
                    dtype_of(dtype), threads_of(threads));
 }
 
-void mx_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address codes, int threads) {
-    ottava::mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(codes),
+void mx_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents, int threads) {
+    ottava::mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(exponents),
                                 threads_of(threads));
 }
 
 void mx_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool square, bool floor,
-                 Address row_codes, Address row_scales, Address column_codes, Address column_scales, int threads) {
+                 Address row_data, Address row_scales, Address column_data, Address column_scales, int threads) {
     ottava::mx_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), fp8_of(format), square,
-                        floor, at<uint8_t>(row_codes), at<uint8_t>(row_scales), at<uint8_t>(column_codes),
+                        floor, at<uint8_t>(row_data), at<uint8_t>(row_scales), at<uint8_t>(column_data),
                         at<uint8_t>(column_scales), threads_of(threads));
 }
 
-void mx_decode(Address codes, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
+void mx_decode(Address data, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
                int dtype, int threads) {
-    ottava::mx_decode(at<const uint8_t>(codes), at<const uint8_t>(scales), fp8_of(format), size_of(rows), size_of(cols),
+    ottava::mx_decode(at<const uint8_t>(data), at<const uint8_t>(scales), fp8_of(format), size_of(rows), size_of(cols),
                       columnwise, at<void>(out), dtype_of(dtype), threads_of(threads));
 }
 

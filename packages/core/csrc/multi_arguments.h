@@ -15,13 +15,13 @@ namespace ottava {
 
 // A tensor among many: its address, dtype and number of elements, and the dtype that its elements are rounded to.
 using Source = std::tuple<Address, int, int64_t, int>;
-// A cast: the source, the format, and the address of its codes.
+// A cast: the source, the format, and the address of its data.
 using CastArguments = std::tuple<Source, int, Address>;
 // A shard: rows and columns of its matrix, and the element that it starts with.
 using Place = std::tuple<int64_t, int64_t, int64_t>;
 // The amaxes of a shard, and whether its blocks are square.
 using MxAmaxArguments = std::tuple<Source, Place, bool>;
-// A cast of a shard: the format, and for rows and columns the addresses of scales and codes.
+// A cast of a shard: the format, and for rows and columns the addresses of scales and data.
 using MxCastArguments = std::tuple<Source, Place, int, std::pair<Address, Address>, std::pair<Address, Address>>;
 // A tensor's slots: the addresses of its scale and its history, and their number.
 using SlotArguments = std::tuple<Address, Address, int64_t>;

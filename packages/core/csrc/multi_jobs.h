@@ -32,10 +32,10 @@ struct MxMultiCast {
     MultiSource source;
     int64_t rows, cols, start;
     Fp8 format;
-    const uint8_t* row_scales;     // of the whole matrix; optional, with row_codes
-    uint8_t* row_codes;            // of the shard
-    const uint8_t* column_scales;  // optional, with column_codes
-    uint8_t* column_codes;
+    const uint8_t* row_scales;     // of the whole matrix; optional, with row_data
+    uint8_t* row_data;            // of the shard
+    const uint8_t* column_scales;  // optional, with column_data
+    uint8_t* column_data;
 };
 
 // One tensor's slots of scaling state: `scale` [slots], `history` [length, slots] whose first row collects.

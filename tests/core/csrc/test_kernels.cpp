@@ -116,7 +116,7 @@ double defined_value(int code, int mantissa, int bias) {
     return exponent == 0 ? std::ldexp(fraction * unit, 1 - bias) : std::ldexp(1 + fraction * unit, exponent - bias);
 }
 
-// Nearest of the positive codes up to `largest`, ties to the even one, by search: no bit tricks.
+// Nearest of the positive data up to `largest`, ties to the even one, by search: no bit tricks.
 int defined_code(double magnitude, const std::vector<double>& values) {
     const auto high = static_cast<size_t>(std::lower_bound(values.begin(), values.end(), magnitude) - values.begin());
     if (high == values.size()) return static_cast<int>(high) - 1;
@@ -126,11 +126,11 @@ int defined_code(double magnitude, const std::vector<double>& values) {
     return static_cast<int>(high % 2 == 0 ? high : high - 1);
 }
 
-// numerics.h itself: all bfloat16 and float16 values, all codes, and the midpoints with their float32 neighbours.
+// numerics.h itself: all bfloat16 and float16 values, all data, and the midpoints with their float32 neighbours.
 template <class Format>
-void test_numerics(const char* format, int codes) {
+void test_numerics(const char* format, int data) {
     std::vector<double> values;
-    for (int code = 0; code < codes; ++code) {
+    for (int code = 0; code < data; ++code) {
         values.push_back(defined_value(code, Format::mantissa, Format::bias));
         const float widened = widen<Format, float, int32_t>(code);
         if (widened != values.back()) report(std::string(format) + " value", code, widened, values.back());
@@ -246,7 +246,7 @@ void test_shape(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t offs
     }
 }
 
-// The cast that records: codes, transpose, amax and the count of what is beyond the format, from one call.
+// The cast that records: data, transpose, amax and the count of what is beyond the format, from one call.
 void test_recording(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t offset) {
     std::mt19937 random(static_cast<unsigned>(rows * 31 + cols));
     const int64_t n = rows * cols;
@@ -348,9 +348,9 @@ void test_amax(Dtype dtype) {
 // MX blocks, from the rules: frexp and ldexp on doubles, which hold every value exactly.
 
 const std::vector<double>& mx_elements(Fp8 format) {
-    static const auto of = [](int codes, int mantissa, int bias) {
+    static const auto of = [](int data, int mantissa, int bias) {
         std::vector<double> values;
-        for (int code = 0; code < codes; ++code) values.push_back(defined_value(code, mantissa, bias));
+        for (int code = 0; code < data; ++code) values.push_back(defined_value(code, mantissa, bias));
         return values;
     };
     static const std::vector<double> e4m3 = of(0x7f, 3, 7), e5m2 = of(0x7c, 2, 15);
@@ -382,7 +382,7 @@ uint8_t mx_defined_code(float x, int scale, Fp8 format) {
 }
 
 struct MxResult {
-    std::vector<uint8_t> row_codes, row_scales, column_codes, column_scales;
+    std::vector<uint8_t> row_data, row_scales, column_data, column_scales;
 };
 
 MxResult mx_defined(const Elements& src, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor) {
@@ -407,8 +407,8 @@ MxResult mx_defined(const Elements& src, int64_t rows, int64_t cols, Fp8 format,
     for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < cols; ++j) {
             const float x = src.get(i * cols + j);
-            result.row_codes.push_back(mx_defined_code(x, result.row_scales[i * across + j / 32], format));
-            result.column_codes.push_back(mx_defined_code(x, result.column_scales[i / 32 * cols + j], format));
+            result.row_data.push_back(mx_defined_code(x, result.row_scales[i * across + j / 32], format));
+            result.column_data.push_back(mx_defined_code(x, result.column_scales[i / 32 * cols + j], format));
         }
     return result;
 }
@@ -469,14 +469,14 @@ void test_mx_quantize(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_
     for (const int threads : {1, 3})
         for (const int directions : {1, 2, 3}) {
             const bool by_row = directions & 1, by_column = directions & 2;
-            Buffer<uint8_t> row_codes(n, offset), row_blocks(row_scales, 3 * offset), column_codes(n, 5 * offset),
+            Buffer<uint8_t> row_data(n, offset), row_blocks(row_scales, 3 * offset), column_data(n, 5 * offset),
                 column_blocks(column_scales, 7 * offset);
             mx_quantize(src.raw.address(), dtype, rows, cols, format, square, floor,
-                        by_row ? row_codes.data() : nullptr, by_row ? row_blocks.data() : nullptr,
-                        by_column ? column_codes.data() : nullptr, by_column ? column_blocks.data() : nullptr, threads);
-            if (by_row) compare(" row codes", row_codes, expected.row_codes);
+                        by_row ? row_data.data() : nullptr, by_row ? row_blocks.data() : nullptr,
+                        by_column ? column_data.data() : nullptr, by_column ? column_blocks.data() : nullptr, threads);
+            if (by_row) compare(" row data", row_data, expected.row_data);
             if (by_row) compare(" row scales", row_blocks, expected.row_scales);
-            if (by_column) compare(" column codes", column_codes, expected.column_codes);
+            if (by_column) compare(" column data", column_data, expected.column_data);
             if (by_column) compare(" column scales", column_blocks, expected.column_scales);
         }
 }
@@ -534,18 +534,18 @@ void test_mx_decode(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t 
         for (const bool any_scale : {false, true})
             for (const int threads : {1, 3}) {
                 std::mt19937 random(static_cast<unsigned>(rows * 7 + cols));
-                Buffer<uint8_t> codes(n, offset);
+                Buffer<uint8_t> data(n, offset);
                 Buffer<uint8_t> scales(columnwise ? ((rows + 31) / 32) * cols : rows * across, 3 * offset);
-                for (size_t i = 0; i < codes.size(); ++i) codes.set(i, static_cast<uint8_t>(random()));
+                for (size_t i = 0; i < data.size(); ++i) data.set(i, static_cast<uint8_t>(random()));
                 for (size_t i = 0; i < scales.size(); ++i)
                     scales.set(i, static_cast<uint8_t>(any_scale ? random() : 110 + random() % 40));
                 Elements out(dtype, n, 5 * offset);
-                mx_decode(codes.data(), scales.data(), format, rows, cols, columnwise, out.raw.address(), dtype,
+                mx_decode(data.data(), scales.data(), format, rows, cols, columnwise, out.raw.address(), dtype,
                           threads);
                 for (int64_t i = 0; i < n; ++i) {
                     const int64_t row = i / cols, col = i % cols;
                     const uint8_t scale = scales.get(columnwise ? row / 32 * cols + col : row * across + col / 32);
-                    const MxDecoded& expected = table[scale * 256u + codes.get(i)];
+                    const MxDecoded& expected = table[scale * 256u + data.get(i)];
                     const uint32_t got = out.pattern(i), magnitude = got & (infinity | (infinity - 1));
                     if (expected.nan)
                         check(label + " NaN", i, magnitude > infinity, 1);
@@ -575,11 +575,11 @@ void test_mx_scales(Fp8 format) {
     for (const bool floor : {false, true}) {
         const auto compare = [&](size_t begin, size_t count, size_t offset) {
             Buffer<float> amax(static_cast<int64_t>(count), 4 * offset);
-            Buffer<uint8_t> codes(static_cast<int64_t>(count), offset);
+            Buffer<uint8_t> data(static_cast<int64_t>(count), offset);
             for (size_t i = 0; i < count; ++i) amax.set(i, bits_as<float>(patterns[begin + i]));
-            mx_scales_from_amax(amax.data(), static_cast<int64_t>(count), format, floor, codes.data(), 2);
+            mx_scales_from_amax(amax.data(), static_cast<int64_t>(count), format, floor, exponents.data(), 2);
             for (size_t i = 0; i < count; ++i)
-                check(label + (floor ? " floor" : " up"), patterns[begin + i], codes.get(i),
+                check(label + (floor ? " floor" : " up"), patterns[begin + i], data.get(i),
                       static_cast<uint64_t>(mx_defined_scale(amax.get(i), format, floor)));
         };
         compare(0, patterns.size(), 0);
@@ -758,21 +758,21 @@ void test_mx_multi_cast(const MultiTest& test, Fp8 format) {
     }
     for (const int threads : {1, 3})
         for (const size_t turn : {0, 1, 2}) {  // a third has no rows, another no columns
-            std::vector<Buffer<uint8_t>> row_codes = test.results(1), column_codes = test.results(30);
+            std::vector<Buffer<uint8_t>> row_data = test.results(1), column_data = test.results(30);
             std::vector<MxMultiCast> jobs;
             for (size_t i = 0; i < test.shards.size(); ++i) {
                 const Shard& s = test.shards[i];
                 jobs.push_back({test.source(i), s.rows, s.cols, s.start, format, row_scales[i].data(),
-                                (i + turn) % 3 == 0 ? nullptr : row_codes[i].data(), column_scales[i].data(),
-                                (i + turn) % 3 == 1 ? nullptr : column_codes[i].data()});
+                                (i + turn) % 3 == 0 ? nullptr : row_data[i].data(), column_scales[i].data(),
+                                (i + turn) % 3 == 1 ? nullptr : column_data[i].data()});
             }
             mx_multi_cast(jobs.data(), static_cast<int64_t>(jobs.size()), threads);
             for (size_t i = 0; i < jobs.size(); ++i)
                 for (size_t k = 0; k < by_row[i].size(); ++k) {
                     const auto where = static_cast<long long>(i * 1000000 + k);
-                    check(row_label, where, row_codes[i].get(k), jobs[i].row_codes == nullptr ? 0 : by_row[i][k]);
-                    check(column_label, where, column_codes[i].get(k),
-                          jobs[i].column_codes == nullptr ? 0 : by_column[i][k]);
+                    check(row_label, where, row_data[i].get(k), jobs[i].row_data == nullptr ? 0 : by_row[i][k]);
+                    check(column_label, where, column_data[i].get(k),
+                          jobs[i].column_data == nullptr ? 0 : by_column[i][k]);
                 }
         }
 }

@@ -1,6 +1,6 @@
 // Kernels over contiguous runs: cast. Include once, after amax.h.
 //
-// The unit is a line: 64 codes, which is what a streaming store wants. Every instruction set has the same generic line;
+// The unit is a line: 64 data, which is what a streaming store wants. Every instruction set has the same generic line;
 // cast_avx512.h replaces it.
 
 // What elements are multiplied by: for the vector that begins with the given element of a line, in order, and as a
@@ -13,14 +13,14 @@ struct Factor {
     OTTAVA_INLINE f32v arranged(int) const { return lanes; }
 };
 
-// 16 codes, from the given element of a line on.
+// 16 data, from the given element of a line on.
 template <class Element, class Format, class Multipliers>
 OTTAVA_INLINE u8x16 cast16(const typename Element::storage* src, const Multipliers& multipliers, int element = 0) {
-    i32v codes[16 / kLanes];
+    i32v data[16 / kLanes];
     for (int k = 0; k < 16 / kLanes; ++k)
-        codes[k] = encode<Format, f32v, i32v>(Element::load_floats(src + k * kLanes) *
+        data[k] = encode<Format, f32v, i32v>(Element::load_floats(src + k * kLanes) *
                                               multipliers.in_order(element + k * kLanes));
-    return narrow8(codes);
+    return narrow8(data);
 }
 
 // Fewer than 16 elements, through buffers: no byte outside the run is touched.
@@ -28,14 +28,14 @@ template <class Element, class Format>
 void cast_partial(const typename Element::storage* src, int64_t n, const Factor& factor, uint8_t* out) {
     typename Element::storage in[16] = {};
     memcpy(in, src, static_cast<size_t>(n) * sizeof(in[0]));
-    const u8x16 codes = cast16<Element, Format>(in, factor);
-    memcpy(out, &codes, static_cast<size_t>(n));
+    const u8x16 data = cast16<Element, Format>(in, factor);
+    memcpy(out, &data, static_cast<size_t>(n));
 }
 
 #if defined(__AVX512BW__)
 #include "cast_avx512.h"
 #else
-// A line of codes: 64 of them, as four pieces.
+// A line of data: 64 of them, as four pieces.
 struct Line {
     u8x16 pieces[4];
     OTTAVA_INLINE u8x16 piece(int k) const { return pieces[k]; }

@@ -1,4 +1,4 @@
-// The line of codes for AVX-512: the arithmetic of `encode` in about half as many instructions. Included by cast.h.
+// The line of data for AVX-512: the arithmetic of `encode` in about half as many instructions. Included by cast.h.
 //
 // - `range` clamps |x| and clears the sign at once;
 // - the addend of `encode` depends only on the exponent, so that a permutation looks it up;
@@ -6,22 +6,22 @@
 // - NaNs are rare: a line that has one is cast by the generic code.
 
 struct Line {
-    __m512i codes;
+    __m512i data;
     OTTAVA_INLINE u8x16 piece(int k) const {
         switch (k) {
             case 0:
-                return bits_as<u8x16>(_mm512_castsi512_si128(codes));
+                return bits_as<u8x16>(_mm512_castsi512_si128(data));
             case 1:
-                return bits_as<u8x16>(_mm512_extracti32x4_epi32(codes, 1));
+                return bits_as<u8x16>(_mm512_extracti32x4_epi32(data, 1));
             case 2:
-                return bits_as<u8x16>(_mm512_extracti32x4_epi32(codes, 2));
+                return bits_as<u8x16>(_mm512_extracti32x4_epi32(data, 2));
             default:
-                return bits_as<u8x16>(_mm512_extracti32x4_epi32(codes, 3));
+                return bits_as<u8x16>(_mm512_extracti32x4_epi32(data, 3));
         }
     }
     template <bool Stream>
     OTTAVA_INLINE void put_to(uint8_t* out) const {
-        put<Stream>(out, codes);
+        put<Stream>(out, data);
     }
 };
 
@@ -77,11 +77,11 @@ OTTAVA_INLINE __m512i in_order(__m512i packed) {
 OTTAVA_INLINE __m512i select(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xca); }
 
 // Saturating to bytes keeps signs; the magnitudes that come with them are dropped.
-OTTAVA_INLINE __m512i with_signs(__m512i codes, __m512i first, __m512i second) {
-    return select(_mm512_set1_epi8(0x7f), codes, _mm512_packs_epi16(first, second));
+OTTAVA_INLINE __m512i with_signs(__m512i data, __m512i first, __m512i second) {
+    return select(_mm512_set1_epi8(0x7f), data, _mm512_packs_epi16(first, second));
 }
 
-// 64 codes from four vectors of sums, and from the words whose top bits are the signs.
+// 64 data from four vectors of sums, and from the words whose top bits are the signs.
 OTTAVA_INLINE __m512i pack_line(const __m512i* sums, __m512i first, __m512i second) {
     const __m512i even = every_second_word(0), low = _mm512_set1_epi16(0x7f);
     const __m512i a = _mm512_and_si512(_mm512_permutex2var_epi16(sums[0], even, sums[1]), low);
@@ -126,8 +126,8 @@ struct LineCast {
             const __m512i low = _mm512_set1_epi32(0x7f);
             const __m512i a = select(low, sums[0], _mm512_slli_epi32(sums[1], 8));
             const __m512i b = select(low, sums[2], _mm512_slli_epi32(sums[3], 8));
-            const __m512i codes = _mm512_permutex2var_epi16(a, every_second_word(0), b);
-            return Line{select(_mm512_set1_epi8(0x7f), codes, in_order(_mm512_packs_epi16(first, second)))};
+            const __m512i data = _mm512_permutex2var_epi16(a, every_second_word(0), b);
+            return Line{select(_mm512_set1_epi8(0x7f), data, in_order(_mm512_packs_epi16(first, second)))};
         } else if constexpr (sizeof(*src) == 2) {
             return Line{pack_line(sums, load<__m512i>(src), load<__m512i>(src + 32))};
         } else {
@@ -151,9 +151,9 @@ struct LineCast {
    private:
     template <class Multipliers>
     __attribute__((noinline)) Line slowly(const typename Element::storage* src, const Multipliers& multipliers) const {
-        alignas(64) uint8_t codes[64];
+        alignas(64) uint8_t data[64];
         for (int k = 0; k < 4; ++k)
-            store(codes + 16 * k, cast16<Element, Format>(src + 16 * k, multipliers, 16 * k));
-        return Line{load<__m512i>(codes)};
+            store(data + 16 * k, cast16<Element, Format>(src + 16 * k, multipliers, 16 * k));
+        return Line{load<__m512i>(data)};
     }
 };

@@ -1,6 +1,6 @@
 // Kernels over contiguous runs: decode. Include once, after simd.h.
 
-// A decode is a look-up: the caller computes the 128 results of the positive codes, and the sign is the top bit.
+// A decode is a look-up: the caller computes the 128 results of the positive data, and the sign is the top bit.
 #if defined(__AVX512BW__)
 #include "decode_avx512.h"
 #else

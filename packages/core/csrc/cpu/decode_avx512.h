@@ -13,11 +13,11 @@ class Table<uint16_t> {
         for (int k = 0; k < 4; ++k) part_[k] = load<__m512i>(entries + 32 * k);
     }
     OTTAVA_INLINE __m512i operator()(const uint8_t* src) const {
-        const __m512i codes = _mm512_cvtepu8_epi16(load<__m256i>(src));
-        const __m512i low = _mm512_permutex2var_epi16(part_[0], codes, part_[1]);
-        const __m512i high = _mm512_permutex2var_epi16(part_[2], codes, part_[3]);
-        const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(codes, 8), _mm512_set1_epi16(-0x8000));
-        const __mmask32 bit6 = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40));
+        const __m512i data = _mm512_cvtepu8_epi16(load<__m256i>(src));
+        const __m512i low = _mm512_permutex2var_epi16(part_[0], data, part_[1]);
+        const __m512i high = _mm512_permutex2var_epi16(part_[2], data, part_[3]);
+        const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(data, 8), _mm512_set1_epi16(-0x8000));
+        const __mmask32 bit6 = _mm512_test_epi16_mask(data, _mm512_set1_epi16(0x40));
         return _mm512_xor_si512(_mm512_mask_blend_epi16(bit6, low, high), sign);
     }
 };
@@ -32,14 +32,14 @@ class Table<uint32_t> {
         for (int k = 0; k < 8; ++k) part_[k] = load<__m512i>(entries + 16 * k);
     }
     OTTAVA_INLINE __m512i operator()(const uint8_t* src) const {
-        const __m512i codes = _mm512_cvtepu8_epi32(load<__m128i>(src));
-        const __mmask16 bit5 = _mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20));
-        const __mmask16 bit6 = _mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x40));
-        const __m512i low = _mm512_mask_blend_epi32(bit5, _mm512_permutex2var_epi32(part_[0], codes, part_[1]),
-                                                    _mm512_permutex2var_epi32(part_[2], codes, part_[3]));
-        const __m512i high = _mm512_mask_blend_epi32(bit5, _mm512_permutex2var_epi32(part_[4], codes, part_[5]),
-                                                     _mm512_permutex2var_epi32(part_[6], codes, part_[7]));
-        const __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(codes, 7), 31);
+        const __m512i data = _mm512_cvtepu8_epi32(load<__m128i>(src));
+        const __mmask16 bit5 = _mm512_test_epi32_mask(data, _mm512_set1_epi32(0x20));
+        const __mmask16 bit6 = _mm512_test_epi32_mask(data, _mm512_set1_epi32(0x40));
+        const __m512i low = _mm512_mask_blend_epi32(bit5, _mm512_permutex2var_epi32(part_[0], data, part_[1]),
+                                                    _mm512_permutex2var_epi32(part_[2], data, part_[3]));
+        const __m512i high = _mm512_mask_blend_epi32(bit5, _mm512_permutex2var_epi32(part_[4], data, part_[5]),
+                                                     _mm512_permutex2var_epi32(part_[6], data, part_[7]));
+        const __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(data, 7), 31);
         return _mm512_xor_si512(_mm512_mask_blend_epi32(bit6, low, high), sign);
     }
 };

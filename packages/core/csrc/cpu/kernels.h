@@ -36,19 +36,19 @@ struct MxPanel {
     const void* src;
     int64_t rows, cols;
     int64_t stride;           // of the source and of both results, in elements
-    uint8_t* row_codes;       // blocks along the rows
+    uint8_t* row_data;       // blocks along the rows
     uint8_t* row_scales;      // of the first row
     int64_t row_scale_stride;
-    uint8_t* column_codes;    // blocks along the columns
+    uint8_t* column_data;    // blocks along the columns
     uint8_t* column_scales;   // one row of them
     bool square;              // one scale for kMxBlock rows and columns, in both directions
     bool floor;               // ScaleRounding
     bool stream;
 };
 
-// A run of codes of one row with their scales: one for kMxBlock codes, or one for each.
+// A run of data of one row with their scales: one for kMxBlock data, or one for each.
 struct MxRun {
-    const uint8_t* codes;
+    const uint8_t* data;
     const uint8_t* scales;
     int64_t count;
     bool scale_each;
@@ -75,9 +75,9 @@ struct MxShardAmax {
 struct MxShardCast {
     const uint8_t* row_scales;  // of the panel's first row
     int64_t row_scale_stride;
-    uint8_t* row_codes;
+    uint8_t* row_data;
     const uint8_t* column_scales;
-    uint8_t* column_codes;
+    uint8_t* column_data;
     bool stream;
 };
 
@@ -94,7 +94,7 @@ struct Kernels {
     // `table` holds the result of every code from 0 to 127; the sign is the top bit of a result.
     void (*decode16)(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out, bool stream);
     void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream);
-    void (*mx_scales)(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes);
+    void (*mx_scales)(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents);
     void (*mx_quantize)(const MxPanel& panel, Dtype dtype, Fp8 format);
     // `table` as for decode16, of the bare elements.
     void (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
@@ -147,14 +147,14 @@ void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int
 void decode(const uint8_t* src, Fp8 format, int64_t n,
             const float* scale_inv,  // optional
             void* out, Dtype dtype, int threads);
-void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes, int threads);
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents, int threads);
 // Blocks of 32 with a power of two each, along rows, along columns, or both from one pass over the source. Scales are
 // [rows, ceil(cols / 32)] and [ceil(rows / 32), cols].
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
-                 uint8_t* row_codes, uint8_t* row_scales,        // optional
-                 uint8_t* column_codes, uint8_t* column_scales,  // optional
+                 uint8_t* row_data, uint8_t* row_scales,        // optional
+                 uint8_t* column_data, uint8_t* column_scales,  // optional
                  int threads);
-void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
+void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, int threads);
 
 // Operations on many tensors in one call (multi.cpp). Threads share the work of all the tensors.

@@ -175,19 +175,19 @@ void mx_multi_cast(const MxMultiCast* shards, int64_t count, int threads) {
     const Kernels& kernels = active_kernels();
     int64_t bytes = 0;
     for (int64_t i = 0; i < count; ++i)
-        bytes += shards[i].source.count * ((shards[i].row_codes != nullptr) + (shards[i].column_codes != nullptr));
+        bytes += shards[i].source.count * ((shards[i].row_data != nullptr) + (shards[i].column_data != nullptr));
     const bool stream = bytes >= kStreamBytes;
     over_panels(shards, count, threads, [&](const MxMultiCast& job, int64_t, const MxShard& shard) {
         const int64_t across = ceil_div(job.cols, kMxBlock);
         MxShardCast to{};
-        if (job.row_codes != nullptr) {
+        if (job.row_data != nullptr) {
             to.row_scales = job.row_scales + shard.row * across + shard.col / kMxBlock;
             to.row_scale_stride = across;
-            to.row_codes = job.row_codes;
+            to.row_data = job.row_data;
         }
-        if (job.column_codes != nullptr) {
+        if (job.column_data != nullptr) {
             to.column_scales = job.column_scales + shard.row / kMxBlock * job.cols + shard.col;
-            to.column_codes = job.column_codes;
+            to.column_data = job.column_data;
         }
         to.stream = stream;
         kernels.mx_shard_cast(shard, job.source.dtype, job.source.nominal, job.format, to);

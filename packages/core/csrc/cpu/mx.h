@@ -45,10 +45,10 @@ struct PanelState {
     alignas(64) float row_multipliers[kBlocks] = {};
     alignas(64) float multipliers[kPanelCols] = {};           // of the columns, in order
     alignas(64) float arranged[kPanelCols] = {};              // and as a line's cast wants them
-    alignas(64) uint8_t codes[kPanelCols] = {};
+    alignas(64) uint8_t exponents[kPanelCols] = {};
 };
 
-// The multipliers of one line of codes: one for each block of the row.
+// The multipliers of one line of data: one for each block of the row.
 struct RowMultipliers {
     const float* blocks;
     OTTAVA_INLINE f32v arranged(int element) const { return broadcast(blocks[element / kMxBlock]); }
@@ -86,38 +86,38 @@ OTTAVA_INLINE void observe(const typename Element::storage* src, typename Elemen
     }
 }
 
-// Codes and multipliers of `count` scales, rounded up to whole vectors.
+// Exponents and multipliers of `count` scales, rounded up to whole vectors.
 template <class Element, class Format>
-OTTAVA_INLINE void scales_of(const typename Element::storage* amaxes, int64_t count, bool floor, uint8_t* codes,
+OTTAVA_INLINE void scales_of(const typename Element::storage* amaxes, int64_t count, bool floor, uint8_t* exponents,
                              float* multipliers) {
     for (int64_t i = 0; i < count; i += kLanes) {
         const f32v amax = Element::load_floats(amaxes + i);
         const i32v code = floor ? e8m0_floor<Format, f32v, i32v>(amax) : e8m0_up<Format, f32v, i32v>(amax);
         store(multipliers + i, e8m0_multiplier<f32v, i32v>(code));
-        store_codes(codes + i, code);
+        store_data(exponents + i, code);
     }
 }
 
 template <class Format>
-void mx_scales_format(const float* amax, int64_t n, bool floor, uint8_t* codes) {
+void mx_scales_format(const float* amax, int64_t n, bool floor, uint8_t* exponents) {
     const auto scales = [=](const float* from, uint8_t* to) {
         const f32v x = bits_as<f32v>(load<i32v>(from) & kMagnitude);
-        store_codes(to, floor ? e8m0_floor<Format, f32v, i32v>(x) : e8m0_up<Format, f32v, i32v>(x));
+        store_data(to, floor ? e8m0_floor<Format, f32v, i32v>(x) : e8m0_up<Format, f32v, i32v>(x));
     };
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) scales(amax + i, codes + i);
+    for (; i + kLanes <= n; i += kLanes) scales(amax + i, exponents + i);
     if (i == n) return;
     float rest[kLanes] = {};
     uint8_t found[kLanes];
     memcpy(rest, amax + i, static_cast<size_t>(n - i) * sizeof(float));
     scales(rest, found);
-    memcpy(codes + i, found, static_cast<size_t>(n - i));
+    memcpy(exponents + i, found, static_cast<size_t>(n - i));
 }
 
 // The sign of an amax does not count.
-void mx_scales_run(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes) {
-    if (format == Fp8::e4m3) return mx_scales_format<E4M3>(amax, n, floor, codes);
-    return mx_scales_format<E5M2>(amax, n, floor, codes);
+void mx_scales_run(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents) {
+    if (format == Fp8::e4m3) return mx_scales_format<E4M3>(amax, n, floor, exponents);
+    return mx_scales_format<E5M2>(amax, n, floor, exponents);
 }
 
 template <class Element, class Format>
@@ -161,10 +161,10 @@ class PanelCast {
         const int64_t count = panel_.cols - whole_;
         if (count == 0) return;
         const Rest rest(src + whole_, count);
-        alignas(64) uint8_t codes[kLine];
-        cast_.scaled(rest.elements, multipliers_at(whole_)).template put_to<false>(codes);
-        if (first != nullptr) memcpy(first + r * panel_.stride + whole_, codes, static_cast<size_t>(count));
-        if (second != nullptr) memcpy(second + r * panel_.stride + whole_, codes, static_cast<size_t>(count));
+        alignas(64) uint8_t data[kLine];
+        cast_.scaled(rest.elements, multipliers_at(whole_)).template put_to<false>(data);
+        if (first != nullptr) memcpy(first + r * panel_.stride + whole_, data, static_cast<size_t>(count));
+        if (second != nullptr) memcpy(second + r * panel_.stride + whole_, data, static_cast<size_t>(count));
     }
 
     template <class Multipliers>
@@ -176,46 +176,46 @@ class PanelCast {
     }
 
     void scales_of_blocks() {
-        scales_of<Element, Format>(state_.blocks, blocks_, panel_.floor, state_.codes, state_.row_multipliers);
+        scales_of<Element, Format>(state_.blocks, blocks_, panel_.floor, state_.exponents, state_.row_multipliers);
         memset(state_.blocks, 0, sizeof(state_.blocks));
     }
 
     RowMultipliers row_multipliers_at(int64_t col) const { return {state_.row_multipliers + col / kMxBlock}; }
 
     void put_row_scales(int64_t r) const {
-        memcpy(panel_.row_scales + r * panel_.row_scale_stride, state_.codes, static_cast<size_t>(blocks_));
+        memcpy(panel_.row_scales + r * panel_.row_scale_stride, state_.exponents, static_cast<size_t>(blocks_));
     }
 
     void squares() {
         for (int64_t r = 0; r < panel_.rows; ++r) observe_row(r, nullptr);
         scales_of_blocks();
         for (int64_t r = 0; r < panel_.rows; ++r) {
-            cast_row_to(r, panel_.row_codes, panel_.column_codes, [&](int64_t col) { return row_multipliers_at(col); });
-            if (panel_.row_codes != nullptr) put_row_scales(r);
+            cast_row_to(r, panel_.row_data, panel_.column_data, [&](int64_t col) { return row_multipliers_at(col); });
+            if (panel_.row_data != nullptr) put_row_scales(r);
         }
-        if (panel_.column_codes == nullptr) return;
+        if (panel_.column_data == nullptr) return;
         for (int64_t block = 0; block < blocks_; ++block) {
             const int64_t col = block * kMxBlock, count = panel_.cols - col < kMxBlock ? panel_.cols - col : kMxBlock;
-            memset(panel_.column_scales + col, state_.codes[block], static_cast<size_t>(count));
+            memset(panel_.column_scales + col, state_.exponents[block], static_cast<size_t>(count));
         }
     }
 
     void rows_and_columns() {
-        Storage* columns = panel_.column_codes == nullptr ? nullptr : state_.columns;
+        Storage* columns = panel_.column_data == nullptr ? nullptr : state_.columns;
         for (int64_t r = 0; r < panel_.rows; ++r) {
             observe_row(r, columns);
-            if (panel_.row_codes == nullptr) continue;
+            if (panel_.row_data == nullptr) continue;
             scales_of_blocks();
-            cast_row_to(r, panel_.row_codes, nullptr, [&](int64_t col) { return row_multipliers_at(col); });
+            cast_row_to(r, panel_.row_data, nullptr, [&](int64_t col) { return row_multipliers_at(col); });
             put_row_scales(r);
         }
         if (columns == nullptr) return;
-        scales_of<Element, Format>(columns, panel_.cols, panel_.floor, state_.codes, state_.multipliers);
-        memcpy(panel_.column_scales, state_.codes, static_cast<size_t>(panel_.cols));
+        scales_of<Element, Format>(columns, panel_.cols, panel_.floor, state_.exponents, state_.multipliers);
+        memcpy(panel_.column_scales, state_.exponents, static_cast<size_t>(panel_.cols));
         for (int64_t col = 0; col < panel_.cols; col += kLine)
             LineCast<Element, Format>::arrange(state_.multipliers + col, state_.arranged + col);
         for (int64_t r = 0; r < panel_.rows; ++r)
-            cast_row_to(r, panel_.column_codes, nullptr, [&](int64_t col) {
+            cast_row_to(r, panel_.column_data, nullptr, [&](int64_t col) {
                 return ColumnMultipliers{state_.multipliers + col, state_.arranged + col};
             });
     }

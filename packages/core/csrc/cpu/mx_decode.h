@@ -1,7 +1,7 @@
 // Kernels over contiguous runs: the decoding of MX blocks. Include once, after decode.h.
 
-// kLanes codes, and their scales, as 32-bit integers.
-OTTAVA_INLINE i32v load_codes(const uint8_t* from) {
+// kLanes data, and their scales, as 32-bit integers.
+OTTAVA_INLINE i32v load_data(const uint8_t* from) {
 #if defined(__AVX512BW__)
     return bits_as<i32v>(_mm512_cvtepu8_epi32(load<__m128i>(from)));
 #elif defined(__AVX2__)
@@ -29,22 +29,22 @@ OTTAVA_INLINE void mx_decode_vector(i32v code, i32v scale, Out* out, Dtype dtype
     }
 }
 
-// At most one block: `count` codes and results, any part of a vector.
+// At most one block: `count` data and results, any part of a vector.
 template <class Format, class Out>
-OTTAVA_INLINE void mx_decode_block(const uint8_t* codes, const uint8_t* scales, bool scale_each, int64_t count,
+OTTAVA_INLINE void mx_decode_block(const uint8_t* data, const uint8_t* scales, bool scale_each, int64_t count,
                                    Out* out, Dtype dtype) {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
-        const i32v scale = scale_each ? load_codes(scales + i) : i32v{} + scales[0];
-        mx_decode_vector<Format>(load_codes(codes + i), scale, out + i, dtype);
+        const i32v scale = scale_each ? load_data(scales + i) : i32v{} + scales[0];
+        mx_decode_vector<Format>(load_data(data + i), scale, out + i, dtype);
     }
     if (i == count) return;
     uint8_t last[kLanes] = {}, last_scales[kLanes] = {};
     Out results[kLanes];
-    memcpy(last, codes + i, static_cast<size_t>(count - i));
+    memcpy(last, data + i, static_cast<size_t>(count - i));
     if (scale_each) memcpy(last_scales, scales + i, static_cast<size_t>(count - i));
-    const i32v scale = scale_each ? load_codes(last_scales) : i32v{} + scales[0];
-    mx_decode_vector<Format>(load_codes(last), scale, results, dtype);
+    const i32v scale = scale_each ? load_data(last_scales) : i32v{} + scales[0];
+    mx_decode_vector<Format>(load_data(last), scale, results, dtype);
     memcpy(out + i, results, static_cast<size_t>(count - i) * sizeof(Out));
 }
 
@@ -60,7 +60,7 @@ class FastBlock {
    public:
     explicit FastBlock(const uint16_t* table) : table_(table) {}
     template <bool Stream>
-    OTTAVA_INLINE bool operator()(const uint8_t* codes, const uint8_t* scales, bool scale_each, uint16_t* out) const {
+    OTTAVA_INLINE bool operator()(const uint8_t* data, const uint8_t* scales, bool scale_each, uint16_t* out) const {
         __m512i shift;
         if (scale_each) {
             const __m256i each = load<__m256i>(scales);
@@ -72,7 +72,7 @@ class FastBlock {
             shift = _mm512_set1_epi16(scales[0]);
         }
         shift = _mm512_slli_epi16(_mm512_sub_epi16(shift, _mm512_set1_epi16(127)), 7);
-        const __m512i value = table_(codes);
+        const __m512i value = table_(data);
         const __m512i magnitude = _mm512_and_si512(value, _mm512_set1_epi16(0x7fff));
         // Neither zero nor infinity nor NaN: magnitude - 1 < 0x7f7f.
         const __mmask32 finite = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, _mm512_set1_epi16(1)),
@@ -99,12 +99,12 @@ void mx_decode_typed(const MxRun& run, const uint16_t* table, Out* out, Dtype dt
 #if defined(__AVX512BW__)
         if constexpr (sizeof(Out) == 2) {
             if (narrow && count == kMxBlock &&
-                (streams ? fast.template operator()<true>(run.codes + i, scales, run.scale_each, out + i)
-                         : fast.template operator()<false>(run.codes + i, scales, run.scale_each, out + i)))
+                (streams ? fast.template operator()<true>(run.data + i, scales, run.scale_each, out + i)
+                         : fast.template operator()<false>(run.data + i, scales, run.scale_each, out + i)))
                 continue;
         }
 #endif
-        mx_decode_block<Format>(run.codes + i, scales, run.scale_each, count, out + i, dtype);
+        mx_decode_block<Format>(run.data + i, scales, run.scale_each, count, out + i, dtype);
     }
 #if defined(__AVX512BW__)
     if (streams) finish_streaming();

@@ -122,31 +122,31 @@ class ShardCast {
     static void multipliers_of(const uint8_t* scales, int64_t count, float* multipliers) {
         int64_t i = 0;
         for (; i + kLanes <= count; i += kLanes)
-            store(multipliers + i, e8m0_multiplier<f32v, i32v>(load_codes(scales + i)));
+            store(multipliers + i, e8m0_multiplier<f32v, i32v>(load_data(scales + i)));
         if (i == count) return;
         uint8_t rest[kLanes] = {};
         memcpy(rest, scales + i, static_cast<size_t>(count - i));
-        store(multipliers + i, e8m0_multiplier<f32v, i32v>(load_codes(rest)));
+        store(multipliers + i, e8m0_multiplier<f32v, i32v>(load_data(rest)));
     }
 
     template <class Lines>
     __attribute__((noinline)) void cast_row(const uint32_t* src, int64_t first, int64_t count, uint8_t* out,
                                             const Lines lines) const {
         const bool stream = to_.stream && (reinterpret_cast<uintptr_t>(out) - static_cast<uintptr_t>(first)) % kLine == 0;
-        const LineCast<Float32, Format> cast = cast_;  // in registers: codes are bytes, which may be anything's
+        const LineCast<Float32, Format> cast = cast_;  // in registers: data are bytes, which may be anything's
         over_lines(first, count, [&](int64_t line, int64_t inside, int64_t at, int64_t some) {
             if (some == kLine) {
-                const Line codes = cast.scaled(src + at, lines.at(line));
+                const Line data = cast.scaled(src + at, lines.at(line));
                 if (stream)
-                    codes.template put_to<true>(out + at);
+                    data.template put_to<true>(out + at);
                 else
-                    codes.template put_to<false>(out + at);
+                    data.template put_to<false>(out + at);
                 return;
             }
             const PartialLine<uint32_t> rest(src + at, inside, some);
-            alignas(64) uint8_t codes[kLine];
-            cast.scaled(rest.elements, lines.at(line)).template put_to<false>(codes);
-            memcpy(out + at, codes + inside, static_cast<size_t>(some));
+            alignas(64) uint8_t data[kLine];
+            cast.scaled(rest.elements, lines.at(line)).template put_to<false>(data);
+            memcpy(out + at, data + inside, static_cast<size_t>(some));
         });
     }
 
@@ -172,14 +172,14 @@ class ShardCast {
         bool known = false;  // the columns' multipliers
         over_rows<Storage>(shard_, [&](int64_t r, int64_t first, const Storage* from, int64_t count, int64_t offset) {
             const uint32_t* src = values_of<Source, Round>(from, count);
-            if (to_.row_codes != nullptr) {
+            if (to_.row_data != nullptr) {
                 multipliers_of(to_.row_scales + r * to_.row_scale_stride, blocks, blocks_);
-                cast_row(src, first, count, to_.row_codes + offset, RowLines{blocks_});
+                cast_row(src, first, count, to_.row_data + offset, RowLines{blocks_});
             }
-            if (to_.column_codes == nullptr) return;
+            if (to_.column_data == nullptr) return;
             if (!known) multipliers_of(to_.column_scales, shard_.cols, columns_);
             known = true;
-            cast_row(src, first, count, to_.column_codes + offset, ColumnLines{columns_});
+            cast_row(src, first, count, to_.column_data + offset, ColumnLines{columns_});
         });
         if (to_.stream) finish_streaming();
     }

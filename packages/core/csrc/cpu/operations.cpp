@@ -88,7 +88,7 @@ float cast_transpose_with(CastTile run, const void* src, Dtype dtype, int64_t ro
     return largest_of(partial);
 }
 
-// The results of the positive codes; a kernel puts the sign on.
+// The results of the positive data; a kernel puts the sign on.
 struct DecodeTable {
     alignas(64) uint16_t narrow[128];
     alignas(64) uint32_t wide[128];
@@ -217,21 +217,21 @@ void decode(const uint8_t* src, Fp8 format, int64_t n, const float* scale_inv, v
     });
 }
 
-void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes, int threads) {
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents, int threads) {
     const Kernels& kernels = active_kernels();
     in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
         const int64_t from = begin * kUnit, to = std::min(end * kUnit, n);
-        kernels.mx_scales(amax + from, to - from, format, floor, codes + from);
+        kernels.mx_scales(amax + from, to - from, format, floor, exponents + from);
     });
 }
 
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
-                 uint8_t* row_codes, uint8_t* row_scales, uint8_t* column_codes, uint8_t* column_scales, int threads) {
+                 uint8_t* row_data, uint8_t* row_scales, uint8_t* column_data, uint8_t* column_scales, int threads) {
     const Kernels& kernels = active_kernels();
     const int64_t down = ceil_div(rows, kMxBlock), across = ceil_div(cols, kPanelCols);
     const int64_t row_blocks = ceil_div(cols, kMxBlock);
-    const auto lines = [](const uint8_t* codes) { return reinterpret_cast<uintptr_t>(codes) % 64 == 0; };
-    const bool stream = rows * cols >= kStreamBytes && cols % 64 == 0 && lines(row_codes) && lines(column_codes);
+    const auto lines = [](const uint8_t* data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
+    const bool stream = rows * cols >= kStreamBytes && cols % 64 == 0 && lines(row_data) && lines(column_data);
     in_parallel(down * across, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t block = i / across, row = block * kMxBlock, col = i % across * kPanelCols;
@@ -240,13 +240,13 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
             panel.rows = std::min(kMxBlock, rows - row);
             panel.cols = std::min(kPanelCols, cols - col);
             panel.stride = cols;
-            if (row_codes != nullptr) {
-                panel.row_codes = row_codes + row * cols + col;
+            if (row_data != nullptr) {
+                panel.row_data = row_data + row * cols + col;
                 panel.row_scales = row_scales + row * row_blocks + col / kMxBlock;
                 panel.row_scale_stride = row_blocks;
             }
-            if (column_codes != nullptr) {
-                panel.column_codes = column_codes + row * cols + col;
+            if (column_data != nullptr) {
+                panel.column_data = column_data + row * cols + col;
                 panel.column_scales = column_scales + block * cols + col;
             }
             panel.square = square;
@@ -257,7 +257,7 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
     });
 }
 
-void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
+void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, int threads) {
     const Kernels& kernels = active_kernels();
     const int64_t row_blocks = ceil_div(cols, kMxBlock);
@@ -270,7 +270,7 @@ void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t 
     in_parallel(rows, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
         for (int64_t row = begin; row < end; ++row) {
             const uint8_t* row_scales = columnwise ? scales + row / kMxBlock * cols : scales + row * row_blocks;
-            const MxRun run{codes + row * cols, row_scales, cols, columnwise};
+            const MxRun run{data + row * cols, row_scales, cols, columnwise};
             uint8_t* to = static_cast<uint8_t*>(out) + static_cast<size_t>(row * cols) * element_bytes(dtype);
             kernels.mx_decode(run, format, table.narrow, to, dtype, stream);
         }

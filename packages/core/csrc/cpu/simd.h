@@ -92,40 +92,40 @@ OTTAVA_INLINE void store_narrow16(void* to, u32v v) {
 #endif
 }
 
-// 16 codes held in the low bytes of 16 / kLanes vectors.
-OTTAVA_INLINE u8x16 narrow8(const i32v* codes) {
+// 16 data held in the low bytes of 16 / kLanes vectors.
+OTTAVA_INLINE u8x16 narrow8(const i32v* data) {
 #if defined(__AVX512BW__)
-    return bits_as<u8x16>(_mm512_cvtepi32_epi8(bits_as<__m512i>(codes[0])));
+    return bits_as<u8x16>(_mm512_cvtepi32_epi8(bits_as<__m512i>(data[0])));
 #elif defined(__AVX2__)
-    const __m256i words = _mm256_packus_epi32(bits_as<__m256i>(codes[0]), bits_as<__m256i>(codes[1]));
+    const __m256i words = _mm256_packus_epi32(bits_as<__m256i>(data[0]), bits_as<__m256i>(data[1]));
     const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
     return bits_as<u8x16>(
         _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
 #elif defined(OTTAVA_X86)
-    // SSE2 packs with signed saturation only; codes fit in a byte, so that the first step is exact.
-    const __m128i low = _mm_packs_epi32(bits_as<__m128i>(codes[0]), bits_as<__m128i>(codes[1]));
-    const __m128i high = _mm_packs_epi32(bits_as<__m128i>(codes[2]), bits_as<__m128i>(codes[3]));
+    // SSE2 packs with signed saturation only; data fit in a byte, so that the first step is exact.
+    const __m128i low = _mm_packs_epi32(bits_as<__m128i>(data[0]), bits_as<__m128i>(data[1]));
+    const __m128i high = _mm_packs_epi32(bits_as<__m128i>(data[2]), bits_as<__m128i>(data[3]));
     return bits_as<u8x16>(_mm_packus_epi16(low, high));
 #else
     typedef uint8_t u8x4 __attribute__((vector_size(4)));
-    const u8x4 parts[4] = {__builtin_convertvector(codes[0], u8x4), __builtin_convertvector(codes[1], u8x4),
-                           __builtin_convertvector(codes[2], u8x4), __builtin_convertvector(codes[3], u8x4)};
+    const u8x4 parts[4] = {__builtin_convertvector(data[0], u8x4), __builtin_convertvector(data[1], u8x4),
+                           __builtin_convertvector(data[2], u8x4), __builtin_convertvector(data[3], u8x4)};
     return load<u8x16>(parts);
 #endif
 }
 
-// kLanes codes, held in the low bytes of a vector, to any address.
-OTTAVA_INLINE void store_codes(uint8_t* to, i32v codes) {
+// kLanes data, held in the low bytes of a vector, to any address.
+OTTAVA_INLINE void store_data(uint8_t* to, i32v data) {
 #if defined(__AVX512BW__)
-    store(to, _mm512_cvtepi32_epi8(bits_as<__m512i>(codes)));
+    store(to, _mm512_cvtepi32_epi8(bits_as<__m512i>(data)));
 #elif defined(__AVX2__)
     const __m256i words = _mm256_permute4x64_epi64(
-        _mm256_packus_epi32(bits_as<__m256i>(codes), bits_as<__m256i>(codes)), 0xd8);
+        _mm256_packus_epi32(bits_as<__m256i>(data), bits_as<__m256i>(data)), 0xd8);
     const __m128i low = _mm256_castsi256_si128(words);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(low, low));
 #else
     typedef uint8_t u8x4 __attribute__((vector_size(4)));
-    store(to, __builtin_convertvector(codes, u8x4));
+    store(to, __builtin_convertvector(data, u8x4));
 #endif
 }
 

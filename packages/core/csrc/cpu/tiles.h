@@ -1,6 +1,6 @@
 // Kernels over tiles: cast and transpose, transpose. Include once, after cast.h.
 //
-// The scratch holds a tile as pieces of 16 bytes, the codes of 16 neighbouring columns of one row. Pieces are laid
+// The scratch holds a tile as pieces of 16 bytes, the data of 16 neighbouring columns of one row. Pieces are laid
 // out so that one vector load takes the rows i, i + 16, i + 32, ... of one column group: the 16x16 byte transposes
 // then run in all 16-byte parts of the vector at once, and each result is a contiguous run of one output row.
 

@@ -1,7 +1,7 @@
 // numerics.h on two and on eight elements at a time, with the GPU's own conversions where it has them.
 //
 // Those give the same bytes: each function here has one result, whichever way it comes about. Words hold two 16-bit
-// elements or four codes, the first in the low bits.
+// elements or four data, the first in the low bits.
 #pragma once
 
 #include <cstdint>
@@ -20,28 +20,28 @@ constexpr int kGroup = 8;  // elements that a thread reads, casts and writes at 
 
 OTTAVA_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-// Codes of two elements: of `a` in the low byte, of `b` in the next.
+// Data of two elements: of `a` in the low byte, of `b` in the next.
 template <class Format>
 OTTAVA_DEVICE uint32_t encode_pair(float a, float b) {
 #if defined(OTTAVA_CONVERTS_FP8)
-    uint16_t codes;
+    uint16_t data;
     if (Format::mantissa == 3)
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(data) : "f"(b), "f"(a));
     else
-        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
-    return codes;
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(data) : "f"(b), "f"(a));
+    return data;
 #else
     return static_cast<uint32_t>(encode<Format, float, int32_t>(a)) |
            (static_cast<uint32_t>(encode<Format, float, int32_t>(b)) << 8);
 #endif
 }
 
-// The values of the codes in the two low bytes, whose signs count for nothing.
+// The values of the data in the two low bytes, whose signs count for nothing.
 template <class Format>
-OTTAVA_DEVICE void widen_pair(uint32_t codes, float& a, float& b) {
+OTTAVA_DEVICE void widen_pair(uint32_t data, float& a, float& b) {
 #if defined(OTTAVA_CONVERTS_FP8)
     uint32_t halves;
-    const uint16_t magnitudes = static_cast<uint16_t>(codes & 0x7f7f);
+    const uint16_t magnitudes = static_cast<uint16_t>(data & 0x7f7f);
     if (Format::mantissa == 3)
         asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(magnitudes));
     else
@@ -50,8 +50,8 @@ OTTAVA_DEVICE void widen_pair(uint32_t codes, float& a, float& b) {
         : "=f"(a), "=f"(b)
         : "r"(halves));
 #else
-    a = widen<Format, float, int32_t>(static_cast<int32_t>(codes & 0x7f));
-    b = widen<Format, float, int32_t>(static_cast<int32_t>((codes >> 8) & 0x7f));
+    a = widen<Format, float, int32_t>(static_cast<int32_t>(data & 0x7f));
+    b = widen<Format, float, int32_t>(static_cast<int32_t>((data >> 8) & 0x7f));
 #endif
 }
 
@@ -182,18 +182,18 @@ OTTAVA_DEVICE Group<Source> load_group(const void* from, int64_t i, int64_t coun
     return group;
 }
 
-// The codes of eight elements, times `scale`.
+// The data of eight elements, times `scale`.
 template <class Format, class Source>
 OTTAVA_DEVICE Words2 encode_group(const Group<Source>& group, float scale) {
-    Words2 codes;
+    Words2 data;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int i = 4 * half;
         const uint32_t low = encode_pair<Format>(multiply(group.at(i), scale), multiply(group.at(i + 1), scale));
         const uint32_t high = encode_pair<Format>(multiply(group.at(i + 2), scale), multiply(group.at(i + 3), scale));
-        codes.w[half] = low | (high << 16);
+        data.w[half] = low | (high << 16);
     }
-    return codes;
+    return data;
 }
 
 // The code of one element as it lies in memory.
@@ -202,26 +202,26 @@ OTTAVA_DEVICE uint8_t encode_one(uint32_t element, float scale) {
     return static_cast<uint8_t>(encode_pair<Format>(multiply(Source::widen(element), scale), 0.0f));
 }
 
-OTTAVA_DEVICE void store_whole(uint8_t* to, int64_t i, const Words2& codes) {
-    store_once(reinterpret_cast<Words2*>(to + i), codes);
+OTTAVA_DEVICE void store_whole(uint8_t* to, int64_t i, const Words2& data) {
+    store_once(reinterpret_cast<Words2*>(to + i), data);
 }
 
-// Eight codes to byte number `i` and those after it; fewer near the end.
-OTTAVA_DEVICE void store_codes(uint8_t* to, int64_t i, int64_t count, bool wide, const Words2& codes) {
-    if (wide && count >= kGroup) return store_whole(to, i, codes);
+// Eight data to byte number `i` and those after it; fewer near the end.
+OTTAVA_DEVICE void store_data(uint8_t* to, int64_t i, int64_t count, bool wide, const Words2& data) {
+    if (wide && count >= kGroup) return store_whole(to, i, data);
 #pragma unroll
     for (int k = 0; k < kGroup; ++k)
-        if (k < count) to[i + k] = static_cast<uint8_t>(codes.w[k / 4] >> (8 * (k % 4)));
+        if (k < count) to[i + k] = static_cast<uint8_t>(data.w[k / 4] >> (8 * (k % 4)));
 }
 
-// Eight codes, zero beyond `count`.
-OTTAVA_DEVICE Words2 load_codes(const uint8_t* from, int64_t i, int64_t count, bool wide) {
+// Eight data, zero beyond `count`.
+OTTAVA_DEVICE Words2 load_data(const uint8_t* from, int64_t i, int64_t count, bool wide) {
     if (wide && count >= kGroup) return load_once(reinterpret_cast<const Words2*>(from + i));
-    Words2 codes = {{0, 0}};
+    Words2 data = {{0, 0}};
 #pragma unroll
     for (int k = 0; k < kGroup; ++k)
-        if (k < count) codes.w[k / 4] |= static_cast<uint32_t>(from[i + k]) << (8 * (k % 4));
-    return codes;
+        if (k < count) data.w[k / 4] |= static_cast<uint32_t>(from[i + k]) << (8 * (k % 4));
+    return data;
 }
 
 template <class Body>

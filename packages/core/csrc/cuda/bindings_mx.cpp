@@ -10,27 +10,29 @@ namespace {
 
 Stream stream_of(Address stream) { return reinterpret_cast<Stream>(stream); }
 
-// Codes and scales, 0 where the direction is not wanted.
+// Data and scales, 0 where the direction is not wanted.
 typedef std::tuple<Address, Address> Pair;
 
-MxCodes codes_of(const Pair& pair) { return {at<uint8_t>(std::get<0>(pair)), at<uint8_t>(std::get<1>(pair))}; }
+MxData data_of(const Pair& pair) { return {at<uint8_t>(std::get<0>(pair)), at<uint8_t>(std::get<1>(pair))}; }
 
-void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address codes, int device, Address stream) {
+void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents, int device,
+                           Address stream) {
     const OnDevice guard(device);
-    mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(codes), stream_of(stream));
+    mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(exponents),
+                        stream_of(stream));
 }
 
 void bound_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool square, bool floor,
                     const Pair& by_row, const Pair& by_column, int device, Address stream) {
     const OnDevice guard(device);
     mx_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), fp8_of(format), square, floor,
-                codes_of(by_row), codes_of(by_column), stream_of(stream));
+                data_of(by_row), data_of(by_column), stream_of(stream));
 }
 
-void bound_decode(Address codes, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
+void bound_decode(Address data, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
                   int dtype, int device, Address stream) {
     const OnDevice guard(device);
-    mx_decode(at<const uint8_t>(codes), at<const uint8_t>(scales), fp8_of(format), size_of(rows), size_of(cols),
+    mx_decode(at<const uint8_t>(data), at<const uint8_t>(scales), fp8_of(format), size_of(rows), size_of(cols),
               columnwise, at<void>(out), dtype_of(dtype), stream_of(stream));
 }
 

@@ -93,7 +93,7 @@ struct FinishAmax {
     }
 };
 
-// Codes of a run. The last chunks are cast first: they are what the caches hold after an amax.
+// Data of a run. The last chunks are cast first: they are what the caches hold after an amax.
 template <class Source, class Format, class Scaling>
 struct Cast {
     static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4, kUnroll = 4, kRounds = 2;

@@ -1,4 +1,4 @@
-// Kernels over tiles: the cast with its transpose, and the transpose of codes.
+// Kernels over tiles: the cast with its transpose, and the transpose of data.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +15,12 @@ constexpr int kCastTiles = 2;
 constexpr int kCastTiles = 3;
 #endif
 
-// Codes of a matrix and of its transpose, which is all that is written when `out` is null.
+// Data of a matrix and of its transpose, which is all that is written when `out` is null.
 template <class Source, class Format, class Scaling>
 struct CastTranspose {
     static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = Source::bytes == 4 ? 2 : kCastTiles;
     struct Shared {
-        TileCodes tile;
+        TileData tile;
         typename Scaling::template Shared<kThreads> scaling;
     };
     const void* src;
@@ -52,11 +52,11 @@ struct CastTranspose {
         }
         const float scale = scaling.template get<Format, kThreads>(thread, shared.scaling);
         uint32_t seen = 0;
-        Words2 codes[kGroup];
+        Words2 data[kGroup];
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
             seen = groups[k].observe(seen);
-            codes[k] = encode_group<Format>(groups[k], scale);
+            data[k] = encode_group<Format>(groups[k], scale);
         }
         int clamped = 0;
         if (scaling.counts() && clamps<Format>(Source::largest(seen), scale)) {
@@ -67,13 +67,13 @@ struct CastTranspose {
         }
         if (out != nullptr && whole) {
 #pragma unroll
-            for (int k = 0; k < kGroup; ++k) store_whole(out, (row + k) * turned.cols + col, codes[k]);
+            for (int k = 0; k < kGroup; ++k) store_whole(out, (row + k) * turned.cols + col, data[k]);
         } else if (out != nullptr) {
 #pragma unroll
             for (int k = 0; k < kGroup; ++k)
-                if (row + k < turned.rows) store_codes(out, (row + k) * turned.cols + col, count, wide, codes[k]);
+                if (row + k < turned.rows) store_data(out, (row + k) * turned.cols + col, count, wide, data[k]);
         }
-        put_turned(thread, codes, shared.tile);
+        put_turned(thread, data, shared.tile);
         thread.barrier();
         write_turned(thread, shared.tile, turned, tile_row, tile_col);
         scaling.template leave<kThreads>(thread, shared.scaling, Source::largest(seen), clamped);
@@ -82,7 +82,7 @@ struct CastTranspose {
 
 struct Transpose {
     static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = 4;
-    typedef TileCodes Shared;
+    typedef TileData Shared;
     const uint8_t* src;
     bool wide;
     TurnedOut turned;
@@ -94,13 +94,13 @@ struct Transpose {
         const TilePlace place(thread);
         const int64_t row = tile_row + place.down * kGroup, col = tile_col + place.across * kGroup;
         const int64_t count = turned.cols - col;
-        Words2 codes[kGroup];
+        Words2 data[kGroup];
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
             const int64_t first = (row + k) * turned.cols + col, inside = row + k < turned.rows ? count : 0;
-            codes[k] = load_codes(src, first, inside, wide);
+            data[k] = load_data(src, first, inside, wide);
         }
-        put_turned(thread, codes, tile);
+        put_turned(thread, data, tile);
         thread.barrier();
         write_turned(thread, tile, turned, tile_row, tile_col);
     }

@@ -1,4 +1,4 @@
-// From codes back to high precision.
+// From data back to high precision.
 #pragma once
 
 #include <cstdint>
@@ -13,19 +13,19 @@ OTTAVA_DEVICE uint32_t clean(float product) {
     return bits > static_cast<uint32_t>(kInfinity) ? static_cast<uint32_t>(kQuietNan) : bits;
 }
 
-// Eight magnitudes with the signs of eight codes, to element number `i` of a result and those after it.
+// Eight magnitudes with the signs of eight data, to element number `i` of a result and those after it.
 template <class Target>
 struct DecodedStore;
 
 template <>
 struct DecodedStore<Float32> {
     static OTTAVA_DEVICE void put(void* out, int64_t i, int64_t count, bool wide, const uint32_t (&bits)[kGroup],
-                                  const Words2& codes) {
+                                  const Words2& data) {
         uint32_t* to = static_cast<uint32_t*>(out) + i;
         Words4 fours[2];
 #pragma unroll
         for (int k = 0; k < kGroup; ++k)
-            fours[k / 4].w[k % 4] = bits[k] | ((codes.w[k / 4] << (24 - 8 * (k % 4))) & 0x80000000u);
+            fours[k / 4].w[k % 4] = bits[k] | ((data.w[k / 4] << (24 - 8 * (k % 4))) & 0x80000000u);
         if (wide && count >= kGroup) {
             store_once(reinterpret_cast<Words4*>(to), fours[0]);
             store_once(reinterpret_cast<Words4*>(to) + 1, fours[1]);
@@ -41,12 +41,12 @@ struct DecodedStore<Float32> {
 template <class Narrow>
 struct NarrowStore {
     static OTTAVA_DEVICE void put(void* out, int64_t i, int64_t count, bool wide, const uint32_t (&bits)[kGroup],
-                                  const Words2& codes) {
+                                  const Words2& data) {
         uint16_t* to = static_cast<uint16_t*>(out) + i;
         Words4 four;
 #pragma unroll
         for (int k = 0; k < kGroup; k += 2) {
-            const uint32_t code = codes.w[k / 4] >> (8 * (k % 4));
+            const uint32_t code = data.w[k / 4] >> (8 * (k % 4));
             const uint32_t signs = ((code & 0x80) << 8) | ((code & 0x8000) << 16);
             four.w[k / 2] = Narrow::pair(bits[k], bits[k + 1]) | signs;
         }
@@ -91,7 +91,7 @@ struct DecodedStore<BFloat16> : NarrowStore<ToBFloat16> {};
 template <>
 struct DecodedStore<Float16> : NarrowStore<ToHalf> {};
 
-// A run of codes, times one scale.
+// A run of data, times one scale.
 template <class Format, class Target>
 struct Decode {
     static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4, kUnroll = 4;
@@ -107,11 +107,11 @@ struct Decode {
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
         const float factor = scale_inv == nullptr ? 1.0f : *scale_inv;
         const int64_t first = thread.block() * kChunk + thread.index() * kGroup;
-        Words2 codes[kUnroll];
+        Words2 data[kUnroll];
 #pragma unroll
         for (int k = 0; k < kUnroll; ++k) {
             const int64_t i = first + k * kThreads * kGroup;
-            codes[k] = load_codes(src, i, count - i, wide);
+            data[k] = load_data(src, i, count - i, wide);
         }
 #pragma unroll
         for (int k = 0; k < kUnroll; ++k) {
@@ -120,11 +120,11 @@ struct Decode {
 #pragma unroll
             for (int n = 0; n < kGroup; n += 2) {
                 float a, b;
-                widen_pair<Format>(codes[k].w[n / 4] >> (8 * (n % 4)), a, b);
+                widen_pair<Format>(data[k].w[n / 4] >> (8 * (n % 4)), a, b);
                 bits[n] = clean(multiply(a, factor));
                 bits[n + 1] = clean(multiply(b, factor));
             }
-            DecodedStore<Target>::put(out, i, count - i, wide, bits, codes[k]);
+            DecodedStore<Target>::put(out, i, count - i, wide, bits, data[k]);
         }
     }
 };

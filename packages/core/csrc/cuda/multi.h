@@ -144,10 +144,10 @@ struct MultiCast {
 #pragma unroll
                     for (int k = 0; k < Work::kSingles; k += 2) {
                         const float a = Source::widen(elements[k]), b = Source::widen(elements[k + 1]);
-                        const uint32_t codes = encode_two<Rounding>(a, b, scale);
+                        const uint32_t data = encode_two<Rounding>(a, b, scale);
                         const int first = at + k * kThreads, second = first + kThreads;
-                        if (first < size) out[first] = static_cast<uint8_t>(codes);
-                        if (second < size) out[second] = static_cast<uint8_t>(codes >> 8);
+                        if (first < size) out[first] = static_cast<uint8_t>(data);
+                        if (second < size) out[second] = static_cast<uint8_t>(data >> 8);
                     }
                 });
         });
@@ -162,15 +162,15 @@ struct MultiCast {
 
     template <class Rounding>
     static OTTAVA_DEVICE Words2 encode_eight(const Group<Source>& group, float scale) {
-        Words2 codes;
+        Words2 data;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int i = 4 * half;
             const uint32_t low = encode_two<Rounding>(group.at(i), group.at(i + 1), scale);
             const uint32_t high = encode_two<Rounding>(group.at(i + 2), group.at(i + 3), scale);
-            codes.w[half] = low | (high << 16);
+            data.w[half] = low | (high << 16);
         }
-        return codes;
+        return data;
     }
 };
 

@@ -9,20 +9,20 @@
 
 namespace ottava::cuda {
 
-void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes, Stream stream) {
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents, Stream stream) {
     with_format(format, [&](auto element) {
         typedef MxScaleOfAmax<decltype(element)> Kernel;
-        const bool wide = aligned(amax, 16) && aligned(codes, 8);
-        launch(Kernel{amax, n, wide, floor, codes}, ceil_div(n, Kernel::kChunk), stream);
+        const bool wide = aligned(amax, 16) && aligned(exponents, 8);
+        launch(Kernel{amax, n, wide, floor, exponents}, ceil_div(n, Kernel::kChunk), stream);
     });
 }
 
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
-                 const MxCodes& by_row, const MxCodes& by_column, Stream stream) {
+                 const MxData& by_row, const MxData& by_column, Stream stream) {
     const bool groups = cols % kGroup == 0;
-    const bool wide = groups && aligned(src, 16) && aligned(by_row.codes, 8) && aligned(by_column.codes, 8);
-    const MxResult row{by_row.codes, by_row.scales, aligned(by_row.scales, 16) && ceil_div(cols, kMxBlock) % 16 == 0};
-    const MxResult column{by_column.codes, by_column.scales, aligned(by_column.scales, 8) && groups};
+    const bool wide = groups && aligned(src, 16) && aligned(by_row.data, 8) && aligned(by_column.data, 8);
+    const MxResult row{by_row.data, by_row.scales, aligned(by_row.scales, 16) && ceil_div(cols, kMxBlock) % 16 == 0};
+    const MxResult column{by_column.data, by_column.scales, aligned(by_column.scales, 8) && groups};
     with_source(dtype, [&](auto source) {
         with_format(format, [&](auto element) {
             const auto run = [&](auto rowwise, auto columnwise) {
@@ -31,9 +31,9 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
                 const uint32_t across = static_cast<uint32_t>(grid.across);
                 launch(Kernel{src, wide, square, floor, rows, cols, across, row, column}, grid.count, stream);
             };
-            if (by_column.codes == nullptr)
+            if (by_column.data == nullptr)
                 run(std::true_type{}, std::false_type{});
-            else if (by_row.codes == nullptr)
+            else if (by_row.data == nullptr)
                 run(std::false_type{}, std::true_type{});
             else
                 run(std::true_type{}, std::true_type{});
@@ -41,15 +41,15 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
     });
 }
 
-void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
+void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, Stream stream) {
     const Grid grid(rows, cols, Strip::kRows, Strip::kCols);
     const bool groups = cols % kGroup == 0;
     with_source(dtype, [&](auto target) {
         with_format(format, [&](auto element) {
             const MxDecode<decltype(element), decltype(target)> kernel{
-                codes, scales, columnwise, rows, cols, static_cast<uint32_t>(grid.across), out,
-                groups && aligned(codes, 8) && aligned(out, 16), groups && aligned(scales, 8)};
+                data, scales, columnwise, rows, cols, static_cast<uint32_t>(grid.across), out,
+                groups && aligned(data, 8) && aligned(out, 16), groups && aligned(scales, 8)};
             launch(kernel, grid.count, stream);
         });
     });

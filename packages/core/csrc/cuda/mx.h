@@ -15,15 +15,15 @@ namespace ottava::cuda {
 
 // Where the results of a direction go.
 struct MxResult {
-    uint8_t* codes;
+    uint8_t* data;
     uint8_t* scales;
     bool wide_scales;
 };
 
-// The codes of eight elements, each times its own factor.
+// The data of eight elements, each times its own factor.
 template <class Format>
 OTTAVA_DEVICE Words2 encode_each(const float (&elements)[kGroup], const float (&factors)[kGroup]) {
-    Words2 codes;
+    Words2 data;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint32_t pairs[2];
@@ -32,17 +32,17 @@ OTTAVA_DEVICE Words2 encode_each(const float (&elements)[kGroup], const float (&
             const int i = 4 * half + 2 * n;
             pairs[n] = encode_pair<Format>(multiply(elements[i], factors[i]), multiply(elements[i + 1], factors[i + 1]));
         }
-        codes.w[half] = pairs[0] | (pairs[1] << 16);
+        data.w[half] = pairs[0] | (pairs[1] << 16);
     }
-    return codes;
+    return data;
 }
 
-// Eight codes to byte number `i` and those after it; fewer near the end. At an edge one after the other in a loop, which
+// Eight data to byte number `i` and those after it; fewer near the end. At an edge one after the other in a loop, which
 // takes few registers from those that hold the elements.
-OTTAVA_DEVICE void put_codes(uint8_t* to, int64_t i, int64_t count, bool wide, const Words2& codes) {
-    if (wide && count >= kGroup) return store_whole(to, i, codes);
+OTTAVA_DEVICE void put_data(uint8_t* to, int64_t i, int64_t count, bool wide, const Words2& data) {
+    if (wide && count >= kGroup) return store_whole(to, i, data);
     const int bytes = count < kGroup ? static_cast<int>(count) : kGroup;
-    uint64_t rest = codes.w[0] | static_cast<uint64_t>(codes.w[1]) << 32;
+    uint64_t rest = data.w[0] | static_cast<uint64_t>(data.w[1]) << 32;
 #pragma unroll 1
     for (int k = 0; k < bytes; ++k, rest >>= 8) to[i + k] = static_cast<uint8_t>(rest);
 }
@@ -63,7 +63,7 @@ struct MxQuantize {
         uint8_t row_scales[kRows][kScales];
     };
     const void* src;
-    bool wide;  // all codes too
+    bool wide;  // all data too
     bool square, floor;
     int64_t rows, cols;
     uint32_t across;  // blocks of threads
@@ -127,15 +127,15 @@ struct MxQuantize {
 #pragma unroll
             for (int k = 0; k < kGroup; ++k) column_factors[k] = factor(column_scales, k);
             if (thread.lane() < kLanesAcross)  // those that have the first rows
-                put_codes(by_column.scales, place.column_scale, place.count, by_column.wide_scales, column_scales);
+                put_data(by_column.scales, place.column_scale, place.count, by_column.wide_scales, column_scales);
         }
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
             float elements[kGroup], row_factors[kGroup];
 #pragma unroll
             for (int n = 0; n < kGroup; ++n) elements[n] = groups[k].at(n), row_factors[n] = factor(row_scales, k);
-            if (kByRow) put<kWhole>(by_row.codes, place, k, encode_each<Format>(elements, row_factors));
-            if (kByColumn) put<kWhole>(by_column.codes, place, k, encode_each<Format>(elements, column_factors));
+            if (kByRow) put<kWhole>(by_row.data, place, k, encode_each<Format>(elements, row_factors));
+            if (kByColumn) put<kWhole>(by_column.data, place, k, encode_each<Format>(elements, column_factors));
             keep_apart();
         }
     }
@@ -155,7 +155,7 @@ struct MxQuantize {
         return largest;
     }
 
-    // The codes of eight scales, from the magnitudes that the four lanes hold whose numbers differ in the bits of `first`
+    // The data of eight scales, from the magnitudes that the four lanes hold whose numbers differ in the bits of `first`
     // and `second`.
     template <class Thread>
     OTTAVA_DEVICE Words2 exchanged(const Thread& thread, const Group<Source>& largest, int first, int second) const {
@@ -201,10 +201,10 @@ struct MxQuantize {
     }
 
     template <bool kWhole>
-    OTTAVA_DEVICE void put(uint8_t* to, const Place& place, int k, const Words2& codes) const {
+    OTTAVA_DEVICE void put(uint8_t* to, const Place& place, int k, const Words2& data) const {
         const int64_t i = place.first + k * cols;
-        if (kWhole) return store_whole(to, i, codes);
-        if (k < place.height) put_codes(to, i, place.count, wide, codes);
+        if (kWhole) return store_whole(to, i, data);
+        if (k < place.height) put_data(to, i, place.count, wide, data);
     }
 
     // Of the eight rows whose scales four lanes have, each leaves two.

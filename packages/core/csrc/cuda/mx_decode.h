@@ -13,7 +13,7 @@ template <class Format, class Target>
 struct MxDecode {
     static constexpr int kThreads = Strip::kThreads, kBlocksPerMultiprocessor = 4;
     struct Shared {};
-    const uint8_t* codes;
+    const uint8_t* data;
     const uint8_t* scales;
     bool columnwise;
     int64_t rows, cols;
@@ -43,11 +43,11 @@ struct MxDecode {
 #pragma unroll
         for (int k = 0; k < Strip::kEach; ++k) {
             count[k] = kWhole || k < at.height ? left : 0;
-            eight[k] = load_codes(codes, first + k * cols, count[k], whole);
+            eight[k] = load_data(data, first + k * cols, count[k], whole);
         }
         float factors[kGroup];
         if (columnwise) {
-            const Words2 own = load_codes(scales, at.row / kMxBlock * cols + at.col, count[0], wide_scales);
+            const Words2 own = load_data(scales, at.row / kMxBlock * cols + at.col, count[0], wide_scales);
 #pragma unroll
             for (int n = 0; n < kGroup; ++n)
                 factors[n] = power(n < count[0] ? (own.w[n / 4] >> (8 * (n % 4))) & 0xff : kNone);

@@ -23,7 +23,7 @@ OTTAVA_DEVICE float block_factor(uint32_t code) {
     return bits_as<float>(larger((kE8m0Max - code) << 23, static_cast<uint32_t>(kTwoToMinus127)));
 }
 
-// Codes of amaxes, whose signs count for nothing.
+// Exponents of amaxes, whose signs count for nothing.
 template <class Format>
 struct MxScaleOfAmax {
     static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4;
@@ -32,7 +32,7 @@ struct MxScaleOfAmax {
     const float* amax;
     int64_t count;
     bool wide, floor;
-    uint8_t* codes;
+    uint8_t* exponents;
 
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
@@ -44,7 +44,7 @@ struct MxScaleOfAmax {
             const float magnitude = bits_as<float>(group.w[k] & kMagnitude);
             found.w[k / 4] |= block_scale<Format>(magnitude, floor) << (8 * (k % 4));
         }
-        store_codes(codes, i, count - i, wide, found);
+        store_data(exponents, i, count - i, wide, found);
     }
 };
 

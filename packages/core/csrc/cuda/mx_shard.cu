@@ -47,14 +47,14 @@ void mx_multi_cast(const MxMultiCast* shards, int64_t count, Stream stream) {
             JobLaunches<Kernel> launches(stream);
             for (int64_t i = 0; i < count; ++i) {
                 const MxMultiCast& job = shards[i];
-                const bool wanted = job.row_codes != nullptr || job.column_codes != nullptr;
+                const bool wanted = job.row_data != nullptr || job.column_data != nullptr;
                 if (job.source.dtype != dtype || job.format != format || job.source.count == 0 || !wanted) continue;
                 const PanelRange range(job.cols, job.start, job.source.count);
                 const int64_t across = blocks_of(job.cols);
-                ShardCastJob made{panels_of(job, range), nullptr, job.row_codes, nullptr, job.column_codes};
-                if (job.row_codes != nullptr)
+                ShardCastJob made{panels_of(job, range), nullptr, job.row_data, nullptr, job.column_data};
+                if (job.row_data != nullptr)
                     made.row_scales = job.row_scales + range.block * kShardRows * across + range.col / kWarp;
-                if (job.column_codes != nullptr)
+                if (job.column_data != nullptr)
                     made.column_scales = job.column_scales + range.block * job.cols + range.col;
                 launches.add(made, range.across * range.down);
             }

@@ -149,9 +149,9 @@ struct ShardAmax {
 struct ShardCastJob {
     ShardPanels shard;
     const uint8_t* row_scales;     // of the panel's first row of blocks
-    uint8_t* row_codes;            // of the shard; null leaves out the direction, as below
+    uint8_t* row_data;            // of the shard; null leaves out the direction, as below
     const uint8_t* column_scales;
-    uint8_t* column_codes;
+    uint8_t* column_data;
 };
 
 template <class Source, class Format>
@@ -171,11 +171,11 @@ struct ShardCast {
         const ShardCastJob& job = jobs.all[number];
         const ShardPlace place(thread, job.shard, static_cast<uint32_t>(panel - jobs.begins[number]));
         float column = 0.0f;
-        if (job.column_codes != nullptr && place.inside)
+        if (job.column_data != nullptr && place.inside)
             column = multiplier(job.column_scales[place.row / kShardRows * job.shard.stride + place.col]);
         // A lane for each row of the warp's block.
         const int64_t blocks = row_blocks(job.shard), row = place.row + thread.lane();
-        const bool has = row < job.shard.rows && place.col - thread.lane() < job.shard.cols && job.row_codes != nullptr;
+        const bool has = row < job.shard.rows && place.col - thread.lane() < job.shard.cols && job.row_data != nullptr;
         shared.rows[thread.warp()][thread.lane()] =
             has ? multiplier(job.row_scales[row * blocks + place.col / kWarp]) : 0.0f;
         thread.barrier();
@@ -190,9 +190,9 @@ struct ShardCast {
     static OTTAVA_DEVICE void cast(const Thread& thread, const ShardCastJob& job, const ShardPlace& place, float column,
                                    const Shared& shared) {
         // Both directions are worked out, and written where they are wanted: no branches between the loads.
-        uint8_t *const row_codes = job.row_codes, *const column_codes = job.column_codes;
-        const uint32_t by_row = row_codes == nullptr ? 0 : place.held;
-        const uint32_t by_column = column_codes == nullptr ? 0 : place.held;
+        uint8_t *const row_data = job.row_data, *const column_data = job.column_data;
+        const uint32_t by_row = row_data == nullptr ? 0 : place.held;
+        const uint32_t by_column = column_data == nullptr ? 0 : place.held;
         const int64_t stride = job.shard.stride;
         int64_t at = place.index;
 #pragma unroll 1
@@ -205,17 +205,17 @@ struct ShardCast {
                 Rounding::pair(a, b);
                 const float* rows = shared.rows[thread.warp()] + from + r;
                 const uint32_t in_row = encode_pair<Format>(multiply(a, rows[0]), multiply(b, rows[1]));
-                put(in_row, by_row >> (from + r), row_codes, at, stride);
+                put(in_row, by_row >> (from + r), row_data, at, stride);
                 const uint32_t in_column = encode_pair<Format>(multiply(a, column), multiply(b, column));
-                put(in_column, by_column >> (from + r), column_codes, at, stride);
+                put(in_column, by_column >> (from + r), column_data, at, stride);
                 at += 2 * stride;
             }
         }
     }
 
-    static OTTAVA_DEVICE void put(uint32_t codes, uint32_t wanted, uint8_t* to, int64_t at, int64_t stride) {
-        if ((wanted & 1) != 0) to[at] = static_cast<uint8_t>(codes);
-        if ((wanted & 2) != 0) to[at + stride] = static_cast<uint8_t>(codes >> 8);
+    static OTTAVA_DEVICE void put(uint32_t data, uint32_t wanted, uint8_t* to, int64_t at, int64_t stride) {
+        if ((wanted & 1) != 0) to[at] = static_cast<uint8_t>(data);
+        if ((wanted & 2) != 0) to[at + stride] = static_cast<uint8_t>(data >> 8);
     }
 };
 

@@ -39,14 +39,14 @@ void decode(const uint8_t* src, Fp8 format, int64_t n,
 
 // MX blocks, as in kernels/mx.py.
 
-void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes, Stream stream);
-struct MxCodes {
-    uint8_t* codes;  // null: the direction is not wanted
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents, Stream stream);
+struct MxData {
+    uint8_t* data;  // null: the direction is not wanted
     uint8_t* scales;
 };
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
-                 const MxCodes& by_row, const MxCodes& by_column, Stream stream);
-void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
+                 const MxData& by_row, const MxData& by_column, Stream stream);
+void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, Stream stream);
 
 // The last step of a product.

@@ -1,7 +1,7 @@
-// Tiles of 128 rows and columns whose codes are to be written transposed.
+// Tiles of 128 rows and columns whose data are to be written transposed.
 //
 // A thread holds eight rows of a group of columns. It turns them around in registers, four by four bytes, and leaves in
-// shared memory, for each of its columns, the codes of its rows as one pair of words. A column of the tile lies there as 16
+// shared memory, for each of its columns, the data of its rows as one pair of words. A column of the tile lies there as 16
 // pairs in the order `pair ^ (column / 8)`: threads that write at once differ in column / 8, threads that read at once in
 // pair, and so neither meet in a bank.
 #pragma once
@@ -16,7 +16,7 @@ constexpr int kTile = 128;                    // rows, and columns
 constexpr int kTileThreads = kTile / kGroup * (kTile / kGroup);
 constexpr int kTilePairs = kTile / kGroup;    // in a column
 
-struct alignas(16) TileCodes {
+struct alignas(16) TileData {
     Words2 pairs[kTile * kTilePairs];
 };
 
@@ -38,15 +38,15 @@ struct TilePlace {
         : across(thread.index() % kTilePairs), down(thread.index() / kTilePairs) {}
 };
 
-// The codes of a thread's eight rows.
+// The data of a thread's eight rows.
 template <class Thread>
-OTTAVA_DEVICE void put_turned(const Thread& thread, const Words2 (&codes)[kGroup], TileCodes& tile) {
+OTTAVA_DEVICE void put_turned(const Thread& thread, const Words2 (&data)[kGroup], TileData& tile) {
     const TilePlace place(thread);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint32_t upper[4], lower[4];
-        const uint32_t first[4] = {codes[0].w[half], codes[1].w[half], codes[2].w[half], codes[3].w[half]};
-        const uint32_t second[4] = {codes[4].w[half], codes[5].w[half], codes[6].w[half], codes[7].w[half]};
+        const uint32_t first[4] = {data[0].w[half], data[1].w[half], data[2].w[half], data[3].w[half]};
+        const uint32_t second[4] = {data[4].w[half], data[5].w[half], data[6].w[half], data[7].w[half]};
         turn(first, upper);
         turn(second, lower);
 #pragma unroll
@@ -66,7 +66,7 @@ struct TurnedOut {
 
 // After a barrier.
 template <class Thread>
-OTTAVA_DEVICE void write_turned(const Thread& thread, const TileCodes& tile, const TurnedOut& to, int64_t row, int64_t col) {
+OTTAVA_DEVICE void write_turned(const Thread& thread, const TileData& tile, const TurnedOut& to, int64_t row, int64_t col) {
     const int height = static_cast<int>(to.rows - row < kTile ? to.rows - row : kTile);
     const int width = static_cast<int>(to.cols - col < kTile ? to.cols - col : kTile);
     if (to.wide) {

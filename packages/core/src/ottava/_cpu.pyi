@@ -45,7 +45,7 @@ def update_scales(
 ) -> None: ...
 def transpose(src: int, rows: int, cols: int, out: int, threads: int) -> None: ...
 def decode(src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, threads: int) -> None: ...
-def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, codes: int, threads: int) -> None: ...
+def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, exponents: int, threads: int) -> None: ...
 def mx_quantize(
     src: int,
     dtype: int,
@@ -54,14 +54,14 @@ def mx_quantize(
     fmt: int,
     square: bool,
     floor: bool,
-    row_codes: int,
+    row_data: int,
     row_scales: int,
-    column_codes: int,
+    column_data: int,
     column_scales: int,
     threads: int,
 ) -> None: ...
 def mx_decode(
-    codes: int, scales: int, fmt: int, rows: int, cols: int, columnwise: bool, out: int, dtype: int, threads: int
+    data: int, scales: int, fmt: int, rows: int, cols: int, columnwise: bool, out: int, dtype: int, threads: int
 ) -> None: ...
 
 # A tensor among many: address, dtype, number of elements, the dtype that they are rounded to.

@@ -56,7 +56,7 @@ def transpose(src: int, rows: int, cols: int, out: int, device: int, stream: int
 def decode(src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, device: int, stream: int) -> None: ...
 
 # MX blocks. Codes and scales of a direction are a pair, (0, 0) where it is not wanted.
-def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, codes: int, device: int, stream: int) -> None: ...
+def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, exponents: int, device: int, stream: int) -> None: ...
 def mx_quantize(
     src: int,
     dtype: int,
@@ -71,7 +71,7 @@ def mx_quantize(
     stream: int,
 ) -> None: ...
 def mx_decode(
-    codes: int,
+    data: int,
     scales: int,
     fmt: int,
     rows: int,

@@ -1,4 +1,4 @@
-// Operations on codes: their transpose, and their values.
+// Operations on data: their transpose, and their values.
 #include "cast_transpose.h"
 #include "decode.h"
 #include "launch.h"
