@@ -15,9 +15,11 @@ typedef std::tuple<Address, Address> Pair;
 
 MxData data_of(const Pair& pair) { return {at<uint8_t>(std::get<0>(pair)), at<uint8_t>(std::get<1>(pair))}; }
 
-void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents, int device, Address stream) {
+void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents, int device,
+                           Address stream) {
     const OnDevice guard(device);
-    mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(exponents), stream_of(stream));
+    mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(exponents),
+                        stream_of(stream));
 }
 
 void bound_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool square, bool floor,
