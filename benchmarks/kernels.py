@@ -11,11 +11,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.timing import Row, Run, Timing
-from ottava import kernels
-from ottava.formats import mx_scale_shapes
+from ottava import Layout, kernels
 from ottava.kernels import table as operations
 
 E4M3 = torch.float8_e4m3fn
+MX = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up")
+MX_SQUARES = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up", shared=(32, 32))
 Tensor = torch.Tensor
 Buffers = tuple[Tensor, Tensor]
 
@@ -34,7 +35,8 @@ class Set:
         device, shape = self.x.device, self.x.shape
         self.out, self.turned, row_codes, column_codes = (self.x.new_empty(shape, dtype=torch.uint8) for _ in range(4))
         # Scales near that of 1, as those of such values are.
-        scales = [torch.randint(110, 130, s, dtype=torch.uint8, device=device) for s in mx_scale_shapes(shape)]
+        sizes = [MX.scale_shape(shape, columnwise) for columnwise in (False, True)]
+        scales = [torch.randint(110, 130, size, dtype=torch.uint8, device=device) for size in sizes]
         self.rows, self.columns = (row_codes, scales[0]), (column_codes, scales[1])
         self.decoded = torch.empty_like(self.x)
         # Nothing is clamped at this scale: counting would be a second pass.
@@ -107,14 +109,14 @@ def _record(s: Set, transposed: bool) -> Any:
     return kernels.cast_amax(s.x, s.scale, s.amax, E4M3, saturated=s.saturated, transposed=transposed)
 
 
-def _mx(s: Set, rows: Buffers | None, columns: Buffers | None, square: bool = False) -> None:
+def _mx(s: Set, rows: Buffers | None, columns: Buffers | None, layout: Layout = MX) -> None:
     outputs = [*(rows or (None, None)), *(columns or (None, None))]
-    operations.mx_quantize.into(outputs, s.x, E4M3, square, False, rows is not None, columns is not None)
+    operations.grid_quantize.into(outputs, s.x, layout.text, rows is not None, columns is not None)
 
 
 def _mx_decode(s: Set, columnwise: bool) -> None:
     scales = (s.columns if columnwise else s.rows)[1]
-    operations.mx_decode.into([s.decoded], s.codes, scales, E4M3, columnwise, s.decoded.dtype)
+    operations.grid_decode.into([s.decoded], s.codes, scales, MX.text, columnwise, s.decoded.dtype)
 
 
 _BLOCKS = 1 / 32
@@ -142,7 +144,7 @@ KERNELS: dict[str, tuple[Callable[[int], float], Callable[[Set], Any], Callable[
     "MX, columns": (lambda b: b + 1 + _BLOCKS, lambda s: _mx(s, None, s.columns), None),
     "MX, squares": (
         lambda b: b + 2 + 2 * _BLOCKS,
-        lambda s: _mx(s, s.rows, s.columns, square=True),
+        lambda s: _mx(s, s.rows, s.columns, MX_SQUARES),
         None,
     ),
     "MX, decode": (lambda b: b + 1 + _BLOCKS, lambda s: _mx_decode(s, False), _torch_mx_decode),
@@ -194,7 +196,7 @@ def check_same_bytes(s: Set) -> None:
     hard.view(-1)[1 :: s.x.numel() // 89] = float("-inf")
     for values, finite in ((s.x, True), (hard, False)):
         own = [tensor.clone() for pair in (s.rows, s.columns) for tensor in pair]
-        operations.mx_quantize.into([*s.rows, *s.columns], values, E4M3, False, False, True, True)
+        operations.grid_quantize.into([*s.rows, *s.columns], values, MX.text, True, True)
         torch_mx(values, (own[0], own[1]), (own[2], own[3]), finite)
         assert all(torch.equal(a, b) for a, b in zip((*s.rows, *s.columns), own, strict=True))
     _torch_cast(s)

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.kernels import Buffers, copies, torch_mx
+from benchmarks.kernels import MX, Buffers, copies, torch_mx
 from benchmarks.timing import Row, Run, Timing
 from ottava import kernels
-from ottava.formats import mx_scale_shapes
 from ottava.kernels import table as operations
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -48,25 +47,21 @@ def _mx_eager(xs: Tensors, rowwise: list[Buffers], columnwise: list[Buffers]) ->
 
 def _mx_single(xs: Tensors, rowwise: list[Buffers], columnwise: list[Buffers]) -> None:
     for x, by_row, by_column in zip(xs, rowwise, columnwise, strict=True):
-        operations.mx_quantize.into([*by_row, *by_column], x.bfloat16(), E4M3, False, False, True, True)
+        operations.grid_quantize.into([*by_row, *by_column], x.bfloat16(), MX.text, True, True)
 
 
 def _mx_multi(xs: Tensors, row_codes: Tensors, column_codes: Tensors) -> tuple[Tensors, Tensors]:
     """As a rank does it, but for the exchange of amaxes: those of whole weights, and scales of them."""
     count, start = len(xs), MX_SHARD[0] * MX_SHARD[1]
-    dtypes, shapes, starts = [BF16] * count, [MX_SHAPE] * count, [start] * count
-    sizes = kernels.mx_amax_sizes(*MX_SHAPE, False)
-    scales = kernels.mx_scale_from_amax(kernels.mx_multi_amax(xs, dtypes, shapes, starts, [False] * count), E4M3)
+    places = xs, [BF16] * count, [MX_SHAPE] * count, [start] * count, [MX] * count
+    sizes = kernels.grid_amax_sizes(*MX_SHAPE, MX)
+    _, scales = kernels.grid_scales(kernels.grid_multi_amax(*places), MX)
     by_row, by_column = scales.view(count, sum(sizes)).split(sizes, 1)
-    row_shape, column_shape = mx_scale_shapes(MX_SHAPE)
+    row_shape, column_shape = (MX.scale_shape(MX_SHAPE, columnwise) for columnwise in (False, True))
     row_scales = [s.view(row_shape) for s in by_row.unbind()]
     column_scales = [s.view(column_shape) for s in by_column.unbind()]
-    kernels.mx_multi_cast(
-        xs,
-        dtypes,
-        shapes,
-        starts,
-        [E4M3] * count,
+    kernels.grid_multi_cast(
+        *places,
         list(zip(row_scales, row_codes, strict=True)),
         list(zip(column_scales, column_codes, strict=True)),
     )
@@ -85,8 +80,8 @@ def timings(count: int = COUNT) -> list[Timing]:
     parts = [torch.randn(MX_SHARD) for _ in range(count)]
     row_codes, column_codes, *more = (list(torch.empty(count, *MX_SHARD, dtype=torch.uint8).unbind()) for _ in range(4))
     pairs = [
-        [(codes, torch.empty(shape, dtype=torch.uint8)) for codes in buffers]
-        for buffers, shape in zip(more, mx_scale_shapes(MX_SHARD), strict=True)
+        [(codes, torch.empty(MX.scale_shape(MX_SHARD, columnwise), dtype=torch.uint8)) for codes in buffers]
+        for buffers, columnwise in zip(more, (False, True), strict=True)
     ]
     row_scales, column_scales = _mx_multi(parts, row_codes, column_codes)
     for other in (_mx_eager, _mx_single):

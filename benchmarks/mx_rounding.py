@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ottava import kernels
+from ottava import Layout, kernels
 from ottava_demo.data import batch, load_corpus
 from ottava_demo.model import Size
 from ottava_demo.training import Trainee
@@ -109,10 +109,11 @@ def compare(x: torch.Tensor, format_name: str, *, two_dimensional: bool = False)
     signal = _energy(exact, rows)
     scales, clamped, noise = {}, {}, {}
     for rule in RULES:
-        data, scales[rule], _, _ = kernels.mx_quantize(
-            x, dtype, rowwise=True, columnwise=False, two_dimensional=two_dimensional, scale_rounding=rule
+        layout = Layout(
+            dtype, (1, BLOCK), torch.float8_e8m0fnu, rule, shared=(BLOCK, BLOCK) if two_dimensional else None
         )
-        decoded = kernels.mx_decode(data, scales[rule], dtype, torch.float32).double()
+        data, scales[rule], _, _ = kernels.grid_quantize(x, layout, columnwise=False)
+        decoded = kernels.grid_decode(data, scales[rule], layout, torch.float32).double()
         inverse = _INVERSE[scales[rule].long()].repeat_interleave(BLOCK, 1)
         clamped[rule] = over = exact.abs() * inverse > largest
         assert bool((decoded[over].abs() * inverse[over] == largest).all()), (

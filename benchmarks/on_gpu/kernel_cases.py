@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors, fill, tensors
-from ottava import kernels
-from ottava.formats import mx_scale_shapes
+from ottava import Layout, kernels
 from ottava.kernels import for_layers
 from ottava.kernels.table import OPERATIONS
+from ottava.layout import grid_of
 
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
 SMALL_SHAPES: list[Shape] = [(), (0,), (1,), (0, 5), (3, 0), (3, 5), (16, 16), (33, 65), (129, 127), (2, 3, 41)]
@@ -49,6 +49,19 @@ def _hardest(dtype: torch.dtype) -> Tensor:
     return torch.cat([leading, leading + 1, (leading - 1).clamp(min=0)]).to(torch.uint32).view(dtype)
 
 
+E8M0 = torch.float8_e8m0fnu
+#: The layout of the kernels for MX blocks that a case without a choice takes, and all of those kernels'.
+MX = Layout(FP8[0], (1, 32), E8M0, "up")
+_MX = tuple(Layout(f, (1, 32), E8M0, r, shared=s) for f, r, s in product(FP8, ("up", "floor"), (None, (32, 32))))
+#: Every grid of the recipes, and some of nobody's.
+LAYOUTS = (
+    *_MX,
+    Layout(FP8[0], (None, None)),
+    Layout(FP8[1], (1, None), epsilon=0.5),
+    Layout(FP8[0], (1, 128), rounding="floor", finite_as="input", columnwise="transposed"),
+    Layout(FP8[0], (128, 128), columnwise="transposed"),
+    Layout(torch.int8, (8, 64), rounding="floor"),
+)
 #: Label, number of dimensions, and what draws the input.
 Source = tuple[str, int, Callable[[Draw], Any]]
 # Many tensors at once. Their dtypes and formats follow from their numbers.
@@ -110,9 +123,19 @@ def _room(d: Draw, n: int, shape: Sequence[int], dtype: torch.dtype = U8) -> Ten
 
 def _pairs(d: Draw, a: Args, n: int, direction: int) -> Any:
     """For each shard None, or the scales of its whole matrix and room for its data."""
-    scales = (d.bits(mx_scale_shapes(shape)[direction], U8) for shape in a["shapes"])
+    pairs = zip(a["shapes"], a["layouts"], strict=True)
+    scales = (d.bits(own.grid(shape, bool(direction)), own.stored_scale) for shape, own in pairs)
     pairs = zip(scales, (d.result((x.numel(),), U8, i % 3) for i, x in enumerate(a["xs"])), strict=True)
     return [pair if i % 3 != 1 + direction else None for i, pair in enumerate(pairs)]
+
+
+def _layout_of(a: Args) -> Layout:
+    return Layout.of(getattr(a["layout"], "text", a["layout"]))
+
+
+def _scales_of(d: Draw, data: Tensor, layout: Layout, columnwise: bool) -> Tensor:
+    grid = grid_of(layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise))
+    return d.bits(grid, layout.stored_scale)
 
 
 def _matrix(i: int, shard: Tensor) -> Shape:
@@ -132,19 +155,20 @@ def _history(d: Draw, length: int, slots: int) -> Tensor:
 COMMON: Arguments = {
     "fp8_dtype": FP8,
     "epsilon": (0.0, 1e-2),
-    "scale_rounding": ("up", "floor"),
+    "layout": LAYOUTS,
+    "text": tuple(layout.text for layout in LAYOUTS),
     "dtype": FLOATS,
     "out_dtype": FLOATS,
     "scale": lambda d, a, n: d.scale(),
     "scale_inv": lambda d, a, n: d.scale() if _one_of(n, 4) else None,
     "amax": lambda d, a, n: torch.tensor(0.5),
     "saturated": lambda d, a, n: torch.tensor(7) if _one_of(n, 2) else None,
-    "scales": lambda d, a, n: d.bits(mx_scale_shapes(a["data"].shape)[a["columnwise"]], U8),
+    "scales": lambda d, a, n: _scales_of(d, a["data"], _layout_of(a), a["columnwise"]),
     "rowwise": partial(_pairs, direction=0),
     "columnwise": partial(_pairs, direction=1),
     "dtypes": lambda d, a, n: [FLOATS[(i // 2) % 3] for i in range(len(a["xs"]))],
     "fp8_dtypes": lambda d, a, n: [FP8[i % 2] for i in range(len(a["xs"]))],
-    "two_dimensional": lambda d, a, n: [i % 2 == 1 for i in range(len(a["xs"]))],
+    "layouts": lambda d, a, n: list(islice(cycle(_MX if a["_mx"] else LAYOUTS[n % 5 :]), len(a["xs"]))),
     "shapes": lambda d, a, n: [_matrix(n + i, x) for i, x in enumerate(a["xs"])],
     "starts": lambda d, a, n: [
         _one_of(n + i, math.prod(a["shapes"][i]) - x.numel() + 1) for i, x in enumerate(a["xs"])
@@ -154,7 +178,10 @@ COMMON: Arguments = {
 #: Kernel -> its arguments that are not as usual. Those that begin with _ are not given to it.
 OWN: dict[str, Arguments] = {
     "for_layers.cast": {"amax": lambda d, a, n: torch.tensor(0.5) if _one_of(n, 2) else None},  # with "saturated"
-    "mx_decode": {"dtype": (*FLOATS, torch.float64)},
+    "grid_decode": {"dtype": (*FLOATS, torch.float64)},
+    "grid_scales": {"dtype": lambda d, a, n: FLOATS[n % 3]},
+    # Kernels of their own for MX blocks serve a call that has no others.
+    **{name: {"_mx": (True, False)} for name in ("grid_multi_amax", "grid_multi_cast")},
     "multi_cast": {"scales": lambda d, a, n: d.values((len(a["xs"]),), F32)},
     "update_scales": {
         "_length": (1, 2, 16, 1024),
@@ -222,28 +249,59 @@ def _per_tensor(
     return [*codes, scale, _float32(torch.div, _ONE, scale), largest]
 
 
-def _mx_along_rows(x: Tensor, fp8_dtype: torch.dtype, two_dimensional: bool, scale_rounding: str) -> Tensors:
-    """Codes and scales; those of a square are held once for each of its rows."""
-    (m, k), limit, down = x.shape, finite(fp8_dtype)[-1], 32 if two_dimensional else 1
-    padded = torch.nn.functional.pad(x.double().abs(), (0, -k % 32, 0, -m % down))
-    largest = padded.view(-(-m // down), down, -(-k // 32), 32).amax((1, 3))
+def _of_amax(largest: Tensor, layout: Layout) -> Tensors:
+    """What elements are multiplied by, and what is stored."""
+    limit = _limit(layout.element)
+    if layout.scale == F32:
+        scale = _float32(torch.div, limit, largest.clamp(min=layout.epsilon))
+        scale = torch.exp2(torch.frexp(scale).exponent - 1.0) if layout.rounding == "floor" else scale
+        return [scale, _float32(torch.div, _ONE, scale)]
     mantissa, exponent = torch.frexp(_float32(torch.mul, largest, (1.0 / limit).float()))
     exponent = exponent - (mantissa == 0.5).int()
-    if scale_rounding == "floor":
+    if layout.rounding == "floor":
         exponent = torch.frexp(largest).exponent - torch.frexp(limit).exponent
-    code = torch.where(largest == 0, 0, (exponent + 127).clamp(0, 254)).to(U8).repeat_interleave(down, 0)[:m]
-    return [_cast(x, torch.exp2(127 - code.repeat_interleave(32, 1)[:, :k].double()), fp8_dtype), code]
+    code = torch.where(largest == 0, 0, (exponent + 127).clamp(0, 254))
+    return [torch.exp2(127 - code.double()), code.to(U8)]
 
 
-def _mx_quantize(x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, **how: Any) -> Tensors:
+def _limit(element: torch.dtype) -> Tensor:
+    return torch.tensor(127.0, dtype=torch.float64) if element == torch.int8 else finite(element)[-1]
+
+
+def _repeated(each: Tensor, times: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """For each entry a rectangle of it, cut where the shape ends."""
+    return each.repeat_interleave(times[0], 0).repeat_interleave(times[1], 1)[: shape[0], : shape[1]]
+
+
+def _along_rows(x: Tensor, layout: Layout) -> Tensors:
+    """Data and scales for rows; scales that blocks have in common are held once for each of them."""
+    (m, k), block = x.shape, [own or size for own, size in zip(layout.block, x.shape, strict=True)]
+    down, across = layout.shared or block
+    padded = torch.nn.functional.pad(x.double().abs(), (0, -k % across, 0, -m % down))
+    largest = padded.view(-(-m // down), down, -(-k // across), across).amax((1, 3))
+    times, grid = (down // block[0], across // block[1]), (-(-m // block[0]), -(-k // block[1]))
+    scale, stored = (_repeated(made, times, grid) for made in _of_amax(largest, layout))
+    scale = _repeated(scale, block, x.shape)
+    if layout.element == torch.int8:
+        return [_float32(torch.mul, x, scale).round().clamp(-127, 127).to(torch.int8).view(U8), stored]
+    return [_cast(x, scale, layout.element), stored]
+
+
+def _grid_quantize(x: Tensor, layout: Layout, rowwise: bool, columnwise: bool) -> Tensors:
     """Along columns as along the rows of the transpose."""
-    rows = _mx_along_rows(x, fp8_dtype, **how) if rowwise else [_EMPTY] * 2
-    return [*rows, *([made.t() for made in _mx_along_rows(x.t(), fp8_dtype, **how)] if columnwise else [_EMPTY] * 2)]
+    rows = _along_rows(x, layout) if rowwise else [_EMPTY] * 2
+    columns = _along_rows(x.t(), layout) if columnwise else [_EMPTY] * 2
+    return [*rows, *(columns if layout.transposed or not columnwise else [made.t() for made in columns])]
 
 
-def _mx_decode(data: Tensor, scales: Tensor, fp8_dtype: Any, dtype: torch.dtype, columnwise: bool) -> Tensor:
-    spread = scales.repeat_interleave(32, int(not columnwise))[: data.shape[0], : data.shape[1]].double()
-    return (data.view(fp8_dtype).double() * torch.where(spread == 255, torch.nan, torch.exp2(spread - 127))).to(dtype)
+def _grid_decode(data: Tensor, scales: Tensor, layout: Layout, dtype: torch.dtype, columnwise: bool) -> Tensor:
+    block = layout.stored_block(columnwise)
+    spread = _repeated(scales, [own or size for own, size in zip(block, data.shape, strict=True)], data.shape)
+    values = data.view(layout.element)
+    if layout.scale == F32:
+        return _float32(torch.mul, values, spread).to(dtype)
+    powers = torch.where(spread == 255, torch.nan, torch.exp2(spread.double() - 127))
+    return (values.double() * powers).to(dtype)
 
 
 def _update_scales(scales: Any, histories: Any, maxima: Any, most_recent: bool, last: None) -> None:
@@ -267,8 +325,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "multi_cast": lambda outs, **a: fill(
         outs, list(map(_cast, map(Tensor.to, a["xs"], a["dtypes"]), a["scales"], a["fp8_dtypes"]))
     ),
-    "mx_decode": _mx_decode,
-    "mx_quantize": _mx_quantize,
+    "grid_decode": _grid_decode,
+    "grid_quantize": _grid_quantize,
     "quantize": _per_tensor,
     "transpose": lambda data: data.t(),
     "update_scales": _update_scales,
@@ -276,9 +334,9 @@ EXACT: dict[str, Callable[..., Any]] = {
 
 
 #: Every kernel that ``ottava.kernels`` offers, the forms that layers call, and those that write into given outputs.
-_NAMES = {*kernels.__all__, *(f"for_layers.{name}" for name in ("cast", "mx_quantize", "quantize"))}
+_NAMES = {*kernels.__all__, *(f"for_layers.{name}" for name in ("cast", "grid_quantize", "quantize"))}
 _NAMES |= {f"{name} into" for name in OPERATIONS}
-_NAMES -= {"available_backends", "backend_for", "use_backend", "mx_amax_sizes", "HIGH_PRECISION"}
+_NAMES -= {"available_backends", "backend_for", "use_backend", "grid_amax_sizes", "HIGH_PRECISION"}
 KERNELS = sorted(name for name in _NAMES if not name.startswith("check_"))
 
 
@@ -286,7 +344,7 @@ def _asks(name: str, option: Args, dimensions: int) -> bool:
     """Whether a kernel can be asked for this."""
     matrix = name.split()[0] in ("cast_transpose", "transpose") or option.get("transposed")
     wanted = [option[key] for key in ("rowwise", "columnwise", "transposed") if key in option]
-    free = name.split()[0] in ("quantize", "cast_amax", "mx_decode")
+    free = name.split()[0] in ("quantize", "cast_amax", "grid_decode")
     return (dimensions > 0 or not matrix) and (free or not wanted or any(wanted))
 
 
@@ -296,7 +354,7 @@ def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
         call = getattr(for_layers, name[11:]) if name.startswith("for_layers.") else getattr(kernels, name)
         return call, {k: p.annotation for k, p in inspect.signature(call).parameters.items() if k != "checked"}, {}
     row = OPERATIONS[name.removesuffix(" into")]
-    flags = dict.fromkeys(("force_pow_2", "floor", "two_dimensional", "rowwise", "columnwise", "transposed"), "bool")
+    flags = dict.fromkeys(("force_pow_2", "rowwise", "columnwise", "transposed"), "bool")
 
     def outputs(d: Draw, a: Args, n: int) -> list[Tensor | None]:
         given = [a[key].to("meta") if isinstance(a[key], Tensor) else a[key] for key in row.arguments]
@@ -307,7 +365,8 @@ def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
     def into(outputs: list[Tensor | None], **arguments: Any) -> None:
         row.into(outputs, *arguments.values())
 
-    return into, {key: flags.get(key, "") for key in (*row.arguments, "outputs")}, {"outputs": outputs}
+    declared = {key: flags.get(key, "") for key in (*row.arguments, "outputs")}
+    return into, declared, {"outputs": outputs, "layout": COMMON["text"]}
 
 
 def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any = "cpu") -> list[Case]:
@@ -359,9 +418,9 @@ def exact_cases() -> dict[str, list[Case]]:
 #: More than 2^31 elements: rows and columns that suit wide accesses, and ones that do not.
 LARGE = [(65552, 32768), (65537, 32777)]
 # Name -> along which dimension of each of its first results the rows of the input lie.
-_LARGE = {"cast": (0,), "cast_transpose": (0, 1), "quantize": (0, 1), "mx_quantize": (0, 0, 0, 0)}
-_LARGE |= {"transpose": (1,), "decode": (0,), "mx_decode": (0,)}
-_OPTIONS = {"fp8_dtype": FP8[0], "dtype": BF16, "transposed": True}
+_LARGE = {"cast": (0,), "cast_transpose": (0, 1), "quantize": (0, 1), "grid_quantize": (0, 0, 0, 0)}
+_LARGE |= {"transpose": (1,), "decode": (0,), "grid_decode": (0,)}
+_OPTIONS = {"fp8_dtype": FP8[0], "layout": MX, "dtype": BF16, "transposed": True}
 
 
 def _large(name: str, shape: Shape, step: int) -> Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ import oracle
 import torch
 from comparing import assert_same
 
-from ottava.formats import mx_scale_shapes
+from ottava import Layout
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ML_DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -28,6 +29,17 @@ SPECIAL = [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-45, -1e-45, 2.0**-149 * 
 Options = tuple[str, str, str, bool]
 ALL_OPTIONS: list[Options] = list(itertools.product(DTYPES, FP8, ROUNDINGS, (False, True)))
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def mx(fp8_dtype: torch.dtype, square: bool = False, rounding: str = "up") -> Layout:
+    """The layout of MX blocks."""
+    return Layout(fp8_dtype, (1, 32), torch.float8_e8m0fnu, rounding, shared=(32, 32) if square else None)
+
+
+def scale_shapes(shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the scales along rows and along columns."""
+    layout = mx(torch.float8_e4m3fn)
+    return layout.scale_shape(shape, False), layout.scale_shape(shape, True)
 
 
 @cache
@@ -58,7 +70,7 @@ def by_scalars(x: torch.Tensor, fmt: str, scale_rounding: str, two_dimensional: 
     """What the scalar oracle says, in the shapes of the kernels."""
     columns = x.shape[-1] if x.dim() else 1
     found = mx_oracle.quantize(as_matrix(x).to(torch.float32).tolist(), columns, fmt, scale_rounding, two_dimensional)
-    shapes = [x.shape, mx_scale_shapes(x.shape)[0], x.shape, mx_scale_shapes(x.shape)[1]]
+    shapes = [x.shape, scale_shapes(x.shape)[0], x.shape, scale_shapes(x.shape)[1]]
     a, b, c, d = (torch.tensor(f, dtype=torch.uint8).reshape(s) for f, s in zip(found, shapes, strict=True))
     return a, b, c, d
 
@@ -128,7 +140,7 @@ def random_blocks(shape: tuple[int, ...], columnwise: bool, seed: int = 0) -> tu
     """Codes of every kind with scales of every kind, those around 1 more often."""
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    scales = torch.randint(0, 256, mx_scale_shapes(shape)[int(columnwise)], dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 256, scale_shapes(shape)[int(columnwise)], dtype=torch.uint8, generator=generator)
     ordinary = torch.randint(0, 2, scales.shape, generator=generator).bool()
     return data, torch.where(ordinary, scales % 32 + 111, scales)
 

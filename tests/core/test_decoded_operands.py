@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ottava import kernels
+from ottava import Layout, kernels
 from ottava.kernels import products, scaled_mm
 from ottava.kernels.products import Operand, cpu_products, decoded_mm
 
 E4M3, F32 = torch.float8_e4m3fn, torch.float32
+WHOLE = Layout(E4M3, (None, None), columnwise="same").text
 
 
 def decoded_products(seed: int, size: int = 24) -> list[torch.Tensor]:
@@ -22,7 +23,7 @@ def decoded_products(seed: int, size: int = 24) -> list[torch.Tensor]:
         x, w = torch.randn(rows, size), torch.randn(columns, size)
         a, b = (kernels.cast(values, torch.tensor(4.0), E4M3) for values in (x, w))
         scale = torch.tensor(0.25)
-        operands = Operand(a, E4M3, scale=scale), Operand(b, E4M3, scale=scale)
+        operands = Operand(a, scale, WHOLE), Operand(b, scale, WHOLE)
         made = decoded_mm(*operands, (False, True), None, F32, F32)
         exact = (a.view(E4M3).double() / 4) @ (b.view(E4M3).double() / 4).t()
         torch.testing.assert_close(made, exact.float(), rtol=1e-5, atol=1e-5)
@@ -50,7 +51,7 @@ def repeated_product(seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(64, 64, generator=generator)
     data, scale = kernels.cast(x, torch.tensor(4.0), E4M3), torch.tensor(0.25)
-    operand = Operand(data, E4M3, scale=scale)
+    operand = Operand(data, scale, WHOLE)
     first = decoded_mm(operand, operand, (False, True), None, F32, F32)
     for _ in range(200):
         assert torch.equal(decoded_mm(operand, operand, (False, True), None, F32, F32), first)

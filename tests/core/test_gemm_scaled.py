@@ -14,8 +14,9 @@ import torch
 from scaled_gemm import E4M3, E5M2, KINDS, PRODUCTS, SHAPES, SIZES, Recorded, Strict, check, coded, matrix
 
 import ottava
+from ottava import Layout
 from ottava.errors import DTypeError, ShapeError
-from ottava.gemm import gemm
+from ottava.gemm import _rows, gemm
 from ottava.gemm_scaled import scaled_product, scaled_products
 from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage, columnwise_layout
 
@@ -215,8 +216,12 @@ class LineScaled(QuantizedTensorStorage):
     def dequantize(self, dtype: Any = None) -> torch.Tensor:
         return (self._data.double() * self._scales.double().unsqueeze(1)).to(dtype or self._dtype)
 
-    def scaled_operand(self, *, columnwise: bool) -> Any:
-        return None if columnwise else (self._data, self._scales)
+    @property
+    def layout_text(self) -> str:  # type: ignore[override]
+        return Layout(self._data.dtype, (1, None)).text
+
+    def grid_operand(self, *, columnwise: bool) -> Any:
+        return None if columnwise else (self._data.view(torch.uint8), self._scales.unsqueeze(1))
 
 
 ROW_SIZES = [(64, 48, 32), (17, 33, 65), (1, 16, 32), (5, 1, 16), (4, 3, 0), (0, 3, 4)]
@@ -257,7 +262,7 @@ def test_one_scale_for_each_row_in_torchs_own_function(library: Recorded) -> Non
 
 def test_bare_codes(strict: Strict) -> None:
     a, b = coded((16, 32), E4M3, 1.0, 0), coded((48, 32), E4M3, 1.0, 1)
-    lines = [(x.scaled_operand(columnwise=False)[0], None) for x in (a, b)]  # type: ignore[index]
+    lines = [(_rows(x, False)[0], None) for x in (a, b)]  # type: ignore[index]
     got = scaled_product(*lines, None, torch.float32, False)
     assert got is not None
     check(got, a, b, "fprop", torch.float32)

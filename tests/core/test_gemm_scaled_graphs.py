@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ottava
 from ottava import gemm_scaled
-from ottava.gemm import gemm
+from ottava.gemm import _rows, gemm
 from ottava.gemm_scaled import scaled_products
 from ottava.kernels import products
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
@@ -87,7 +87,7 @@ def test_tensors_without_memory(strict: Strict) -> None:
 def test_operations_are_counted(library: Recorded, kind: Any, sizes: tuple[int, int, int]) -> None:
     """Those of the product, not of its padding."""
     a, b = (coded(shape, E4M3, 1.0, i) for i, shape in enumerate(SHAPES[kind](*sizes)))
-    lines = a.scaled_operand(columnwise=kind == "wgrad"), b.scaled_operand(columnwise=kind != "fprop")
+    lines = _rows(a, kind == "wgrad"), _rows(b, kind != "fprop")
     (left, one), (right, _) = lines  # type: ignore[misc]
     for product in (
         lambda: gemm(a, b, kind),

@@ -94,9 +94,11 @@ def test_there_are_no_circles(package: Path) -> None:
 def test_every_package_is_counted() -> None:
     assert {
         "ottava",
+        "ottava_blockwise",
         "ottava_current",
         "ottava_delayed",
         "ottava_mxfp8",
+        "ottava_rowwise",
         "ottava_custom",
         "ottava_testing",
         "ottava_demo",

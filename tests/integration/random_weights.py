@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from ottava import QuantizedTensor, Quantizer
 from ottava.distributed import ShardBatch, ShardJob, ShardRule
 from ottava.tensors import Float8Tensor, InnerTensor
+from ottava_blockwise import Float8BlockQuantizer
 from ottava_current import Float8CurrentScalingQuantizer
 from ottava_delayed import Float8Quantizer
 from ottava_mxfp8 import MXFP8Quantizer
+from ottava_rowwise import Float8RowwiseQuantizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
@@ -175,7 +177,7 @@ def _delayed(fmt: torch.dtype, scale: float, amax: float | None, fits: bool) -> 
     return made
 
 
-KINDS = ("current", "delayed", "mxfp8", "rows", "row_amaxes", "one_scale")
+KINDS = ("current", "delayed", "mxfp8", "blockwise", "rowwise", "rows", "row_amaxes", "one_scale")
 
 
 @st.composite
@@ -195,8 +197,17 @@ def weights(draw: st.DrawFn, options: dict[str, Any]) -> Weight:
     if kind == "mxfp8":
         square, rounding = draw(st.booleans()), draw(st.sampled_from(("up", "floor")))
         make = lambda: MXFP8Quantizer(fmt, with_2d_quantization=square, scale_rounding=rounding)  # noqa: E731
+    if kind in ("blockwise", "rowwise"):
+        scales = {"force_pow_2_scales": draw(st.booleans()), "amax_epsilon": draw(st.sampled_from((0.0, 1e-3)))}
+        dim = draw(st.sampled_from((1, 2)))
+        make = lambda: (  # noqa: E731
+            Float8RowwiseQuantizer(fmt, **scales)
+            if kind == "rowwise"
+            else Float8BlockQuantizer(fmt, block_scaling_dim=dim, **scales)
+        )
     shape = draw(
         st.one_of(
+            *([st.tuples(st.integers(100, 300), st.integers(1, 200))] if kind == "blockwise" else []),
             st.tuples(st.integers(0, 70), st.integers(0, 70)),
             st.tuples(st.integers(1, 100), st.sampled_from((1, 31, 32, 33, 64))),
             st.tuples(st.integers(0, 130)),
@@ -211,7 +222,9 @@ def weights(draw: st.DrawFn, options: dict[str, Any]) -> Weight:
         for _ in range(draw(st.integers(1, 6))):
             values.view(-1)[draw(st.integers(0, values.numel() - 1))] = draw(st.sampled_from(SPECIAL))
     made = Weight(kind, make(), make(), dtype, values)
-    rowwise, columnwise = draw(st.sampled_from(((True, True), (True, True), (True, False), (False, True))))
+    usages = ((True, True), (True, True), (True, False), (False, True))
+    # Of a transpose alone there is no range.
+    rowwise, columnwise = draw(st.sampled_from(usages[:3] if kind == "blockwise" else usages))
     internal = draw(st.integers(0, 3)) == 0
     for quantizer in (made.quantizer, made.oracle):
         quantizer.internal = internal

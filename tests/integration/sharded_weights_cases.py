@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -52,7 +53,7 @@ class Counted:
     def check(self, batch: Sequence[Weight]) -> None:
         """One all-reduce for all weights, and one all-gather for those whose quantizers declare no amaxes."""
         several = ranks()[1] > 1 and len(batch) > 0
-        silent = any(rule_of(weight.quantizer).batch is None for weight in batch)
+        silent = any(rule_of(weight.quantizer).batch_for(weight.quantizer) is None for weight in batch)
         assert (self.count, self.gathers) == (int(several), int(several and silent)), (self.count, self.gathers)
 
 
@@ -98,7 +99,9 @@ def check_whole(weight: Weight, made: Any, what: str) -> None:
         held = getattr(made, inner.attribute)
         if held is not None:
             derived = made.is_derived(inner)
-            expected = weight.expected._data.movedim(-1, 0) if derived else getattr(weight.expected, inner.attribute)
+            whole = weight.expected
+            turned = derived and hasattr(whole, "_data")
+            expected = whole._data.movedim(-1, 0) if turned else getattr(whole, inner.attribute)
             same(held, expected, f"{what} {inner.attribute}")
     codes = scalar_bytes(weight) if weight.master.numel() <= SMALL else None
     for name, expected in (codes or {}).items():
@@ -249,10 +252,15 @@ def into_bytes(data: Any, batch: Sequence[Weight]) -> None:
         check_state(weight, what)
 
 
+def _scattered(weight: Weight) -> bool:
+    return weight.kind == "blockwise" and rule_of(weight.quantizer).batch_for(weight.quantizer) is None
+
+
 def into_rows(data: Any, batch: Sequence[Weight]) -> None:
     """The shards are quantized tensors that have rows of the weight."""
     rank, world = ranks()
-    batch = [weight for weight in batch if weight.master.dim() > 1]
+    # Rows of blocks along transposed columns do not exist.
+    batch = [weight for weight in batch if weight.master.dim() > 1 and not _scattered(weight)]
     if not batch:
         return
     made = [filled(weight) for weight in batch]
@@ -263,9 +271,9 @@ def into_rows(data: Any, batch: Sequence[Weight]) -> None:
             max(weight.master[:1].reshape(-1, weight.master.shape[-1] or 1).shape[0], 1),
         )
         step = 1
-        if weight.kind == "mxfp8":
-            while step * lines % 32:
-                step += 1
+        blocks = math.lcm(*(inner.block_rows or 1 for inner in made[len(outs)].inner_tensors if inner.gather))
+        while step * lines % blocks:
+            step += 1
         ends = sorted(data.draw(st.integers(0, count // step)) * step for _ in range(world - 1))
         own = [range(a, b) for a, b in zip([0, *ends], [*ends, count], strict=True)][rank]
         rows.append(own)

@@ -20,6 +20,8 @@ from ottava_testing import check_recipe
 FACTORIES = {
     "MX forward": by_direction("mxfp8", "current"),
     "MX backward": by_direction("current", "mxfp8"),
+    "blocks of 128 forward, rows backward": by_direction("blockwise", "rowwise"),
+    "rows forward, blocks of 128 backward": by_direction("rowwise", "blockwise"),
     "identity forward": by_direction("identity", "mxfp8"),
     "delayed and a hybrid": by_tensor("delayed", weight=by_direction("current", "mxfp8")),
     "by layer": by_layer({"layer": "mxfp8"}, "identity"),

@@ -11,7 +11,7 @@ import pytest
 
 # How far the validation loss may be from BF16's, relatively.
 BOUND = 0.01
-RECIPES = {"current", "custom", "delayed", "mxfp8"}
+RECIPES = {"blockwise", "current", "custom", "delayed", "mxfp8", "rowwise"}
 
 
 @pytest.mark.slow

@@ -11,10 +11,12 @@ import typer
 
 import ottava
 import ottava.errors
+import ottava_blockwise
 import ottava_current
 import ottava_custom
 import ottava_delayed
 import ottava_mxfp8
+import ottava_rowwise
 import ottava_testing
 from ottava.cli.main import app
 from ottava.recipes import hookspecs
@@ -72,10 +74,12 @@ PACKAGES = [f"ottava.{name}" for name in ("nn", "recipes", "tensors", "kernels",
 PUBLIC = sorted(
     {
         *exported(ottava),
+        *exported(ottava_blockwise),
         *exported(ottava_current),
         *exported(ottava_custom),
         *exported(ottava_delayed),
         *exported(ottava_mxfp8),
+        *exported(ottava_rowwise),
         *exported(ottava_testing),
         *(name for package in PACKAGES for name in exported(importlib.import_module(package))),
         *HOOKS,

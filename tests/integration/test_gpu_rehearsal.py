@@ -30,7 +30,7 @@ PLACE = Rehearsal("cpu")
 
 def test_every_kernel_has_cases_and_one_without_fails() -> None:
     assert [name for name, cases in kernel_cases.byte_cases(small=True).items() if not cases] == []
-    assert {"cast", "amax into", "for_layers.quantize", "mx_multi_cast", "update_scales"} <= set(kernel_cases.KERNELS)
+    assert {"cast", "amax into", "for_layers.quantize", "grid_multi_cast", "update_scales"} <= set(kernel_cases.KERNELS)
     assert not runner.check("nothing", [], PLACE).passed
 
 
@@ -83,7 +83,7 @@ def into_the_input(results: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     [
         *[
             (kernel, flipped)
-            for kernel in ("cast", "cast_transpose", "quantize", "mx_quantize", "mx_decode", "multi_amax")
+            for kernel in ("cast", "cast_transpose", "quantize", "grid_quantize", "grid_decode", "multi_amax")
         ],
         *[("multi_cast", written), ("decode into", written)],
         *[("transpose", unwritten), ("transpose into", beyond), ("amax", into_the_input)],
@@ -145,7 +145,7 @@ def test_differences() -> None:
     assert runner.within(0.2)([], [torch.ones(64)]) is not None
 
 
-@pytest.mark.parametrize("kernel", ["cast", "decode", "mx_quantize", "quantize", "cast_amax", "update_scales"])
+@pytest.mark.parametrize("kernel", ["cast", "decode", "grid_quantize", "quantize", "cast_amax", "update_scales"])
 def test_float64_finds_one_bit(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """In one element of one result, or in the last bit of a scale."""
     real = getattr(kernels, kernel)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mx_arrays import mx
 from sequential_grid import serving_cpu
 
 from ottava import kernels
@@ -122,9 +123,9 @@ def check_shards(shards: list[Shard], dtypes: list[torch.dtype], formats: list[t
     xs = [at_offset(sample(b - a, a).to(dtypes[i]), i % 4) for i, (_, a, b) in enumerate(shards)]
     shapes, starts = [shape for shape, _, _ in shards], [start for _, start, _ in shards]
     nominal = [DTYPES[i % 3] for i in range(len(xs))]
-    squares = [i % 3 == 1 for i in range(len(xs))]
-    arguments = (xs, nominal, shapes, starts, squares)
-    assert torch.equal(kernels.mx_multi_amax(*arguments), on_cpu(kernels.mx_multi_amax, *arguments))
+    layouts = [mx(fp8, i % 3 == 1) for i, fp8 in enumerate(formats)]
+    arguments = (xs, nominal, shapes, starts, layouts)
+    assert torch.equal(kernels.grid_multi_amax(*arguments), on_cpu(kernels.grid_multi_amax, *arguments))
     random = torch.Generator().manual_seed(len(xs))
     scales = [
         [torch.randint(0, 256, s, dtype=torch.uint8, generator=random) for s in ((r, -(-c // 32)), (-(-r // 32), c))]
@@ -136,7 +137,7 @@ def check_shards(shards: list[Shard], dtypes: list[torch.dtype], formats: list[t
         pairs: list[list[Any]] = [
             [None if i % 5 == 3 + k else (scales[i][k], places[2 * i + k][1]) for i in range(len(xs))] for k in range(2)
         ]
-        function(kernels.mx_multi_cast, xs, nominal, shapes, starts, formats, *pairs)
+        function(kernels.grid_multi_cast, *arguments, *pairs)
         return places
 
     for (room, out), (_, wanted) in zip(cast(lambda f, *a: f(*a)), cast(on_cpu), strict=True):
@@ -210,8 +211,8 @@ def test_nothing_without_tensors(grid: None) -> None:
     kernels.update_scales([], [], [])
     assert kernels.multi_amax([torch.empty(0)] * 3, DTYPES).tolist() == [0.0] * 3
     kernels.multi_cast([torch.empty(0)], [DTYPES[0]], torch.ones(1), [E4M3], [torch.empty(0, dtype=torch.uint8)])
-    assert kernels.mx_multi_amax([torch.empty(0)], [DTYPES[0]], [(2, 3)], [4], [False]).tolist() == [0.0] * 5
-    kernels.mx_multi_cast([torch.ones(4)], [DTYPES[0]], [(2, 3)], [1], [E4M3], [None], [None])
+    assert kernels.grid_multi_amax([torch.empty(0)], [DTYPES[0]], [(2, 3)], [4], [mx(E4M3)]).tolist() == [0.0] * 5
+    kernels.grid_multi_cast([torch.ones(4)], [DTYPES[0]], [(2, 3)], [1], [mx(E4M3)], [None], [None])
 
 
 @any_dtype

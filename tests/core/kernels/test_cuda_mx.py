@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mx_arrays import mx, scale_shapes
 from sequential_grid import grid_orders, serving_cpu
 
-from ottava.formats import mx_scale_shapes
+from ottava import Layout
 from ottava.kernels import table, use_backend
 
 Tensor = torch.Tensor
@@ -89,17 +90,17 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def check_quantized(
-    grid: Any, x: Tensor, fp8: torch.dtype, directions: tuple[bool, bool], options: Any, offsets: tuple[int, ...]
+    grid: Any, x: Tensor, layout: Layout, directions: tuple[bool, bool], offsets: tuple[int, ...]
 ) -> None:
     """``offsets`` of the source, of the data and of the scales."""
-    expected = by_reference(table.mx_quantize, x, fp8, *options, *directions)
-    shapes = [s for scales in mx_scale_shapes(x.shape) for s in (tuple(x.shape), scales)]
+    expected = by_reference(table.grid_quantize, x, layout.text, *directions)
+    shapes = [s for scales in scale_shapes(x.shape) for s in (tuple(x.shape), scales)]
     outs = [junk(s, torch.uint8, offsets[1 + i % 2]) for i, s in enumerate(shapes)]
     row, column = directions
     wanted = [out if directions[n // 2] else None for n, out in enumerate(outs)]
-    grid.mx_quantize(at(x, offsets[0]), fp8, *options, wanted)
+    grid.grid_quantize(at(x, offsets[0]), layout.text, wanted)
     for out, result, wanted in zip(outs, expected, (row, row, column, column), strict=True):
-        assert torch.equal(out, result) if wanted else bool((out == 0x5A).all()), (directions, options, offsets)
+        assert torch.equal(out, result) if wanted else bool((out == 0x5A).all()), (directions, layout, offsets)
         assert surroundings_kept(out)
 
 
@@ -108,7 +109,7 @@ def check_quantized(
 def test_quantize_at_any_address(grid: Any, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = sample(shape, dtype)
     for offsets in [(0, 0, 0), (1, 0, 0), (0, 1, 1), (0, 8, 8), (8, 3, 16)]:
-        check_quantized(grid, x, E4M3, (True, True), (False, False), offsets)
+        check_quantized(grid, x, mx(E4M3), (True, True), offsets)
 
 
 @any_dtype
@@ -118,8 +119,9 @@ def test_quantize_directions_and_rules(
     any_order: ModuleType, shape: tuple[int, int], fp8: torch.dtype, dtype: torch.dtype
 ) -> None:
     x = sample(shape, dtype, 1)
-    for directions, *options in itertools.product([(True, True), (True, False), (False, True)], *[(False, True)] * 2):
-        check_quantized(any_order, x, fp8, directions, options, (0, 0, 0))
+    ways = itertools.product([(True, True), (True, False), (False, True)], (False, True), ("up", "floor"))
+    for directions, square, rounding in ways:
+        check_quantized(any_order, x, mx(fp8, square, rounding), directions, (0, 0, 0))
 
 
 def test_blocks_that_one_element_decides(grid: Any) -> None:
@@ -129,16 +131,17 @@ def test_blocks_that_one_element_decides(grid: Any) -> None:
         x[torch.arange(32), (torch.arange(32) * 5 + i) % 32] = 2.0 ** torch.arange(32).to(torch.bfloat16)
         x[:, 32:] = x[:, :32].t()
         for square in (False, True):
-            check_quantized(grid, x, E5M2, (True, True), (square, False), (0, 0, 0))
+            check_quantized(grid, x, mx(E5M2, square), (True, True), (0, 0, 0))
 
 
 @any_format
 def test_scales_at_any_address(grid: Any, fp8: torch.dtype) -> None:
     amax = sample((7, 331), torch.float32, 2).abs()
-    for offset, floor in itertools.product((0, 1, 4), (False, True)):
-        out = junk(tuple(amax.shape), torch.uint8, offset)
-        grid.mx_scale_from_amax(at(amax, offset), fp8, floor, out)
-        assert torch.equal(out, by_reference(table.mx_scale_from_amax, amax, fp8, floor))
+    for offset, rounding in itertools.product((0, 1, 4), ("up", "floor")):
+        out, text = junk(tuple(amax.shape), torch.uint8, offset), mx(fp8, rounding=rounding).text
+        grid.grid_scales(at(amax, offset), text, torch.float32, (None, out))
+        assert torch.equal(out, by_reference(table.grid_scales, amax, text, torch.float32)[1])
+        assert surroundings_kept(out)
 
 
 # Decoding
@@ -147,7 +150,7 @@ def test_scales_at_any_address(grid: Any, fp8: torch.dtype) -> None:
 def blocks(shape: tuple[int, int], columnwise: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
     """All data, with all scales."""
     random = np.random.default_rng([seed, *shape])
-    scales = random.integers(0, 256, mx_scale_shapes(shape)[int(columnwise)], dtype=np.uint8)
+    scales = random.integers(0, 256, scale_shapes(shape)[int(columnwise)], dtype=np.uint8)
     return torch.from_numpy(random.integers(0, 256, shape, dtype=np.uint8)), torch.from_numpy(scales)
 
 
@@ -157,22 +160,22 @@ def blocks(shape: tuple[int, int], columnwise: bool, seed: int = 0) -> tuple[Ten
 def test_decode_at_any_address(grid: Any, shape: tuple[int, int], dtype: torch.dtype, columnwise: bool) -> None:
     data, scales = blocks(shape, columnwise)
     for fp8, offsets in itertools.product((E4M3, E5M2), [(0, 0, 0), (1, 0, 0), (8, 1, 0), (0, 8, 1)]):
-        expected = by_reference(table.mx_decode, data, scales, fp8, columnwise, dtype)
+        expected = by_reference(table.grid_decode, data, scales, mx(fp8).text, columnwise, dtype)
         # NaN has one pattern and the sign of its code.
         negative = torch.where(data >= 128, -1.0, 1.0).to(dtype)
         expected = torch.where(
             expected.isnan(), torch.copysign(torch.full_like(expected, math.nan), negative), expected
         )
         out = junk(shape, dtype, offsets[2])
-        grid.mx_decode(at(data, offsets[0]), at(scales, offsets[1]), fp8, columnwise, out)
+        grid.grid_decode(at(data, offsets[0]), at(scales, offsets[1]), mx(fp8).text, columnwise, out)
         assert same_bytes(out, expected), (fp8, offsets)
         assert surroundings_kept(out)
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0)], ids=str)
 def test_nothing_to_do(grid: Any, shape: tuple[int, int]) -> None:
-    data, scales = (torch.empty(s, dtype=torch.uint8) for s in (shape, mx_scale_shapes(shape)[0]))
-    grid.mx_decode(data, scales, E4M3, False, torch.empty(shape))
+    data, scales = (torch.empty(s, dtype=torch.uint8) for s in (shape, scale_shapes(shape)[0]))
+    grid.grid_decode(data, scales, mx(E4M3).text, False, torch.empty(shape))
     grid.epilogue32(torch.empty(shape), None, None, None, torch.empty(shape))
 
 

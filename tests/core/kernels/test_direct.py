@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_same
+from mx_arrays import mx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -65,7 +66,7 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], A
 FOR_LAYERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "quantize": lambda x: for_layers.quantize(x, E4M3, 0.0, False, True, True),
     "cast_amax": lambda x: for_layers.cast(x, scalar(3.0), scalar(0.0), None, E4M3, True, True),
-    "mx_quantize": lambda x: for_layers.mx_quantize(x, E4M3, True, True, False, False),
+    "grid_quantize": lambda x: for_layers.grid_quantize(x, mx(E4M3).text, True, True),
 }
 EVERY = [*((name, calls[0]) for name, calls in CALLS.items()), *FOR_LAYERS.items()]
 every_call = pytest.mark.parametrize(("name", "call"), EVERY, ids=[f"{n}-{i}" for i, (n, _) in enumerate(EVERY)])
@@ -149,7 +150,7 @@ def test_fake_tensors_stay_fake(name: str, call: Callable[[torch.Tensor], Any]) 
 
 
 @pytest.mark.parametrize(
-    "call", [CALLS["amax"][0], CALLS["quantize"][0], FOR_LAYERS["quantize"], FOR_LAYERS["mx_quantize"]]
+    "call", [CALLS["amax"][0], CALLS["quantize"][0], FOR_LAYERS["quantize"], FOR_LAYERS["grid_quantize"]]
 )
 def test_meta_tensors_stay_on_meta(call: Callable[[torch.Tensor], Any]) -> None:
     assert all(made.is_meta for made in leaves(call(values().to("meta"))))
@@ -263,12 +264,12 @@ def test_what_layers_get_in_blocks(code_path: str) -> None:
     shapes = [(), (5,), (0, 5), (3, 0), (33, 65), (2, 3, 40)]
     for shape, (rowwise, columnwise), square in itertools.product(shapes, USAGES, (False, True)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        expected = kernels.mx_quantize(x, E4M3, rowwise=rowwise, columnwise=columnwise, two_dimensional=square)
-        made = for_layers.mx_quantize(x, E4M3, rowwise, columnwise, square, False)
-        for wanted, mine, other in zip((rowwise, columnwise), made, (expected[:2], expected[2:]), strict=True):
-            assert (mine is not None) == wanted
-            if mine is not None:
-                assert_contiguous(mine, other, (shape, rowwise, columnwise, square))
+        expected = kernels.grid_quantize(x, mx(E4M3, square), rowwise=rowwise, columnwise=columnwise)
+        made = for_layers.grid_quantize(x, mx(E4M3, square).text, rowwise, columnwise)
+        wanted = [rowwise, rowwise, columnwise, columnwise]
+        assert [mine is not None for mine in made] == wanted
+        others = [other if asked else None for asked, other in zip(wanted, expected, strict=True)]
+        assert_contiguous(made, others, (shape, rowwise, columnwise, square))
 
 
 @pytest.mark.parametrize(
@@ -335,8 +336,8 @@ def test_every_backend_has_every_operation() -> None:
     from ottava.kernels import cpu, reference
     from ottava.kernels.table import OPERATIONS
 
-    many = {"multi_amax", "multi_cast", "mx_multi_amax", "mx_multi_cast"}
-    assert {"amax", "quantize", "mx_decode"} < set(OPERATIONS)
+    many = {"multi_amax", "multi_cast", "grid_multi_amax", "grid_multi_cast"}
+    assert {"amax", "quantize", "grid_quantize", "grid_decode", "grid_scales"} < set(OPERATIONS)
     with serving_cpu() as cuda:
         for module in (cpu.BACKEND, cuda, reference):
             names = {*OPERATIONS, *many, "update_scales"}

@@ -16,6 +16,7 @@ import torch
 from comparing import assert_same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mx_arrays import mx
 
 from ottava import kernels
 from tests.core.conftest import FP8_DTYPES
@@ -184,10 +185,10 @@ def spread(squares: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
 
 def scales_of(amaxes: Tensor, rows: int, cols: int, square: bool, fp8: torch.dtype, how: str) -> tuple[Tensor, Tensor]:
     across, down = -(-cols // 32), -(-rows // 32)
-    codes = kernels.mx_scale_from_amax(amaxes, fp8, how)
+    _, codes = kernels.grid_scales(amaxes, mx(fp8, rounding=how))
     if square:
         return spread(codes.view(down, across), rows, cols)
-    first, second = codes.split(kernels.mx_amax_sizes(rows, cols, False))
+    first, second = codes.split(kernels.grid_amax_sizes(rows, cols, mx(fp8)))
     return first.view(rows, across), second.view(down, cols)
 
 
@@ -198,20 +199,21 @@ def check_shards(
     (rows, cols), count = weight.shape, len(ranges)
     xs = [weight.view(-1)[place] for place in ranges]
     starts = [place.start for place in ranges]
-    found = kernels.mx_multi_amax(xs, [dtype] * count, [(rows, cols)] * count, starts, [square] * count)
-    sizes = kernels.mx_amax_sizes(rows, cols, square)
+    places = xs, [dtype] * count, [(rows, cols)] * count, starts, [mx(fp8, square, how)] * count
+    found = kernels.grid_multi_amax(*places)
+    sizes = kernels.grid_amax_sizes(rows, cols, mx(fp8, square, how))
     assert found.shape == (count * sum(sizes),)
     by_row, by_column = scales_of(found.view(count, sum(sizes)).amax(0), rows, cols, square, fp8, how)
-    expected = kernels.mx_quantize(weight.to(dtype), fp8, two_dimensional=square, scale_rounding=how)
+    expected = kernels.grid_quantize(weight.to(dtype), mx(fp8, square, how))
     assert torch.equal(by_row, expected[1])
     assert torch.equal(by_column, expected[3])
-    places = Places([x.numel() for x in xs for _ in range(2)])
-    rowwise = [(by_row, out) for out in places.outs[::2]]
-    columnwise = [(by_column, out) for out in places.outs[1::2]]
-    kernels.mx_multi_cast(xs, [dtype] * count, [(rows, cols)] * count, starts, [fp8] * count, rowwise, columnwise)
-    assert torch.equal(torch.cat(places.outs[::2]), expected[0].flatten())
-    assert torch.equal(torch.cat(places.outs[1::2]), expected[2].flatten())
-    assert places.untouched()
+    results = Places([x.numel() for x in xs for _ in range(2)])
+    rowwise = [(by_row, out) for out in results.outs[::2]]
+    columnwise = [(by_column, out) for out in results.outs[1::2]]
+    kernels.grid_multi_cast(*places, rowwise, columnwise)
+    assert torch.equal(torch.cat(results.outs[::2]), expected[0].flatten())
+    assert torch.equal(torch.cat(results.outs[1::2]), expected[2].flatten())
+    assert results.untouched()
 
 
 SIZES = st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65, 70, 97])
@@ -258,11 +260,12 @@ def test_amaxes_and_codes_by_scalars(
             codes.append(0x7F if scale == 255 else mx_oracle.element(float(held[k]), int(scale), fmt))
 
     def run() -> None:
-        found = kernels.mx_multi_amax([shard] * 2, [dtype] * 2, [place[0]] * 2, [start] * 2, [False, True])
+        both = [mx(FP8_DTYPES[fmt], square) for square in (False, True)]
+        found = kernels.grid_multi_amax([shard] * 2, [dtype] * 2, [place[0]] * 2, [start] * 2, both)
         assert found.tolist() == by_row + by_column + squares
         outs = [torch.empty(stop - start, dtype=torch.uint8) for _ in range(2)]
         pairs = [[(row_scales, outs[0])], [(column_scales, outs[1])]]
-        kernels.mx_multi_cast([shard], [dtype], [(rows, cols)], [start], [FP8_DTYPES[fmt]], *pairs)
+        kernels.grid_multi_cast([shard], [dtype], [(rows, cols)], [start], both[:1], *pairs)
         for out, codes in zip(outs, expected, strict=True):
             assert_same(out, codes, shard)
 
@@ -283,7 +286,8 @@ def test_every_rounding(code_path: str, dtype: torch.dtype) -> None:
     bits = bits[:: 29 if code_path == "grid" else 1]
     x = torch.from_numpy((bits & 0xFFFFFFFF).astype(np.uint32).view(np.float32))
     n = x.numel()
-    _, amaxes = kernels.mx_multi_amax([x], [dtype], [(1, n)], [0], [False]).split(kernels.mx_amax_sizes(1, n, False))
+    found = kernels.grid_multi_amax([x], [dtype], [(1, n)], [0], [mx(E4M3)])
+    _, amaxes = found.split(kernels.grid_amax_sizes(1, n, mx(E4M3)))
     with np.errstate(invalid="ignore"):
         expected = np.abs(rounded(x, dtype))
     assert np.array_equal(amaxes.numpy(), np.where(np.isnan(expected), np.float32(0), expected))
@@ -305,15 +309,16 @@ def check_mixed_matrices() -> None:
         (rows, cols), random = shapes[-1], torch.Generator().manual_seed(i)
         scale_shapes = (rows, -(-cols // 32)), (-(-rows // 32), cols)
         scales.append([torch.randint(90, 150, s, dtype=torch.uint8, generator=random) for s in scale_shapes])
-    found = kernels.mx_multi_amax(xs, dtypes, shapes, starts, squares)
+    layouts = [mx(fp8, square) for fp8, square in zip(formats, squares, strict=True)]
+    found = kernels.grid_multi_amax(xs, dtypes, shapes, starts, layouts)
     assert not found.requires_grad
-    parts = found.split([sum(kernels.mx_amax_sizes(*s, q)) for s, q in zip(shapes, squares, strict=True)])
+    parts = found.split([sum(kernels.grid_amax_sizes(*s, own)) for s, own in zip(shapes, layouts, strict=True)])
     places = [Places(counts, 1), Places(counts, 7)]
     pairs = [
         [None if i % 3 == skip else (scales[i][k], out) for i, out in enumerate(places[k].outs)]
         for k, skip in enumerate((1, 2))
     ]
-    kernels.mx_multi_cast(xs, dtypes, shapes, starts, formats, *pairs)
+    kernels.grid_multi_cast(xs, dtypes, shapes, starts, layouts, *pairs)
     for i, x in enumerate(xs):
         one = ([x.detach()], [dtypes[i]], [shapes[i]], [starts[i]])
         whole = np.zeros(math.prod(shapes[i]), np.float32)
@@ -331,7 +336,7 @@ def check_mixed_matrices() -> None:
                 assert (places[k].outs[i] == 0xA5).all()
                 continue
             again = (pair[0], torch.empty(counts[i], dtype=torch.uint8))
-            kernels.mx_multi_cast(*one, [formats[i]], *([[again], [None]] if k == 0 else [[None], [again]]))
+            kernels.grid_multi_cast(*one, [layouts[i]], *([[again], [None]] if k == 0 else [[None], [again]]))
             assert torch.equal(again[1], pair[1]), i
             position = torch.arange(starts[i], starts[i] + counts[i])
             row, col = position // shapes[i][1], position % shapes[i][1]
@@ -346,7 +351,7 @@ def test_large_matrices(on_every_isa: Callable[..., None]) -> None:
     """Streaming stores, chunks of one matrix on several threads; only a part of a matrix is at hand."""
     rows, cols = 1100, 2112
     weight = sample(rows * cols, 9).view(rows, cols)
-    q = kernels.mx_quantize(weight.bfloat16(), E4M3)
+    q = kernels.grid_quantize(weight.bfloat16(), mx(E4M3))
 
     def run() -> None:
         for first, threads in ((0, 1), (1, 2), (0, 5)):
@@ -355,7 +360,7 @@ def test_large_matrices(on_every_isa: Callable[..., None]) -> None:
             x = weight.view(-1)[start:stop]
             pairs = [[(q[1], places.outs[0])], [(q[3], places.outs[1])]]
             with running_on(threads):
-                kernels.mx_multi_cast([x], [torch.bfloat16], [(rows, cols)], [start], [E4M3], *pairs)
+                kernels.grid_multi_cast([x], [torch.bfloat16], [(rows, cols)], [start], [mx(E4M3)], *pairs)
             assert_same(places.outs, [q[0].view(-1)[start:stop], q[2].view(-1)[start:stop]], x, (first, threads))
             assert places.untouched()
 
@@ -364,6 +369,6 @@ def test_large_matrices(on_every_isa: Callable[..., None]) -> None:
 
 def test_empty_lists(code_path: str) -> None:
     assert kernels.multi_amax([], []).shape == (0,)
-    assert kernels.mx_multi_amax([], [], [], [], []).shape == (0,)
+    assert kernels.grid_multi_amax([], [], [], [], []).shape == (0,)
     kernels.multi_cast([], [], torch.ones(0), [], [])
-    kernels.mx_multi_cast([], [], [], [], [], [], [])
+    kernels.grid_multi_cast([], [], [], [], [], [], [])

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from mx_arrays import mx
 
 from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError
 
 Tensor = torch.Tensor
 E4M3 = torch.float8_e4m3fn
+MX = mx(E4M3)
 
 
 def byte(*shape: int) -> Tensor:
@@ -31,7 +33,7 @@ def good() -> dict[str, Any]:
         "outs": [byte(2, 3), byte(5)],
         "shapes": [(4, 40), (2, 3)],
         "starts": [0, 1],
-        "two_dimensional": [False, True],
+        "layouts": [MX, mx(E4M3, square=True)],
         "rowwise": pairs,
         "columnwise": columns,
     }
@@ -40,8 +42,8 @@ def good() -> dict[str, Any]:
 NAMES = {
     kernels.multi_amax: ["xs", "dtypes"],
     kernels.multi_cast: ["xs", "dtypes", "scales", "fp8_dtypes", "outs"],
-    kernels.mx_multi_amax: ["xs", "dtypes", "shapes", "starts", "two_dimensional"],
-    kernels.mx_multi_cast: ["xs", "dtypes", "shapes", "starts", "fp8_dtypes", "rowwise", "columnwise"],
+    kernels.grid_multi_amax: ["xs", "dtypes", "shapes", "starts", "layouts"],
+    kernels.grid_multi_cast: ["xs", "dtypes", "shapes", "starts", "layouts", "rowwise", "columnwise"],
 }
 SHARED = byte(6)
 STRIDED = byte(10)[::2]
@@ -83,8 +85,10 @@ CASES: list[tuple[str, Callable[[dict[str, Any]], Any], type[OttavaError]]] = [
     ("starts", lambda a: [-1, 1], ShapeError),
     ("starts", lambda a: [155, 1], ShapeError),
     ("starts", lambda a: [0.0, 1], DTypeError),
-    ("two_dimensional", lambda a: [False], ShapeError),
-    ("two_dimensional", lambda a: [False, None], OptionError),
+    ("layouts", lambda a: [MX], ShapeError),
+    ("layouts", lambda a: [MX, None], DTypeError),
+    ("layouts", lambda a: [MX, MX.text], DTypeError),
+    ("layouts", lambda a: [MX, E4M3], DTypeError),
     ("rowwise", lambda a: a["rowwise"][:1], ShapeError),
     ("rowwise", lambda a: [None, byte(5)], ShapeError),
     ("rowwise", lambda a: [None, (byte(2, 1),)], ShapeError),
@@ -124,6 +128,6 @@ def test_what_the_cases_start_from_is_accepted() -> None:
         arguments = good()
         function(*(arguments[n] for n in names))
         written = {kernels.multi_cast: arguments["outs"]}.get(function, [])
-        if function is kernels.mx_multi_cast:
+        if function is kernels.grid_multi_cast:
             written = [out for _, out in arguments["rowwise"] + arguments["columnwise"]]
         assert all((out != 0xA5).all() for out in written)

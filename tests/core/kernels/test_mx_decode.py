@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 import torch
 from comparing import assert_same
-from mx_arrays import DTYPES, FP8, ML_DTYPES, PAIRS, check_decoded, random_blocks, sample
+from mx_arrays import DTYPES, FP8, ML_DTYPES, PAIRS, check_decoded, mx, random_blocks, sample, scale_shapes
 
 from ottava import kernels
-from ottava.formats import mx_scale_shapes
 
 DECODED = [*DTYPES, "float64"]
 
 
 def check(shape: tuple[int, ...], fmt: str, dtype: str, columnwise: bool, seed: int = 0) -> None:
     codes, scales = random_blocks(shape, columnwise, seed)
-    got = kernels.mx_decode(codes, scales, FP8[fmt], getattr(torch, dtype), columnwise=columnwise)
+    got = kernels.grid_decode(codes, scales, mx(FP8[fmt]), getattr(torch, dtype), columnwise=columnwise)
     check_decoded(got, codes, scales, fmt, dtype, columnwise)
 
 
@@ -36,7 +35,7 @@ def test_every_code_with_every_scale(on_every_path: Callable[..., None]) -> None
     def run() -> None:
         for fmt, dtype, columnwise in itertools.product(FP8, DECODED, (False, True)):
             codes, scales = tables[columnwise]
-            got = kernels.mx_decode(codes, scales, FP8[fmt], getattr(torch, dtype), columnwise=columnwise)
+            got = kernels.grid_decode(codes, scales, mx(FP8[fmt]), getattr(torch, dtype), columnwise=columnwise)
             check_decoded(got, codes, scales, fmt, dtype, columnwise)
 
     on_every_path(run)
@@ -54,7 +53,7 @@ def test_decoding_equals_float64_arithmetic(code_path: str, fmt: str, dtype: str
     with np.errstate(over="ignore"):
         product = values[None] * np.exp2(np.arange(255) - 127.0)[:, None]
         expected = product.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).astype(np.float64)
-    got = kernels.mx_decode(codes, scales, FP8[fmt], getattr(torch, dtype)).double().numpy()
+    got = kernels.grid_decode(codes, scales, mx(FP8[fmt]), getattr(torch, dtype)).double().numpy()
     assert_same(got, expected, codes)
 
 
@@ -110,10 +109,10 @@ def test_decoding_any_strides(code_path: str, fmt: str, columnwise: bool) -> Non
     turned = random_blocks((75, 67), not columnwise, 1)
     spaced = [torch.stack([t, t + 1], -1)[..., 0] for t in (codes, scales)]
     shifted = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in (codes, scales)]
-    constant = torch.tensor(130, dtype=torch.uint8).expand(mx_scale_shapes((67, 75))[int(columnwise)])
+    constant = torch.tensor(130, dtype=torch.uint8).expand(scale_shapes((67, 75))[int(columnwise)])
     cases = [(turned[0].t(), turned[1].t()), spaced, shifted, (codes[:1].expand(67, 75), constant)]
     for data, blocks in cases:
-        got = kernels.mx_decode(data, blocks, FP8[fmt], torch.bfloat16, columnwise=columnwise)
+        got = kernels.grid_decode(data, blocks, mx(FP8[fmt]), torch.bfloat16, columnwise=columnwise)
         check_decoded(got, data, blocks, fmt, "bfloat16", columnwise)
 
 
@@ -121,10 +120,10 @@ def test_decoding_any_strides(code_path: str, fmt: str, columnwise: bool) -> Non
 def test_what_blocks_hold_survives_a_second_quantization(code_path: str, fmt: str, columnwise: bool) -> None:
     """Decoded blocks are quantized to the same values again: the element of the amax cannot grow."""
     x = sample((70, 97), "float32").nan_to_num(1.0, 1.0, 1.0).clamp(-(2.0**100), 2.0**100)
-    first = kernels.mx_quantize(x, FP8[fmt])[2 * columnwise :][:2]
-    values = kernels.mx_decode(*first, FP8[fmt], torch.float32, columnwise=columnwise)
-    second = kernels.mx_quantize(values, FP8[fmt])[2 * columnwise :][:2]
-    again = kernels.mx_decode(*second, FP8[fmt], torch.float32, columnwise=columnwise)
+    first = kernels.grid_quantize(x, mx(FP8[fmt]))[2 * columnwise :][:2]
+    values = kernels.grid_decode(*first, mx(FP8[fmt]), torch.float32, columnwise=columnwise)
+    second = kernels.grid_quantize(values, mx(FP8[fmt]))[2 * columnwise :][:2]
+    again = kernels.grid_decode(*second, mx(FP8[fmt]), torch.float32, columnwise=columnwise)
     assert torch.equal(values, again)
 
 
@@ -158,10 +157,10 @@ def test_the_floor_rule_equals_gfloat(code_path: str, fmt: str) -> None:
     """
     info = getattr(gfloat.formats, f"format_info_mxfp8_{fmt}")
     blocks = np.stack(list(gfloat_cases()))
-    codes, scales, _, _ = kernels.mx_quantize(
-        torch.from_numpy(blocks), FP8[fmt], columnwise=False, scale_rounding="floor"
+    codes, scales, _, _ = kernels.grid_quantize(
+        torch.from_numpy(blocks), mx(FP8[fmt], rounding="floor"), columnwise=False
     )
-    got = kernels.mx_decode(codes, scales, FP8[fmt], torch.float32).numpy()
+    got = kernels.grid_decode(codes, scales, mx(FP8[fmt]), torch.float32).numpy()
     saturated = 0
     for block, mine in zip(blocks, got, strict=True):
         theirs = gfloat.quantize_block(info, block.astype(np.float64), gfloat.compute_scale_amax)
@@ -175,8 +174,8 @@ def test_elements_under_the_up_rule_equal_gfloat(code_path: str, fmt: str) -> No
     """gfloat does not have this rule for scales; its elements are compared under our scales."""
     info = getattr(gfloat.formats, f"format_info_mxfp8_{fmt}")
     blocks = np.stack(list(gfloat_cases()))
-    codes, scales, _, _ = kernels.mx_quantize(torch.from_numpy(blocks), FP8[fmt], columnwise=False)
-    got = kernels.mx_decode(codes, scales, FP8[fmt], torch.float32).numpy()
+    codes, scales, _, _ = kernels.grid_quantize(torch.from_numpy(blocks), mx(FP8[fmt]), columnwise=False)
+    got = kernels.grid_decode(codes, scales, mx(FP8[fmt]), torch.float32).numpy()
     for block, mine, scale in zip(blocks, got, scales.flatten().tolist(), strict=True):
         theirs = gfloat.quantize_block(info, block.astype(np.float64), lambda *_: 2.0 ** (scale - 127))  # noqa: B023
         np.testing.assert_array_equal(mine.astype(np.float64), theirs)

@@ -29,12 +29,13 @@ from mx_arrays import (
     by_scalars,
     check_decoded,
     check_four,
+    mx,
     random_blocks,
     sample,
+    scale_shapes,
 )
 
 from ottava import kernels
-from ottava.formats import mx_scale_shapes
 
 INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 searching = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -42,7 +43,7 @@ searching = settings(max_examples=40, deadline=None, suppress_health_check=[Heal
 
 def quantized(x: torch.Tensor, options: Options) -> Four:
     _, fmt, scale_rounding, two_dimensional = options
-    return kernels.mx_quantize(x, FP8[fmt], two_dimensional=two_dimensional, scale_rounding=scale_rounding)
+    return kernels.grid_quantize(x, mx(FP8[fmt], two_dimensional, scale_rounding))
 
 
 def check_shape(shape: tuple[int, ...], options: Options) -> None:
@@ -132,13 +133,13 @@ def test_special_blocks(code_path: str, layout: str) -> None:
 def test_special_blocks_by_hand(code_path: str) -> None:
     """A few blocks whose bytes follow from the rules without an oracle."""
     x = torch.tensor([[math.nan] * 32, [math.inf, 1.0, -math.inf] + [0.0] * 29, [-0.0] * 32, [480.0, -1.0] * 16])
-    codes, scales, _, _ = kernels.mx_quantize(x, FP8["e4m3"], columnwise=False)
+    codes, scales, _, _ = kernels.grid_quantize(x, mx(FP8["e4m3"]), columnwise=False)
     assert scales.flatten().tolist() == [0, 254, 0, 128]
     assert codes[0].tolist() == [0x7F] * 32
     assert codes[1].tolist() == [0x7E, 0, 0xFE] + [0] * 29
     assert codes[2].tolist() == [0x80] * 32
     assert codes[3].tolist() == [0x77, 0xB0] * 16  # 240 and -1/2
-    codes, scales, _, _ = kernels.mx_quantize(x, FP8["e4m3"], columnwise=False, scale_rounding="floor")
+    codes, scales, _, _ = kernels.grid_quantize(x, mx(FP8["e4m3"], rounding="floor"), columnwise=False)
     assert scales.flatten().tolist() == [0, 254, 0, 127]
     assert codes[3].tolist() == [0x7E, 0xB8] * 16  # saturated
 
@@ -252,7 +253,7 @@ def test_shapes_of_scales() -> None:
         (5, 0, 7): ((0, 1), (0, 7)),
         (2, 2, 17, 64): ((68, 2), (3, 64)),
     }
-    assert {shape: mx_scale_shapes(shape) for shape in expected} == expected
+    assert {shape: scale_shapes(shape) for shape in expected} == expected
 
 
 def test_any_number_of_dimensions(code_path: str) -> None:
@@ -299,11 +300,11 @@ def test_one_direction_gives_the_bytes_of_both(code_path: str, two_dimensional: 
     absent = torch.empty(0, dtype=torch.uint8)
     shapes = [(), (0, 5), (3, 0), (33, 70), (3, 11, 97), (37, 1100)]
     for shape, dtype, fmt in itertools.product(shapes, DTYPES, FP8):
-        x = sample(shape, dtype)
+        x, layout = sample(shape, dtype), mx(FP8[fmt], two_dimensional)
         both = array_expected(shape, (dtype, fmt, "up", two_dimensional))
-        rows = kernels.mx_quantize(x, FP8[fmt], columnwise=False, two_dimensional=two_dimensional)
+        rows = kernels.grid_quantize(x, layout, columnwise=False)
         check_four(rows, (*both[:2], absent, absent), (shape, dtype, fmt), x)
-        columns = kernels.mx_quantize(x, FP8[fmt], rowwise=False, two_dimensional=two_dimensional)
+        columns = kernels.grid_quantize(x, layout, rowwise=False)
         check_four(columns, (absent, absent, *both[2:]), (shape, dtype, fmt), x)
 
 
@@ -321,8 +322,8 @@ def test_squares_serve_both_directions(code_path: str) -> None:
 
 def test_directions_of_a_transpose_are_exchanged(code_path: str, fmt: str) -> None:
     x = sample((75, 1100), "float32")
-    rows, row_scales, columns, column_scales = kernels.mx_quantize(x, FP8[fmt])
-    turned = kernels.mx_quantize(x.t(), FP8[fmt])
+    rows, row_scales, columns, column_scales = kernels.grid_quantize(x, mx(FP8[fmt]))
+    turned = kernels.grid_quantize(x.t(), mx(FP8[fmt]))
     check_four(turned, [t.t().contiguous() for t in (columns, column_scales, rows, row_scales)])
 
 
@@ -381,7 +382,7 @@ def test_threads_do_not_change_bytes(on_every_isa: Callable[..., None], two_dime
             x, options = sample(shape, "bfloat16"), ("bfloat16", "e4m3", "up", two_dimensional)
             for result in with_threads(lambda: quantized(x, options)):  # noqa: B023
                 check_four(result, array_expected(shape, options), shape, x)
-        for result in with_threads(lambda: kernels.mx_decode(codes, scales, FP8["e4m3"], torch.bfloat16)):
+        for result in with_threads(lambda: kernels.grid_decode(codes, scales, mx(FP8["e4m3"]), torch.bfloat16)):
             check_decoded(result, codes, scales, "e4m3", "bfloat16", False)
 
     on_every_isa(run)

@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from comparing import assert_same
-from mx_arrays import DTYPES, FP8, ROUNDINGS, array_scales, by_arrays, by_scalars, check_four, sample
+from mx_arrays import DTYPES, FP8, ROUNDINGS, array_scales, by_arrays, by_scalars, check_four, mx, sample
 
 from ottava import kernels
 
@@ -29,7 +29,8 @@ def test_scales_of_every_bfloat16(code_path: str) -> None:
     """An amax has no sign; one that has is taken for its magnitude, NaN of either sign included."""
     amax = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
     for rule in RULES:
-        got = kernels.mx_scale_from_amax(amax, FP8[rule[0]], rule[1])
+        scale, got = kernels.grid_scales(amax, mx(FP8[rule[0]], rounding=rule[1]))
+        assert scale is None
         assert got.dtype == torch.uint8
         assert_same(got, every_bfloat16_scale(*rule), amax, rule)
 
@@ -56,7 +57,7 @@ def hard_scales(fmt: str, scale_rounding: str) -> list[int]:
 
 def test_scales_of_hard_float32(code_path: str) -> None:
     for rule in RULES:
-        got = kernels.mx_scale_from_amax(hard_amaxes(), FP8[rule[0]], rule[1])
+        _, got = kernels.grid_scales(hard_amaxes(), mx(FP8[rule[0]], rounding=rule[1]))
         assert_same(got, hard_scales(*rule), hard_amaxes(), rule)
 
 
@@ -87,7 +88,7 @@ def test_scales_that_the_rules_name(code_path: str) -> None:
     ]
     for fmt, scale_rounding, amax, code in cases:
         assert mx_oracle.scale_code(oracle.float32(amax), fmt, scale_rounding) == code
-        got = kernels.mx_scale_from_amax(torch.tensor(amax), FP8[fmt], scale_rounding)
+        _, got = kernels.grid_scales(torch.tensor(amax), mx(FP8[fmt], rounding=scale_rounding))
         assert got.item() == code, (fmt, scale_rounding, amax)
 
 
@@ -95,7 +96,7 @@ def test_scales_keep_the_shape(code_path: str) -> None:
     for shape, (fmt, scale_rounding) in itertools.product([(), (0,), (3, 0), (5, 7), (2, 3, 4)], RULES):
         amax = sample(shape, "float32").abs()
         for tensor in [amax] + ([amax.transpose(0, -1), amax[..., ::2]] if amax.dim() else []):
-            got = kernels.mx_scale_from_amax(tensor, FP8[fmt], scale_rounding)
+            _, got = kernels.grid_scales(tensor, mx(FP8[fmt], rounding=scale_rounding))
             expected = [mx_oracle.scale_code(v, fmt, scale_rounding) for v in tensor.flatten().tolist()]
             assert got.shape == tensor.shape
             assert got.is_contiguous()

@@ -1,7 +1,7 @@
 """One function for the three GEMMs of a linear layer: operands in, high precision out.
 
-How an operand becomes a matrix is the operand's own affair (``scaled_operand`` where the hardware multiplies FP8,
-``grid_operand``, else ``gemm_operand``); a user-defined quantizer's ``qgemm`` takes over where there is one.
+How an operand becomes a matrix is its own affair (``grid_operand`` for elements with scales, else ``gemm_operand``); a
+user-defined quantizer's ``qgemm`` takes over where there is one.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from typing import Literal
 import torch
 
 from ottava.errors import DeviceError, OptionError, ShapeError
+from ottava.formats import FP8
 from ottava.gemm_blocks import block_product
 from ottava.gemm_scaled import may_multiply_fp8, scaled_product
 from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision, products
 from ottava.kernels.checks import check_bias, check_device, check_dtype
 from ottava.kernels.products import decoded_mm, returns_float32
+from ottava.layout import Layout
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
 GemmType = Literal["fprop", "dgrad", "wgrad"]
 Operand = torch.Tensor | QuantizedTensorStorage
 
+# One scale for the tensor, or for each row.
+_SCALED_BLOCKS = ((None, None), (1, None))
 # GEMM -> (columnwise usage of a, of b), (transpose a, transpose b) as matrices [rows, columns].
 _GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {
     "fprop": ((False, False), (False, True)),
@@ -86,7 +90,7 @@ def gemm(
     (a_columnwise, b_columnwise), transposes = _GEMMS[gemm_type]
     compute = _compute_dtype(a, b, sum_dtype)
     left, right = _operand(a, a_columnwise, compute), _operand(b, b_columnwise, compute)
-    if left.scales is not None and right.scales is not None:
+    if left.layout and right.layout:
         caches = a.gemm_cache(), b.gemm_cache()  # type: ignore[union-attr]
         result = block_product(left, right, caches, transposes, bias, sum_dtype, fast)
     if result is None:
@@ -118,7 +122,7 @@ def _scaled(
     if _custom_owner(a, b) is not None:
         return None
     a_columnwise, b_columnwise = _GEMMS[gemm_type][0]
-    left, right = a.scaled_operand(columnwise=a_columnwise), b.scaled_operand(columnwise=b_columnwise)
+    left, right = _rows(a, a_columnwise), _rows(b, b_columnwise)
     if left is None or right is None:
         return None
     if out is not None and (out.shape != (left[0].shape[0], right[0].shape[0]) or out.device != left[0].device):
@@ -147,15 +151,26 @@ def _operand(x: Operand, columnwise: bool, dtype: torch.dtype) -> products.Opera
         # No gradient flows through a product: layers have backward passes of their own.
         return products.Operand(as_matrix(x.detach()).to(dtype))
     on_grid = x.grid_operand(columnwise=columnwise)
-    if on_grid is not None:
-        return products.Operand(*on_grid, x.layout_text, columnwise)
-    scaled = x.scaled_operand(columnwise=columnwise)
-    if scaled is not None and (scaled[1] is None or scaled[1].numel() == 1):
-        elements, scale = scaled
-        data = elements.view(torch.uint8)
-        return products.Operand(data.t() if columnwise else data, element=elements.dtype, scale=scale)
-    values, scale = x.gemm_operand(columnwise=columnwise, dtype=dtype)
-    return products.Operand(values, scale=scale)
+    if on_grid is None:
+        return products.Operand(*x.gemm_operand(columnwise=columnwise, dtype=dtype))
+    return products.Operand(*on_grid, _layout_text(x, columnwise), columnwise)
+
+
+def _layout_text(x: QuantizedTensorStorage, columnwise: bool) -> str:
+    return x.column_layout_text if columnwise else x.layout_text
+
+
+def _rows(x: QuantizedTensorStorage, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """FP8 elements for hardware that multiplies them, ``[outer, reduced]``, best contiguous, and float32 scales: one
+    for each of these rows, or one; None for what has other scales."""
+    text = _layout_text(x, columnwise)
+    layout = Layout.of(text) if text else None
+    fits = layout is not None and layout.block in _SCALED_BLOCKS and layout.scale is torch.float32
+    on_grid = x.grid_operand(columnwise=columnwise) if fits else None
+    if layout is None or on_grid is None or layout.element not in FP8:
+        return None
+    elements = on_grid[0].view(layout.element)
+    return elements.t() if columnwise and not layout.transposed else elements, on_grid[1].reshape(-1)
 
 
 def _custom_owner(a: Operand, b: Operand) -> Quantizer | None:

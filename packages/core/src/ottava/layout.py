@@ -22,6 +22,7 @@ Size = tuple[int, int]
 #: Rows and columns of a block; None for all.
 Block = tuple[int | None, int | None]
 _COLUMNWISE = ("own", "transposed", "same")
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _ROUNDINGS = {torch.float32: ("nearest", "floor"), E8M0.torch_dtype: ("up", "floor")}
 # How a layout is written: the fields in their order, with these between them.
 _BETWEEN = "/"
@@ -67,7 +68,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         element_format(self.element)
-        if self.scale not in _ROUNDINGS:
+        if not isinstance(self.scale, torch.dtype) or self.scale not in _ROUNDINGS:
             raise DTypeError(f"scale is {self.scale!r}", expected="torch.float32 or torch.float8_e8m0fnu")
         for name, value in (("block", self.block), ("shared", self.shared)):
             sizes = value if isinstance(value, tuple) else (0,)
@@ -78,20 +79,25 @@ class Layout:
         for name, words in allowed.items():
             if getattr(self, name) not in words:
                 raise OptionError(f"{name} is {getattr(self, name)!r}", expected=f"one of {', '.join(words)}")
-        if type(self.epsilon) not in (int, float) or not 0.0 <= self.epsilon < float("inf"):
-            raise OptionError(f"epsilon is {self.epsilon!r}", expected="a finite number >= 0")
+        if type(self.epsilon) not in (int, float) or not 0.0 <= self.epsilon <= _FLOAT32_MAX:
+            raise OptionError(f"epsilon is {self.epsilon!r}", expected="a number >= 0 that float32 holds")
+        # Equal layouts have one text: abs takes the sign of -0.0. Frozen, so that this is the way to set a field.
+        object.__setattr__(self, "epsilon", abs(float(self.epsilon)))
         if self.shared is not None and not self._fits(self.shared):
             raise OptionError(f"blocks of {self.block} share a scale over {self.shared}", expected="squares of blocks")
         if self.columnwise == "same" and self.block[0] != self.block[1]:
             raise OptionError(f"blocks of {self.block} with columnwise='same'", expected="squares, or one for all")
-        # Frozen, so that this is the way to keep what follows from the fields.
         text = _BETWEEN.join(_written(getattr(self, f.name)) for f in fields(self) if f.init)
         object.__setattr__(self, "text", text)
         _KNOWN.setdefault(text, self)
 
-    def _fits(self, shared: tuple[int, int]) -> bool:
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By the constructor, so that what is unpickled is checked.
+        return Layout, tuple(getattr(self, f.name) for f in fields(self) if f.init)
+
+    def _fits(self, shared: Block) -> bool:
         sides = zip(shared, self.block, strict=True)
-        return shared[0] == shared[1] and all(size is not None and side % size == 0 for side, size in sides)
+        return shared[0] == shared[1] and all(side and size and side % size == 0 for side, size in sides)
 
     # -- what follows from the fields --
 

@@ -54,6 +54,33 @@ class HybridTensorStorage(QuantizedTensorStorage):
         made: Any = cls
         return made(shape=shape, dtype=dtype, quantizer=quantizer, **arguments)  # type: ignore[no-any-return]
 
+    @classmethod
+    def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
+        # Files have elements in dtypes of their own, which a declaration that follows from a layout names too late.
+        narrow = {k: v for k, v in declared.items() if isinstance(v, torch.Tensor) and v.element_size() == 1}
+        return declared | {name: data.view(torch.uint8) for name, data in narrow.items()}
+
+    def _hold(self, declared: dict[str, Any]) -> None:
+        super()._hold(declared)
+        self._quantizer = None
+        self._declare()
+
+    @classmethod
+    def unchecked(cls, tensors: Any, static: Any, quantizer: Any) -> Any:
+        made = super().unchecked(tensors, static, quantizer)
+        made._declare()
+        return made
+
+    def _declare(self) -> None:
+        if all(any(inner.gather for inner in kind.inner_tensors) for kind in self.kinds):
+            return
+        # The declaration of a class on a grid has names alone: that of a tensor follows from its layout.
+        held, declared = self.get_usages(), []
+        for side, kind in zip(SIDES, self.kinds, strict=True):
+            inner_tensors = self.side(side == "columnwise").inner_tensors if held[side] else kind.inner_tensors
+            declared += [_declared(side, inner) for inner in inner_tensors]
+        self.inner_tensors = tuple(declared)  # type: ignore[misc]
+
     def side(self, columnwise: bool) -> QuantizedTensorStorage:
         """The storage of one side, around the inner tensors that this holds.
 
@@ -99,8 +126,13 @@ class HybridTensorStorage(QuantizedTensorStorage):
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         return self.side(columnwise).grid_operand(columnwise=columnwise)
 
-    def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        return self.side(columnwise).scaled_operand(columnwise=columnwise)
+    @property
+    def layout_text(self) -> str:  # type: ignore[override]
+        return self.side(columnwise=False).layout_text
+
+    @property
+    def column_layout_text(self) -> str:
+        return self.side(columnwise=True).column_layout_text
 
 
 def _attribute(side: str, attribute: str) -> str:

@@ -96,6 +96,8 @@ class GridShards(ShardRule):
 
     def independent_rows(self, quantizer: Any) -> int | None:
         layout: Layout = quantizer.layout
+        if self.batch_for(quantizer) is None:
+            return None
         # Columns that are made of rows need no rows of their own.
         sides = (False, True) if quantizer.columnwise_usage else (False,)
         rows = [layout.block_of(columnwise, shared=True)[0] for columnwise in sides]

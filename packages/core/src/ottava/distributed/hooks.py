@@ -28,7 +28,7 @@ from ottava.distributed.fsdp2 import (
     resharded_to_fewer,
 )
 from ottava.distributed.rules import rule_of
-from ottava.distributed.shards import check_blocks
+from ottava.distributed.shards import check_blocks, check_rows_alone
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
@@ -82,10 +82,11 @@ def pre_all_gather(
     Raises:
         ShapeError: the shards cut blocks in two, or they are uneven and an inner tensor has rows of its own kind, which
             cannot be padded.
-        UsageError: the shards do not agree in what must be the same on all of them.
+        UsageError: the shards do not agree in what must be the same on all of them, or hold columns that no rows make.
     """
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
+    check_rows_alone(tensor, f"a shard of a {type(tensor).__name__}")
     if hasattr(module, "own_shard"):
         module.own_shard(tensor)
     _agree(tensor, group, module)

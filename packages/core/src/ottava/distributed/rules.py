@@ -8,7 +8,6 @@ quantizer the shards are gathered, in one all-gather, and each rank quantizes th
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError
 from ottava.tensors.freshness import bump_versions
 from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.slots import above
 from ottava.torch_private import foreach_copy_
 
 
@@ -153,7 +153,7 @@ _SILENT = ShardRule()
 def _named(place: str) -> Any:
     """The rule of a module of this package, for classes that stand below it: ``"module.Class"``."""
     module, _, name = place.partition(".")
-    return getattr(importlib.import_module(f"ottava.distributed.{module}"), name)()
+    return getattr(above(module), name)()
 
 
 def rule_of(quantizer: Quantizer) -> ShardRule:

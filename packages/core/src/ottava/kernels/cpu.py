@@ -50,11 +50,11 @@ class _CPU(Compiled):
 
     def quantize_any(self, x: Tensor, layout: Layout, out: Sequence[Tensor | None]) -> None:
         x = x.contiguous()
-        sides = [_side(layout, columnwise, *out[2 * columnwise : 2 * columnwise + 2]) for columnwise in (False, True)]
+        rows, columns = (_side(layout, side, *out[2 * side : 2 * side + 2]) for side in (False, True))
         largest = torch.finfo(x.dtype if layout.finite_as == "input" else torch.float32).max
         rule = layout.scale is not torch.float32, layout.rounding == "floor", layout.epsilon, largest
         source = x.data_ptr(), DTYPE_CODES[x.dtype], *as_matrix_shape(x.shape), element_format(layout.element).code
-        _cpu.grid_quantize(*source, *rule, *sides, _threads())
+        _cpu.grid_quantize(*source, *rule, rows, columns, _threads())
 
     def decode_any(self, data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, out: Tensor) -> None:
         source = data.data_ptr(), element_format(layout.element).code, *layout.stored_matrix(data.shape, columnwise)

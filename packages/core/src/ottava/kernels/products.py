@@ -197,19 +197,15 @@ class Operand(NamedTuple):
 
     Attributes:
         values: high precision, or the bytes of elements; of columnwise data that a layout transposes, the transpose.
-        scales: on a grid, of elements that have such.
-        layout: the text of their layout.
+        scales: of the elements, on a grid; of high precision a scalar that it is still to be multiplied with, or None.
+        layout: the text of the layout of elements; empty for high precision.
         columnwise: whether these are columnwise data of it.
-        element: the dtype of elements without a grid; None for high precision.
-        scale: a float32 factor that the values are still to be multiplied with.
     """
 
     values: Tensor
     scales: Tensor | None = None
     layout: str = ""
     columnwise: bool = False
-    element: torch.dtype | None = None
-    scale: Tensor | None = None
 
 
 class _Scratch(threading.local):
@@ -245,45 +241,48 @@ class _Factors(NamedTuple):
         return _Factors(self.scales.t(), (self.block[1], self.block[0]))
 
 
-def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> tuple[Tensor, _Factors | None]:
-    """The operand in the order of its matrix, and scales that are no powers of two: without them it is exact."""
-    values, scales, text, columnwise, element, _ = operand
-    if element is None and scales is None:
-        return values, None
-    if not values.is_contiguous() and values.t().is_contiguous() and scales is None:
-        return _decoded(side, operand._replace(values=values.t()), dtype)[0].t(), None
-    out, backend = _scratch.empty(side, values, dtype), backend_module(values.device.type)
-    if scales is None:
-        backend.decode(values, None, element, out)
-        return out, None
+class _Dense(NamedTuple):
+    """A dense operand in the order of its matrix, and what it lacks: a scalar, or scales that are no powers of two."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    factors: _Factors | None = None
+
+    def turned(self) -> _Dense:
+        return _Dense(self.values.t(), self.scale, self.factors and self.factors.turned())
+
+
+def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> _Dense:
+    """Values without what would round them."""
+    values, scales, text, columnwise = operand
+    if not text or scales is None:
+        return _Dense(values, scales)
     layout = Layout.of(text)
-    turned = columnwise and layout.transposed
-    factors = None
-    if layout.rounding == "nearest":
-        factors = _Factors(scales, layout.stored_block(columnwise))
+    whole, turned = layout.block == (None, None), columnwise and layout.transposed
+    if whole and not values.is_contiguous() and values.t().is_contiguous():
+        return _decoded(side, operand._replace(values=values.t()), dtype).turned()
+    out, backend = _scratch.empty(side, values, dtype), backend_module(values.device.type)
+    if layout.rounding != "nearest" and not whole:
+        backend.grid_decode(values, scales, text, columnwise, out)
+        dense = _Dense(out)
+    else:
         if layout.element in FP8:
             backend.decode(values, None, layout.element, out)
         else:
             out.copy_(elements_of(values, layout.element))
-    else:
-        backend.grid_decode(values, scales, text, columnwise, out)
-    if turned:
-        return out.t(), None if factors is None else factors.turned()
-    return out, factors
+        dense = _Dense(out, scales) if whole else _Dense(out, None, _Factors(scales, layout.stored_block(columnwise)))
+    return dense.turned() if turned else dense
 
 
 def _decoded_mm(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     *fields, transpose_a, transpose_b, bias, compute_dtype, out_dtype = others
-    operands = Operand(a, *fields[:5]), Operand(b, *fields[5:])
-    (left, of_left), (right, of_right) = (_decoded(side, own, compute_dtype) for side, own in enumerate(operands))
-    if transpose_a:
-        left, of_left = left.t(), of_left and of_left.turned()
-    if transpose_b:
-        right, of_right = right.t(), of_right and of_right.turned()
-    if of_left is None and of_right is None:
-        return product(left, right, operands[0].scale, operands[1].scale, bias, out_dtype)
-    sums = _sums_of_blocks(left, of_left, right, of_right)
-    return finish(sums, operands[0].scale, operands[1].scale, bias, out_dtype)
+    left = _decoded(0, Operand(a, *fields[:3]), compute_dtype)
+    right = _decoded(1, Operand(b, *fields[3:]), compute_dtype)
+    left, right = left.turned() if transpose_a else left, right.turned() if transpose_b else right
+    if left.factors is None and right.factors is None:
+        return product(left.values, right.values, left.scale, right.scale, bias, out_dtype)
+    sums = _sums_of_blocks(left.values, left.factors, right.values, right.factors)
+    return finish(sums, left.scale, right.scale, bias, out_dtype)
 
 
 def _sums_of_blocks(a: Tensor, of_a: _Factors | None, b: Tensor, of_b: _Factors | None) -> Tensor:
@@ -308,17 +307,17 @@ def _sums_of_blocks(a: Tensor, of_a: _Factors | None, b: Tensor, of_b: _Factors 
 
 
 def _sizes(a: Any, b: Any, *others: Any) -> tuple[Any, Any, Any]:
-    transposes = others[10:12]
-    turned = [text and columnwise and Layout.of(text).transposed for text, columnwise in (others[1:3], others[6:8])]
+    transposes = others[6:8]
+    turned = [text and columnwise and Layout.of(text).transposed for text, columnwise in (others[1:3], others[4:6])]
     flip_a, flip_b = (transpose != bool(turn) for transpose, turn in zip(transposes, turned, strict=True))
     return a[1 if flip_a else 0], b[0 if flip_b else 1], a[0 if flip_a else 1]
 
 
 # The fields of two operands, dense ones of compute_dtype; `transpose` says which of them is taken transposed.
 _operator = define_product(
-    "decoded_mm(Tensor a, Tensor b, Tensor? scales_a, str layout_a, bool columnwise_a, ScalarType? element_a,"
-    " Tensor? scale_a, Tensor? scales_b, str layout_b, bool columnwise_b, ScalarType? element_b, Tensor? scale_b,"
-    " bool transpose_a, bool transpose_b, Tensor? bias, ScalarType compute_dtype, ScalarType out_dtype) -> Tensor",
+    "decoded_mm(Tensor a, Tensor b, Tensor? scales_a, str layout_a, bool columnwise_a, Tensor? scales_b, str layout_b,"
+    " bool columnwise_b, bool transpose_a, bool transpose_b, Tensor? bias, ScalarType compute_dtype,"
+    " ScalarType out_dtype) -> Tensor",
     _decoded_mm,
     _sizes,
 )
@@ -333,7 +332,7 @@ def decoded_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The product of two operands, by the operator or by what stands behind it where nobody would see the operator."""
-    tensors = a.values, b.values, a.scales, b.scales, a.scale, b.scale, bias
+    tensors = a.values, b.values, a.scales, b.scales, bias
     call: Any = _decoded_mm if is_direct(*tensors) else _operator
     result: Tensor = call(a.values, b.values, *a[1:], *b[1:], *transposes, bias, compute_dtype, out_dtype)
     return result

@@ -96,7 +96,9 @@ def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_
 
 def _float_scale(amax: Tensor, maximum: float, epsilon: float, floor: bool, largest: float) -> Tensor:
     """``maximum / amax``, at most ``largest``, on demand floored to a power of two."""
-    a = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
+    # As a float32, which is infinite for a larger number.
+    least = torch.tensor(epsilon, dtype=torch.float32)
+    a = torch.where(amax < least, least, amax)
     usable = a.isfinite() & (a != 0)
     made = torch.div(torch.full_like(a, maximum), torch.where(usable, a, torch.ones_like(a)))
     made = torch.where(usable, made, torch.ones_like(a))
@@ -242,7 +244,8 @@ def block_amax(magnitude: Tensor, block: Block) -> Tensor:
     """Largest magnitude of each block of a matrix."""
     for dim, side in enumerate(block):
         size = magnitude.shape[dim]
-        blocks, side = (1, size) if side is None else (-(-size // side), side)
+        # A block that is larger than the matrix costs no more than one of its size.
+        blocks, side = (1, size) if side is None or side > size > 0 else (-(-size // side), side)
         missing = blocks * side - size
         padded = torch.nn.functional.pad(magnitude, [0, missing] if dim else [0, 0, 0, missing])
         split = padded.unflatten(dim, (blocks, side)) if padded.numel() else None
@@ -255,7 +258,7 @@ def block_amax(magnitude: Tensor, block: Block) -> Tensor:
 def spread(per_block: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
     """One entry for each element of a matrix of ``shape`` from one for each block."""
     for dim, (side, size) in enumerate(zip(block, shape, strict=True)):
-        per_block = per_block.repeat_interleave(size if side is None else side, dim).narrow(dim, 0, size)
+        per_block = per_block.repeat_interleave(size if side is None else min(side, size), dim).narrow(dim, 0, size)
     return per_block
 
 

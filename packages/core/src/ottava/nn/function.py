@@ -57,7 +57,8 @@ def _product(
 ) -> tuple[torch.Tensor, Any, Any]:
     """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
     state, dtype, recording = plan.state, plan.dtype, plan.recording
-    quantizer = state.quantizer("input", rowwise=True, columnwise=w_needs, recording=recording)
+    columnwise = w_needs and not state.wgrad_high_precision
+    quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=recording)
     qx = quantizer.quantize(as_matrix(x), dtype=dtype)
     qw: Any = weight if isinstance(weight, QuantizedTensorStorage) else plan.kept_weight
     if qw is None:
@@ -78,7 +79,7 @@ class LinearFunction(torch.autograd.Function):
     """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands.
 
     Saved for backward: the quantized input (columnwise) if the weight needs a gradient, the quantized weight
-    (columnwise) if the input does, and nothing in high precision.
+    (columnwise) if the input does, and nothing in high precision but the input of a recipe that asks for it.
     """
 
     @staticmethod
@@ -89,7 +90,11 @@ class LinearFunction(torch.autograd.Function):
         x_needs, w_needs = plan.grad_enabled and needs[0], plan.grad_enabled and needs[1]
         y, qx, qw = _product(x, weight, bias, plan, x_needs, w_needs)
         primary = isinstance(weight, QuantizedTensorStorage)
-        x_tensors, x_spec = qx.flatten_columnwise() if w_needs else _NOTHING
+        x_tensors: list[torch.Tensor | None]
+        if w_needs and plan.state.wgrad_high_precision:
+            x_tensors, x_spec = [as_matrix(x.detach()).to(plan.dtype)], None
+        else:
+            x_tensors, x_spec = qx.flatten_columnwise() if w_needs else _NOTHING
         if not x_needs or primary:
             w_tensors, w_spec = _NOTHING
         else:
@@ -123,16 +128,20 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     dx = dw = db = None
     dy2 = as_matrix(dy)
     if qx is not None or qw is not None:
-        quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=qx is not None)
-        qdy = quantizer.quantize(dy2, dtype=dtype)
+        quantized = qx is not None and not state.wgrad_high_precision
+        qdy: Any = None
+        if quantized or qw is not None:
+            quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=quantized)
+            qdy = quantizer.quantize(dy2, dtype=dtype)
         if qw is not None:
             dx = _as(gemm(qdy, qw, "dgrad", out_dtype=dtype), x_dtype)
             dx = dx if len(ctx.x_shape) == 2 else dx.view(ctx.x_shape)
+        dy_columns = qdy if quantized else _as(dy2, dtype)
         if qx is not None and main_grad is not None:
-            gemm(qdy, qx, "wgrad", out=main_grad, accumulate=True)
+            gemm(dy_columns, qx, "wgrad", out=main_grad, accumulate=True)
             note_added(ctx.weight)
         elif qx is not None:
-            dw = _as(gemm(qdy, qx, "wgrad", out_dtype=dtype), w_dtype)
+            dw = _as(gemm(dy_columns, qx, "wgrad", out_dtype=dtype), w_dtype)
     if b_dtype is not None and ctx.needs_input_grad[2]:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
         # float32 sum has to be asked for.

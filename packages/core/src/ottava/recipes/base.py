@@ -30,6 +30,8 @@ class Recipe(ABC):
     name: ClassVar[str] = ""
     #: Whether layers keep state for it: its :meth:`make_state` returns a stateful one.
     stateful: ClassVar[bool] = False
+    #: Whether a layer computes the gradient of its weight from an input and a gradient that are not quantized.
+    wgrad_high_precision: bool = False
     _factory: QuantizerFactory | None = None
 
     @abstractmethod
@@ -118,7 +120,9 @@ class Recipe(ABC):
             return given.recipe.explain(role)
         name = self.name or type(self).__name__ if given is None else ""
         quantizer = self.make_quantizer(role) if given is None else given
-        return Explanation(words(quantizer.for_usage(False), name), words(quantizer.for_usage(True), name))
+        kept = self.wgrad_high_precision and role.tensor_type != "weight"
+        columnwise = "high precision" if kept else words(quantizer.for_usage(True), name)
+        return Explanation(words(quantizer.for_usage(False), name), columnwise)
 
     def rules(self) -> tuple[RecipeRule, ...]:
         """The rules that :meth:`explain` may name, in their order: none, unless the recipe has any."""

@@ -20,6 +20,18 @@ def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reductio
     """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of other recipes."""
     given = [(recipe.given(role), role) for role in roles]
     servers = [(answer.recipe if isinstance(answer, QuantizerRequest) else recipe, role) for answer, role in given]
+    made = _served_by(servers, recipe, roles, amax_reduction_group)
+    of_wgrad = [server for server, role in servers if role.tensor_type != "weight"]
+    made.wgrad_high_precision = bool(of_wgrad) and all(server.wgrad_high_precision for server in of_wgrad)
+    return made
+
+
+def _served_by(
+    servers: Sequence[tuple[Recipe, QuantizerRole]],
+    recipe: Recipe,
+    roles: Sequence[QuantizerRole],
+    amax_reduction_group: Any,
+) -> RecipeState:
     shares = by_recipe(servers)
     if all(server is recipe for server, _ in shares):
         return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)

@@ -68,6 +68,8 @@ class RecipeState:
     reduced_by_max: ClassVar[tuple[str, ...]] = ()
 
     recipe: StateRecipe
+    #: Whether wgrad takes operands that are not quantized: said by the recipes that serve both of them.
+    wgrad_high_precision: bool = False
     # The quantizer factory that was put over the recipe when this was made.
     factory: Any = None
     amax_reduction_group: Any

@@ -14,10 +14,10 @@ from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import FP8, fp8_format
 from ottava.kernels.checks import check_dtype
-from ottava.layout import Layout
+from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.columnwise import columnwise_is_transpose
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
-from ottava.tensors.grid import GridTensor, GridTensorStorage, columns
+from ottava.tensors.grid import Direction, GridTensor, GridTensorStorage, columns
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -105,30 +105,25 @@ class Float8TensorStorage(GridTensorStorage):
             return kernels.decode(data, scales, self._fp8_dtype, torch.float32).to(dtype)
         return kernels.decode(data, scales, self._fp8_dtype, dtype)
 
-    def grid_operand(self, *, columnwise: bool) -> None:
-        """One scale is no part of an operand's values: products apply it to their results."""
+    @property
+    def layout_text(self) -> str:  # type: ignore[override]
+        return _LAYOUTS[self._fp8_dtype, False].text
 
-    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The bare elements (exact in bfloat16 and float32) and ``scale_inv``."""
-        (data, _), columnwise = self._held()
-        values = self._decoded(data, None, columnwise, dtype)
-        values = values.movedim(0, -1) if columnwise and self._data is None and values.dim() else values
-        rows = math.prod(values.shape[:-1])
-        return values if values.dim() == 2 else values.reshape(rows, values.shape[-1]), self._scale_inv
+    @property
+    def column_layout_text(self) -> str:
+        return _LAYOUTS[self._fp8_dtype, self._transpose is not None].text
 
-    def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        if type(self).gemm_operand is not Float8TensorStorage.gemm_operand:
+    def grid_operand(self, *, columnwise: bool) -> Direction | None:
+        if type(self).gemm_operand is not QuantizedTensorStorage.gemm_operand:
             # A subclass whose operands are something else.
             return None
-        transposed = self._transpose if columnwise or self._data is None else None
-        held = self._data if transposed is None else transposed
-        if held is None or not held.dim():
-            return None
-        if held.dim() != 2:
-            leading = 1 if transposed is not None else held.dim() - 1
-            held = held.reshape(math.prod(held.shape[:leading]), math.prod(held.shape[leading:]))
-        elements = held.view(self._fp8_dtype)
-        return (elements.t() if columnwise == (transposed is None) else elements), self._scale_inv
+        turned = self._transpose if columnwise else None
+        if turned is not None:
+            return turned.reshape(turned.shape[0], math.prod(turned.shape[1:])), self._scale_inv
+        held = self._data
+        if held is None:
+            held = self._in_order()
+        return held if held.dim() == 2 else held.reshape(as_matrix_shape(held.shape)), self._scale_inv
 
 
 class Float8Tensor(GridTensor, Float8TensorStorage):

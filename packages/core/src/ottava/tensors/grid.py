@@ -13,7 +13,6 @@ import torch
 
 from ottava import kernels
 from ottava.errors import DeviceError, OptionError, ShapeError, UsageError
-from ottava.formats import FP8
 from ottava.kernels.checks import check_dtype
 from ottava.layout import Layout
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_values_dtype
@@ -317,18 +316,10 @@ class GridTensorStorage(QuantizedTensorStorage):
         wanted = dtype if exact else torch.float32
         return kernels.grid_decode(data, scales, self.grid_layout, wanted, columnwise=columnwise)
 
-    def grid_operand(self, *, columnwise: bool) -> Direction:
+    def grid_operand(self, *, columnwise: bool) -> Direction | None:
         data, scales = self.for_usage(columnwise)
         matrix = self.grid_layout.stored_matrix(data.shape, columnwise)
         return (data if data.dim() == 2 else data.reshape(matrix)), scales
-
-    def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        layout = self.grid_layout
-        if layout.block != (1, None) or layout.scale is not torch.float32 or layout.element not in FP8:
-            return None
-        data, scales = self.grid_operand(columnwise=columnwise)
-        elements = data.view(layout.element)
-        return (elements.t() if columnwise and not layout.transposed else elements), scales.reshape(-1)
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
         if (

@@ -12,5 +12,5 @@ from typing import Any
 
 
 def above(module: str) -> Any:
-    """A module of :mod:`ottava.distributed`: ``"hooks"`` of FSDP2, the ``"rules"`` for shards, or ``"fsdp2"``."""
+    """A module of :mod:`ottava.distributed`: ``"hooks"``, ``"fsdp2"``, the ``"rules"`` for shards, or one rule."""
     return importlib.import_module(f"ottava.distributed.{module}")

@@ -312,6 +312,11 @@ class QuantizedTensorStorage(Declared):
     #: The text of the layout of :meth:`grid_operand`.
     layout_text: str = ""
 
+    @property
+    def column_layout_text(self) -> str:
+        """The same of columns, where it is another one."""
+        return self.layout_text
+
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         """This tensor as a GEMM operand on a grid, or None for :meth:`gemm_operand`, as is the default.
 
@@ -320,15 +325,6 @@ class QuantizedTensorStorage(Declared):
 
         Raises:
             UsageError: the data held does not serve the usage.
-        """
-        return None
-
-    def scaled_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """This tensor for hardware that multiplies FP8, or None for :meth:`gemm_operand`, as is the default.
-
-        Returns:
-            Elements of an FP8 dtype ``[rows, columns]``, or with ``columnwise`` ``[columns, rows]``, best contiguous;
-            and the float32 scales still to multiply: one element, one for each of these rows, or None.
         """
         return None
 

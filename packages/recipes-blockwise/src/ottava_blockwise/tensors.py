@@ -1,0 +1,107 @@
+"""Blockwise storages and tensors: data on a grid, by the names that blockwise FP8 has for it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from ottava import Layout
+from ottava.errors import OptionError
+from ottava.formats import FP8, fp8_format
+from ottava.tensors import GridTensor, GridTensorStorage, StaticField
+
+_BLOCK = 128
+
+
+def block_layout(fp8_dtype: torch.dtype, dim: int, pow_2_scales: bool, epsilon: float = 0.0) -> Layout:
+    """Blocks of 1 × 128 (``dim`` 1) or 128 × 128 (2), each with a float32 scale; columns are held transposed."""
+    block = (1 if dim == 1 else _BLOCK, _BLOCK)
+    rounding = "floor" if pow_2_scales else "nearest"
+    return Layout(fp8_dtype, block, rounding=rounding, epsilon=epsilon, columnwise="transposed", finite_as="input")
+
+
+# What data are does not depend on an epsilon. A plain dict, which compiled code can look into.
+_LAYOUTS = {
+    (dtype, dim, pow_2): block_layout(dtype, dim, pow_2) for dtype in FP8 for dim in (1, 2) for pow_2 in (False, True)
+}
+
+
+def check_options(*, flag: tuple[str, Any], **dims: Any) -> None:
+    """Refuse what is no dimension of blocks, and a flag that is none.
+
+    Raises:
+        OptionError: one of them has a value that is not allowed.
+    """
+    for name, value in dims.items():
+        if type(value) is not int or value not in (1, 2):
+            raise OptionError(f"{name} is {value!r}", expected="1 (1 x 128) or 2 (128 x 128)")
+    if not isinstance(flag[1], bool):
+        raise OptionError(f"{flag[0]} is {flag[1]!r}", expected="True or False")
+
+
+class Float8BlockwiseQTensorStorage(GridTensorStorage):
+    """Blockwise FP8 data without the tensor interface.
+
+    Args:
+        rowwise_data: uint8 ``[*leading, K]`` (a float8 tensor is viewed as such), in blocks along the rows.
+        rowwise_scale_inv: float32 ``[M, ceil(K / 128)]``, M the product of the leading dimensions; of square blocks
+            ``[ceil(M / 128), ceil(K / 128)]``.
+        columnwise_data: uint8 ``[K, *leading]``, the transpose, in blocks along its rows.
+        columnwise_scale_inv: float32 ``[K, ceil(M / 128)]``; of square blocks ``[ceil(K / 128), ceil(M / 128)]``.
+        fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        block_scaling_dim: 1, or 2 for square blocks, of which both directions hold the same values.
+        pow_2_scales: all scales are powers of two, so that values decode exactly.
+        dtype: nominal dtype.
+        values_from_columns: where both directions are held, dequantize columnwise data: so does a transposed view.
+        quantizer: used by in-place updates.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, OptionError, UsageError: the arguments do not fit together.
+    """
+
+    static_fields: ClassVar[tuple[StaticField, ...]] = (
+        StaticField("_dtype", "dtype", default=torch.float32),
+        StaticField("_fp8_dtype", "fp8_dtype"),
+        StaticField("_block_scaling_dim", "block_scaling_dim", default=2),
+        StaticField("_pow_2_scales", "pow_2_scales", default=False),
+        StaticField("_values_from_columns", "values_from_columns", default=False),
+    )
+    squares = "block_scaling_dim=2"
+
+    _fp8_dtype: torch.dtype
+    _block_scaling_dim: int
+    _pow_2_scales: bool
+
+    @property
+    def grid_layout(self) -> Layout:
+        return _LAYOUTS[self._fp8_dtype, self._block_scaling_dim, self._pow_2_scales]
+
+    @classmethod
+    def layout_of(cls, declared: dict[str, Any]) -> Layout:
+        fp8_dtype, dim, pow_2 = (declared[name] for name in ("fp8_dtype", "block_scaling_dim", "pow_2_scales"))
+        fp8_format(fp8_dtype)
+        check_options(flag=("pow_2_scales", pow_2), block_scaling_dim=dim)
+        return _LAYOUTS[fp8_dtype, dim, pow_2]
+
+    def _declare(self) -> None:
+        self.layout_text = self.grid_layout.text
+        super()._declare()
+
+
+class Float8BlockwiseQTensor(GridTensor, Float8BlockwiseQTensorStorage):
+    """Blockwise FP8 data as a ``torch.Tensor`` of its nominal dtype.
+
+    Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks, in every direction
+    held, and share the data; elsewhere they give the dequantized values.
+
+    Args:
+        shape: shape of the tensor; from the data by default.
+        dtype: nominal dtype.
+        rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype, block_scaling_dim,
+            pow_2_scales, values_from_columns, quantizer: see :class:`Float8BlockwiseQTensorStorage`.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, OptionError: the arguments do not fit together.
+        UsageError: there is no data, or data without scales.
+    """

@@ -1,0 +1,21 @@
+"""The tables of quantization noise in the docs are what the benchmark finds."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import sqnr  # noqa: E402
+
+
+def test_the_page_has_what_the_benchmark_finds() -> None:
+    page = sqnr.PAGE.read_text(encoding="utf-8")
+    mine, theirs = (re.split(r"(-?\d+\.\d)", text) for text in (page, sqnr.written(page)))
+    assert mine[::2] == theirs[::2]
+    # Random numbers may differ in a last bit between processors.
+    assert all(abs(float(a) - float(b)) < 0.3 for a, b in zip(mine[1::2], theirs[1::2], strict=True))
