@@ -131,14 +131,14 @@ PICKLED_CODE = Defect(
             _TENSOR_BODY
             + """
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_rows, (self._data, self._scale_inv, self._zero, self.dtype)
+        return rebuild_rows, (self._data, self._scale_inv, self._zero)
 """,
         ),
         (
             "class RowQuantizer(Quantizer):\n",
-            '''def rebuild_rows(data: torch.Tensor, scale_inv: torch.Tensor, zero: torch.Tensor, dtype: torch.dtype) -> RowTensor:
+            '''def rebuild_rows(*tensors: torch.Tensor, dtype: Any = torch.float32) -> RowTensor:
     """What a pickle calls."""
-    return RowTensor(data=data, scale_inv=scale_inv, zero=zero, dtype=dtype, quantizer=RowQuantizer())
+    return RowTensor(**dict(zip(("data", "scale_inv", "zero"), tensors)), dtype=dtype, quantizer=RowQuantizer())
 
 
 class RowQuantizer(Quantizer):
