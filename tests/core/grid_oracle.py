@@ -30,11 +30,11 @@ ONE, INFINITE, NAN = np.float32(1), 254, 255
 
 
 def elements(values: Array, element: torch.dtype) -> Array:
-    """The bytes of float32 values: to nearest even, saturating; NaN is 0x7F, or the integer 0."""
+    """The bytes of float32 values: to nearest even, saturating; NaN is 0x7F, or the integer -128."""
     nan, limit = np.isnan(values), LIMIT[element]
     clipped = np.clip(np.where(nan, np.float32(0), values), -limit, limit)
     if element == torch.int8:
-        return np.rint(clipped).astype(np.int8).view(np.uint8)
+        return np.where(nan, np.uint8(0x80), np.rint(clipped).astype(np.int8).view(np.uint8))
     return np.where(nan, np.uint8(0x7F), clipped.astype(NUMPY[element]).view(np.uint8))
 
 
@@ -188,6 +188,8 @@ def decode(data: Array, stored: Array, layout: Any, columnwise: bool, dtype: tor
 def _decode_rows(data: Array, stored: Array, layout: Any, dtype: torch.dtype) -> Array:
     of_floats = layout.scale == torch.float32
     values = np.ascontiguousarray(data).view(NUMPY[layout.element]).astype(np.float32 if of_floats else np.float64)
+    if layout.element == torch.int8:
+        values = np.where(data == 0x80, values.dtype.type(math.nan), values)
     found = np.zeros(data.shape, values.dtype)
     for i, j, rows, columns in blocks(data.shape, layout.block):
         code = stored[i, j]

@@ -135,7 +135,6 @@ def test_tensors(quantizer: Any) -> None:
         (DTypeError, lambda: Float8Tensor.make_like(X)),
         (DTypeError, lambda: setattr(tensor, "data", 5)),
         (DTypeError, lambda: setattr(tensor, "data", X.int())),
-        (ShapeError, lambda: setattr(tensor, "data", X[:2])),
         (ShapeError, lambda: tensor.copy_(torch.ones(3, 8))),
         (DeviceError, lambda: tensor.copy_(X.to("meta"))),
         (DTypeError, lambda: tensor.copy_(X.int())),

@@ -1,6 +1,6 @@
 """Imports go down: no circles in any package, and in core only from a room to those below it.
 
-Every import counts: those under ``TYPE_CHECKING`` and inside functions, too.
+Every import counts: those under ``TYPE_CHECKING``, inside functions, and of modules that are found by their names, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ SOURCES = sorted(path for path in PACKAGES.glob("*/src/*") if (path / "__init__.
 CORE = PACKAGES / "core" / "src" / "ottava"
 #: From the ground up; what a line names may import one another.
 ROOMS = (
-    "errors formats layout collectives torch_private",
+    "errors formats layout filesystem collectives torch_private",
     "kernels",
     "tensors",
     "gemm gemm_blocks gemm_scaled",
@@ -30,9 +30,12 @@ ROOMS = (
     "checkpoint",
     "cli",
 )
-#: The one module that finds another by its name, upwards.
+#: The one module that finds another by its name, upwards; the package itself, which has every public name, does too.
 SLOTS = "ottava.tensors.slots"
+UPWARDS = {"ottava", SLOTS}
 COMPILED = ("_cpu", "_cuda")
+#: Functions that take the name of a module.
+FINDERS = ("import_module", "__import__", "resolve_name")
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -58,6 +61,21 @@ def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
                     yield inner
                 elif origin in known and alias.name not in COMPILED:
                     yield origin
+        elif isinstance(node, ast.Call) and name not in UPWARDS:
+            yield from found_by_name(node, known)
+
+
+def found_by_name(call: ast.Call, known: Iterable[str]) -> list[str]:
+    """The modules that a call may import, by a name that the file spells out, or of which it has the beginning."""
+    if ast.unparse(call.func).rpartition(".")[2] not in FINDERS or not call.args:
+        return []
+    given = call.args[0]
+    start = given.values[0] if isinstance(given, ast.JoinedStr) else given
+    if not isinstance(start, ast.Constant) or not isinstance(start.value, str):
+        return []
+    if start is not given:
+        return [name for name in known if name.startswith(start.value)]
+    return [name for name in known if name == start.value.partition(":")[0]]
 
 
 def graph(package: Path) -> dict[str, set[str]]:
@@ -113,6 +131,10 @@ PLANTED = {
     "plain": "import planted.one\n",
     "under TYPE_CHECKING": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from planted.one import value\n",
     "inside a function": "def ask():\n    from planted.one import value\n    return value\n",
+    "by its name": "import importlib\ndef ask():\n    return importlib.import_module('planted.one').value\n",
+    "by its reference": "from pkgutil import resolve_name\ndef ask():\n    return resolve_name('planted.one:value')\n",
+    "by the beginning of its name": "from importlib import import_module\n"
+    "def ask(name):\n    return import_module(f'planted.{name}').value\n",
     "through the package": "def ask():\n    from planted import value\n    return value\n",
 }
 
@@ -143,13 +165,10 @@ def test_rooms_of_core_import_what_is_below_them() -> None:
 
 def test_one_module_finds_another_upwards_by_its_name() -> None:
     """Elsewhere a name that is imported at run time is one of the module's own room, or of another package."""
-    found = []
-    for name, path in modules(CORE).items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            text = ast.unparse(node) if isinstance(node, ast.Call) else ""
-            if text.startswith(("importlib.import_module(", "__import__(")) and "ottava." in text:
-                found.append(name)
-    assert sorted(found) == ["ottava", SLOTS]
+    known = modules(CORE)
+    calls = [(name, node) for name, path in known.items() for node in ast.walk(ast.parse(path.read_text()))]
+    found = {name for name, node in calls if isinstance(node, ast.Call) and found_by_name(node, known)}
+    assert found == UPWARDS
 
 
 def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
@@ -165,3 +184,36 @@ def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([f"ottava.distributed.{name}" for name in sorted(asked)])
+
+
+#: What asks who calls: the code, or the frames, of callers. (The ``stacklevel`` of warnings asks nothing.)
+CALLERS = re.compile(
+    r"\b(_getframe\w*|_current_frames|currentframe|f_back|tb_frame|getouterframes|getinnerframes|extract_stack|walk_stack)"
+    r"\b|\binspect\.(stack|trace)\b|\bfrom inspect import\b[^\n]*\bstack\b"
+)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import sys\nname = sys._getframe(1).f_globals",
+        "from sys import _getframe as f",
+        "getattr(sys, '_getframe')()",
+        "import inspect\ncaller = inspect.stack()[1]",
+        "from inspect import isclass, stack",
+        "frame = inspect.currentframe()",
+        "while frame:\n    frame = frame.f_back",
+        "traceback.extract_stack()",
+    ],
+)
+def test_a_planted_look_at_the_caller_is_found(planted: str) -> None:
+    assert CALLERS.search(planted)
+    assert not CALLERS.search("warnings.warn('x', stacklevel=2); torch.stack(pair); regions.stack; inspect.isclass(c)")
+
+
+def test_nothing_is_decided_by_who_calls() -> None:
+    """No source looks at its callers; one that had to would be named here, with the reason."""
+    sources = [path for package in SOURCES for path in package.rglob("*") if path.suffix in (".py", ".pyi", ".tmpl")]
+    found = [f"{path}: {match[0]}" for path in sources for match in CALLERS.finditer(path.read_text(encoding="utf-8"))]
+    assert found == []
+    assert len(sources) > 150

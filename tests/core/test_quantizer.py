@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ottava
-from ottava import Float8Tensor, Quantizer
+from ottava import Float8Tensor, Quantizer, kernels
 from ottava.errors import DTypeError, OptionError
 from ottava.formats import E4M3, E5M2, Format, fp8_format
 
@@ -107,6 +107,9 @@ def test_nested_tensors_are_refused(layout: torch.layout, quantizer: Any, recipe
         lambda: quantizer(nested),
         lambda: quantizer.quantize(nested, out=held),
         lambda: held.quantize_(nested),
+        lambda: held.copy_(nested),
+        lambda: kernels.amax(nested),
+        lambda: ottava.debug.fake_quantize(nested, "FP8E4M3"),
         lambda: ottava.nn.Linear(32, 16, recipe=recipe)(nested),
     ):
         with pytest.raises(DTypeError, match=r"nested.*one tensor with a shape.*values\(\)"):
@@ -114,3 +117,9 @@ def test_nested_tensors_are_refused(layout: torch.layout, quantizer: Any, recipe
     assert not quantizer.is_quantizable(nested)
     assert not held.dequantize().any()
     assert quantizer(nested.values()).shape == (5, 32) or layout == torch.strided
+
+
+def test_a_sparse_tensor_is_not_copied(quantizer: Any) -> None:
+    held = quantizer(torch.zeros(4, 4))
+    with pytest.raises(DTypeError, match=r"source has layout torch\.sparse_coo.*to_dense"):
+        held.copy_(torch.eye(4).to_sparse())

@@ -7,7 +7,7 @@ import collections
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava import torch_private
-from ottava.distributed import high_precision
+from ottava.cli import doctor
+from ottava.distributed import high_precision, hooks
 from ottava.errors import BackendError
 from ottava.kernels import direct
-from ottava.tensors import Float8Tensor, QuantizedTensor
+from ottava.tensors import Float8Tensor, InnerTensor, QuantizedTensor
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:torch .* has no torch\._C\._current_graph_task_id:RuntimeWarning")
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 # Looked up once; the others are functions that look each time.
@@ -58,7 +61,7 @@ def without(path: str) -> Any:
 def use(patch: pytest.MonkeyPatch, module: Any) -> int:
     """Put what ``module`` has in the place of what torch has, wherever it was imported to; how often that was."""
     changed = 0
-    for name in BOUND:
+    for name in (*BOUND, "KNOWS_BACKWARD"):
         before, now = getattr(torch_private, name), getattr(module, name)
         if name == "strange_keys":
             patch.setattr(direct, "_STRANGE", now(direct._PLAIN_KEYS))
@@ -125,42 +128,39 @@ def test_a_layer_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch, name: str
         assert same(primary(recipe), want_primary)
 
 
-def _values_in_a_backward(ask: Callable[[], int]) -> list[int]:
-    """What is answered outside, and in a function's backward, a recomputation of either kind, and hooks of a tensor."""
+def test_without_a_number_no_code_is_inside_of_a_backward_pass(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Which is told once, at import, in the words that `ottava doctor` has."""
+    path = BOUND["graph_task_id"]
+    fresh = without(path)
+    (told,) = [str(warning.message) for warning in recwarn if warning.category is RuntimeWarning]
+    assert f"has no torch.{path}: recomputations by activation checkpointing" in told
+    assert fresh.MISSING[path] in told
+    assert not fresh.KNOWS_BACKWARD
+    assert torch_private.KNOWS_BACKWARD
+    assert path not in torch_private.MISSING
     said: list[int] = []
-
-    class Asks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            said.append(ask())
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            said.extend((ask(), ask()))
-            return grad
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return Asks.apply(x).sin()  # type: ignore[no-any-return,no-untyped-call]
-
     x = torch.ones(2, requires_grad=True)
-    function(x).sum().backward()
-    torch.autograd.grad(checkpoint(function, x, use_reentrant=False).sum(), x)
-    checkpoint(function, x, use_reentrant=True).sum().backward()
-    y = x * 2
-    y.register_hook(lambda grad: said.append(ask()))
-    y.sum().backward()
-    said.append(ask())
-    return said
+    x.register_hook(lambda grad: said.extend((fresh.graph_task_id(), torch_private.graph_task_id())))
+    x.sum().backward()
+    assert said[0] == fresh.graph_task_id() == -1 != said[1]
+    monkeypatch.setattr(torch_private, "MISSING", fresh.MISSING)
+    monkeypatch.setattr(torch_private, "KNOWS_BACKWARD", False)
+    check = doctor._private_names()
+    assert not check.ok
+    assert f"no torch.{path}: recomputations" in check.detail
 
 
-def test_backward_passes_are_known_by_their_frames() -> None:
-    real = _values_in_a_backward(torch_private.graph_task_id)
-    by_frames = _values_in_a_backward(torch_private.Fallbacks.graph_task_id)
-    assert [value == -1 for value in by_frames] == [value == -1 for value in real]
-    assert {value == -1 for value in real} == {True, False}
-    # Both answers in one backward are one.
-    assert by_frames[1] == by_frames[2] != -1
+def test_rows_and_columns_are_gathered_at_once_where_the_pass_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, columns = (InnerTensor(f"_{u}", u, usage=f"{u}wise", gather=True) for u in ("row", "column"))
+    held: Any = types.SimpleNamespace(
+        inner_tensors=(rows, columns), rowwise_serves_columnwise=False, _row=torch.ones(4), _column=torch.ones(6)
+    )
+    monkeypatch.setattr(hooks, "resharded_after_forward", lambda module: True)
+    assert hooks._to_gather(held, None) == {rows: 6}
+    use(monkeypatch, without(BOUND["graph_task_id"]))
+    assert hooks._to_gather(held, None) == {rows: 4, columns: 6}
 
 
 @pytest.mark.parametrize("by_row", [False, True])

@@ -204,7 +204,7 @@ def cut_blocks(mesh: Any, folder: Path) -> None:
     with ottava.quantized_model_init("mxfp8"):
         net = torch.nn.Sequential(ottava.nn.Linear(40, 64, dtype=torch.bfloat16, recipe="mxfp8"))
     fully_shard(net, mesh=mesh)
-    with pytest.raises((ShapeError, CheckpointError), match=r"0\.weight' have 16 rows, which cut the blocks"):
+    with pytest.raises((ShapeError, CheckpointError), match=r"0\.weight' has rows .* of 64, which cut the blocks"):
         save_sharded(net.state_dict(), folder / "cut")
     assert not (folder / "cut").exists()
 

@@ -13,8 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
 import forking
 
+import ottava
 from ottava import checkpoint
-from ottava_custom import CustomRecipe, by_direction, by_layer, by_tensor
+from ottava.gemm import gemm
+from ottava_custom import CustomRecipe, by_direction, by_layer, by_tensor, mirror
 from ottava_testing import check_recipe
 
 FACTORIES = {
@@ -47,3 +49,15 @@ def test_a_process_that_imported_nothing_reads_a_file(tmp_path: Path) -> None:
     checkpoint.save_file({"w": tensor}, tmp_path / "w.safetensors")
     done = forking.python(READ, tmp_path / "w.safetensors")
     assert done.stdout.strip() == str(tensor.dequantize().double().sum().item()), done.stderr
+
+
+def test_wgrad_is_in_high_precision_where_the_recipes_of_both_operands_say_so() -> None:
+    kept = mirror("rowwise", wgrad_high_precision=True)
+    factories = {"both": kept, "all but the weight": by_tensor(kept, weight="current"), "neither": mirror("rowwise")}
+    factories |= {"one": by_tensor("current", input=kept), "one, with a state": by_tensor(kept, input="delayed")}
+    x, dy = torch.randn(64, 96).bfloat16(), torch.randn(64, 48).bfloat16()
+    for name, factory in factories.items():
+        layer = ottava.nn.Linear(96, 48, dtype=torch.bfloat16, recipe=CustomRecipe(factory))
+        layer(x).backward(dy)
+        exact = torch.equal(layer.weight.grad, gemm(dy, x, "wgrad"))
+        assert exact is (name in ("both", "all but the weight")), name

@@ -160,6 +160,34 @@ def test_options(tmp_path: Path) -> None:
             assert a is None or torch.equal(a, b)
 
 
+def test_what_a_recipe_keeps_in_high_precision_is_not_quantized(tmp_path: Path) -> None:
+    """It is written as any other tensor is, and loads into weights that the recipe has made, too."""
+    mixed, values = tmp_path / "mixed.yaml", {"0.weight": torch.randn(8, 8), "1.weight": torch.randn(8, 8).bfloat16()}
+    mixed.write_text("default: current\nlayers: [{match: '1', all: identity}]\n")
+    checkpoint.save_file(values, tmp_path / "in")
+    for columnwise in ([], ["--columnwise"]):
+        text = done(tmp_path / "in", tmp_path / "out", "--recipe", mixed, "--force", *columnwise)
+        assert "Quantized: 0.weight\n" in text
+        read: Any = checkpoint.load_file(tmp_path / "out")
+        assert isinstance(read["0.weight"], QuantizedTensor)
+        assert type(read["1.weight"]) is torch.Tensor
+        assert torch.equal(read["1.weight"], values["1.weight"])
+    again = checkpoint.convert_file(tmp_path / "out", tmp_path / "again", str(mixed), include=["*.weight"])
+    assert (again.quantized, sorted(again.copied)) == ((), ["0.weight", "1.weight"])
+    checkpoint.convert_file(tmp_path / "in", tmp_path / "all", "current")
+    again = checkpoint.convert_file(tmp_path / "all", tmp_path / "again", str(mixed))
+    assert (again.dequantized, again.copied) == (("1.weight",), ("0.weight",))
+    (tmp_path / "plain.yaml").write_text("default: identity")
+    own = model(str(tmp_path / "plain.yaml"), 0)
+    checkpoint.save_model(own, tmp_path / "own")
+    kept = checkpoint.convert_file(tmp_path / "own", tmp_path / "kept", str(tmp_path / "plain.yaml"))
+    assert (kept.quantized, kept.dequantized) == ((), ("0.weight", "1.weight"))
+    other = model(str(tmp_path / "plain.yaml"), 1)
+    checkpoint.load_model(other, tmp_path / "kept")
+    assert isinstance(other[0].weight, QuantizedTensor)
+    assert torch.equal(other[0].weight.dequantize(), own[0].weight.dequantize())
+
+
 def test_a_sharded_checkpoint(trained: Any, tmp_path: Path) -> None:
     source, net = trained
     checkpoint.save_sharded(net.state_dict(), tmp_path / "sharded")
@@ -181,7 +209,7 @@ def test_a_sharded_checkpoint(trained: Any, tmp_path: Path) -> None:
         (["in", "out", "--recipe", "current", *["--option", "amax_epsilon=1"] * 2], "each key once"),
         (["in", "out", "--recipe", "bf16", "--option", "a=1"], "without the name of a recipe"),
         (["in", "out", "--recipe", "current", "--include", "x*"], "'x*' fits no tensor"),
-        (["in", "folder/out", "--recipe", "current"], "cannot be written"),
+        (["in", "folder/out", "--recipe", "current", "--model", "no.such:model"], "/folder'. Expected: a file in"),
         (["text", "out", "--recipe", "current"], "no safetensors file"),
         (["damaged", "out", "--recipe", "current"], "damaged is damaged: its checksum is"),
     ],

@@ -17,6 +17,7 @@ import ottava
 from ottava import checkpoint, kernels
 from ottava.distributed import ShardRule, cast_master_weights_to_fp8, quantize_master_weights, rule_of
 from ottava.errors import DTypeError, OptionError, UsageError
+from ottava.kernels.products import cpu_products
 from ottava.tensors import Float8QuantizerBase, QuantizedTensor, columnwise_layout
 from ottava_custom import (
     CurrentScalingQuantizerRef,
@@ -31,7 +32,9 @@ from ottava_custom import (
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
+from comparing import assert_same
 from rows import RowQuantizer
+from strided import ROWS, check_places
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -92,21 +95,29 @@ def test_identity_has_the_usages_that_it_was_given() -> None:
         IdentityTensorStorage(dtype=torch.float32, rowwise=True, columnwise=True).dequantize()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_of_identity_is_a_plain_layer(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(16, 8, dtype=dtype)
-    layer = ottava.convert(copy.deepcopy(plain), CustomRecipe(identity_factory))
-    x = torch.randn(4, 3, 16, dtype=dtype)
-    grads = []
-    for one in (plain, layer):
-        own = x.clone().requires_grad_()
-        y = one(own)
-        y.square().sum().backward()
-        grads.append((y.detach(), own.grad, one.weight.grad, one.bias.grad))
-    for got, expected in zip(*grads, strict=True):
-        eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(got, expected, rtol=2 * eps, atol=8 * eps)
+@pytest.mark.parametrize("product", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_of_identity_is_a_plain_layer(dtype: Any, autocast: Any, bias: bool, product: torch.dtype) -> None:
+    """To the byte, whatever the machine multiplies in."""
+    both = HybridQuantizer(IdentityQuantizer(), IdentityQuantizer())
+    recipes = [None, CustomRecipe(identity_factory), CustomRecipe(lambda role: both)]
+    if autocast is not None and dtype != torch.float32:
+        return
+    for shape in ((4, 3, 256), (1, 256), (64, 256)):
+        made = []
+        for recipe in recipes:
+            torch.manual_seed(0)
+            layer = ottava.nn.Linear(256, 64, bias=bias, dtype=dtype, recipe=recipe)
+            x = (30 * torch.randn(shape, dtype=dtype)).requires_grad_()
+            with cpu_products(product), torch.autocast("cpu", autocast, enabled=autocast is not None):
+                y = layer(x)
+                y.backward(torch.randn_like(y))
+                with torch.no_grad():
+                    made.append([y, layer(x), x.grad, *(p.grad for p in layer.parameters())])
+        for other in made[1:]:
+            assert_same(other, made[0], note=shape)
 
 
 def test_an_operand_that_is_overwritten_is_refused_in_backward() -> None:
@@ -180,6 +191,11 @@ def test_everything_is_derived_from_the_two_declarations(pair: str, tmp_path: Pa
     copied.mul_(2)
     assert not torch.equal(copied.dequantize(), tensor.dequantize())
     assert torch.equal(copied.dequantize(), hybrid(pair)(2 * tensor.dequantize()).dequantize())
+
+
+def test_views_lie_where_plain_ones_do() -> None:
+    for quantizer in (IdentityQuantizer(), reference(E4M3), *(HybridQuantizer(*pair) for pair in PAIRS.values())):
+        check_places(quantizer(torch.randn(96, 64)), ROWS)
 
 
 @PAIR

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same
 
 import ottava
 from ottava import kernels
@@ -17,6 +18,8 @@ from ottava.tensors import QuantizedTensor
 from ottava_custom import (
     CurrentScalingQuantizerRef,
     CurrentScalingTensorRef,
+    CustomRecipe,
+    by_layer,
     current_scaling_ref_factory,
     current_scaling_ref_quantizer_factory,
 )
@@ -220,6 +223,55 @@ def test_it_compiles() -> None:
     torch.compile(model, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
     for mine, theirs in zip([x.grad, *(layer.weight.grad for layer in layers)], eager, strict=True):
         assert torch.equal(mine, theirs)
+
+
+class DefaultProduct(CurrentScalingQuantizerRef):
+    """Its products are those that every quantizer has."""
+
+    qgemm = ottava.Quantizer.qgemm
+
+
+class Residual(torch.nn.Module):
+    """Layers between which a compiler could leave out roundings."""
+
+    def __init__(self, dtype: torch.dtype, main_grad: bool) -> None:
+        super().__init__()
+        both = by_layer({"first": lambda role: CurrentScalingQuantizerRef(E4M3)}, lambda role: DefaultProduct(E4M3))
+        for name in ("first", "second"):
+            layer = ottava.nn.Linear(96, 96, dtype=dtype, name=name, recipe=CustomRecipe(both))
+            layer.fuse_wgrad_accumulation = main_grad
+            setattr(self, name, layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)) + x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "main_grad"),
+    [
+        (torch.float32, None, False),
+        (torch.bfloat16, None, True),
+        (torch.float16, None, False),
+        (torch.float32, torch.bfloat16, False),
+    ],
+)
+def test_inductor_gives_the_bytes_of_eager_code(dtype: Any, autocast: Any, main_grad: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = Residual(dtype, main_grad)
+    twin = copy.deepcopy(eager)
+    results = []
+    for module, call in ((eager, eager), (twin, torch.compile(twin, fullgraph=True))):
+        for layer in (module.first, module.second) if main_grad else ():
+            layer.weight.main_grad = torch.ones(96, 96)
+        random = torch.Generator().manual_seed(1)
+        x = torch.randn(65, 96, generator=random).to(dtype).requires_grad_()
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            y = call(x)
+        y.backward(torch.randn(65, 96, generator=random).to(y.dtype))
+        weights = [getattr(p, "main_grad", p.grad) for p in module.parameters()]
+        results.append([y, x.grad, *weights])
+    assert_same(*results)
 
 
 def test_a_backward_pass_under_torch_autocast_multiplies_in_float32() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava import kernels
+from ottava import kernels, torch_private
 from ottava.kernels import for_layers
 from ottava.nn import Linear
 from ottava_delayed import DelayedScaling, DelayedScalingState, scaling_statistics
@@ -352,3 +354,36 @@ def test_no_warnings_in_ordinary_use() -> None:
         net = ottava.convert(model(), delayed())
         net(batch(0)).sum().backward()
         repr(net)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_where_torch_tells_no_backward_pass(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, use_reentrant: bool
+) -> None:
+    """In a region that stays open it changes nothing; without one it begins a step of its own."""
+
+    def stepped(around: bool) -> tuple[list[torch.Tensor], list[bool]]:
+        """The gradients of the last step, and for each whether the recomputed layer's scales stayed what they were."""
+        kept = []
+        net = ottava.convert(model(), delayed())
+        for step in range(3):
+            net.zero_grad()
+            with ottava.autocast(enabled=True) if around else contextlib.nullcontext():
+                hidden = checkpoint(net[0], batch(step).requires_grad_(), use_reentrant=use_reentrant)
+                loss = net[2](net[1](hidden)).square().mean()
+                scale = net[0].recipe_state.scale.clone()
+                loss.backward()
+                kept.append(torch.equal(net[0].recipe_state.scale, scale))
+        return [p.grad for p in net.parameters() if p.grad is not None], kept
+
+    want, kept = stepped(around=True)
+    assert kept == [True] * 3 == stepped(around=False)[1]
+    lacking = {"graph_task_id": torch_private.Fallbacks.graph_task_id, "KNOWS_BACKWARD": False}
+    for name, place in list(sys.modules.items()):
+        for of_torch in lacking.keys() & vars(place).keys() if name.startswith("ottava") else ():
+            monkeypatch.setattr(place, of_torch, lacking[of_torch])
+    got, kept = stepped(around=True)
+    assert kept == [True] * 3
+    assert all(map(torch.equal, got, want))
+    assert False in stepped(around=False)[1]
+    assert not [warning for warning in recwarn if "region" in str(warning.message)]

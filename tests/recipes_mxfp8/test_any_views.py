@@ -11,10 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strided import VIEWS as PLACES
+from strided import check_places
 
 from ottava import prepare_for_saving, restore_from_saved
 from ottava_mxfp8 import MXFP8Tensor
 from tests.recipes_mxfp8.blocks import (
+    KINDS,
     VIEW_KINDS,
     check_bytes,
     check_same,
@@ -151,11 +154,16 @@ def test_as_strided_goes_by_the_tensors_own_strides() -> None:
         check_same(same.dequantize(), plain)
         same.copy_(view)
         check_same(whole.dequantize(), values)
-        # Counted from its own first element.
         stride = view.stride()
-        part = view.as_strided((3, 2), stride, 2 * stride[0] + 5 * stride[1])
+        part = view.as_strided((3, 2), stride, view.storage_offset() + 2 * stride[0] + 5 * stride[1])
         assert type(part) is torch.Tensor
         check_same(part, plain[2:5, 5:7])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_views_lie_where_plain_ones_do(kind: str) -> None:
+    cut = set() if kind == "rowwise" else {"rows", "one row"}
+    check_places(quantizer(kind)(wide((96, 64))), set(PLACES) - cut)
 
 
 def test_dimensions_out_of_range() -> None:

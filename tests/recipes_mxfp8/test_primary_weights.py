@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ottava
-from ottava.errors import OttavaError
+from ottava.errors import OttavaError, UsageError
 from ottava.nn import Linear
 from ottava_mxfp8 import MXFP8BlockScaling, MXFP8Quantizer, MXFP8Tensor
 from tests.recipes_mxfp8.layers import E4M3, INNER, RECIPES, spread
@@ -63,6 +63,64 @@ def test_primary_weights_hold_the_quantized_initial_values(name: str) -> None:
     assert net[0].weight.get_high_precision_init_val() is None
     with ottava.autocast(enabled=False):
         assert torch.equal(net[0](x), torch.nn.functional.linear(x, net[0].weight.dequantize(), net[0].bias))
+
+
+def inference_layer(recipe: Any = None) -> Linear:
+    torch.manual_seed(0)
+    with torch.no_grad(), ottava.quantized_model_init(recipe or MXFP8BlockScaling()):
+        return Linear(70, 64, recipe=recipe or MXFP8BlockScaling())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_weights_made_under_no_grad_hold_rows_until_columns_are_asked_for(name: str) -> None:
+    layer, full = inference_layer(RECIPES[name]), primary_net(RECIPES[name])[0]
+    weight, x = layer.weight, spread(40, 70)
+    rows = weight.nbytes
+    assert weight.get_usages() == {"rowwise": True, "columnwise": False}
+    assert weight.requires_grad
+    assert torch.equal(layer(x), full(x))
+    assert weight.nbytes == rows
+    weight.update_usage(columnwise_usage=True)
+    check_bytes(weight, full.weight)
+
+
+def test_a_backward_pass_asks_for_columns() -> None:
+    gradients = []
+    for layer in (inference_layer(), primary_net()[0]):
+        x = spread(40, 70).requires_grad_()
+        layer(x).square().sum().backward()
+        gradients.append((x.grad, layer.weight.grad, layer.bias.grad))
+        assert layer.weight.get_usages() == {"rowwise": True, "columnwise": True}
+    for mine, theirs in zip(*gradients, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        lambda w: w.clear_high_precision_init_val(),
+        lambda w: w.mul_(2.0),
+        lambda w: w.copy_(torch.ones_like(w)),
+    ],
+    ids=["given up", "scaled", "loaded"],
+)
+def test_columns_are_refused_where_the_values_are_gone(without: Any) -> None:
+    """Those of the quantized rows would be others."""
+    layer = inference_layer()
+    with torch.no_grad():
+        without(layer.weight)
+    y = layer(spread(40, 70).requires_grad_())
+    message = r"no columnwise data.*made under no_grad.*update_usage\(columnwise_usage=True\)"
+    with pytest.raises(UsageError, match=message):
+        y.sum().backward()
+    with pytest.raises(UsageError, match=message):
+        layer.weight.update_usage(columnwise_usage=True)
+    assert layer.weight.get_usages() == {"rowwise": True, "columnwise": False}
+    # Squares hold the same values in both directions.
+    squares = inference_layer(RECIPES["squares"])
+    with torch.no_grad():
+        without(squares.weight)
+    squares(spread(40, 70).requires_grad_()).sum().backward()
 
 
 @pytest.mark.parametrize("name", ["default", "squares"])

@@ -241,10 +241,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ((60, 5), 8, 12, 48, (8, 6)),
         ((60, 5), 8, 0, 60, (8, 8)),
         ((3, 4, 5), 8, 2, 0, (2, 0)),
-        ((64, 5), 8, 12, 48, "12 rows, which cut the blocks of 's'"),
+        ((64, 5), 8, 12, 48, "rows 48 to 60 of 64, which cut the blocks of 's'"),
         ((64, 5), 8, 16, 12, "cut the blocks"),
         ((64, 5), 8, 12, 52, "cut the blocks"),
-        ((3, 4, 5), 8, 1, 0, "4 rows, which cut"),
+        ((3, 4, 5), 8, 1, 0, "rows 0 to 1 of 3, which cut"),
     ],
 )
 def test_blocks_of_rows_are_shards_where_they_are_whole(
@@ -255,7 +255,7 @@ def test_blocks_of_rows_are_shards_where_they_are_whole(
     inner, part = InnerTensor("_s", "s", gather=True, block_rows=block), torch.empty(rows, 5)
     arguments = ("w", inner, part, (local, *shape[1:]), shape, (offset, *[0] * (len(shape) - 1)))
     if isinstance(expected, str):
-        with pytest.raises(ShapeError, match=f"'w' have .*{expected}|{expected}"):
+        with pytest.raises(ShapeError, match=f"'w' has .*{expected}|{expected}"):
             sharded_rows(*arguments)
         return
     assert sharded_rows(*arguments) == expected

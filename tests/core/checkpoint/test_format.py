@@ -121,10 +121,33 @@ def test_what_the_format_does_not_have(tmp_path: Path) -> None:
     for value, error, said in (
         ({"x": torch.ones(2, dtype=torch.complex128)}, DTypeError, "'x' is of torch.complex128"),
         ({"__metadata__": torch.ones(1)}, UsageError, "__metadata__"),
-        ({"\ud800": torch.ones(1)}, UsageError, "name"),
+        ({"\ud800": torch.ones(1)}, UsageError, r"'\\ud800' cannot be written.*half characters"),
     ):
         with pytest.raises(error, match=said):
             checkpoint.save_file(value, tmp_path / "x")
+    metadata: Any
+    for metadata, error, said in (
+        ({"a": 1}, DTypeError, r"metadata is \{'a': 1\}.*texts by name"),
+        ({1: "a"}, DTypeError, "texts by name"),
+        (["a"], DTypeError, r"metadata is \['a'\]"),
+        (0, DTypeError, "metadata is 0"),
+        ({"a": "\udcff"}, UsageError, r"'\\udcff' cannot be written.*half characters"),
+        ({"\ud83d": "a"}, UsageError, r"'\\ud83d' cannot be written"),
+    ):
+        with pytest.raises(error, match=said):
+            checkpoint.save_file({"x": torch.ones(1)}, tmp_path / "x", metadata=metadata)
+    for name in ("x\0y", "\ud800"):
+        with pytest.raises(UsageError, match="cannot be written"):
+            checkpoint.save_file({"x": torch.ones(1)}, tmp_path / name)
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            checkpoint.save_sharded({"x": torch.ones(1)}, tmp_path / name / "x")
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            checkpoint.save_step({"x": torch.ones(1)}, tmp_path / name, 1)
+        for read in (checkpoint.load_file, lambda path: checkpoint.load_sharded({}, path)):
+            with pytest.raises(CheckpointError, match="cannot be read"):
+                read(tmp_path / name)
+        assert not checkpoint.is_complete(tmp_path / name)
+        assert checkpoint.latest_checkpoint(tmp_path / name) is None
     with pytest.raises(UsageError, match="is a folder"):
         checkpoint.save_file({"x": torch.ones(1)}, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ import torch
 
 import ottava
 from ottava import checkpoint
-from ottava.checkpoint.files import put_tensors
+from ottava.checkpoint.files import write_tensors
 from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
 from ottava.tensors import Float8Tensor, InnerTensor, QuantizedTensorStorage, StaticField, columnwise_layout
 
@@ -226,7 +226,8 @@ def test_a_class_that_checks_nothing(contents: Any, tmp_path: Path) -> None:
         for value in junk:
             described = json.loads(metadata["ottava"])
             described["quantized"]["weight"]["static"][field] = value
-            put_tensors(tmp_path / "x", tensors, {"ottava": json.dumps(described)})
+            (tmp_path / "x").unlink(missing_ok=True)
+            write_tensors(tmp_path / "x", tensors, {"ottava": json.dumps(described)})
             # It has no nominal dtype: converting it is refused, whatever the values are.
             with pytest.raises(OttavaError, match=r"x: 'weight'"):
                 checkpoint.convert_file(tmp_path / "x", tmp_path / "never", "fp32")

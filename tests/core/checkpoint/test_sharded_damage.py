@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 import ottava
-from ottava.checkpoint import folder, is_complete, load_sharded, save_sharded
+from ottava.checkpoint import is_complete, load_sharded, save_sharded, storage
 from ottava.checkpoint.convert import read_state
 from ottava.errors import CheckpointError, UsageError
 
@@ -172,8 +173,10 @@ def test_a_target_that_cannot_be_written_leaves_the_others(tmp_path: Path) -> No
     assert not any(value.any() for value in target.values())
 
 
-def test_what_was_written_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should torch refuse a write after all."""
+def test_a_write_that_torch_refuses_is_found_before_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One element of each tensor is written as it is, and only then any value."""
     save_sharded({name: torch.ones(3) for name in "abc"}, tmp_path / "saved")
     target = {name: torch.zeros(3) for name in "abc"}
     real, calls = torch.Tensor.copy_, []
@@ -210,8 +213,9 @@ def test_what_was_written_is_taken_back(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_shards_make_the_whole(shape: Any, boxes: Any, right: bool) -> None:
-    shards = tuple(folder.StoredShard("file", "key", *box) for box in boxes)
-    assert folder.is_whole(folder.StoredTensor(torch.float32, shape, shards)) == right
+    shards: Any = [storage.StoredShard(*map(torch.Size, box), "file", "key") for box in boxes]
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), shards)
+    assert storage.is_whole(tensor) == right
 
 
 @pytest.mark.parametrize("name", ["x", "half \ud800"])
@@ -237,9 +241,12 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pyt
     def fails(*_: Any) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(module, "prune", fails)
-    with pytest.warns(RuntimeWarning, match="cannot be removed: not yours"):
+    for step in (1, 2):
+        ottava.checkpoint.save_step({"x": torch.ones(1)}, tmp_path, step)
+    monkeypatch.setattr(module, "Partial", fails)
+    with pytest.warns(RuntimeWarning, match="cannot be removed: not yours") as warned:
         path = ottava.checkpoint.save_step({"x": torch.ones(1)}, tmp_path, 3, keep=1)
+    assert len(warned) == 2
     assert is_complete(path)
 
 

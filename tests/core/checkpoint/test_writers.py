@@ -16,8 +16,8 @@ import torch
 from ottava import checkpoint
 from ottava.checkpoint import files, storage
 from ottava.checkpoint.convert import read_state
-from ottava.checkpoint.files import Partial
 from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
+from ottava.filesystem import Partial
 
 
 def test_writers_of_other_files_are_left_alone(tmp_path: Path) -> None:
@@ -52,12 +52,14 @@ def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("times", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_two_writers_of_one_path(times: int, tmp_path: Path) -> None:
-    """Both succeed, and one whole file, or one whole checkpoint, is there."""
+    """All succeed, and one whole file, and one whole checkpoint, is there."""
     failures: list[BaseException] = []
 
     def write(value: int) -> None:
         try:
-            checkpoint.save_file({name: torch.full((1000,), float(value)) for name in "abc"}, tmp_path / "file")
+            state = {name: torch.full((1000,), float(value)) for name in "abc"}
+            checkpoint.save_file(state, tmp_path / "file")
+            checkpoint.save_sharded(state, tmp_path / "folder", overwrite=True)
         except BaseException as error:
             failures.append(error)
 
@@ -67,9 +69,11 @@ def test_two_writers_of_one_path(times: int, tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        read = checkpoint.load_file(tmp_path / "file")
-        assert len({float(value) for tensor in read.values() for value in tensor}) == 1  # type: ignore[attr-defined]
-        assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+        loaded = {name: torch.zeros(1000) for name in "abc"}
+        for read in (checkpoint.load_file(tmp_path / "file"), checkpoint.load_sharded(loaded, tmp_path / "folder")):
+            assert len({float(value) for tensor in read.values() for value in tensor}) == 1
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
+        assert len(list((tmp_path / "folder").iterdir())) == 2
     assert failures == []
 
 
@@ -151,6 +155,25 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
             checkpoint.save_sharded({"a": torch.ones(1)}, tmp_path / name, overwrite=True)
 
 
+def test_a_missing_folder_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    """By its name: not after a conversion, and not by that of a hidden folder in it."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "absent" / "x")
+    for name, said in (
+        ("absent/x", "absent"),
+        ("file/x", "file"),
+        ("link", "absent"),
+        ("absent/deep/x", "absent/deep"),
+    ):
+        for write in (
+            lambda path: checkpoint.convert_file(tmp_path / "no source", path, "bf16"),
+            lambda path: checkpoint.save_file({"a": torch.ones(1)}, path),
+        ):
+            with pytest.raises(UsageError, match=rf"{name} cannot be written: .*{tmp_path / said}\b") as caught:
+                write(tmp_path / name)
+            assert "partial" not in str(caught.value)
+
+
 def test_a_reader_is_told_of_a_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of reading, of one file and of a folder; whether or not bytes are verified."""
     file, folder, real = tmp_path / "file", tmp_path / "folder", files.safe_open
@@ -177,6 +200,64 @@ def test_a_reader_is_told_of_a_replacement(tmp_path: Path, monkeypatch: pytest.M
         assert target["a"].tolist() == [7.0] * 3
         monkeypatch.undo()
         assert checkpoint.load_file(file)["a"].tolist() == [1.0] * 3  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_that_is_replaced_all_the_time_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the reads of its index and of its files; a writer without end is not waited for."""
+    path, real, left = tmp_path / "step-0000001", Path.is_file, 0
+
+    def replaced(file: Path) -> bool:
+        nonlocal left
+        if left and file.parent == path:
+            left -= 1
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "is_file", real)
+                checkpoint.save_sharded({"a": torch.ones(3)}, path, overwrite=True)
+        return real(file)
+
+    checkpoint.save_sharded({"a": torch.zeros(3)}, path)
+    monkeypatch.setattr(Path, "is_file", replaced)
+    for times in (1, 3):
+        left = times
+        assert checkpoint.latest_checkpoint(tmp_path) == path
+        left, target = times, {"a": torch.zeros(3)}
+        assert checkpoint.load_sharded(target, path)["a"].tolist() == [1.0] * 3
+        assert not left
+    left = 1000
+    assert not checkpoint.is_complete(path)
+    assert left > 900
+
+
+def test_a_save_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that it made; what another one has put there stays."""
+    (tmp_path / "there").mkdir()
+    state = {"a": torch.ones(1)}
+
+    def fails(*_: Any) -> None:
+        raise OSError("no room")
+
+    def beside(path: Path, *_: Any) -> None:
+        (path.parent.parent / "other").touch()
+        fails()
+
+    for write, left in ((fails, []), (beside, ["new", "new/deep", "new/deep/other"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "write_tensors", write)
+            for save in (
+                lambda: checkpoint.save_sharded(state, tmp_path / "there" / "new" / "deep" / "x"),
+                lambda: checkpoint.save_step(state, tmp_path / "there" / "new" / "deep", 3),
+            ):
+                with pytest.raises(CheckpointError, match="no room"):
+                    save()
+                found = sorted(str(path.relative_to(tmp_path / "there")) for path in tmp_path.glob("there/**/*"))
+                assert found == left
+    # A name in the way, below folders that it made.
+    for path in (tmp_path / "one" / ("x" * 300) / "x", tmp_path / "two" / ("x" * 300)):
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            checkpoint.save_sharded(state, path)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    checkpoint.save_sharded(state, tmp_path / "three" / "four" / "x")
+    assert checkpoint.is_complete(tmp_path / "three" / "four" / "x")
 
 
 def nested(layout: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The compiled module on grids of scales, against float32 arithmetic written here from the definition of the formats."""
+"""The compiled module on grids of scales, against float32 arithmetic written here from the formats' definition."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def small_floats(mantissa: int, bias: int, codes: int) -> Array:
     """The values of a small float format's first codes."""
     code = np.arange(codes)
     exponent, fraction = code >> mantissa, (code & ((1 << mantissa) - 1)) / (1 << mantissa)
-    return np.where(
-        exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent.astype(float) - bias)
-    )
+    normal = (1 + fraction) * 2.0 ** (exponent.astype(float) - bias)
+    return np.where(exponent == 0, fraction * 2.0 ** (1 - bias), normal)
 
 
 VALUES = {E4M3: small_floats(3, 7, 0x7F), E5M2: small_floats(2, 15, 0x7C)}
@@ -182,39 +181,43 @@ def floats(x: torch.Tensor) -> Array:
     return result
 
 
+def on_every_isa() -> Iterator[str]:
+    """The instruction sets that this machine has, each in use for one turn."""
+    before = _cpu.isa()
+    try:
+        for isa in ISAS:
+            _cpu.set_isa(isa)
+            yield isa
+    finally:
+        _cpu.set_isa(before)
+
+
 def check_quantize(
-    x: torch.Tensor, element: int, rule: Rule, sides: list[Side | None], threads: int = 1, offset: int = 0
+    x: torch.Tensor,
+    element: int,
+    rule: Rule,
+    sides: list[Side | None],
+    threads: tuple[int, ...] = (1, 2),
+    offset: int = 0,
 ) -> None:
     rows, cols = x.shape
-    arguments, made = [], []
-    for side in sides:
-        if side is None:
-            arguments.append(None)
-            continue
-        data, scales = side.expected(floats(x), element, rule)
-        to = Memory(data.shape, np.uint8, offset), Memory(scales.shape, scales.dtype, offset)
-        made.append((side, data, scales, *to))
-        arguments.append((side.block_rows, side.block_cols, *side.shared, side.turned, to[0].address, to[1].address))
-    _cpu.grid_quantize(
-        x.data_ptr(), DTYPES.index(x.dtype), rows, cols, element, rule.e8m0, rule.floor, rule.epsilon, rule.largest,
-        *arguments, threads,
-    )  # fmt: skip
-    note = f"{tuple(x.shape)} {x.dtype} element {element} {rule} threads {threads} offset {offset}"
-    for side, data, scales, to_data, to_scales in made:
-        np.testing.assert_array_equal(
-            to_scales.array.view(np.uint8), np.ascontiguousarray(scales).view(np.uint8), f"scales of {side}, {note}"
-        )
-        np.testing.assert_array_equal(to_data.array, data, f"data of {side}, {note}")
-        to_data.check()
-        to_scales.check()
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _cpu.isa()
-    _cpu.set_isa(request.param)
-    yield request.param
-    _cpu.set_isa(before)
+    expected = [side and side.expected(floats(x), element, rule) for side in sides]
+    for isa, count in itertools.product(on_every_isa(), threads):
+        note = f"{isa} {tuple(x.shape)} {x.dtype} element {element} {rule} threads {count} offset {offset}"
+        made = [pair and [Memory(part.shape, part.dtype, offset) for part in pair] for pair in expected]
+        arguments = [
+            side and (side.block_rows, side.block_cols, *side.shared, side.turned, to[0].address, to[1].address)
+            for side, to in zip(sides, made, strict=True)
+        ]
+        _cpu.grid_quantize(
+            x.data_ptr(), DTYPES.index(x.dtype), rows, cols, element, rule.e8m0, rule.floor, rule.epsilon, rule.largest,
+            *arguments, count,
+        )  # fmt: skip
+        for side, pair, memories in zip(sides, expected, made, strict=True):
+            for part, memory in zip(pair or (), memories or (), strict=True):
+                wanted = np.ascontiguousarray(part).view(np.uint8)
+                np.testing.assert_array_equal(memory.array.view(np.uint8), wanted, f"{part.dtype} of {side}, {note}")
+                memory.check()
 
 
 PAIRS: dict[str, list[Side | None]] = {
@@ -238,8 +241,17 @@ PAIRS: dict[str, list[Side | None]] = {
     "wide row only": [Side(1, 0), None],
 }
 SIZES = [0, 1, 31, 33, 127, 128, 129, 300]
-SHAPES = sorted({*zip(SIZES, SIZES[::-1]), *((n, n) for n in SIZES), (300, 31), (129, 128), (2, 1100), (1100, 3), (0, 5),
-                 (5, 0)})  # fmt: skip
+SHAPES = sorted(
+    {
+        *zip(SIZES, SIZES[::-1], strict=True),
+        *((n, n) for n in SIZES),
+        (300, 31),
+        (129, 128),
+        (2, 1100),
+        (1100, 3),
+        (0, 5),
+    }
+)
 RULES = [
     Rule(),
     Rule(floor=True, largest=float(torch.finfo(torch.bfloat16).max)),
@@ -250,36 +262,41 @@ RULES = [
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_every_grid(pair: str, isa: str) -> None:
+def test_every_grid(pair: str) -> None:
     """Each grid with every shape; dtypes, elements, rules, threads and offsets take turns."""
     turns = itertools.cycle(itertools.product(DTYPES, [E4M3, E5M2, INT8], RULES))
     for number, (rows, cols) in enumerate(SHAPES):
         for _ in range(3):
             dtype, element, rule = next(turns)
             x = matrix(rows, cols, dtype, offset=number % 3)
-            check_quantize(x, element, rule, PAIRS[pair], threads=1 + number % 2, offset=number % 5)
+            check_quantize(x, element, rule, PAIRS[pair], (1 + number % 2,), offset=number % 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("element", [E4M3, E5M2, INT8])
-def test_every_rule_with_every_element(dtype: torch.dtype, element: int, isa: str) -> None:
+def test_every_rule_with_every_element(dtype: torch.dtype, element: int) -> None:
     x = matrix(70, 150, dtype)
     for rule in RULES:
         for pair in ("mx", "blockwise rows", "odd", "oblong"):
             check_quantize(x, element, rule, PAIRS[pair])
 
 
-@pytest.mark.parametrize(
-    "pair", ["mx", "blockwise rows", "blockwise squares", "rowwise", "oblong", "odd", "shared by all"]
-)
-def test_large_matrices(pair: str, isa: str) -> None:
-    """Several regions and panels, threads that share them, and stores around the caches, aligned and not."""
-    for rows, cols, offset, dtype in ((1100, 3900, 0, torch.bfloat16), (2048, 2112, 0, torch.float32),
-                                      (1031, 4099, 1, torch.float16)):  # fmt: skip
-        x = matrix(rows, cols, dtype, offset)
-        for threads in (1, 2):
-            check_quantize(x, E4M3, Rule(), PAIRS[pair], threads, offset)
-    check_quantize(x, INT8, Rule(e8m0=True), PAIRS[pair], 2)
+LARGE = ["mx", "mx square", "blockwise rows", "blockwise squares", "rowwise", "oblong", "odd", "shared by all"]
+
+
+@pytest.mark.parametrize("pair", LARGE)
+def test_large_matrices(pair: str) -> None:
+    """Several regions and panels, and threads that share them."""
+    check_quantize(matrix(700, 2900, torch.bfloat16), E4M3, Rule(), PAIRS[pair])
+    check_quantize(matrix(519, 2099, torch.float32, 1), INT8, Rule(e8m0=True), PAIRS[pair], offset=1)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_stores_around_the_caches(offset: int) -> None:
+    """What is larger than the caches is stored in whole lines, where they are aligned."""
+    x = matrix(2048 + offset, 2112 + offset, torch.bfloat16, offset)
+    for pair in ("blockwise rows", "twice", "rowwise"):
+        check_quantize(x, E4M3, Rule(), PAIRS[pair], (2,), offset)
 
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:
@@ -291,52 +308,49 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("element", [E4M3, E5M2, INT8])
-def test_cast_of_every_value(dtype: torch.dtype, element: int, isa: str) -> None:
+def test_cast_of_every_value(dtype: torch.dtype, element: int) -> None:
     """Multipliers of every kind: negative, zero, infinite, NaN, subnormal."""
     x = every_value(dtype)
     rows, cols = x.shape
+    any_sign = np.array([1, -1, 0, -0.0, np.inf, -np.inf, np.nan, 1e-41, 3e38, -2.5, 0.3], np.float32)
     for block_rows, block_cols, turned in ((0, 0, False), (1, 128, True), (3, 7, False), (64, 32, True)):
         shape = blocks_of(rows, block_rows), blocks_of(cols, block_cols)
         generator = np.random.default_rng(4)
         plain = np.abs(generator.normal(size=shape)).astype(np.float32)
-        any_sign = np.array([1, -1, 0, -0.0, np.inf, -np.inf, np.nan, 1e-41, 3e38, -2.5, 0.3], np.float32)
-        for multipliers in (plain, generator.choice(any_sign, shape), np.full(shape, 1, np.float32)):
-            multipliers = np.ascontiguousarray(multipliers)
+        for multipliers in (plain, generator.choice(any_sign, shape), np.full(shape, -0.0, np.float32)):
             with np.errstate(all="ignore"):
                 expected = encoded(floats(x) * spread(multipliers, rows, cols, block_rows, block_cols), element)
             expected = expected.T if turned else expected
-            for threads in (1, 2):
+            for isa, threads in itertools.product(on_every_isa(), (1, 2)):
                 out = Memory(expected.shape, np.uint8, threads)
                 _cpu.grid_cast(
                     x.data_ptr(), DTYPES.index(dtype), rows, cols, multipliers.ctypes.data, block_rows, block_cols,
                     element, turned, out.address, threads,
                 )  # fmt: skip
-                np.testing.assert_array_equal(out.array, expected)
+                np.testing.assert_array_equal(out.array, expected, isa)
                 out.check()
 
 
 GRIDS = [(0, 0), (1, 32), (32, 1), (1, 0), (0, 1), (1, 128), (128, 128), (8, 64), (64, 8), (3, 5), (1, 1), (300, 96)]
 
 
-def test_amaxes(isa: str) -> None:
-    for (rows, cols), (block_rows, block_cols) in itertools.product([*SHAPES, (700, 2100)], GRIDS):
-        for number, dtype in enumerate(DTYPES):
-            x = matrix(rows, cols, dtype, number)
-            expected = amaxes(floats(x), block_rows, block_cols)
+def test_amaxes() -> None:
+    dtypes = itertools.cycle(enumerate(DTYPES))
+    for (rows, cols), (block_rows, block_cols) in itertools.product([*SHAPES, (300, 2100)], GRIDS):
+        number, dtype = next(dtypes)
+        x = matrix(rows, cols, dtype, number)
+        expected = amaxes(floats(x), block_rows, block_cols)
+        for isa, threads in itertools.product(on_every_isa(), (1, 2)):
             out = Memory(expected.shape, np.float32, number)
-            threads = 1 + number % 2
-            _cpu.grid_amax(
-                x.data_ptr(), DTYPES.index(dtype), rows, cols, block_rows, block_cols, out.address, threads
-            )  # fmt: skip
-            np.testing.assert_array_equal(
-                out.array, expected, f"{rows}x{cols} {dtype} blocks {block_rows}x{block_cols}"
-            )
+            _cpu.grid_amax(x.data_ptr(), number, rows, cols, block_rows, block_cols, out.address, threads)
+            note = f"{isa} {rows}x{cols} {dtype} blocks {block_rows}x{block_cols} threads {threads}"
+            np.testing.assert_array_equal(out.array, expected, note)
             out.check()
 
 
 @pytest.mark.parametrize("e8m0", [False, True])
 @pytest.mark.parametrize("element", [E4M3, E5M2, INT8])
-def test_decode(element: int, e8m0: bool, isa: str) -> None:
+def test_decode(element: int, e8m0: bool) -> None:
     generator = np.random.default_rng(3)
     for (rows, cols), (block_rows, block_cols) in itertools.product([*SHAPES, (140, 1100)], GRIDS):
         data = Memory((rows, cols), np.uint8, 1)
@@ -352,7 +366,7 @@ def test_decode(element: int, e8m0: bool, isa: str) -> None:
             values = scales
         with np.errstate(all="ignore"):
             product = decoded(data.array, element) * spread(values, rows, cols, block_rows, block_cols)
-        for number, dtype in enumerate(DTYPES):
+        for (number, dtype), isa in itertools.product(enumerate(DTYPES), on_every_isa()):
             expected = torch.from_numpy(product).to(dtype)
             out = torch.full((rows * cols + 2,), 5.0, dtype=dtype)
             result = out[1:-1].view(rows, cols)
@@ -360,9 +374,11 @@ def test_decode(element: int, e8m0: bool, isa: str) -> None:
                 data.address, element, rows, cols, scales.ctypes.data, e8m0, block_rows, block_cols, result.data_ptr(),
                 number, 1 + rows % 2,
             )  # fmt: skip
-            torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
-            number_sign = torch.signbit(result) == torch.signbit(expected)
-            assert bool((number_sign | expected.isnan()).all())
+            torch.testing.assert_close(
+                result, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, i=isa: f"{i}: {m}"
+            )
+            same_sign = torch.signbit(result) == torch.signbit(expected)
+            assert bool((same_sign | expected.isnan()).all())
             assert out[0] == 5.0
             assert out[-1] == 5.0
 

@@ -187,10 +187,10 @@ def test_scales_worked_out_by_hand(code_path: str) -> None:
 
 
 def test_integers_by_hand(code_path: str) -> None:
-    """To nearest even, between -127 and 127, NaN to 0."""
+    """To nearest even, between -127 and 127, NaN to -128."""
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -126.5, math.nan, -0.0, -127.0]])
     data, scales, _, _ = kernels.grid_quantize(x, Layout(INT8, (1, None)), columnwise=False)
-    assert data.view(torch.int8).tolist() == [[127, 0, 2, 2, 0, -2, 126, -126, 0, 0, -127]]
+    assert data.view(torch.int8).tolist() == [[127, 0, 2, 2, 0, -2, 126, -126, -128, 0, -127]]
     assert scales.tolist() == [[1.0]]
     x = torch.tensor([[math.inf, -math.inf, 200.0, -200.0, 3.0]])  # of a scale of 1
     data, scales, _, _ = kernels.grid_quantize(x, Layout(INT8, (1, None)), columnwise=False)

@@ -166,6 +166,52 @@ def test_a_replaced_forward_is_left_alone(recipe: Any) -> None:
     assert "forward was replaced" in ottava.conversion_report(model).skipped["0"]
 
 
+class Foreign(torch.Tensor):
+    """As another library's quantized weights are: a subclass that computes by itself."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values)
+        plain = torch.utils._pytree.tree_map(lambda t: t.values if isinstance(t, cls) else t, args)
+        return func(*plain, **(kwargs or {}))
+
+
+def test_weights_of_another_library_are_left_alone(recipe: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].weight = torch.nn.Parameter(Foreign(model[0].weight.detach()))
+    x = torch.randn(2, 4)
+    expected = model[0](x)
+    ottava.convert(model, recipe)
+    assert type(model[0]) is torch.nn.Linear
+    assert type(model[0].weight) is Foreign
+    assert torch.equal(model[0](x), expected)
+    report = ottava.conversion_report(model)
+    assert report.swapped == ("1",)
+    assert "Foreign" in report.skipped["0"]
+    assert "subclass" in report.skipped["0"]
+
+
+def test_weights_that_are_traced_or_quantized_here_are_swapped(recipe: Any) -> None:
+    with torch._subclasses.FakeTensorMode():
+        assert type(ottava.convert(torch.nn.Linear(4, 4), recipe)) is Linear
+    with ottava.quantized_model_init(recipe):
+        layer = Linear(4, 4)
+    assert ottava.convert(layer, recipe).recipe is recipe
+    gathered = ottava.distributed.gather_quantized(ottava.convert(torch.nn.Linear(4, 4), recipe))
+    ottava.convert(gathered, recipe)
+    assert ottava.conversion_report(gathered).swapped == ("",)
+
+
 def test_the_report_tells_of_the_encoder_fast_path(recipe: Any) -> None:
     model = ottava.convert(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), recipe)
     reasons = {d.name: d.reason for d in ottava.conversion_report(model).decisions if d.swapped}

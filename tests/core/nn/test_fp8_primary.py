@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -66,6 +67,42 @@ def test_conversion_keeps_the_codes(recipe: Any, convert: Any) -> None:
     assert initial is not None
     net(torch.randn(3, 16).half()).sum().backward()
     assert weight.grad.dtype == torch.float16
+
+
+CONVERSIONS: dict[str, Any] = {
+    "cpu": lambda m: m.cpu(),
+    "to": lambda m: m.to(torch.float16),
+    "bfloat16": lambda m: m.bfloat16(),
+    "half and back": lambda m: m.half().float(),
+    "to_empty": lambda m: m.to_empty(device="cpu"),
+    "share_memory": lambda m: m.share_memory(),
+    "load_state_dict": lambda m: m.load_state_dict(m.state_dict()),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_attributes_and_hooks_survive_as_on_a_plain_layer(recipe: Any, name: str) -> None:
+    def seen(layer: torch.nn.Linear) -> list[Any]:
+        weight, calls = layer.weight, []
+        weight.sequence_parallel, weight.my_attr = True, calls
+        weight.register_hook(lambda grad: calls.append(("hook", grad.dtype)))
+        weight.register_post_accumulate_grad_hook(lambda p: calls.append(("post", p is weight, p.grad.dtype)))
+        alive = weakref.ref(weight)
+        layer(torch.randn(3, 16)).sum().backward()
+        # Between a forward and a backward pass, too.
+        pending = layer(torch.randn(3, 16)).sum()
+        CONVERSIONS[name](layer)
+        after = layer.weight.dtype, layer.weight.grad.dtype, [n for n, _ in layer.named_parameters()]
+        if layer.weight.dtype == torch.float32:
+            pending.backward()
+        layer(torch.randn(3, 16, dtype=layer.weight.dtype)).sum().backward()
+        kept = [layer.weight is weight, alive() is weight, vars(layer.weight).get("sequence_parallel")]
+        return [*calls, after, *kept, vars(layer.weight).get("my_attr") is calls]
+
+    with quantized_model_init(recipe):
+        layer = Linear(16, 24, recipe=recipe)
+    assert seen(layer) == seen(torch.nn.Linear(16, 24))
+    assert isinstance(layer.weight, Float8Tensor)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11's compiler cannot trace how a layer gets its first state")

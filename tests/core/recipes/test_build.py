@@ -73,6 +73,14 @@ def test_wrong_options_are_the_users(site: Path, build: str, options: dict[str, 
         ottava.get_recipe("mine", **options)
 
 
+def test_of_many_unknown_options_the_first_are_named(site: Path) -> None:
+    """A file may have thousands, and the error is to be read."""
+    offer(site, "acme_impl:build", "def build(a=1): return Thing()")
+    with pytest.raises(OptionError, match=r"'k0', 'k1', 'k2', 'k3', 'k4' and 9995 more") as caught:
+        ottava.get_recipe("mine", **{f"k{number}": 1 for number in range(10_000)})
+    assert len(str(caught.value)) < 200
+
+
 def test_right_options_arrive(site: Path) -> None:
     offer(site, "acme_impl:build", "def build(scale, **k):\n    t = Thing()\n    t.got = (scale, k)\n    return t")
     assert ottava.get_recipe("mine", scale=2, margin=3).got == (2, {"margin": 3})  # type: ignore[attr-defined]

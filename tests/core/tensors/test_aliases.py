@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from strided import VIEWS as PLACES
+from strided import check_places
 
 from ottava import prepare_for_saving, restore_from_saved
+from ottava.distributed import replace_raw_data
 from ottava.errors import UsageError
 from ottava.tensors import Float8Tensor, columnwise_layout
 
@@ -76,6 +79,19 @@ def test_writing_to_a_view_writes_to_the_whole(
     with pytest.raises(UsageError, match="rest of the tensor"):
         view.mul_(16.0)
     assert torch.equal(whole.dequantize(), before)
+
+
+def test_views_lie_where_plain_ones_do(layout: str, quantizer: object) -> None:
+    check_places(quantizer(torch.randn(96, 64)), set(PLACES))
+
+
+def test_views_of_data_in_a_buffer_lie_in_it(quantizer: object) -> None:
+    whole, buffer = quantizer(torch.randn(6, 4)), torch.zeros(100, dtype=torch.uint8)
+    values = whole.dequantize()
+    replace_raw_data(whole, buffer[10:34])
+    rows = whole[2:4]
+    assert torch.equal(whole.as_strided((2, 4), (4, 1), whole.storage_offset() + 8).dequantize(), values[2:4])
+    assert torch.equal(rows.as_strided((2, 4), (4, 1), rows.storage_offset() - 4).dequantize(), values[1:3])
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,29 @@ def test_data_adopts_or_quantizes(q: Float8Tensor, quantizer: Quantizer) -> None
     target = quantizer(torch.randn(4, 6))
     target.data = new
     assert torch.equal(target.dequantize(), quantizer(new).dequantize())
-    with pytest.raises(ShapeError):
-        target.data = torch.zeros(2)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_data_of_another_shape_is_adopted(quantizer: Quantizer, requires_grad: bool) -> None:
+    """As that of a plain tensor is, with what was noted of it: hooks and attributes."""
+    x = torch.randn(9, 6)
+    for new in (torch.randn(2, 3, 5), torch.randn(()), quantizer(x), quantizer(x)[4:8], quantizer(x).t()):
+        target = torch.nn.Parameter(quantizer(torch.randn(4, 6)), requires_grad=requires_grad)
+        seen: list[torch.Size] = []
+        if requires_grad:
+            target.sum().backward()
+            target.register_hook(lambda grad, seen=seen: seen.append(grad.shape))
+            target.grad = None
+        target.data = new
+        expected = new if isinstance(new, Float8Tensor) else quantizer(new)
+        assert (target.shape, target.stride()) == (expected.shape, expected.stride())
+        assert target.storage_offset() == expected.storage_offset()
+        assert torch.equal(target.detach().dequantize(), expected.dequantize())
+        assert target.requires_grad is requires_grad
+        if requires_grad:
+            target.sum().backward()
+            assert torch.equal(target.grad, torch.ones_like(target.grad))
+            assert seen == [expected.shape] == [target.grad.shape]
 
 
 def test_pickles_load_with_weights_only(q: Float8Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rows import OneScaleQuantizer, RowQuantizer
+from strided import ROWS, check_places
 
 from ottava import QuantizedTensor
 from ottava.errors import UsageError
@@ -62,6 +63,22 @@ def test_what_is_not_rows_is_dequantized(quantizer: Any, take: Any) -> None:
     tensor = quantizer(torch.randn(4, 6))
     assert type(take(tensor)) is torch.Tensor
     assert torch.equal(take(tensor), take(tensor.dequantize()))
+
+
+@BOTH
+def test_views_lie_where_plain_ones_do(quantizer: Any) -> None:
+    check_places(quantizer(torch.randn(96, 64)), ROWS)
+
+
+@BOTH
+def test_data_of_another_shape_is_adopted(quantizer: Any) -> None:
+    for new in (torch.randn(2, 3), quantizer(torch.randn(7, 3)), quantizer(torch.randn(7, 3))[2:]):
+        tensor = quantizer(torch.randn(5, 8))
+        tensor.data = new
+        expected = new if isinstance(new, QuantizedTensor) else quantizer(new)
+        assert tensor.shape == new.shape
+        assert tensor.storage_offset() == expected.storage_offset()
+        assert torch.equal(tensor.dequantize(), expected.dequantize())
 
 
 def test_wrong_sizes_are_refused_as_torch_does() -> None:

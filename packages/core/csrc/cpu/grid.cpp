@@ -19,6 +19,7 @@ namespace {
 
 constexpr int64_t kRegionElements = 128 << 10;
 constexpr int64_t kPanelRows = 128;
+constexpr int64_t kHalfLine = 32;  // elements
 
 struct Rectangle {
     int64_t row, col, rows, cols;
@@ -57,7 +58,7 @@ struct Matrix {
     // A panel of a rectangle, whose position counts from the rectangle's.
     GridPanel panel(const Rectangle& in, const Rectangle& at) const {
         const void* first = advance(src, (in.row + at.row) * cols + in.col + at.col, dtype);
-        return {first, cols, at.row, at.col, at.rows, at.cols};
+        return {first, cols, at.row, at.col, at.rows, at.cols, 0};
     }
     Rectangle all() const { return {0, 0, rows, cols}; }
 };
@@ -85,14 +86,22 @@ class SharedBlocks {
     }
     GridBlocks amaxes(const Rectangle& in) { return blocks(in, amaxes_); }
     GridBlocks multipliers(const Rectangle& in) { return blocks(in, multipliers_); }
+    uint8_t* scales() { return reinterpret_cast<uint8_t*>(scales_.data()); }
+
+    // Whether scales can be found row by row (see GridRows) in a region.
+    bool by_row(const Rectangle& in) const {
+        const int64_t width = extent(in.cols, cols_);
+        return in.rows > 0 && in.cols > 0 && in.cols <= kPanelCols && extent(in.rows, rows_) == 1 &&
+               (width % kHalfLine == 0 || width >= in.cols);
+    }
 
     void find_scales(Stored element, const ScaleRule& rule, int threads) {
         const Kernels& kernels = active_kernels();
         const int64_t n = down_ * across_, each = rule.e8m0 ? 1 : sizeof(float);
         in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
             const int64_t from = begin * kUnit, count = std::min(end * kUnit, n) - from;
-            auto* scales = reinterpret_cast<uint8_t*>(scales_.data()) + from * each;
-            kernels.grid_scales(amaxes_.data() + from, count, element, rule, multipliers_.data() + from, scales);
+            kernels.grid_scales(amaxes_.data() + from, count, element, rule, multipliers_.data() + from,
+                                scales() + from * each);
         });
     }
 
@@ -110,16 +119,15 @@ class SharedBlocks {
         const int64_t high = rows_ == 0 ? std::max<int64_t>(down, 1) : rows_ / side.block_rows;
         const int64_t wide = cols_ == 0 ? std::max<int64_t>(across, 1) : cols_ / side.block_cols;
         for (int64_t i = 0; i < down; ++i) {
-            const T* from = scales + i / high * across_;
-            if (side.turned) {
-                T* to = out + first_col * all_down + first_row + i;
-                for (int64_t k = 0; k < across; ++k) to[k * all_down] = from[k / wide];
-            } else if (wide == 1) {
-                memcpy(out + (first_row + i) * all_across + first_col, from, static_cast<size_t>(across) * sizeof(T));
-            } else {
-                T* to = out + (first_row + i) * all_across + first_col;
-                for (int64_t k = 0; k < across; ++k) to[k] = from[k / wide];
+            const T* from = scales + (high == 1 ? i : i / high) * across_;
+            T* to = side.turned ? out + first_col * all_down + first_row + i : out + (first_row + i) * all_across + first_col;
+            const int64_t step = side.turned ? all_down : 1;
+            if (wide == 1 && step == 1) {
+                memcpy(to, from, static_cast<size_t>(across) * sizeof(T));
+                continue;
             }
+            for (int64_t k = 0; k < across; ++from)
+                for (const int64_t end = std::min(k + wide, across); k < end; ++k) to[k * step] = *from;
         }
     }
 };
@@ -170,18 +178,32 @@ class Quantization {
         return made;
     }
 
-    void region(const Rectangle& in, Workspace& work, int threads) const {
+    // `next`: the region that follows, whose elements are fetched while this one's are cast; or this one, if it is the last.
+    void region(const Rectangle& in, const Rectangle& next, Workspace& work, int threads) const {
         const Kernels& kernels = active_kernels();
+        const bool stream = matrix_.rows * matrix_.cols >= kStreamBytes, whole = threads > 1;
+        const auto out = [&](const Cast& cast, const Rectangle& at) {
+            return cast.out(matrix_, in.row + at.row, in.col + at.col, stream);
+        };
+        const Cast* by_row = nullptr;
+        for (SharedBlocks& blocks : work.blocks) blocks.begin(in);
+        for (const Cast& cast : work.casts)
+            if (by_row == nullptr && !whole && cast.blocks->by_row(in)) by_row = &cast;
         std::vector<GridBlocks> amaxes;
-        for (SharedBlocks& blocks : work.blocks) {
-            blocks.begin(in);
-            amaxes.push_back(blocks.amaxes(in));
-        }
+        if (by_row != nullptr) amaxes.push_back(by_row->blocks->amaxes(in));
+        for (SharedBlocks& blocks : work.blocks)
+            if (by_row == nullptr || by_row->blocks != &blocks) amaxes.push_back(blocks.amaxes(in));
+        const int count = static_cast<int>(amaxes.size());
         over_panels(in, threads, [&](const Rectangle& at) {
-            kernels.grid_amax(matrix_.panel(in, at), matrix_.dtype, amaxes.data(), static_cast<int>(amaxes.size()),
-                              threads > 1);
+            GridPanel panel = matrix_.panel(in, at);
+            panel.ahead = matrix_.cols;
+            if (by_row == nullptr) return kernels.grid_amax(panel, matrix_.dtype, amaxes.data(), count, whole);
+            SharedBlocks& blocks = *by_row->blocks;
+            const GridRows rows{amaxes.data(), count, blocks.multipliers(in), blocks.scales(), &rule_};
+            kernels.grid_rows(panel, matrix_.dtype, rows, element_, out(*by_row, at));
         });
-        for (SharedBlocks& blocks : work.blocks) blocks.find_scales(element_, rule_, threads);
+        for (SharedBlocks& blocks : work.blocks)
+            if (by_row == nullptr || by_row->blocks != &blocks) blocks.find_scales(element_, rule_, threads);
         for (int k = 0; k < count_; ++k) {
             const SharedBlocks& blocks = work.blocks[same_ ? 0 : static_cast<size_t>(k)];
             if (rule_.e8m0)
@@ -189,11 +211,15 @@ class Quantization {
             else
                 blocks.put_scales<float>(sides_[k], matrix_, in);
         }
-        const bool stream = matrix_.rows * matrix_.cols >= kStreamBytes;
         over_panels(in, threads, [&](const Rectangle& at) {
-            for (const Cast& cast : work.casts)
-                kernels.grid_cast(matrix_.panel(in, at), matrix_.dtype, cast.blocks->multipliers(in), true, element_,
-                                  cast.out(matrix_, in.row + at.row, in.col + at.col, stream));
+            GridPanel panel = matrix_.panel(in, at);
+            panel.ahead = (next.row - in.row) * matrix_.cols + next.col - in.col;
+            if (panel.ahead == 0) panel.ahead = matrix_.cols;
+            for (const Cast& cast : work.casts) {
+                if (&cast == by_row) continue;
+                kernels.grid_cast(panel, matrix_.dtype, cast.blocks->multipliers(in), true, element_, out(cast, at));
+                panel.ahead = 0;
+            }
         });
     }
 
@@ -229,17 +255,17 @@ class Quantization {
     void run(int threads) const {
         if (matrix_.rows * matrix_.cols == 0 || unit_rows_ > kRegionElements / unit_cols_) {
             Workspace work = workspace();
-            return region(matrix_.all(), work, threads);
+            return region(matrix_.all(), matrix_.all(), work, threads);
         }
         const Rectangle size = cached_region(threads);
         const int64_t down = ceil_div(matrix_.rows, size.rows), across = ceil_div(matrix_.cols, size.cols);
         in_parallel(down * across, matrix_.rows * matrix_.cols, threads, [&](int64_t begin, int64_t end, int) {
             Workspace work = workspace();
-            for (int64_t i = begin; i < end; ++i) {
+            const auto number = [&](int64_t i) {
                 const int64_t row = i / across * size.rows, col = i % across * size.cols;
-                region({row, col, std::min(size.rows, matrix_.rows - row), std::min(size.cols, matrix_.cols - col)},
-                       work, 1);
-            }
+                return Rectangle{row, col, std::min(size.rows, matrix_.rows - row), std::min(size.cols, matrix_.cols - col)};
+            };
+            for (int64_t i = begin; i < end; ++i) region(number(i), number(std::min(i + 1, end - 1)), work, 1);
         });
     }
 };
@@ -251,16 +277,28 @@ void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Sto
     if (count > 0) Quantization({src, dtype, rows, cols}, element, rule, sides, count).run(threads);
 }
 
+void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
+                 uint8_t* row_codes, uint8_t* row_scales, uint8_t* column_codes, uint8_t* column_scales, int threads) {
+    const int64_t other = square ? kMxBlock : 1;
+    GridSide sides[2];
+    int count = 0;
+    if (row_codes != nullptr) sides[count++] = {1, kMxBlock, other, kMxBlock, false, row_codes, row_scales};
+    if (column_codes != nullptr) sides[count++] = {kMxBlock, 1, kMxBlock, other, false, column_codes, column_scales};
+    grid_quantize(src, dtype, rows, cols, static_cast<Stored>(format), {true, floor, 0.0f, 0.0f}, sides, count, threads);
+}
+
 void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols,
                float* out, int threads) {
     const Kernels& kernels = active_kernels();
     const Matrix matrix{src, dtype, rows, cols};
     const int64_t across = blocks_in(cols, block_cols);
-    std::fill(out, out + blocks_in(rows, block_rows) * across, 0.0f);
-    const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), out, across};
+    const auto count = static_cast<size_t>(blocks_in(rows, block_rows) * across);
+    std::vector<float> amaxes(count + kGridLanes);
+    const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), amaxes.data(), across};
     over_panels(matrix.all(), threads, [&](const Rectangle& at) {
         kernels.grid_amax(matrix.panel(matrix.all(), at), dtype, &blocks, 1, threads > 1);
     });
+    memcpy(out, amaxes.data(), count * sizeof(float));
 }
 
 void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* multipliers, int64_t block_rows,
@@ -268,16 +306,19 @@ void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const f
     const Kernels& kernels = active_kernels();
     const Matrix matrix{src, dtype, rows, cols};
     const int64_t down = blocks_in(rows, block_rows), across = blocks_in(cols, block_cols);
-    const bool positive = std::none_of(multipliers, multipliers + down * across,
-                                       [](float x) { return bits_as<int32_t>(x) < 0; });
-    const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), const_cast<float*>(multipliers), across};
+    std::vector<float> values(multipliers, multipliers + down * across);
+    values.resize(values.size() + kGridLanes);
+    const bool positive = std::none_of(values.begin(), values.end(), [](float x) { return bits_as<int32_t>(x) < 0; });
+    const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), values.data(), across};
     GridSide side{};
     side.turned = turned;
     side.data = out;
     const bool stream = rows * cols >= kStreamBytes;
     over_panels(matrix.all(), threads, [&](const Rectangle& at) {
         const GridOut to = Cast{&side, nullptr, nullptr}.out(matrix, at.row, at.col, stream);
-        kernels.grid_cast(matrix.panel(matrix.all(), at), dtype, blocks, positive, element, to);
+        GridPanel panel = matrix.panel(matrix.all(), at);
+        panel.ahead = cols;
+        kernels.grid_cast(panel, dtype, blocks, positive, element, to);
     });
 }
 
@@ -292,7 +333,7 @@ void grid_decode(const uint8_t* data, Stored element, int64_t rows, int64_t cols
         from.blocks.values = static_cast<float*>(const_cast<void*>(scales));
     over_panels({0, 0, rows, cols}, threads, [&](const Rectangle& at) {
         const int64_t first = at.row * cols + at.col;
-        const GridPanel panel{data + first, cols, at.row, at.col, at.rows, at.cols};
+        const GridPanel panel{data + first, cols, at.row, at.col, at.rows, at.cols, 0};
         kernels.grid_decode(panel, element, from, static_cast<uint8_t*>(out) + first * element_bytes(dtype), dtype);
     });
 }

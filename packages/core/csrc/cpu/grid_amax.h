@@ -24,6 +24,11 @@ OTTAVA_INLINE void over_blocks(const GridPanel& panel, int64_t block_cols, const
     }
 }
 
+// The values of the blocks in a panel's row.
+OTTAVA_INLINE int64_t row_of_blocks(const GridPanel& panel, const GridBlocks& blocks, int64_t r) {
+    return blocks.rows == 1 ? panel.row + r : (panel.row + r) / blocks.rows;
+}
+
 OTTAVA_INLINE void raise(float* to, float seen, bool atomic) {
     if (!atomic) {
         *to = seen > *to ? seen : *to;
@@ -41,21 +46,23 @@ class PanelAmax {
 
     struct Grid {
         const GridBlocks* blocks;
-        bool by_row, by_column;
-        int64_t count;          // blocks of a row, if `by_row`
-        uint16_t ends[kHalves]; // and the half-lines that they end before
+        bool by_column;           // blocks of several rows
+        bool by_halves;           // their ends are ends of half-lines: `count` blocks, before the whole half-lines `ends`
+        int64_t count;
+        uint16_t ends[kHalves];
         alignas(64) Storage columns[kPanelCols];  // if `by_column`
     };
 
-    const GridPanel& panel_;
+    const GridPanel panel_;
     const bool atomic_;
     const int count_;
+    const int64_t whole_;  // half-lines of a row
     Grid grids_[2];
 
     const Storage* row(int64_t r) const { return static_cast<const Storage*>(panel_.src) + r * panel_.stride; }
 
     float* values(const Grid& grid, int64_t r) const {
-        return grid.blocks->values + (panel_.row + r) / grid.blocks->rows * grid.blocks->stride;
+        return grid.blocks->values + row_of_blocks(panel_, *grid.blocks, r) * grid.blocks->stride;
     }
 
     static OTTAVA_INLINE V magnitudes(const Storage* from) {
@@ -65,7 +72,7 @@ class PanelAmax {
         return x > infinity ? V{} : x;
     }
 
-    // Half a line: raises `columns` (unless null), and returns the largest, lane by lane.
+    // Half a line: raises `columns`, unless null, and returns the larger of it and `best`, lane by lane.
     static OTTAVA_INLINE V observe_half(const Storage* src, Storage* columns, V best) {
         constexpr int64_t lanes = sizeof(V) / sizeof(Storage);
         for (int64_t k = 0; k < kHalf; k += lanes) {
@@ -76,41 +83,58 @@ class PanelAmax {
         return best;
     }
 
-    V observe_half_at(const Storage* src, int64_t half, Storage* columns, V best) const {
-        const int64_t col = half * kHalf, count = panel_.cols - col;
-        Storage* below = columns == nullptr ? nullptr : columns + col;
-        if (count >= kHalf) return observe_half(src + col, below, best);
-        Storage rest[kHalf] = {};
-        memcpy(rest, src + col, static_cast<size_t>(count) * sizeof(Storage));
-        return observe_half(rest, below, best);
-    }
-
-    void prefetch(const Storage* src, int64_t half) const {
+    // Whole half-lines from `half` on, before `end`.
+    static OTTAVA_INLINE V observe_halves(const Storage* src, const Storage* next, Storage* columns, int64_t& half,
+                                          int64_t end) {
         constexpr int64_t step = kLine / sizeof(Storage);
-        for (int64_t k = 0; k < kHalf; k += step) __builtin_prefetch(src + half * kHalf + k);
+        V best = V{};
+        for (; half < end; ++half) {
+            const int64_t col = half * kHalf;
+            for (int64_t k = 0; k < kHalf; k += step) __builtin_prefetch(next + col + k);
+            best = observe_half(src + col, columns == nullptr ? nullptr : columns + col, best);
+        }
+        return best;
     }
 
-    OTTAVA_INLINE void observe_row(int64_t r, Storage* columns, const Grid* by_row) const {
-        const Storage* src = row(r);
-        const Storage* next = r + 1 < panel_.rows ? row(r + 1) : src;
-        const int64_t halves = (panel_.cols + kHalf - 1) / kHalf;
-        if (by_row == nullptr) {
-            for (int64_t half = 0; half < halves; ++half) {
-                prefetch(next, half);
-                observe_half_at(src, half, columns, V{});
-            }
-            return;
-        }
-        float* to = values(*by_row, r) + panel_.col / by_row->blocks->cols;
+    // The half-line at the end of a row that is not whole.
+    OTTAVA_INLINE V observe_rest(const Storage* src, Storage* columns) const {
+        Storage rest[kHalf] = {};
+        memcpy(rest, src + whole_ * kHalf, static_cast<size_t>(panel_.cols - whole_ * kHalf) * sizeof(Storage));
+        return observe_half(rest, columns == nullptr ? nullptr : columns + whole_ * kHalf, V{});
+    }
+
+    OTTAVA_INLINE void observe_columns(const Storage* src, const Storage* next, Storage* columns) const {
         int64_t half = 0;
-        for (int64_t block = 0; block < by_row->count; ++block) {
-            V best = V{};
-            for (; half < by_row->ends[block]; ++half) {
-                prefetch(next, half);
-                best = observe_half_at(src, half, columns, best);
+        observe_halves(src, next, columns, half, whole_);
+        if (whole_ * kHalf < panel_.cols) observe_rest(src, columns);
+    }
+
+    // Raises `columns`, unless null, and the amaxes of a grid's blocks, which end with half-lines.
+    OTTAVA_INLINE void observe_blocks(const Storage* src, const Storage* next, int64_t r, Storage* columns,
+                                      const Grid& grid) const {
+        alignas(64) Storage found[kHalves] = {};
+        const int64_t count = grid.count, whole = whole_;
+        int64_t half = 0;
+        if (grid.blocks->cols == kHalf)
+            while (half < whole) {
+                const int64_t block = half;
+                found[block] = largest_lane(observe_halves(src, next, columns, half, block + 1));
             }
-            raise(to + block, Element::widen(largest_lane(best)), atomic_);
+        else
+            for (int64_t block = 0; block < count; ++block)
+                found[block] = largest_lane(observe_halves(src, next, columns, half, grid.ends[block]));
+        if (whole * kHalf < panel_.cols) {
+            const Storage last = largest_lane(observe_rest(src, columns));
+            found[count - 1] = last > found[count - 1] ? last : found[count - 1];
         }
+        raise_run(values(grid, r) + panel_.col / grid.blocks->cols, found, count);
+    }
+
+    // Amaxes of `count` blocks in a row, in whole vectors: `from` has zeros after them.
+    OTTAVA_INLINE void raise_run(float* to, const Storage* from, int64_t count) const {
+        for (int64_t k = 0; !atomic_ && k < count; k += kLanes)
+            store(to + k, larger(load<f32v>(to + k), Element::load_floats(from + k)));
+        for (int64_t k = 0; atomic_ && k < count; ++k) raise(to + k, Element::widen(from[k]), true);
     }
 
     // The largest of any run of magnitudes.
@@ -126,37 +150,17 @@ class PanelAmax {
         return best;
     }
 
-    // Blocks of one column each, from whole vectors.
-    void raise_columns(float* to, const Storage* from) const {
-        int64_t col = 0;
-        for (; !atomic_ && col + kLanes <= panel_.cols; col += kLanes)
-            store(to + col, larger(Element::load_floats(from + col), load<f32v>(to + col)));
-        for (; col < panel_.cols; ++col) raise(to + col, Element::widen(from[col]), atomic_);
-    }
-
+    // The blocks of a row, or of what is known of the columns.
     void raise_blocks(const Grid& grid, int64_t r, const Storage* from) const {
         float* to = values(grid, r);
-        if (grid.by_column && grid.blocks->cols == 1) return raise_columns(to + panel_.col, from);
+        if (grid.by_column && grid.blocks->cols == 1) return raise_run(to + panel_.col, from, panel_.cols);
+        if (grid.by_halves) return observe_blocks(from, from, r, nullptr, grid);
         over_blocks(panel_, grid.blocks->cols, [&](int64_t block, int64_t first, int64_t last) {
             raise(to + block, Element::widen(largest_of(from + first, last - first)), atomic_);
         });
     }
 
-    void observe_row(int64_t r, Grid& grid) const {
-        if (grid.by_row)
-            observe_row(r, nullptr, &grid);
-        else if (grid.by_column)
-            observe_row(r, grid.columns, nullptr);
-        else
-            raise_blocks(grid, r, row(r));
-    }
-
-    void observe_row(int64_t r) {
-        Grid &a = grids_[0], &b = grids_[1];
-        if (count_ == 2 && a.by_row && b.by_column) return observe_row(r, b.columns, &a);
-        if (count_ == 2 && a.by_column && b.by_row) return observe_row(r, a.columns, &b);
-        for (int k = 0; k < count_; ++k) observe_row(r, grids_[k]);
-    }
+    static bool by_row(const Grid& grid) { return grid.by_halves && !grid.by_column; }
 
     // After the last row of the panel or of its blocks.
     void finish_blocks(Grid& grid, int64_t r) const {
@@ -167,26 +171,41 @@ class PanelAmax {
 
    public:
     PanelAmax(const GridPanel& panel, const GridBlocks* grids, int count, bool atomic)
-        : panel_(panel), atomic_(atomic), count_(count) {
+        : panel_(panel), atomic_(atomic), count_(count), whole_(panel.cols / kHalf) {
         for (int k = 0; k < count; ++k) {
             Grid& grid = grids_[k];
             grid.blocks = grids + k;
             grid.by_column = grids[k].rows > 1;
-            grid.by_row = !grid.by_column && ends_with_halves(panel, grids[k].cols);
+            grid.by_halves = ends_with_halves(panel, grids[k].cols);
             grid.count = 0;
             if (grid.by_column) memset(grid.columns, 0, sizeof(grid.columns));
-            if (!grid.by_row) continue;
+            if (!grid.by_halves) continue;
             over_blocks(panel, grids[k].cols, [&](int64_t, int64_t, int64_t last) {
-                grid.ends[grid.count++] = static_cast<uint16_t>((last + kHalf - 1) / kHalf);
+                grid.ends[grid.count++] = static_cast<uint16_t>(last / kHalf);
             });
         }
     }
 
+    void observe_row(int64_t r) {
+        Grid &a = grids_[0], &b = grids_[1];
+        const Storage *src = row(r), *next = r + 1 < panel_.rows ? row(r + 1) : src;
+        if (count_ == 2 && by_row(a) && b.by_column)
+            observe_blocks(src, next, r, b.columns, a);
+        else if (count_ == 2 && a.by_column && by_row(b))
+            observe_blocks(src, next, r, a.columns, b);
+        else
+            for (int k = 0; k < count_; ++k)
+                if (grids_[k].by_column)
+                    observe_columns(src, next, grids_[k].columns);
+                else if (grids_[k].by_halves)
+                    observe_blocks(src, next, r, nullptr, grids_[k]);
+                else
+                    raise_blocks(grids_[k], r, src);
+        for (int k = 0; k < count_; ++k) finish_blocks(grids_[k], r);
+    }
+
     void run() {
-        for (int64_t r = 0; r < panel_.rows; ++r) {
-            observe_row(r);
-            for (int k = 0; k < count_; ++k) finish_blocks(grids_[k], r);
-        }
+        for (int64_t r = 0; r < panel_.rows; ++r) observe_row(r);
     }
 };
 

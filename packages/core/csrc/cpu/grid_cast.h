@@ -2,18 +2,21 @@
 // tiles.h.
 
 template <class Format>
-void grid_scales_format(const float* amax, int64_t n, const ScaleRule& rule, float* multipliers, void* scales) {
-    for (int64_t i = 0; i < n; i += kLanes) {
-        const f32v x = load<f32v>(amax + i);
-        if (rule.e8m0) {
+OTTAVA_INLINE void grid_scales_format(const float* amax, int64_t n, const ScaleRule rule, float* multipliers,
+                                      void* scales) {
+    if (rule.e8m0) {
+        for (int64_t i = 0; i < n; i += kLanes) {
+            const f32v x = load<f32v>(amax + i);
             const i32v code = rule.floor ? e8m0_floor<Format, f32v, i32v>(x) : e8m0_up<Format, f32v, i32v>(x);
             store(multipliers + i, e8m0_multiplier<f32v, i32v>(code));
             store_codes(static_cast<uint8_t*>(scales) + i, code);
-        } else {
-            const f32v scale = scale_of<f32v, i32v>(x, Format::maximum, rule);
-            store(multipliers + i, scale);
-            store(static_cast<float*>(scales) + i, broadcast(1.0f) / scale);
         }
+        return;
+    }
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const f32v scale = scale_of<f32v, i32v>(load<f32v>(amax + i), Format::maximum, rule);
+        store(multipliers + i, scale);
+        store(static_cast<float*>(scales) + i, broadcast(1.0f) / scale);
     }
 }
 
@@ -21,23 +24,27 @@ void grid_scales_format(const float* amax, int64_t n, const ScaleRule& rule, flo
 class HalvesOfRow {
     const GridPanel& panel_;
     const GridBlocks& blocks_;
-    const float* row_ = nullptr;
-    uint16_t index_[kHalves + 1];  // the blocks of half-lines, counted from the panel's first
+    const int64_t first_;  // block of a row
+    int64_t known_ = -1;
+    uint16_t index_[kHalves + 1];  // the blocks of half-lines, and of the one that follows the last, of the panel's first on
+    float values_[kHalves + 1];
 
    public:
-    HalvesOfRow(const GridPanel& panel, const GridBlocks& blocks) : panel_(panel), blocks_(blocks) {
-        const int64_t first_block = panel.col / blocks.cols;
+    HalvesOfRow(const GridPanel& panel, const GridBlocks& blocks)
+        : panel_(panel), blocks_(blocks), first_(panel.col / blocks.cols) {
         over_blocks(panel, blocks.cols, [&](int64_t block, int64_t first, int64_t last) {
-            // The half-line that follows the last one may be asked for.
             for (int64_t half = first / kHalf; half <= (last + kHalf - 1) / kHalf; ++half)
-                index_[half] = static_cast<uint16_t>(block - first_block);
+                index_[half] = static_cast<uint16_t>(block - first_);
         });
     }
-    OTTAVA_INLINE void begin(int64_t r) {
-        row_ = blocks_.values + (panel_.row + r) / blocks_.rows * blocks_.stride + panel_.col / blocks_.cols;
-    }
-    OTTAVA_INLINE RowMultipliers at(int64_t line) const {
-        return {{row_[index_[line / kHalf]], row_[index_[line / kHalf + 1]]}};
+    OTTAVA_INLINE RowLines begin(int64_t r) {
+        const int64_t row = row_of_blocks(panel_, blocks_, r);
+        const float* values = blocks_.values + row * blocks_.stride + first_;
+        if (blocks_.cols == kHalf) return {values};
+        if (row == known_) return {values_};
+        known_ = row;
+        for (int64_t half = 0; half <= (panel_.cols + kHalf - 1) / kHalf; ++half) values_[half] = values[index_[half]];
+        return {values_};
     }
 };
 
@@ -52,55 +59,81 @@ class EachOfRow {
 
    public:
     EachOfRow(const GridPanel& panel, const GridBlocks& blocks) : panel_(panel), blocks_(blocks) {}
-    OTTAVA_INLINE void begin(int64_t r) {
-        const int64_t row = (panel_.row + r) / blocks_.rows;
-        if (row == known_) return;
+    OTTAVA_INLINE ColumnLines begin(int64_t r) {
+        const int64_t row = row_of_blocks(panel_, blocks_, r);
+        if (row == known_) return {in_order_, arranged_};
         known_ = row;
         const float* values = blocks_.values + row * blocks_.stride;
-        int64_t end = 0;
-        over_blocks(panel_, blocks_.cols, [&](int64_t block, int64_t first, int64_t last) {
-            for (int64_t col = first; col < last; ++col) in_order_[col] = values[block];
-            end = last;
-        });
+        if (blocks_.cols == 1)
+            memcpy(in_order_, values + panel_.col, static_cast<size_t>(panel_.cols) * sizeof(float));
+        else
+            over_blocks(panel_, blocks_.cols, [&](int64_t block, int64_t first, int64_t last) {
+                for (int64_t col = first; col < last; ++col) in_order_[col] = values[block];
+            });
+        int64_t end = panel_.cols;
         for (; end % kLine != 0; ++end) in_order_[end] = 1.0f;
         for (int64_t col = 0; col < end; col += kLine) Arrange::arrange(in_order_ + col, arranged_ + col);
+        return {in_order_, arranged_};
     }
-    OTTAVA_INLINE ColumnMultipliers at(int64_t line) const { return {in_order_ + line, arranged_ + line}; }
+};
+
+// Where blocks of one row end with half-lines, and the panel has all of their elements: a row's scales are found while it is
+// in the first cache, just before it is cast.
+template <class Element, class Format>
+class FoundByRow {
+    PanelAmax<Element> amax_;
+    HalvesOfRow halves_;
+    const GridPanel& panel_;
+    const GridRows& rows_;
+
+   public:
+    FoundByRow(const GridPanel& panel, const GridRows& rows)
+        : amax_(panel, rows.amaxes, rows.count, false), halves_(panel, rows.multipliers), panel_(panel), rows_(rows) {}
+    OTTAVA_INLINE RowLines begin(int64_t r) {
+        amax_.observe_row(r);
+        const int64_t at = (panel_.row + r) * rows_.multipliers.stride;
+        const int64_t size = rows_.rule->e8m0 ? 1 : sizeof(float);
+        grid_scales_format<Format>(rows_.amaxes[0].values + at, rows_.multipliers.stride, *rows_.rule,
+                                   rows_.multipliers.values + at, rows_.scales + at * size);
+        return halves_.begin(r);
+    }
 };
 
 template <class Element, class Format, class Multipliers>
 struct GridFill {
     const typename Element::storage* src;
     int64_t stride, first;  // of the panel's rows
+    int64_t ahead;
     const LineCast<Element, Format> cast64;
     Multipliers* multipliers;
     bool positive;
 
     const typename Element::storage* at(int64_t row, int64_t col) const { return src + (first + row) * stride + col; }
 
-    OTTAVA_INLINE void begin(int64_t row) const { multipliers->begin(first + row); }
-    OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const {
+    OTTAVA_INLINE auto begin(int64_t row) const { return multipliers->begin(first + row); }
+    OTTAVA_INLINE void prefetch(int64_t, int64_t) const {}
+    template <class Lines>
+    OTTAVA_INLINE Line line(int64_t row, int64_t col, const Lines& lines) const {
         constexpr int64_t step = kLine / sizeof(*src);
-        for (int64_t k = 0; k < kLine; k += step) __builtin_prefetch(at(row, col + k));
-    }
-    OTTAVA_INLINE Line line(int64_t row, int64_t col) const {
-        const auto factors = multipliers->at(col);
+        if (ahead != 0)
+            for (int64_t k = 0; k < kLine; k += step) __builtin_prefetch(at(row, col + k) + ahead, 0, 2);
+        const auto factors = lines.at(col);
         if (__builtin_expect(!positive, 0)) return cast64.generic(at(row, col), factors);
         return cast64.scaled(at(row, col), factors);
     }
     // Fewer than 16 elements, through buffers: no byte outside the run is touched.
-    OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out) const {
+    template <class Lines>
+    OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out, const Lines& lines) const {
         typename Element::storage in[16] = {};
         memcpy(in, at(row, col), static_cast<size_t>(n) * sizeof(in[0]));
         const int64_t line = col / kLine * kLine;
-        const u8x16 bytes = cast16<Element, Format>(in, multipliers->at(line), static_cast<int>(col - line));
+        const u8x16 bytes = cast16<Element, Format>(in, lines.at(line), static_cast<int>(col - line));
         memcpy(out, &bytes, static_cast<size_t>(n));
     }
 };
 
 template <class Element, class Format, class Multipliers>
-void grid_cast_with(const GridPanel& panel, const GridBlocks& blocks, bool positive, const GridOut& to) {
-    Multipliers multipliers(panel, blocks);
+void grid_cast_with(const GridPanel& panel, Multipliers&& multipliers, bool positive, const GridOut& to) {
     const auto* src = static_cast<const typename Element::storage*>(panel.src);
     const int64_t height = to.columns == nullptr ? panel.rows : kTileRows;
     for (int64_t row = 0; row < panel.rows; row += height) {
@@ -113,7 +146,7 @@ void grid_cast_with(const GridPanel& panel, const GridBlocks& blocks, bool posit
         tile.out_t = to.columns == nullptr ? nullptr : to.columns + row;
         tile.out_t_stride = to.columns_stride;
         tile.stream = to.stream;
-        tile_with(tile, GridFill<Element, Format, Multipliers>{src, panel.stride, row, LineCast<Element, Format>(1.0f),
+        tile_with(tile, GridFill<Element, Format, Multipliers>{src, panel.stride, row, panel.ahead, LineCast<Element, Format>(1.0f),
                                                                &multipliers, positive});
     }
 }
@@ -121,9 +154,9 @@ void grid_cast_with(const GridPanel& panel, const GridBlocks& blocks, bool posit
 template <class Element, class Format>
 void grid_cast_typed(const GridPanel& panel, const GridBlocks& blocks, bool positive, const GridOut& to) {
     if (ends_with_halves(panel, blocks.cols))
-        grid_cast_with<Element, Format, HalvesOfRow>(panel, blocks, positive, to);
+        grid_cast_with<Element, Format>(panel, HalvesOfRow(panel, blocks), positive, to);
     else
-        grid_cast_with<Element, Format, EachOfRow<LineCast<Element, Format>>>(panel, blocks, positive, to);
+        grid_cast_with<Element, Format>(panel, EachOfRow<LineCast<Element, Format>>(panel, blocks), positive, to);
 }
 
 // What run(format) returns, for the format of `element`.
@@ -146,15 +179,32 @@ void grid_scales_run(const float* amax, int64_t n, Stored element, const ScaleRu
     });
 }
 
+// What run(element, format) returns, for the types of a dtype and a format.
+template <class Run>
+OTTAVA_INLINE void with_types(Dtype dtype, Stored element, const Run& run) {
+    with_format(element, [&](auto format) {
+        switch (dtype) {
+            case Dtype::float32:
+                return run(Float32(), format);
+            case Dtype::bfloat16:
+                return run(BFloat16(), format);
+            default:
+                return run(Float16(), format);
+        }
+    });
+}
+
 void grid_cast_run(const GridPanel& panel, Dtype dtype, const GridBlocks& blocks, bool positive, Stored element,
                    const GridOut& to) {
-    with_format(element, [&](auto format) {
+    with_types(dtype, element, [&](auto source, auto format) {
+        grid_cast_typed<decltype(source), decltype(format)>(panel, blocks, positive, to);
+    });
+}
+
+void grid_rows_run(const GridPanel& panel, Dtype dtype, const GridRows& rows, Stored element, const GridOut& to) {
+    with_types(dtype, element, [&](auto source, auto format) {
+        typedef decltype(source) Element;
         typedef decltype(format) Format;
-        if (dtype == Dtype::float32)
-            grid_cast_typed<Float32, Format>(panel, blocks, positive, to);
-        else if (dtype == Dtype::bfloat16)
-            grid_cast_typed<BFloat16, Format>(panel, blocks, positive, to);
-        else
-            grid_cast_typed<Float16, Format>(panel, blocks, positive, to);
+        grid_cast_with<Element, Format>(panel, FoundByRow<Element, Format>(panel, rows), true, to);
     });
 }

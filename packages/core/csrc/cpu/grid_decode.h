@@ -15,7 +15,7 @@ class DecodeScales {
     DecodeScales(const GridPanel& panel, const GridScales& scales) : panel_(panel), scales_(scales) {}
     const float* of_row(int64_t r) {
         const GridBlocks& blocks = scales_.blocks;
-        const int64_t row = (panel_.row + r) / blocks.rows;
+        const int64_t row = row_of_blocks(panel_, blocks, r);
         if (row == known_) return columns_;
         known_ = row;
         over_blocks(panel_, blocks.cols, [&](int64_t block, int64_t first, int64_t last) {

@@ -34,7 +34,6 @@ const Kernels kAvx512 = {"avx512",
     decode16_run,
     decode32_run,
     mx_scales_run,
-    mx_quantize_panel,
     mx_decode_run,
     cast_rounded_run,
     mx_shard_amax_run,
@@ -42,6 +41,7 @@ const Kernels kAvx512 = {"avx512",
     grid_amax_run,
     grid_scales_run,
     grid_cast_run,
+    grid_rows_run,
     grid_decode_run};
 
 }  // namespace ottava

@@ -30,24 +30,9 @@ struct Tile {
     bool stream;          // write around the caches: the results are larger than they are
 };
 
-// The part of one row of blocks of a row-major matrix: at most kMxBlock rows by kPanelCols columns, which begin at the
-// boundary of a block. Null pointers leave out a direction, with its scales.
+// Panels are at most this wide, and begin at the boundary of an MX block.
 constexpr int64_t kMxBlock = 32;
 constexpr int64_t kPanelCols = 1024;
-
-struct MxPanel {
-    const void* src;
-    int64_t rows, cols;
-    int64_t stride;           // of the source and of both results, in elements
-    uint8_t* row_codes;       // blocks along the rows
-    uint8_t* row_scales;      // of the first row
-    int64_t row_scale_stride;
-    uint8_t* column_codes;    // blocks along the columns
-    uint8_t* column_scales;   // one row of them
-    bool square;              // one scale for kMxBlock rows and columns, in both directions
-    bool floor;               // ScaleRounding
-    bool stream;
-};
 
 // A rectangle of a row-major matrix, at most kPanelCols columns wide.
 struct GridPanel {
@@ -55,6 +40,7 @@ struct GridPanel {
     int64_t stride;     // of the matrix, in elements
     int64_t row, col;   // of its first element, counted from the first block's of a GridBlocks
     int64_t rows, cols;
+    int64_t ahead;      // elements from here to what is read from memory next; 0 if that is not known
 };
 
 // A number for each block of a matrix.
@@ -62,6 +48,16 @@ struct GridBlocks {
     int64_t rows, cols;  // of a block, in elements
     float* values;
     int64_t stride;      // of the values
+};
+
+// The grid of a panel whose scales are found row by row: blocks of one row that end with half-lines, of which the panel has
+// all elements. The amaxes of another grid may be raised in the same reading.
+struct GridRows {
+    const GridBlocks* amaxes;  // of the first grid, and of the other one if `count` is 2
+    int count;
+    GridBlocks multipliers;    // of the first; the same stride
+    uint8_t* scales;           // as they are stored; the same stride
+    const ScaleRule* rule;
 };
 
 // Where the results of a panel's cast go; null pointers leave them out.
@@ -80,6 +76,7 @@ struct GridScales {
     const uint8_t* e8m0;  // or null; the same stride
 };
 
+// Arrays of values have room for as many more, because the kernels work on whole vectors.
 constexpr int64_t kGridLanes = 16;
 
 // A run of codes of one row with their scales: one for kMxBlock codes, or one for each.
@@ -131,22 +128,24 @@ struct Kernels {
     void (*decode16)(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out, bool stream);
     void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream);
     void (*mx_scales)(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes);
-    void (*mx_quantize)(const MxPanel& panel, Dtype dtype, Fp8 format);
     // `table` as for decode16, of the bare elements.
     void (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
     // Elements count as rounded to `nominal`: for shards of weights whose values are kept in float32.
     void (*cast_rounded)(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
     void (*mx_shard_amax)(const MxShard& shard, Dtype dtype, Dtype nominal, const MxShardAmax& to);
     void (*mx_shard_cast)(const MxShard& shard, Dtype dtype, Dtype nominal, Fp8 format, const MxShardCast& to);
-    // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks. `atomic`: others do so meanwhile.
+    // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks. `atomic`: others do so meanwhile;
+    // otherwise there is room for kGridLanes more values.
     void (*grid_amax)(const GridPanel& panel, Dtype dtype, const GridBlocks* grids, int count, bool atomic);
     // Scales as they are stored, float32 or bytes, and what elements are multiplied by. All arrays have room for whole
     // vectors: n rounded up to kGridLanes.
     void (*grid_scales)(const float* amax, int64_t n, Stored element, const ScaleRule& rule, float* multipliers,
                         void* scales);
-    // `positive`: no multiplier is negative.
+    // `positive`: no multiplier is negative. One value that follows the last may be read.
     void (*grid_cast)(const GridPanel& panel, Dtype dtype, const GridBlocks& multipliers, bool positive, Stored element,
                       const GridOut& to);
+    // Amaxes, scales and cast of one grid, of which each row is read once.
+    void (*grid_rows)(const GridPanel& panel, Dtype dtype, const GridRows& rows, Stored element, const GridOut& to);
     void (*grid_decode)(const GridPanel& panel, Stored element, const GridScales& scales, void* out, Dtype dtype);
 };
 

@@ -1,8 +1,4 @@
-// Kernels over panels: the quantization of MX blocks, along rows and columns in one pass. Include once, after cast.h.
-//
-// A panel is one row of blocks, narrow enough to stay in the second-level cache. Its rows are read once from memory: for
-// each, the largest magnitudes of its blocks, their scales, the cast along the row, all while the row is in the first
-// cache; those of the columns are collected by the way. Then the columns' scales are known and the panel is cast again.
+// What the kernels over panels have in common, and the scales of MX blocks. Include once, after cast.h.
 
 // The largest of 32 magnitudes.
 template <class V>
@@ -35,19 +31,6 @@ OTTAVA_INLINE auto largest_lane(V v) {
 #endif
 }
 
-// What is known of a panel while it is worked on.
-template <class Element>
-struct PanelState {
-    typedef typename Element::storage Storage;
-    static constexpr int64_t kBlocks = kPanelCols / kMxBlock;
-    alignas(64) Storage columns[kPanelCols] = {};             // the largest magnitudes: of the columns,
-    alignas(64) Storage blocks[kBlocks] = {};                 // of the blocks of a row, or of square blocks
-    alignas(64) float row_multipliers[kBlocks] = {};
-    alignas(64) float multipliers[kPanelCols] = {};           // of the columns, in order
-    alignas(64) float arranged[kPanelCols] = {};              // and as a line's cast wants them
-    alignas(64) uint8_t codes[kPanelCols] = {};
-};
-
 // The multipliers of one line of codes: one for each half of it.
 struct RowMultipliers {
     float halves[2];
@@ -61,6 +44,19 @@ struct ColumnMultipliers {
     const float* arranged_columns;
     OTTAVA_INLINE f32v arranged(int element) const { return load<f32v>(arranged_columns + element); }
     OTTAVA_INLINE f32v in_order(int element) const { return load<f32v>(columns + element); }
+};
+
+// The multipliers of each line of a row.
+struct RowLines {
+    const float* halves;  // one more than there are
+    OTTAVA_INLINE RowMultipliers at(int64_t line) const {
+        return {{halves[line / kMxBlock], halves[line / kMxBlock + 1]}};
+    }
+};
+struct ColumnLines {
+    const float* columns;
+    const float* arranged;
+    OTTAVA_INLINE ColumnMultipliers at(int64_t line) const { return {columns + line, arranged + line}; }
 };
 
 // A line of elements: raises `columns` (unless null) and `blocks`, two of them, to its magnitudes; NaN is ignored.
@@ -86,18 +82,6 @@ OTTAVA_INLINE void observe(const typename Element::storage* src, typename Elemen
     }
 }
 
-// Codes and multipliers of `count` scales, rounded up to whole vectors.
-template <class Element, class Format>
-OTTAVA_INLINE void scales_of(const typename Element::storage* amaxes, int64_t count, bool floor, uint8_t* codes,
-                             float* multipliers) {
-    for (int64_t i = 0; i < count; i += kLanes) {
-        const f32v amax = Element::load_floats(amaxes + i);
-        const i32v code = floor ? e8m0_floor<Format, f32v, i32v>(amax) : e8m0_up<Format, f32v, i32v>(amax);
-        store(multipliers + i, e8m0_multiplier<f32v, i32v>(code));
-        store_codes(codes + i, code);
-    }
-}
-
 template <class Format>
 void mx_scales_format(const float* amax, int64_t n, bool floor, uint8_t* codes) {
     const auto scales = [=](const float* from, uint8_t* to) {
@@ -118,140 +102,4 @@ void mx_scales_format(const float* amax, int64_t n, bool floor, uint8_t* codes) 
 void mx_scales_run(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* codes) {
     if (format == Fp8::e4m3) return mx_scales_format<E4M3>(amax, n, floor, codes);
     return mx_scales_format<E5M2>(amax, n, floor, codes);
-}
-
-template <class Element, class Format>
-class PanelCast {
-    typedef typename Element::storage Storage;
-    const MxPanel& panel_;
-    PanelState<Element> state_;
-    const LineCast<Element, Format> cast_;
-    const int64_t whole_, blocks_;  // columns in whole lines; blocks of a row
-
-    const Storage* row(int64_t r) const { return static_cast<const Storage*>(panel_.src) + r * panel_.stride; }
-
-    // The elements of the last line, which are fewer, followed by zeros.
-    struct Rest {
-        Storage elements[kLine] = {};
-        Rest(const Storage* from, int64_t count) { memcpy(elements, from, static_cast<size_t>(count) * sizeof(Storage)); }
-    };
-
-    void observe_row(int64_t r, Storage* columns) {
-        const Storage* src = row(r);
-        const Storage* next = r + 1 < panel_.rows ? row(r + 1) : src;
-        constexpr int64_t step = kLine / sizeof(Storage);
-        for (int64_t col = 0; col < whole_; col += kLine) {
-            for (int64_t k = 0; k < kLine; k += step) __builtin_prefetch(next + col + k);
-            observe<Element>(src + col, columns == nullptr ? nullptr : columns + col, state_.blocks + col / kMxBlock);
-        }
-        if (whole_ == panel_.cols) return;
-        const Rest rest(src + whole_, panel_.cols - whole_);
-        observe<Element>(rest.elements, columns == nullptr ? nullptr : columns + whole_,
-                         state_.blocks + whole_ / kMxBlock);
-    }
-
-    template <bool Stream, class Multipliers>
-    void cast_row(int64_t r, uint8_t* first, uint8_t* second, const Multipliers& multipliers_at) const {
-        const Storage* src = row(r);
-        for (int64_t col = 0; col < whole_; col += kLine) {
-            const Line line = cast_.scaled(src + col, multipliers_at(col));
-            if (first != nullptr) line.template put_to<Stream>(first + r * panel_.stride + col);
-            if (second != nullptr) line.template put_to<Stream>(second + r * panel_.stride + col);
-        }
-        const int64_t count = panel_.cols - whole_;
-        if (count == 0) return;
-        const Rest rest(src + whole_, count);
-        alignas(64) uint8_t codes[kLine];
-        cast_.scaled(rest.elements, multipliers_at(whole_)).template put_to<false>(codes);
-        if (first != nullptr) memcpy(first + r * panel_.stride + whole_, codes, static_cast<size_t>(count));
-        if (second != nullptr) memcpy(second + r * panel_.stride + whole_, codes, static_cast<size_t>(count));
-    }
-
-    template <class Multipliers>
-    void cast_row_to(int64_t r, uint8_t* first, uint8_t* second, const Multipliers& multipliers_at) const {
-        if (panel_.stream)
-            cast_row<true>(r, first, second, multipliers_at);
-        else
-            cast_row<false>(r, first, second, multipliers_at);
-    }
-
-    void scales_of_blocks() {
-        scales_of<Element, Format>(state_.blocks, blocks_, panel_.floor, state_.codes, state_.row_multipliers);
-        memset(state_.blocks, 0, sizeof(state_.blocks));
-    }
-
-    RowMultipliers row_multipliers_at(int64_t col) const {
-        const float* blocks = state_.row_multipliers + col / kMxBlock;
-        return {{blocks[0], blocks[1]}};
-    }
-
-    void put_row_scales(int64_t r) const {
-        memcpy(panel_.row_scales + r * panel_.row_scale_stride, state_.codes, static_cast<size_t>(blocks_));
-    }
-
-    void squares() {
-        for (int64_t r = 0; r < panel_.rows; ++r) observe_row(r, nullptr);
-        scales_of_blocks();
-        for (int64_t r = 0; r < panel_.rows; ++r) {
-            cast_row_to(r, panel_.row_codes, panel_.column_codes, [&](int64_t col) { return row_multipliers_at(col); });
-            if (panel_.row_codes != nullptr) put_row_scales(r);
-        }
-        if (panel_.column_codes == nullptr) return;
-        for (int64_t block = 0; block < blocks_; ++block) {
-            const int64_t col = block * kMxBlock, count = panel_.cols - col < kMxBlock ? panel_.cols - col : kMxBlock;
-            memset(panel_.column_scales + col, state_.codes[block], static_cast<size_t>(count));
-        }
-    }
-
-    void rows_and_columns() {
-        Storage* columns = panel_.column_codes == nullptr ? nullptr : state_.columns;
-        for (int64_t r = 0; r < panel_.rows; ++r) {
-            observe_row(r, columns);
-            if (panel_.row_codes == nullptr) continue;
-            scales_of_blocks();
-            cast_row_to(r, panel_.row_codes, nullptr, [&](int64_t col) { return row_multipliers_at(col); });
-            put_row_scales(r);
-        }
-        if (columns == nullptr) return;
-        scales_of<Element, Format>(columns, panel_.cols, panel_.floor, state_.codes, state_.multipliers);
-        memcpy(panel_.column_scales, state_.codes, static_cast<size_t>(panel_.cols));
-        for (int64_t col = 0; col < panel_.cols; col += kLine)
-            LineCast<Element, Format>::arrange(state_.multipliers + col, state_.arranged + col);
-        for (int64_t r = 0; r < panel_.rows; ++r)
-            cast_row_to(r, panel_.column_codes, nullptr, [&](int64_t col) {
-                return ColumnMultipliers{state_.multipliers + col, state_.arranged + col};
-            });
-    }
-
-   public:
-    explicit PanelCast(const MxPanel& panel)
-        : panel_(panel),
-          cast_(1.0f),
-          whole_(panel.cols / kLine * kLine),
-          blocks_((panel.cols + kMxBlock - 1) / kMxBlock) {}
-
-    void run() {
-        if (panel_.square)
-            squares();
-        else
-            rows_and_columns();
-        if (panel_.stream) finish_streaming();
-    }
-};
-
-template <class Format>
-void mx_quantize_format(const MxPanel& panel, Dtype dtype) {
-    switch (dtype) {
-        case Dtype::float32:
-            return PanelCast<Float32, Format>(panel).run();
-        case Dtype::bfloat16:
-            return PanelCast<BFloat16, Format>(panel).run();
-        default:
-            return PanelCast<Float16, Format>(panel).run();
-    }
-}
-
-void mx_quantize_panel(const MxPanel& panel, Dtype dtype, Fp8 format) {
-    if (format == Fp8::e4m3) return mx_quantize_format<E4M3>(panel, dtype);
-    return mx_quantize_format<E5M2>(panel, dtype);
 }

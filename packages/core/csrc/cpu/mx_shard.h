@@ -98,18 +98,6 @@ void mx_shard_amax_run(const MxShard& shard, Dtype dtype, Dtype nominal, const M
     }
 }
 
-// The multipliers of each line of a row.
-struct RowLines {
-    const float* blocks;
-    OTTAVA_INLINE RowMultipliers at(int64_t line) const {
-        return {{blocks[line / kMxBlock], blocks[line / kMxBlock + 1]}};
-    }
-};
-struct ColumnLines {
-    const float* columns;
-    OTTAVA_INLINE ColumnMultipliers at(int64_t line) const { return {columns + line, columns + line}; }
-};
-
 // Rows are cast as float32. Those that are kept in another dtype, or count as rounded, are made so first, one at a time
 // and in the first cache, for both directions.
 template <class Format>
@@ -181,7 +169,7 @@ class ShardCast {
             if (to_.column_codes == nullptr) return;
             if (!known) multipliers_of(to_.column_scales, shard_.cols, columns_);
             known = true;
-            cast_row(src, first, count, to_.column_codes + offset, ColumnLines{columns_});
+            cast_row(src, first, count, to_.column_codes + offset, ColumnLines{columns_, columns_});
         });
         if (to_.stream) finish_streaming();
     }

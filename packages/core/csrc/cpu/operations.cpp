@@ -225,38 +225,6 @@ void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, u
     });
 }
 
-void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
-                 uint8_t* row_codes, uint8_t* row_scales, uint8_t* column_codes, uint8_t* column_scales, int threads) {
-    const Kernels& kernels = active_kernels();
-    const int64_t down = ceil_div(rows, kMxBlock), across = ceil_div(cols, kPanelCols);
-    const int64_t row_blocks = ceil_div(cols, kMxBlock);
-    const auto lines = [](const uint8_t* codes) { return reinterpret_cast<uintptr_t>(codes) % 64 == 0; };
-    const bool stream = rows * cols >= kStreamBytes && cols % 64 == 0 && lines(row_codes) && lines(column_codes);
-    in_parallel(down * across, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
-        for (int64_t i = begin; i < end; ++i) {
-            const int64_t block = i / across, row = block * kMxBlock, col = i % across * kPanelCols;
-            MxPanel panel{};
-            panel.src = advance(src, row * cols + col, dtype);
-            panel.rows = std::min(kMxBlock, rows - row);
-            panel.cols = std::min(kPanelCols, cols - col);
-            panel.stride = cols;
-            if (row_codes != nullptr) {
-                panel.row_codes = row_codes + row * cols + col;
-                panel.row_scales = row_scales + row * row_blocks + col / kMxBlock;
-                panel.row_scale_stride = row_blocks;
-            }
-            if (column_codes != nullptr) {
-                panel.column_codes = column_codes + row * cols + col;
-                panel.column_scales = column_scales + block * cols + col;
-            }
-            panel.square = square;
-            panel.floor = floor;
-            panel.stream = stream;
-            kernels.mx_quantize(panel, dtype, format);
-        }
-    });
-}
-
 void mx_decode(const uint8_t* codes, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, int threads) {
     const Kernels& kernels = active_kernels();

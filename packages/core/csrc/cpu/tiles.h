@@ -100,11 +100,11 @@ OTTAVA_INLINE void tile_with(const Tile& tile, const Fill& fill) {
         };
         // The rows of a tile are far apart in memory, which the hardware's prefetch does not follow.
         const int64_t next = row + 1 < tile.rows ? row + 1 : row;
-        fill.begin(row);
+        const auto in_row = fill.begin(row);
         int64_t col = 0;
         for (; col + kLine <= tile.cols; col += kLine) {
             fill.prefetch(next, col);
-            const Line line = fill.line(row, col);
+            const Line line = fill.line(row, col, in_row);
             if (turned)
                 for (int k = 0; k < 4; ++k) store(scratch.piece(row, col / 16 + k), line.piece(k));
             if (out != nullptr) put_to(out + col, line);
@@ -113,7 +113,7 @@ OTTAVA_INLINE void tile_with(const Tile& tile, const Fill& fill) {
         for (; col < tile.cols; col += 16) {
             const int64_t count = tile.cols - col < 16 ? tile.cols - col : 16;
             uint8_t piece[16];
-            fill.partial(row, col, count, piece);
+            fill.partial(row, col, count, piece, in_row);
             if (turned) memcpy(scratch.piece(row, col / 16), piece, static_cast<size_t>(count));
             if (out != nullptr) memcpy(out + col, piece, static_cast<size_t>(count));
             if (again != nullptr) memcpy(again + col, piece, static_cast<size_t>(count));
@@ -133,16 +133,16 @@ struct CastFill {
     int64_t stride;
     const LineCast<Element, Format> cast64;
     Seen* seen;
-    OTTAVA_INLINE void begin(int64_t) const {}
+    OTTAVA_INLINE int begin(int64_t) const { return 0; }
     OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const {
         constexpr int64_t step = kLine / sizeof(*src);
         for (int64_t k = 0; k < kLine; k += step) __builtin_prefetch(src + row * stride + col + k);
     }
-    OTTAVA_INLINE Line line(int64_t row, int64_t col) const {
+    OTTAVA_INLINE Line line(int64_t row, int64_t col, int) const {
         seen->line(src + row * stride + col);
         return cast64(src + row * stride + col);
     }
-    OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out) const {
+    OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out, int) const {
         seen->some(src + row * stride + col, n);
         cast_partial<Element, Format>(src + row * stride + col, n, cast64.factor, out);
     }
@@ -151,10 +151,10 @@ struct CastFill {
 struct CopyFill {
     const uint8_t* src;
     int64_t stride;
-    OTTAVA_INLINE void begin(int64_t) const {}
+    OTTAVA_INLINE int begin(int64_t) const { return 0; }
     OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const { __builtin_prefetch(src + row * stride + col); }
-    OTTAVA_INLINE Line line(int64_t row, int64_t col) const { return load<Line>(src + row * stride + col); }
-    OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out) const {
+    OTTAVA_INLINE Line line(int64_t row, int64_t col, int) const { return load<Line>(src + row * stride + col); }
+    OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out, int) const {
         memcpy(out, src + row * stride + col, static_cast<size_t>(n));
     }
 };

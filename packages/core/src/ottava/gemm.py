@@ -17,7 +17,8 @@ from ottava.gemm_blocks import block_product
 from ottava.gemm_scaled import may_multiply_fp8, scaled_product
 from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision, products
 from ottava.kernels.checks import check_bias, check_device, check_dtype
-from ottava.kernels.products import decoded_mm, returns_float32
+from ottava.kernels.products import decoded_mm, returns_float32, without_autocast
+from ottava.kernels.table import rounded
 from ottava.layout import Layout
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -85,7 +86,9 @@ def gemm(
     owner = _custom_owner(a, b)
     if owner is not None:
         scales = getattr(a, "_scale_inv", None), getattr(b, "_scale_inv", None)
-        return owner.qgemm(a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b)
+        with without_autocast(a.device.type):
+            made = owner.qgemm(a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b)
+        return rounded(made) if out is None else made
 
     (a_columnwise, b_columnwise), transposes = _GEMMS[gemm_type]
     compute = _compute_dtype(a, b, sum_dtype)

@@ -8,15 +8,23 @@ Four have no public equivalent, and what needs them is refused with a BackendErr
 because nothing else finds a group by its name; ``schema_of``, because nothing else says what an operator writes; and
 ``set_local_tensor``, because nothing else replaces what a DTensor holds.
 
+One more has none, and is answered for, with a warning: without ``graph_task_id`` no code counts as inside of a
+backward pass. What is recomputed there, by activation checkpointing, counts as another forward pass: it runs under the
+region that surrounds ``backward()``, or else under the bound recipe, and where no region is open it begins a step of
+its own, so that delayed scaling recomputes with other scales than it computed with. A region that stays open around
+``backward()`` serves both. FSDP2 gathers what rows and columns need at once, where it would take turns.
+
 Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2` (without them weights are gathered more often,
-with the same values); and what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``,
-``_modules``, ``_buffers``, ``_forward_pre_hooks``, ``_load_from_state_dict``, ``_save_to_state_dict``).
+with the same values); ``_ddp_params_and_buffers_to_ignore``, which ``ottava.convert`` sets for DistributedDataParallel
+to read (a version that does not copies the first rank's scaling state over that of the others); and what ``Module`` has
+for classes that derive from it (``_apply``, ``_parameters``, ``_modules``, ``_buffers``, ``_forward_pre_hooks``,
+``_load_from_state_dict``, ``_save_to_state_dict``).
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
@@ -27,14 +35,10 @@ from ottava.errors import BackendError
 
 #: Name in this module -> the private name below ``torch``, and what serves without it.
 PRIVATE: dict[str, tuple[str, str]] = {}
+#: Those of them that this torch was found to lack: the private name -> what serves without it.
+MISSING: dict[str, str] = {}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_BACKWARD_FRAMES = {
-    ("torch.autograd", "backward"),
-    ("torch.autograd", "grad"),
-    ("torch.autograd.function", "BackwardCFunction.apply"),
-    ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.unpack_hook"),
-}
 
 
 class Fallbacks:
@@ -42,14 +46,8 @@ class Fallbacks:
 
     @staticmethod
     def graph_task_id() -> int:
-        """The outermost function of a backward pass on this thread's stack; a GPU's thread has only the inner ones."""
-        walked: Any = sys._getframe(1)
-        found = -1
-        while walked is not None:
-            if (walked.f_globals.get("__name__"), walked.f_code.co_qualname) in _BACKWARD_FRAMES:
-                found = id(walked)
-            walked = walked.f_back
-        return found
+        """No code is known to run inside of a backward pass."""
+        return -1
 
     # Somebody looks on, always.
     dispatch_modes = function_modes = transforms = tracing = profiling = staticmethod(lambda: True)
@@ -142,13 +140,23 @@ def _ask(name: str, path: str, without: str) -> Any:
     found: Any = torch
     for step in path.split("."):
         found = getattr(found, step, None)
+    if found is None:
+        MISSING[path] = without
     return getattr(Fallbacks, name, lambda *_, **__: _refuse(path)) if found is None else found
 
 
 #: The number of the backward pass that this runs in; -1 outside any.
 graph_task_id: Callable[[], int] = _ask(
-    "graph_task_id", "_C._current_graph_task_id", "torch.autograd's functions are looked for on the stack: slower"
+    "graph_task_id",
+    "_C._current_graph_task_id",
+    "recomputations by activation checkpointing count as forward passes: with delayed scaling each begins a step of "
+    "its own, unless its region stays open around backward()",
 )
+#: Whether :data:`graph_task_id` can tell.
+KNOWS_BACKWARD = graph_task_id is not Fallbacks.graph_task_id
+if not KNOWS_BACKWARD:
+    _lacking, _instead = PRIVATE["graph_task_id"]
+    warnings.warn(f"torch {torch.__version__} has no torch.{_lacking}: {_instead}", RuntimeWarning, stacklevel=2)
 
 _SLOWER = "every kernel goes through its operator: slower"
 dispatch_modes: Callable[[], int] = _ask("dispatch_modes", "_C._len_torch_dispatch_stack", _SLOWER)
@@ -163,6 +171,7 @@ _key_sets = _ask("strange_keys", "_C.DispatchKeySet", _SLOWER)
 forward_ad: Any = torch.autograd.forward_ad
 PRIVATE["forward_ad"] = ("autograd.forward_ad._current_level", "layers are autograd functions: slower")
 if getattr(forward_ad, "_current_level", None) is None:
+    MISSING["autograd.forward_ad._current_level"] = PRIVATE["forward_ad"][1]
     forward_ad = SimpleNamespace(_current_level=0)
 
 any_autocast_enabled: Callable[[], bool] = _ask(

@@ -79,6 +79,11 @@ class HybridQuantizer(Quantizer):
         """Whether an internal result may hold the operand itself, of one side."""
         return self.rowwise_quantizer.keeps_operands or self.columnwise_quantizer.keeps_operands
 
+    @property
+    def keeps_values(self) -> bool:  # type: ignore[override]
+        """Whether results hold the values as they are, on both sides."""
+        return self.rowwise_quantizer.keeps_values and self.columnwise_quantizer.keeps_values
+
     def for_usage(self, columnwise: bool) -> Quantizer:
         return self.columnwise_quantizer if columnwise else self.rowwise_quantizer
 

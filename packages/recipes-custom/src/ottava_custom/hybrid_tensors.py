@@ -18,7 +18,16 @@ import torch
 
 from ottava.errors import UsageError
 from ottava.recipes import list_recipes
-from ottava.tensors import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer, StaticField, StorageSpec
+from ottava.tensors import (
+    GridTensorStorage,
+    InnerTensor,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+    StaticField,
+    StorageSpec,
+    inner_tensors_of,
+)
 from ottava.tensors.storage import storage_classes
 
 SIDES = ("rowwise", "columnwise")
@@ -43,7 +52,9 @@ class HybridTensorStorage(QuantizedTensorStorage):
         """A hybrid around a storage for each side; None where the usage is not wanted."""
         arguments: dict[str, Any] = {}
         for side, kind, storage in zip(SIDES, cls.kinds, sides, strict=True):
-            held = {i: None if storage is None else getattr(storage, i.attribute) for i in kind.inner_tensors}
+            # Of the storage, because the declaration of a class on a grid has names alone.
+            inner_tensors = (kind if storage is None else storage).inner_tensors
+            held = {i: None if storage is None else getattr(storage, i.attribute) for i in inner_tensors}
             elements = any(inner.gather and tensor is not None for inner, tensor in held.items())
             for inner, tensor in held.items():
                 # A transpose beside its elements would have to be made again whenever these are written.
@@ -62,7 +73,6 @@ class HybridTensorStorage(QuantizedTensorStorage):
 
     def _hold(self, declared: dict[str, Any]) -> None:
         super()._hold(declared)
-        self._quantizer = None
         self._declare()
 
     @classmethod
@@ -72,13 +82,15 @@ class HybridTensorStorage(QuantizedTensorStorage):
         return made
 
     def _declare(self) -> None:
-        if all(any(inner.gather for inner in kind.inner_tensors) for kind in self.kinds):
+        sides = list(zip(SIDES, self.kinds, strict=True))
+        if not any(_follows_layout(kind) for _, kind in sides):
             return
-        # The declaration of a class on a grid has names alone: that of a tensor follows from its layout.
-        held, declared = self.get_usages(), []
-        for side, kind in zip(SIDES, self.kinds, strict=True):
-            inner_tensors = self.side(side == "columnwise").inner_tensors if held[side] else kind.inner_tensors
-            declared += [_declared(side, inner) for inner in inner_tensors]
+        declared: list[InnerTensor] = []
+        for side, kind in sides:
+            fields = {f.argument: getattr(self, _attribute(side, f.attribute)) for f in _own_fields(kind)}
+            known = _follows_layout(kind) and None not in fields.values()
+            own = inner_tensors_of(kind.layout_of(fields)) if known else kind.inner_tensors  # type: ignore[attr-defined]
+            declared += [_declared(side, inner) for inner in own]
         self.inner_tensors = tuple(declared)  # type: ignore[misc]
 
     def side(self, columnwise: bool) -> QuantizedTensorStorage:
@@ -133,6 +145,11 @@ class HybridTensorStorage(QuantizedTensorStorage):
     @property
     def column_layout_text(self) -> str:
         return self.side(columnwise=True).column_layout_text
+
+
+def _follows_layout(kind: _Kind) -> bool:
+    """Whether the declaration of the class has names alone, and the layout of a tensor the rest."""
+    return issubclass(kind, GridTensorStorage) and not any(inner.gather for inner in kind.inner_tensors)
 
 
 def _attribute(side: str, attribute: str) -> str:

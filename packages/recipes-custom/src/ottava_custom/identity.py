@@ -45,7 +45,7 @@ class IdentityQuantizer(Quantizer):
     """Quantizes nothing: a layer or a tensor of it stays in high precision, in the dtype that the layer computes in."""
 
     shards = ShardRule(rows=1)
-    keeps_operands = True
+    keeps_operands = keeps_values = True
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         make: Any = IdentityTensorStorage if self.internal else IdentityTensor

@@ -16,7 +16,7 @@ _EXPORTS = {
     "Result": "ottava_testing.runner",
     "Subject": "ottava_testing.subject",
     "check_recipe": "ottava_testing.runner",
-    "list_checks": "ottava_testing.table",
+    "list_checks": "ottava_testing.checks",
 }
 __all__ = [
     "Check",
@@ -40,6 +40,7 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from ottava_testing.checks import list_checks as list_checks
     from ottava_testing.compare import CheckFailed as CheckFailed
     from ottava_testing.conformance import RecipeConformance as RecipeConformance
     from ottava_testing.runner import Report as Report
@@ -48,4 +49,3 @@ if TYPE_CHECKING:
     from ottava_testing.subject import Subject as Subject
     from ottava_testing.table import Check as Check
     from ottava_testing.table import Needs as Needs
-    from ottava_testing.table import list_checks as list_checks

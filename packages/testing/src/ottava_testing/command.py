@@ -13,7 +13,7 @@ from ottava.recipes.options import parse_options
 
 def _show_checks(as_json: bool) -> None:
     """Print every check with what it promises."""
-    from ottava_testing.table import list_checks
+    from ottava_testing.checks import list_checks
 
     checks = list_checks()
     if as_json:

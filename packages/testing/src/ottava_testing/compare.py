@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import ottava
+from ottava.errors import text_of
 from ottava.tensors import QuantizedTensorStorage
+
+# Code that is not the recipe's: where a traceback leads through it, the recipe's last line says more.
+_FOREIGN = tuple(str(Path(file).parent) for file in (str(torch.__file__), str(ottava.__file__), __file__))
 
 
 class CheckFailed(AssertionError):
@@ -22,6 +29,16 @@ def require(truth: bool, defect: str) -> None:
     """
     if not truth:
         raise CheckFailed(defect)
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, with the place in the recipe's own code that it comes from, or the innermost one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((*_FOREIGN, "<"))]
+    frame = (own or list(frames) or [None])[-1]  # type: ignore[list-item]
+    lines = text_of(error).splitlines() or [""]
+    place = "" if frame is None else f", raised at {frame.filename}:{frame.lineno} in {frame.name}()"
+    return f"{type(error).__name__}: {lines[0]}{place}"
 
 
 # -- tensors to check with --

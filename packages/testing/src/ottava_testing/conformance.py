@@ -14,10 +14,11 @@ from _pytest.outcomes import Skipped
 import ottava
 from ottava.errors import OptionError, OttavaError
 from ottava.recipes.spec import RecipeSpec
+from ottava_testing.checks import list_checks
 from ottava_testing.compare import CheckFailed
 from ottava_testing.runner import run_for_layers, subjects_of, why_not
 from ottava_testing.subject import LAYER, Subject
-from ottava_testing.table import Check, list_checks
+from ottava_testing.table import Check
 
 # Where a standard test notes in its instance that its check failed.
 _FAILED = "_ottava_failed"

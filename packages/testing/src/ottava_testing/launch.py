@@ -20,7 +20,7 @@ import torch
 
 from ottava_testing.compare import plain, wide
 from ottava_testing.subject import Subject
-from ottava_testing.table import RANK_BODIES, list_checks
+from ottava_testing.table import CHECKS, RANK_BODIES
 
 #: Processes in a group.
 WORLD = 2
@@ -38,9 +38,8 @@ def outcome(subject: Subject, name: str) -> str | None:
     """
     known: dict[str, str | None] = subject.kept.setdefault(_KEY, {})
     if name not in known:
-        checks = {check.name: check for check in list_checks()}
         wanted = subject.wanted or RANK_BODIES
-        names = [n for n in RANK_BODIES if n in (name, *wanted) and checks[n].why_not(subject.spec) is None]
+        names = [n for n in RANK_BODIES if n in (name, *wanted) and CHECKS[n].why_not(subject.spec) is None]
         source = pickle.dumps(subject.source())
 
         def prepare(folder: Path) -> None:

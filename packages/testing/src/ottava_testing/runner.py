@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import difflib
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-import ottava
-from ottava.errors import DTypeError, OptionError, text_of
+from ottava.errors import DTypeError, OptionError
 from ottava.recipes.spec import RecipeSpec
-from ottava_testing.compare import CheckFailed
+from ottava_testing.checks import list_checks
+from ottava_testing.compare import CheckFailed, describe
 from ottava_testing.subject import LAYER, Given, Subject
-from ottava_testing.table import Check, list_checks
+from ottava_testing.table import Check
 
 Outcome = Literal["passed", "failed", "expected", "not applicable"]
-
-# Code that is not the recipe's: where a traceback leads through it, the recipe's last line says more.
-_FOREIGN = tuple(str(Path(file).parent) for file in (str(torch.__file__), str(ottava.__file__), __file__))
 
 
 @dataclass(frozen=True)
@@ -144,16 +139,6 @@ def run_for_layers(check: Check, subjects: Sequence[Subject]) -> None:
             if subject.layer_name == LAYER:
                 raise
             raise CheckFailed(f"layer {subject.layer_name!r}: {error}") from error.__cause__
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line, with the place in the recipe's own code that it comes from, or the innermost one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((*_FOREIGN, "<"))]
-    frame = (own or list(frames) or [None])[-1]  # type: ignore[list-item]
-    lines = text_of(error).splitlines() or [""]
-    place = "" if frame is None else f", raised at {frame.filename}:{frame.lineno} in {frame.name}()"
-    return f"{type(error).__name__}: {lines[0]}{place}"
 
 
 def find_checks(names: Iterable[str], what: str) -> list[Check]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,6 @@ if TYPE_CHECKING:
 Body = Callable[["Subject"], None]
 #: What a rank does: the subject, the device mesh, and the folder that the launching process filled.
 RankBody = Callable[["Subject", Any, Path], None]
-
-# The modules with checks, in the order of the table: what others build on comes first, and so do its failures.
-_MODULES = (
-    *("quantizers", "values", "gemms", "storages", "files", "tensors", "updates", "autograd", "layers"),
-    *("accumulation", "training", "compiling", "states", "ranks"),
-)
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,8 @@ class Check:
         return next((needs.otherwise for needs in self.needs if not needs.met(spec)), None)
 
 
-_CHECKS: dict[str, Check] = {}
+#: By name.
+CHECKS: dict[str, Check] = {}
 #: What each rank does in a check of several processes, by the check's name.
 RANK_BODIES: dict[str, RankBody] = {}
 
@@ -90,16 +84,9 @@ def check(name: str, group: str, promise: str, *needs: Needs, slow: bool = False
     """Put a function into the table."""
 
     def register(body: Body) -> Body:
-        if name in _CHECKS:
+        if name in CHECKS:
             raise ValueError(f"two checks are named {name!r}")
-        _CHECKS[name] = Check(name, group, promise, body, needs, slow)
+        CHECKS[name] = Check(name, group, promise, body, needs, slow)
         return body
 
     return register
-
-
-def list_checks() -> tuple[Check, ...]:
-    """All checks, in the order in which they run."""
-    for module in _MODULES:
-        importlib.import_module(f"ottava_testing.checks.{module}")
-    return tuple(_CHECKS.values())

@@ -44,8 +44,7 @@ def _rank(rank: int, folder: Path, request: dict[str, Any]) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from ottava_testing.compare import CheckFailed
-    from ottava_testing.runner import describe
+    from ottava_testing.compare import CheckFailed, describe
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -2,9 +2,8 @@
 
 from ottava.checkpoint.convert import Conversion, convert_file
 from ottava.checkpoint.flatten import flatten_state_dict, unflatten_state_dict
-from ottava.checkpoint.folder import is_complete, latest_checkpoint
 from ottava.checkpoint.model import load_file, load_model, save_file, save_model
-from ottava.checkpoint.sharded import load_sharded, save_sharded, save_step
+from ottava.checkpoint.sharded import is_complete, latest_checkpoint, load_sharded, save_sharded, save_step
 
 __all__ = [
     "Conversion",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
 import re
 import warnings
 import zipfile
@@ -16,18 +15,16 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import BY_TORCH, METADATA_KEY, as_path, check_file_target, looks_like, read_tensors
-from ottava.checkpoint.flatten import encode_description, held_tensors, unflatten_state_dict
-from ottava.checkpoint.folder import INDEX_NAME
+from ottava.checkpoint.files import BY_TORCH, INDEX_NAME, METADATA_KEY, looks_like, read_tensors
+from ottava.checkpoint.flatten import described, held_tensors, place_of, unflatten_state_dict
 from ottava.checkpoint.model import save_file
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, named, of_any_class, translated
+from ottava.filesystem import AnyPath, as_path, check_file_target
 from ottava.kernels import HIGH_PRECISION
-from ottava.nn.conversion import convert
-from ottava.nn.linear import Linear
-from ottava.recipes.base import Recipe
-from ottava.recipes.registry import get_recipe
-from ottava.recipes.role import QuantizerRole
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.nn import Linear, convert
+from ottava.recipes import QuantizerRole, get_recipe
+from ottava.recipes.base import Recipe, as_recipe
+from ottava.tensors import QuantizedTensorStorage
 
 #: Names for high precision in the place of a recipe.
 HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -63,8 +60,8 @@ class Conversion:
 
 
 def convert_file(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: AnyPath,
+    target: AnyPath,
     recipe: Recipe | str,
     *,
     options: Mapping[str, Any] | None = None,
@@ -79,32 +76,30 @@ def convert_file(
 
     Values pass through float32; what was quantized and would not change keeps its bytes. For a recipe, what was
     quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for
-    those named as embeddings, or tied to such; everything else keeps its dtype. For high precision, every tensor of
+    those named as embeddings, or tied to such; everything else keeps its dtype, and so does what the recipe keeps in
+    high precision. For high precision, every tensor of
     float32, bfloat16 or float16 gets that dtype, as of ``model.to``. Scaling state (``*.recipe_state.*``) is kept for a
-    recipe whose state has the same buffers, else dropped. The source is mapped where it can be; what is written is in
-    memory.
+    recipe whose state has the same buffers, else dropped. What is written is in memory; the source need not be.
 
     Args:
         source: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json``, a file of
             ``torch.save`` with a state dict, or a sharded checkpoint.
         target: the file to write; a present one is replaced in the end.
-        recipe: a recipe, the name of one, or ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-        options: for a recipe that is named.
+        recipe, options: a recipe, or the name of one and its options; or ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         include: patterns, as of ``fnmatch``, of the tensors to convert, in the place of the choice above.
         exclude: patterns of tensors that are not converted; of these, quantized ones get their nominal dtype.
-        model: one, on meta perhaps, whose layers :func:`ottava.convert` swaps: it does, ``include`` and ``exclude`` are
-            of modules, and chosen are the weights of those layers.
+        model: one, on meta perhaps, for :func:`ottava.convert`: ``include`` and ``exclude`` are of its modules, and
+            chosen are the weights of the layers that are swapped.
         columnwise: whether columnwise data of its own is written too, for a training that goes on.
         prefix: what the names of the tensors to take begin with, as ``"model."`` in a training's checkpoint. It is cut.
         progress: called with the bytes that were read, and those to read in all.
 
     Raises:
         CheckpointError: the source is damaged, nothing that can be read, or without a weight of ``model``.
-        OptionError: options or patterns that do not fit.
-        RecipeNotFoundError, PluginError: the recipe cannot be had.
+        OptionError, RecipeNotFoundError, PluginError: the recipe, options or patterns that do not fit.
         UsageError: the target cannot be written, or two tensors would have one name.
     """
-    check_file_target(as_path(target))
+    check_file_target(target)
     for what, patterns in (("include", include), ("exclude", exclude)):
         sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         if patterns is not None and not (sequence and all(isinstance(pattern, str) for pattern in patterns)):
@@ -120,11 +115,11 @@ def convert_file(
     written: dict[Any, tuple[str, Any]] = {}
     with named(as_path(source)):
         chosen, skipped = _chosen(state, by, model, include, exclude)
-        sizes = {_place(value): value.nbytes for value in state.values()}
+        sizes = {place_of(value): value.nbytes for value in state.values()}
         total, read = sum(sizes.values()), 0
         for name, value in state.items():
             tell(read, total)
-            key = (_place(value), name in chosen)
+            key = (place_of(value), name in chosen)
             read += sizes.pop(key[0], 0)
             if _STATE.search(name) and not keeps:
                 ways[name] = "dropped"
@@ -149,16 +144,14 @@ def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe 
         raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
     if isinstance(recipe, str):
         return recipe, None, HIGH_PRECISION_NAMES[recipe]
-    if not isinstance(recipe, Recipe):
-        expected = f"a recipe, the name of one, or {', '.join(HIGH_PRECISION_NAMES)}"
-        raise DTypeError(f"the recipe is a {type(recipe).__name__}", expected=expected)
-    return recipe.name, recipe, None
+    made = as_recipe(recipe)
+    return made.name, made, None
 
 
 def _converted(
     name: str, value: Any, recipe: Recipe | None, dtype: torch.dtype | None, columnwise: bool
 ) -> tuple[str, Any]:
-    """What a tensor becomes by a recipe, or else in a dtype, which is its own by default; before it the word for it."""
+    """The word for it, and what a tensor becomes: by a recipe, or else in a dtype, which is its own by default."""
     quantized = isinstance(value, QuantizedTensorStorage)
     values = value.dequantize(torch.float32) if quantized else value
     if recipe is None:
@@ -171,7 +164,13 @@ def _converted(
     with translated(what, "a tensor that the recipe takes", remedy, to=UsageError):
         quantizer.initialize(values)
         made = quantizer.quantize(values, dtype=value.dtype)
-        return ("copied", value) if quantized and _changes_nothing(value, made) else ("quantized", made)
+        if quantized and _changes_nothing(value, made):
+            return "copied", value
+        # A recipe may keep a tensor in high precision.
+        plain = values.to(value.dtype)
+        if all(held.dtype == plain.dtype for held in held_tensors(made)) and _same(made, plain, rtol=0):
+            return ("dequantized" if quantized else "copied"), plain
+        return "quantized", made
 
 
 def _changes_nothing(old: Any, new: Any) -> bool:
@@ -184,9 +183,12 @@ def _changes_nothing(old: Any, new: Any) -> bool:
         return False
     with suppress(UsageError):
         old.update_usage(**{f"{usage}_usage": wanted for usage, wanted in new.get_usages().items()})
-    before, after = (tensor.dequantize(torch.float32) for tensor in (old, new))
-    same = torch.allclose(before, after, rtol=2**-22, atol=0, equal_nan=True)
+    same = _same(new, old.dequantize(torch.float32), rtol=2**-22)
     return same and bool(old.get_usages() == new.get_usages())
+
+
+def _same(quantized: Any, values: torch.Tensor, rtol: float) -> bool:
+    return torch.allclose(quantized.dequantize(torch.float32), values.float(), rtol=rtol, atol=0, equal_nan=True)
 
 
 def _keeps_state(recipe: Recipe | None, state: Mapping[str, Any]) -> bool:
@@ -202,9 +204,9 @@ def _beginning_with(prefix: str, every: dict[str, Any]) -> dict[str, Any]:
     """The tensors whose names begin with a prefix, by what follows it."""
     state = {name[len(prefix) :]: every[name] for name in every if name.startswith(prefix) and name != prefix}
     if not state:
-        starts = ", ".join(sorted({f"{name.partition('.')[0] + '.'!r}" for name in every if "." in name})[:8])
+        starts = sorted({f"{name.partition('.')[0]}." for name in every if "." in name})
         what = f"no tensor has a name that begins with {prefix!r}"
-        raise OptionError(what, expected=f"one of {starts}" if starts else "no prefix")
+        raise OptionError(what, expected=f"one of {listed(starts)}" if starts else "no prefix")
     return state
 
 
@@ -226,11 +228,11 @@ def _chosen(
         return weights, ()
 
     def fitting(patterns: Sequence[str]) -> set[str]:
-        for pattern in patterns:
-            if not fnmatch.filter(able, pattern):
-                what, remedy = f"pattern {pattern!r} fits no tensor that can be converted", f"names are like {able[:1]}"
-                raise OptionError(what, expected="the name of a tensor of values, or a pattern of such", remedy=remedy)
-        return {name for pattern in patterns for name in fnmatch.filter(able, pattern)}
+        found = {pattern: fnmatch.filter(able, pattern) for pattern in patterns}
+        if useless := [pattern for pattern, names in found.items() if not names]:
+            what = f"pattern {useless[0]!r} fits no tensor that can be converted"
+            raise OptionError(what, expected=f"a pattern of names of such, as {listed(able)}")
+        return {name for names in found.values() for name in names}
 
     skipped: tuple[str, ...] = ()
     quantized = {name for name in able if isinstance(state[name], QuantizedTensorStorage)}
@@ -240,18 +242,13 @@ def _chosen(
         chosen = quantized if recipe else {*able}
     else:
         matrices = [name for name in able if state[name].dim() == 2 and f".{name}".endswith(".weight")]
-        tables = {_place(state[name]) for name in matrices if _EMBEDDING.search(name)}
-        skipped = tuple(name for name in matrices if _place(state[name]) in tables)
+        tables = {place_of(state[name]) for name in matrices if _EMBEDDING.search(name)}
+        skipped = tuple(name for name in matrices if place_of(state[name]) in tables)
         chosen = {*matrices} - {*skipped}
     return chosen - fitting(exclude or ()), skipped
 
 
-def _place(value: Any) -> Any:
-    """What two names of one tensor have in common."""
-    return tuple((t.data_ptr() or id(t), t.dtype, tuple(t.shape), t.stride()) for t in held_tensors(value))
-
-
-def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
     """The state dict at ``path``, checked, and mapped where the files allow that, and other texts of the file.
 
     Of what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step would have reduced,
@@ -299,9 +296,8 @@ def _read_sharded(path: Path) -> dict[str, Any]:
         reader.file(name, verify=True)
     others = {name for names in reader.index.description["per_rank"].values() for name in names[1:]}
     tensors = {name: reader.whole(name) for name in sorted(reader.index.tensors) if name not in others}
-    metadata = {METADATA_KEY: encode_description(reader.index.description["quantized"])}
     with named(path):
-        return unflatten_state_dict(tensors, metadata)
+        return unflatten_state_dict(tensors, described(reader.index.description["quantized"]))
 
 
 def _read_pickled(path: Path) -> dict[str, Any]:

@@ -1,25 +1,17 @@
-"""safetensors files, by their library, and how a file or a folder appears under its name: whole, or not at all.
+"""safetensors files, by their library.
 
 Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors, ``ottava.crc32`` is the checksum of
 all else. One without the other is damage, so that no single error makes another tool's file, which nobody can check.
-
-What is written goes to a hidden folder beside its place, and one rename gives it its name. The folder is locked while
-its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
-import hashlib
 import json
 import os
-import secrets
-import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,13 +20,15 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from ottava.errors import CheckpointError, DTypeError, UsageError, translated
+from ottava.filesystem import AnyPath, as_path, sync, uninterrupted, unreplaced
 
-AnyPath = str | os.PathLike[str]
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
+#: The file that makes a folder a sharded checkpoint.
+INDEX_NAME = "ottava.json"
 #: For checkpoints of formats that are no longer read.
 RESAVE = "load it in the ottava that wrote it, keep that with torch.save, and save it again in this one"
 # By torch's own names. Asking torch for a name that a file gives would import modules of that name.
-TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
+DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
 BY_TORCH = "torch.load(path, weights_only=True) reads it, and `ottava export` converts it"
 _MAGICS = (
     (b"PK\x03\x04", "a file of torch.save", BY_TORCH),
@@ -42,105 +36,6 @@ _MAGICS = (
     (b"GGUF", "a GGUF file", "convert it to safetensors"),
     (b"version https://git-lfs", "a pointer of Git LFS, not the file itself", "run `git lfs pull`"),
 )
-
-
-def as_path(path: AnyPath) -> Path:
-    """``path`` as a ``Path``; raises DTypeError where it is none."""
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise DTypeError(f"the path is a {type(path).__name__}", expected="a path")
-    return Path(path)
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a file or a folder, to read."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk; some file systems keep names by themselves and refuse."""
-    with opened(path) as descriptor, contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
-        os.fsync(descriptor)
-
-
-class Partial(contextlib.AbstractContextManager["Partial"]):
-    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target."""
-
-    path, _lock = Path(), -1
-
-    def __init__(self, target: Path) -> None:
-        self.target = Path(os.path.abspath(target))
-        # Until it is locked another writer may take the folder for a leftover and remove it.
-        while self._lock < 0 or _locked(self._lock) is False or not self.path.exists():
-            self.discard()
-            self.path = self.target.with_name(f"{_start(self.target)}{secrets.token_hex(8)}.partial")
-            os.mkdir(self.path)
-            with contextlib.suppress(FileNotFoundError):
-                self._lock = os.open(self.path, os.O_RDONLY)
-
-    def __exit__(self, *error: object) -> None:
-        self.discard()
-
-    def discard(self) -> None:
-        """Remove the folder and give the lock up."""
-        if self.path.name:
-            shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            descriptor, self._lock = self._lock, -1
-            os.close(descriptor)
-
-    # An interrupt may come before the block begins, or as it ends.
-    __del__ = discard
-
-    def put_file(self, name: str) -> None:
-        """Give a file in the folder, which is on the disk, the name of the target."""
-        with contextlib.suppress(FileNotFoundError):
-            # Who may read the old one may read the new one.
-            os.chmod(self.path / name, stat.S_IMODE(os.stat(self.target).st_mode))
-        os.replace(self.path / name, self.target)
-        sync(self.target.parent)
-
-
-def _locked(descriptor: int) -> bool | None:
-    """Whether a folder could be locked; None where no locks are to be had, and so nobody removes what others left."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _start(target: Path) -> str:
-    """How the hidden folders of writers of ``target`` begin: of two targets never alike, however long the names."""
-    digest = hashlib.blake2b(os.fsencode(target.name), digest_size=8).hexdigest()
-    return f".{target.name[:40]}-{digest}."
-
-
-def remove_leftovers(target: Path, start: str = "") -> None:
-    """Remove the hidden folders beside ``target`` whose writers were killed: those of this target, or with a start."""
-    target = Path(os.path.abspath(target))
-    for entry in list(target.parent.iterdir()):
-        if entry.name.startswith(start or _start(target)) and entry.name.endswith(".partial"):
-            with contextlib.suppress(OSError), opened(entry) as descriptor:
-                if _locked(descriptor):
-                    shutil.rmtree(entry, ignore_errors=True)
-
-
-def check_file_target(path: Path) -> Path:
-    """Where a file of that name is written, which is what a link leads to; UsageError where that is no regular file."""
-    with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError):
-        place = Path(os.path.realpath(path))
-        mode = os.stat(place).st_mode if os.path.lexists(place) else stat.S_IFREG
-    if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-        raise UsageError(f"{path} cannot be written: it is {what}", expected="a new name, or a file to replace")
-    return place
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -189,25 +84,25 @@ def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
     """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU, meanwhile."""
     plain = {name: in_memory(name, tensor) for name, tensor in tensors.items()}
-    for name in plain:
-        if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
-            raise UsageError(f"a tensor has the name {name!r}", expected="text, not '__metadata__'")
     # Some tools ask every file for its format.
     texts = {"format": "pt", **metadata, CHECKSUM_KEY: "0" * 8}
+    if "__metadata__" in plain:
+        raise UsageError("a tensor has the name '__metadata__'", expected="another name")
+    for text in (*plain, *texts, *texts.values()):
+        with translated(f"{text!r:.200} cannot be written", "text without half characters", to=UsageError):
+            text.encode()
     specs = {
         n: TensorSpec(dtype=dtype_name(t.dtype), shape=list(t.shape), data_ptr=t.data_ptr(), data_len=t.nbytes)
         for n, t in plain.items()
     }
-    # Its permissions are those of any new file; the library would let nobody else read it.
-    with open(path, "xb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     try:
         # The checksum is made while the bytes are written, and put in the place that was left for it.
         with ThreadPoolExecutor(1) as thread:
             future = thread.submit(checksum, plain, texts)
             serialize_file(specs, path, texts)
             found = future.result()
-        os.chmod(path, mode)
+        # The library lets nobody else read it; its permissions are to be those of the folder, which is as new as it is.
+        os.chmod(path, stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
         with open(path, "r+b") as file:
             header, start = file.read(8 + int.from_bytes(file.read(8), "little")), f'"{CHECKSUM_KEY}":"'.encode()
             file.seek(8 + header.index(start) + len(start))
@@ -222,16 +117,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     return found
 
 
-def put_tensors(path: AnyPath, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """:func:`write_tensors` as the file ``path``, which appears whole or not at all; one that is there is replaced."""
-    place = check_file_target(as_path(path))
-    what, expected = f"{path} cannot be written", "a file in an existing folder, and room for it"
-    with translated(what, expected, to=UsageError, of=OSError), Partial(place) as partial:
-        write_tensors(partial.path / "tensors", tensors, metadata)
-        partial.put_file("tensors")
-    remove_leftovers(place)
-
-
 def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors of a file, mapped into memory, on the CPU and in the order of their bytes, and its metadata.
 
@@ -239,30 +124,16 @@ def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any],
     Raises CheckpointError where it is no whole safetensors file, is damaged, or was replaced while it was read.
     """
     place = as_path(path)
-    before = _identity(place)
-    kind, remedy = looks_like(place)
-    try:
+    # Header and bytes may be of two files where it is replaced in between.
+    with unreplaced(place):
+        kind, remedy = looks_like(place)
         with translated(f"{place}: {kind or 'it is damaged, or no safetensors file'}", "a whole one", remedy):
-            with safe_open(place, "pt") as file:
+            # Inside of torch an interrupt would become an error about the file.
+            with uninterrupted(), safe_open(place, "pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
             _check(place, tensors, metadata, verify)
-    finally:
-        # Header and bytes may be of two files where it was replaced in between.
-        if _identity(place) != before:
-            what = f"{place} was replaced while it was read"
-            raise CheckpointError(what, expected="one file", remedy="load it again")
     return tensors, metadata
-
-
-def _identity(path: Path) -> tuple[int, ...]:
-    with translated(f"{path} cannot be read", "a safetensors file"):
-        found = path.stat()
-    # Opening a pipe would wait for its other end.
-    if not stat.S_ISREG(found.st_mode):
-        what = "a folder, name one of its files" if path.is_dir() else "no regular file"
-        raise CheckpointError(f"{path} is {what}", expected="a safetensors file")
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], verify: bool) -> None:

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, TORCH_DTYPES, check_dense, dtype_name
+from ottava.checkpoint.files import DTYPES, METADATA_KEY, check_dense, dtype_name
+from ottava.distributed.shards import check_blocks
 from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, named, translated
 from ottava.recipes.registry import plugin_statuses
+from ottava.tensors.declaration import as_data
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
 
 #: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are
@@ -38,21 +40,19 @@ def check_entry(entry: Any) -> Entry:
     return {key: entry[key] for key in _ENTRY}
 
 
-def encode_description(quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None) -> str:
-    """The text for the quantized tensors, and for names of tensors that are stored under another name."""
+def described(quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The metadata for the quantized tensors, and for names of tensors that are stored under another name."""
     body = {"quantized": quantized, "version": _VERSION} | ({"aliases": aliases} if aliases else {})
-    return json.dumps(body, sort_keys=True)
+    return {METADATA_KEY: json.dumps(body, sort_keys=True)}
 
 
 def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
     with translated("the metadata of quantized tensors is damaged", "what was saved"):
         read: Any = json.loads(text)
-        version, aliases = read["version"], read.get("aliases", {})
+        version, aliases = read["version"], {name: str(stored) for name, stored in read.get("aliases", {}).items()}
         if version != _VERSION:
             what = f"the metadata of quantized tensors has version {version!r:.80}"
             raise CheckpointError(what, expected=f"version {_VERSION}", remedy="read it with the ottava that wrote it")
-        if not all(isinstance(stored, str) for stored in aliases.values()):
-            raise ValueError("a name is no text")
         return {name: check_entry(entry) for name, entry in read["quantized"].items()}, aliases
 
 
@@ -67,7 +67,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.T
         ShapeError, UsageError: what a sharded quantized tensor holds cannot be sharded as it is.
     """
     tensors, quantized = flatten_values(state_dict)
-    return tensors, {METADATA_KEY: encode_description(quantized)}
+    return tensors, described(quantized)
 
 
 def flatten_values(
@@ -91,18 +91,6 @@ def flatten_values(
     return tensors, quantized
 
 
-def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The names of tensors that are wholly another one, which comes earlier, and the names of those."""
-    seen: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-            if (first := seen.setdefault(place, name)) != name:
-                aliases[name] = first
-    return aliases
-
-
 def unflatten_state_dict(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
@@ -111,8 +99,7 @@ def unflatten_state_dict(
     Quantized tensors come without quantizers: loading copies their bytes into the tensors of a model.
 
     Raises:
-        CheckpointError: the metadata is damaged, of a later version, or names a tensor that is missing, or a class
-            whose package is not installed.
+        CheckpointError: the metadata is damaged, of a later version, or names a tensor or a package that is missing.
         OttavaError: the tensors do not fit together, in the words of the class.
     """
     text = (metadata or {}).get(METADATA_KEY)
@@ -135,6 +122,12 @@ def held_tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in value.inner_list() if t is not None] if isinstance(value, QuantizedTensorStorage) else [value]
 
 
+def place_of(value: Any) -> Any:
+    """What two names of one tensor have in common: where its bytes are, and how they are read."""
+    held = [(t.device, t.data_ptr() or id(t), t.is_conj(), t.is_neg(), t) for t in held_tensors(value)]
+    return tuple((*place, t.dtype, tuple(t.shape), t.stride()) for *place, t in held)
+
+
 def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
     """A quantized tensor of inner tensors, which are taken out of tensors by name."""
     for key in (f"{name}.{argument}" for argument in entry["tensors"]):
@@ -145,23 +138,18 @@ def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor])
         what = f"{name!r} has the tensors {entry['tensors']!r:.80}"
         raise CheckpointError(what, expected="those of its class", remedy="the metadata is damaged")
     held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
+    inner: list[torch.Tensor | None] = []
     # A class of any author meets values that no code of its own has made.
     with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
         fields = {field.attribute: _decode_static(entry["static"][field.argument]) for field in cls.all_static_fields()}
         if len(entry["static"]) != len(fields):
             raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")
-        inner = [_as_held(declared, held.get(declared.argument), fields) for declared in cls.inner_tensors]
+        for declared in cls.inner_tensors:
+            # A storage holds 8-bit data as uint8.
+            native = fields[declared.native] if isinstance(declared.native, str) else declared.native
+            tensor = held.get(declared.argument)
+            inner.append(tensor if native is None else as_data(tensor, native, repr(declared.argument)))
         return StorageSpec(cls, tuple(fields.values()), None).build(inner)
-
-
-def _as_held(declared: InnerTensor, tensor: torch.Tensor | None, fields: Mapping[str, Any]) -> torch.Tensor | None:
-    """An inner tensor as a storage holds it: 8-bit data as uint8."""
-    native = fields[declared.native] if isinstance(declared.native, str) else declared.native
-    if tensor is None or native is None:
-        return tensor
-    if not isinstance(native, torch.dtype) or native.itemsize != 1 or tensor.dtype not in (native, torch.uint8):
-        raise DTypeError(f"{declared.argument!r} is of {tensor.dtype}", expected=f"an 8-bit dtype, {native}")
-    return tensor.view(torch.uint8)
 
 
 def _encode_static(value: Any) -> Any:
@@ -176,7 +164,7 @@ def _encode_static(value: Any) -> Any:
 
 def _decode_static(value: Any) -> Any:
     if isinstance(value, dict):
-        return TORCH_DTYPES[str(value["dtype"])]
+        return DTYPES[str(value["dtype"])]
     return tuple(_decode_static(entry) for entry in value) if isinstance(value, list) else value
 
 
@@ -194,8 +182,7 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
     found = storage_classes().get(entry["class"])
     if found is None:
         what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
-        remedy = f"install the package that has the module {module!r:.200}"
-        raise CheckpointError(what, expected="its package", remedy=remedy)
+        raise CheckpointError(what, remedy=f"install the package that has the module {module!r:.200}")
     return found
 
 
@@ -226,8 +213,7 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
         native = native_dtype(local, declared)
         made = tensor if native is None else tensor.view(native)
         if sharded and declared.gather:
-            shapes = tuple(local.shape), tuple(value.shape)
-            rows, first = sharded_rows(name, declared, tensor, *shapes, _begin(name, value))
+            rows, first = sharded_rows(name, declared, tensor, local.shape, value.shape, _begin(name, value))
             made, begin = _sharded(name, value, made, (rows, *tensor.shape[1:]))
             if tensor.numel() and begin[0] != first:
                 what = f"the shards of {name!r} are no shards of {declared.argument!r}"
@@ -264,15 +250,12 @@ def sharded_rows(
     """
     if any(offset for offset in offsets[1:]) or tuple(local[1:]) != tuple(shape[1:]):
         raise ShapeError(f"{name!r} is sharded in columns", expected="shards of dimension 0")
+    # Of an empty shard nothing is cut, wherever it begins.
+    if local[0]:
+        check_blocks([inner], shape, range(offsets[0], offsets[0] + local[0]), f"the shard of {name!r}")
     # Without blocks a row is an index of the first dimension.
     each, block = (1, 1) if inner.block_rows is None else (math.prod(shape[1:-1]), inner.block_rows)
-    begin, end = offsets[0] * each, (offsets[0] + local[0]) * each
-    # Of an empty shard nothing is cut, wherever it begins.
-    if local[0] and (begin % block or (end % block and offsets[0] + local[0] != shape[0])):
-        what = f"the shards of {name!r} have {local[0] * each} rows, which cut the blocks of {inner.argument!r}"
-        remedy = "shard over fewer ranks, or keep this weight in high precision: it is quantized when it is used"
-        raise ShapeError(what, expected=f"a multiple of {block} on each", remedy=remedy)
-    rows, first, own = (-(-n // block) for n in (shape[0] * each, begin, end - begin))
+    rows, first, own = (-(-n * each // block) for n in (shape[0], offsets[0], local[0]))
     if tensor.shape[0] != own:
         raise ShapeError(f"{inner.argument!r} of {name!r} has {tensor.shape[0]} rows", expected=str(own))
     return rows, first

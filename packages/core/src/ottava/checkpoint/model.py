@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import METADATA_KEY, as_path, put_tensors, read_tensors
-from ottava.checkpoint.flatten import aliases_of, encode_description, flatten_values, unflatten_state_dict
-from ottava.checkpoint.writing import check_writable, uninterrupted
+from ottava.checkpoint.files import as_bytes, read_tensors, write_tensors
+from ottava.checkpoint.flatten import described, flatten_values, held_tensors, place_of, unflatten_state_dict
 from ottava.errors import (
     CheckpointError,
     DeviceError,
@@ -27,18 +25,15 @@ from ottava.errors import (
     of_any_class,
     translated,
 )
+from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, uninterrupted
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.state import RecipeState
-from ottava.tensors.quantizer import as_device
-from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import may_refuse_to_load
+from ottava.tensors import QuantizedTensor, QuantizedTensorStorage, as_device
+from ottava.torch_private import foreach_copy_, may_refuse_to_load
 
 
-def save_file(
-    state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
-) -> None:
+def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping[str, str] | None = None) -> None:
     """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
 
     A tensor under several names, a tied weight for example, is stored under the first one; overlapping views of one
@@ -50,22 +45,30 @@ def save_file(
         metadata: more texts for the header.
 
     Raises:
-        UsageError: two tensors would have one name, or the file cannot be written: it is no regular file, say, or the
-            disk is full. Then nothing has changed.
         DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
+        UsageError: two tensors would have one name, or the file cannot be written. Then nothing has changed.
     """
     for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
         if hasattr(value, "to_local"):
             remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
             raise DTypeError(f"{name!r} is sharded", expected="whole tensors", remedy=remedy)
+    texts = {} if metadata is None else metadata
+    if not isinstance(texts, Mapping) or not all(isinstance(text, str) for entry in texts.items() for text in entry):
+        raise DTypeError(f"metadata is {metadata!r:.200}", expected="texts by name")
     tensors, quantized = flatten_values(state_dict)
-    aliases = aliases_of(tensors)
+    first: dict[Any, str] = {}
+    names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
+    aliases = {name: stored for name, stored in names.items() if stored != name}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    put_tensors(path, stored, {**(metadata or {}), METADATA_KEY: encode_description(quantized, aliases)})
+    place = check_file_target(path)
+    what, expected = f"{path} cannot be written", "a file in an existing folder, and room for it"
+    with translated(what, expected, to=UsageError, of=OSError), Partial(place) as partial:
+        write_tensors(partial.path / "tensors", stored, {**texts, **described(quantized, aliases)})
+        partial.put_file("tensors")
 
 
 def load_file(
-    path: str | os.PathLike[str], device: str | int = "cpu", *, verify: bool = True
+    path: AnyPath, device: str | int = "cpu", *, verify: bool = True
 ) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
     """The state dict of a safetensors file; files of other tools give plain tensors.
 
@@ -80,7 +83,7 @@ def load_file(
     Raises:
         CheckpointError: the file cannot be read, is damaged, is no safetensors file, or was replaced while it was read.
         DeviceError: ``device`` names none that can be used.
-        OttavaError: the tensors do not fit together.
+        OttavaError: as of :func:`unflatten_state_dict`.
     """
     place = as_device(device)
     with translated(f"device {str(place)!r} cannot be used", "a device that torch has", to=DeviceError):
@@ -90,18 +93,13 @@ def load_file(
         return unflatten_state_dict({name: tensor.to(place) for name, tensor in tensors.items()}, metadata)
 
 
-def save_model(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a model's parameters and buffers as one safetensors file, see :func:`save_file`.
-
-    Raises:
-        DTypeError: ``model`` is none, or keeps something in its state dict that is not a tensor.
-        UsageError: the file cannot be written.
-    """
+def save_model(model: torch.nn.Module, path: AnyPath) -> None:
+    """:func:`save_file` of a model's state dict; DTypeError where ``model`` is no module."""
     save_file(_module(model).state_dict(), path)
 
 
 def load_model(
-    model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True, verify: bool = True
+    model: torch.nn.Module, path: AnyPath, *, strict: bool = True, verify: bool = True
 ) -> tuple[list[str], ...]:
     """Load a safetensors file into a model's parameters and buffers, or change nothing.
 
@@ -114,17 +112,15 @@ def load_model(
 
     Args:
         model: the model, with memory of its own: not on meta, not sharded.
-        path: the file.
+        path, verify: as of :func:`load_file`.
         strict: whether the names of file and model have to be the same. Otherwise what only one of them has is left.
-        verify: as of :func:`load_file`.
 
     Returns:
         The names that the file misses, and those that the model has no place for: empty lists where ``strict``.
 
     Raises:
-        CheckpointError: the file is damaged, or its names, shapes or kinds are not those of the model.
         DTypeError, UsageError: the model cannot be loaded into.
-        OttavaError: see :func:`load_file`.
+        OttavaError: as of :func:`load_file`, or names, shapes or kinds are not those of the model.
     """
     if not isinstance(strict, bool):
         raise OptionError(f"strict is {strict!r}", expected="True or False")
@@ -174,8 +170,7 @@ def _fitting(name: str, target: Any, value: Any) -> Any:
     """The value as it is copied into the target, or an error where it cannot be."""
     check_writable(name, target)
     if tuple(value.size()) != tuple(target.shape):
-        what = f"{name!r} has shape {tuple(value.size())}"
-        raise ShapeError(what, expected=f"{tuple(target.shape)}, as in the model")
+        raise ShapeError(f"{name!r} has shape {tuple(value.size())}", expected=f"{tuple(target.shape)}, the model's")
     quantized = isinstance(value, QuantizedTensorStorage)
     if not isinstance(target, QuantizedTensor):
         if quantized:
@@ -213,21 +208,42 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
         refusing |= not adopts and type(targets[name]) not in (torch.Tensor, torch.nn.Parameter)
     with torch.no_grad():
         before = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()] if refusing else []
-    try:
-        with uninterrupted():
+    # An interrupt waits for the end of all this: whatever was loaded stays, then.
+    with uninterrupted(), translated("a module refuses its values", "values that all modules take"):
+        try:
             model.load_state_dict(state, strict=False)
-    except BaseException as error:
-        with uninterrupted(), torch.no_grad():
-            for tensor, values in before:
-                (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(values)
+        except BaseException:
+            with torch.no_grad():
+                for tensor, values in before:
+                    (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(values)
             for layer, loaded in waiting:
                 layer._loaded_state = loaded
-        if isinstance(error, Exception):
-            what = f"a module refuses its values: {error}"
-            raise CheckpointError(what, expected="values that all modules take") from error
-        raise
+            raise
 
 
 def _on_the_cpu(tensor: Any) -> Any:
     copied = functools.partial(torch.Tensor.to, device="cpu", copy=True)
     return tensor.apply_to_inner(copied) if isinstance(tensor, QuantizedTensor) else copied(tensor)
+
+
+def check_writable(name: str, value: Any) -> None:
+    """Write one element of what a tensor holds, as it is: what torch refuses is known before any value changes."""
+    for tensor in held_tensors(value):
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise UsageError(f"{name!r} is an expanded view: several of its elements are one", remedy="clone it")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise UsageError(f"{name!r} was made in inference mode", remedy="load it in torch.inference_mode()")
+        if tensor.numel():
+            if not tensor.untyped_storage().nbytes():
+                raise UsageError(f"{name!r} has no memory: its storage was resized to nothing", expected="memory")
+            # Of an alias with a count of writes of its own: what autograd has saved of the tensor is still right.
+            first = as_bytes(tensor.data)[(0,) * tensor.dim()]
+            first.copy_(first.clone())
+
+
+def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy into each tensor its new value, by one call into torch: no code of Python's runs in it, and no interrupt."""
+    if pairs:
+        targets, values = zip(*[(as_bytes(target), as_bytes(value)) for target, value in pairs], strict=True)
+        with uninterrupted(), torch.no_grad():
+            foreach_copy_(targets, values)

@@ -1,32 +1,35 @@
 """Sharded checkpoints over ``torch.distributed.checkpoint``: saved by any number of ranks, loaded by any other.
 
-What a nested state holds besides tensors is JSON, in which every node is a dict with one key that says what it is, so
-that nothing can be taken for something else.
+What a nested state holds besides tensors is JSON, in which every node is a dict with one key that says what it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import re
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import TORCH_DTYPES, AnyPath, as_path, crc32_of, dtype_name, in_memory
+from ottava.checkpoint.files import DTYPES, crc32_of, dtype_name, in_memory
 from ottava.checkpoint.flatten import flatten_values
-from ottava.checkpoint.folder import prune
-from ottava.checkpoint.writing import check_writable, write_all
+from ottava.checkpoint.model import check_writable, write_all
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
+from ottava.filesystem import AnyPath, Partial, as_path, remove_leftovers
 from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.freshness import bump_version
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
+_STEP = re.compile(r"step-(\d+)")
 #: The nodes that have entries, and what these make.
 _CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple": tuple}
 
@@ -42,9 +45,8 @@ def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) ->
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
-        for key in value:
-            if isinstance(key, bool) or not isinstance(key, (str, int)):
-                raise DTypeError(f"{name!r} has the key {key!r}", expected="text and integers as keys")
+        if wrong := [key for key in value if isinstance(key, bool) or not isinstance(key, (str, int))]:
+            raise DTypeError(f"{name!r} has the key {wrong[0]!r}", expected="text and integers as keys")
         return {"dict": [[key, _encoded(entry, tensors, (*path, key))] for key, entry in value.items()]}
     if isinstance(value, (list, tuple)):
         entries = [_encoded(entry, tensors, (*path, number)) for number, entry in enumerate(value)]
@@ -70,7 +72,7 @@ def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
     kind, held, entries = _opened(tree)
     if kind == "value" and isinstance(held, dict):
         ((special, text),) = held.items()
-        return float(text) if special == "float" else TORCH_DTYPES[text]
+        return float(text) if special == "float" else DTYPES[text]
     if kind in ("value", "tensor"):
         return held if kind == "value" else tensors[held]
     made = {key: _decoded(entry, tensors) for key, entry in entries.items()}
@@ -127,8 +129,7 @@ def save_sharded(state: Mapping[str, Any], path: AnyPath, *, group: Any = None, 
 
     Raises:
         CheckpointError: ``path`` exists or cannot be written, or another rank failed.
-        DTypeError: the state holds what is no tensor and no JSON; it is named.
-        ShapeError: shards of a quantized tensor cut its blocks.
+        DTypeError, ShapeError: the state holds what is no tensor and no JSON, or shards that cut blocks; it is named.
         UsageError: the ranks differ in what has to be equal.
     """
     from ottava.checkpoint.storage import FolderWriter
@@ -165,8 +166,7 @@ def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
         owner = flat.owners[name]
         if hasattr(flat.values[owner], "to_local"):
             what = f"the shards of {owner!r} have different {name.removeprefix(owner + '.')!r}"
-            remedy = "set the values of the weight before it is sharded"
-            raise UsageError(what, expected="one value for all shards of a weight", remedy=remedy)
+            raise UsageError(what, expected="one value for all of a weight", remedy="set it before it is sharded")
         names[name] = [name, *(f"{name}@rank-{rank:05d}" for rank in range(1, ranks.world))]
         if taken := set(names[name][1:]) & set(flat.tensors):
             raise UsageError(f"a tensor has the name {min(taken)!r}", remedy="rename it")
@@ -182,8 +182,7 @@ def load_sharded(
     mapped files. An error on one rank is an error on all; an interrupt leaves the tensors of a rank all old or all new.
 
     Args:
-        state: like what was saved, with tensors to load into, sharded over any number of ranks.
-        path, group: as of :func:`save_sharded`.
+        state, path, group: as of :func:`save_sharded`; the tensors may be sharded over another number of ranks.
         strict: whether names that only the state or only the checkpoint has are an error. Otherwise the state keeps
             what is missing, and tensors that it has no place for are left out.
         verify: whether the files are compared with their checksums, each by one of the ranks, which reads all of it.
@@ -194,8 +193,7 @@ def load_sharded(
     Raises:
         CheckpointError: the checkpoint is damaged, has other names, shapes or dtypes than the state, was replaced while
             it was read, or another rank failed. The message names the file or the tensor.
-        DTypeError: the state holds what is no tensor and no JSON; it is named.
-        UsageError: a quantized tensor of the state is a view of some of another one.
+        DTypeError, UsageError: as of :func:`save_sharded`, or a tensor cannot be written to.
     """
     from ottava.checkpoint.storage import FolderReader
 
@@ -253,9 +251,9 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
         stored[name] = own[ranks.rank] if len(own) == ranks.world else name
         found = reader.index.tensors.get(stored[name])
         expected = f"shape {tuple(tensor.shape)} and dtype {dtype_name(tensor.dtype)}"
-        seen = f"has shape {found.shape} and dtype {dtype_name(found.dtype)}" if found else "is not there"
-        if seen != f"has {expected}":
-            raise CheckpointError(f"{stored[name]!r} of {path} {seen}", expected=f"{expected}, as in the state")
+        seen = f"shape {tuple(found.size)} and dtype {dtype_name(found.properties.dtype)}" if found else "no values"
+        if seen != expected:
+            raise CheckpointError(f"{stored[name]!r} of {path} has {seen}", expected=f"{expected}, as in the state")
         check_writable(owner, local_tensor(tensor))
     return flat, result, stored
 
@@ -269,20 +267,14 @@ def save_step(
     group: Any = None,
     overwrite: bool = False,
 ) -> Path:
-    """Save a state as ``folder/step-0000100``, for :func:`latest_checkpoint`, and remove old ones.
+    """:func:`save_sharded` as ``folder/step-0000100``, the path returned, for :func:`latest_checkpoint`.
 
     Args:
-        state, group, overwrite: see :func:`save_sharded`.
+        state, group, overwrite: as of :func:`save_sharded`.
         folder: where the checkpoints of one training are; it is made.
-        step: the number, from 0.
-        keep: how many whole checkpoints stay, this one and those with the highest numbers besides; None is all.
-
-    Returns:
-        The path of the checkpoint.
-
-    Raises:
-        OptionError: ``step`` or ``keep`` is no such number.
-        OttavaError: see :func:`save_sharded`.
+        step: the number, from 0; OptionError where it is none.
+        keep: how many whole checkpoints stay, this one and those with the highest numbers besides; the others are
+            removed, and so is what interrupted saves left. None is all; OptionError where it is no number from 1.
     """
 
     def check() -> Path:
@@ -295,9 +287,39 @@ def save_step(
     path = ranks.each(check)
     save_sharded(state, path, group=group, overwrite=overwrite)
     if keep is not None and ranks.rank == 0:
-        try:
-            prune(path.parent, keep, path)
-        except OSError as error:
-            # The checkpoint is whole; that old ones are still there must not stop a training.
-            warnings.warn(f"old checkpoints in {path.parent} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
+        remove_leftovers(path.parent, ".step-")
+        for old in [old for old in _step_checkpoints(path.parent) if old != path][keep - 1 :]:
+            try:
+                with Partial(old) as doomed:
+                    # Under this name what is left of it is never taken for a checkpoint.
+                    os.rename(old, doomed.path / "removed")
+            except OSError as error:
+                # The checkpoint is whole; that an old one is still there must not stop a training.
+                warnings.warn(f"the old checkpoint {old} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
     return path
+
+
+def is_complete(path: AnyPath) -> bool:
+    """Whether ``path`` is a whole sharded checkpoint: its index is in order and every file is there in full length.
+
+    The bytes of the tensors are not read here; loading checks them. Raises DTypeError where ``path`` is no path.
+    """
+    from ottava.checkpoint.storage import read_index
+
+    with contextlib.suppress(CheckpointError):
+        return bool(read_index(as_path(path)))
+    return False
+
+
+def latest_checkpoint(folder: AnyPath) -> Path | None:
+    """The whole checkpoint ``step-NUMBER`` with the highest number in ``folder``; None where there is none.
+
+    One for which :func:`is_complete` is False is passed over. Raises DTypeError where ``folder`` is no path.
+    """
+    return next(_step_checkpoints(as_path(folder)), None)
+
+
+def _step_checkpoints(folder: Path) -> Iterator[Path]:
+    """The highest number first."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
+    return (path for _, path in sorted(found, reverse=True) if is_complete(path))

@@ -1,13 +1,21 @@
-"""Storage of ``torch.distributed.checkpoint`` that pickles nothing: a safetensors file for each rank, and an index."""
+"""Storage of ``torch.distributed.checkpoint`` that pickles nothing: a safetensors file for each rank, and an index.
+
+The index, ``ottava.json``, is JSON with a checksum, of which nothing is code. It is the last file that is written: a
+folder without it, with a damaged one, or with files that are not as long as it says, is no checkpoint.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
+import re
 import secrets
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +29,157 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.files import CHECKSUM_KEY, METADATA_KEY, AnyPath, Partial, as_path, read_tensors, write_tensors
-from ottava.checkpoint.flatten import encode_description
-from ottava.checkpoint.folder import Index, StoredShard, StoredTensor, check_target, publish, read_index, write_index
+from ottava.checkpoint.files import CHECKSUM_KEY, DTYPES, INDEX_NAME, RESAVE, dtype_name, read_tensors, write_tensors
+from ottava.checkpoint.flatten import check_entry, described
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
+from ottava.filesystem import AnyPath, Partial, as_path, folders_made, locked, sync
+
+_FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
+_VERSION = 2
+# The checksum is that of all bytes that follow, as they are.
+_START = b'{"crc32":"%08x","checkpoint":'
+
+
+@dataclass
+class StoredShard(dcp.ChunkStorageMetadata):
+    """A box of a tensor, the file with it, and the name that it has there."""
+
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """What ``ottava.json`` says: the length in bytes and the checksum of each file, the tensors with their shards, and
+    what the state is made of besides (see ``sharded.py``); and its own checksum."""
+
+    files: dict[str, tuple[int, str]]
+    tensors: dict[str, dcp.TensorStorageMetadata]
+    description: Mapping[str, Any]
+    crc32: int = 0
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index to the disk, and read it once more before it may stand for a checkpoint."""
+    tensors: dict[str, Any] = {}
+    for name, tensor in index.tensors.items():
+        chunks: list[Any] = tensor.chunks
+        shards = [{"file": s.file, "key": s.key, "offsets": s.offsets, "shape": s.sizes} for s in chunks]
+        tensors[name] = {"dtype": dtype_name(tensor.properties.dtype), "shape": tensor.size, "shards": shards}
+    body = {"version": _VERSION, "files": index.files, "tensors": tensors, "description": index.description}
+    rest = json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
+    (folder / INDEX_NAME).write_bytes(_START % zlib.crc32(rest) + rest)
+    sync(folder / INDEX_NAME)
+    read_index(folder)
+
+
+def read_index(folder: Path, tries: int = 10) -> Index:
+    """The index of the checkpoint in ``folder``, checked, whose files are there as long as they were written."""
+    path = folder / INDEX_NAME
+    with translated(f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"):
+        text = path.read_bytes()
+    with translated(f"{path} is damaged", "the index of a sharded checkpoint", "load another one"):
+        start = len(_START % 0)
+        if text[:start] != _START % (crc32 := zlib.crc32(text[start:])):
+            raise ValueError("its checksum is another")
+        body = json.loads(text)["checkpoint"]
+        if body["version"] != _VERSION:
+            what = f"{path} has version {body['version']!r}"
+            raise CheckpointError(what, expected=f"version {_VERSION}", remedy=RESAVE)
+        index = _decoded(body, crc32)
+    for file, size in ((folder / name, size) for name, (size, _) in index.files.items()):
+        found: int | str = "no"
+        with translated(f"{file} cannot be read", "a file of the checkpoint", "load another one", of=OSError):
+            with contextlib.suppress(FileNotFoundError):
+                found = file.stat().st_size if file.is_file() else "no"
+        if found != size:
+            with contextlib.suppress(OSError):
+                # A writer that replaces the checkpoint removes its old files: then the new index counts.
+                if tries > 1 and path.read_bytes() != text:
+                    return read_index(folder, tries - 1)
+            raise CheckpointError(f"{file} has {found} bytes", expected=f"{size}", remedy="load another checkpoint")
+    return index
+
+
+def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
+    """An index of JSON; raises whatever JSON of another form leads to."""
+    about = body["description"]
+    index = Index({}, {}, about, crc32)
+    for name, (size, checksum) in body["files"].items():
+        index.files[name] = (_sizes([size])[0], str(checksum))
+    for name, of in body["tensors"].items():
+        name.encode()  # half a character is a UnicodeError
+        properties = dcp.TensorProperties(dtype=DTYPES[of["dtype"]])
+        boxes = [(_sizes(s["offsets"]), _sizes(s["shape"]), s["file"], str(s["key"])) for s in of["shards"]]
+        tensor = dcp.TensorStorageMetadata(properties, _sizes(of["shape"]), [StoredShard(*box) for box in boxes])
+        index.tensors[name] = tensor
+        if any(file not in index.files for *_, file, _ in boxes) or not is_whole(tensor):
+            raise ValueError(f"the shards of {name!r} do not make the whole")
+    for entry in about["quantized"].values():
+        check_entry(entry)
+    # A name from a file: nothing outside the folder may be reached by it.
+    right = all(map(_FILE_NAME.fullmatch, index.files)) and set(about["largest"]) <= set(about["per_rank"])
+    for names in about["per_rank"].values():
+        right &= len({(index.tensors[name].properties.dtype, index.tensors[name].size) for name in names}) == 1
+    if not right or not isinstance(about["state"], dict):
+        raise ValueError("it does not describe files and the state")
+    return index
+
+
+def _sizes(values: Any) -> torch.Size:
+    if not isinstance(values, list) or any(type(v) is not int or not 0 <= v < 1 << 60 for v in values):
+        raise ValueError(f"{values!r:.80} is no list of sizes")
+    return torch.Size(values)
+
+
+def is_whole(tensor: dcp.TensorStorageMetadata) -> bool:
+    """Whether shards lie inside a tensor and are as large as it, no two in one place: those that were cut make it."""
+    for shard in tensor.chunks:
+        ends = [offset + size for offset, size in zip(shard.offsets, shard.sizes, strict=True)]
+        if len(ends) != len(tensor.size) or any(end > size for end, size in zip(ends, tensor.size, strict=True)):
+            return False
+    held = [shard for shard in tensor.chunks if math.prod(shard.sizes)]
+    size = sum(math.prod(shard.sizes) for shard in held)
+    return bool(tensor.chunks) and size == math.prod(tensor.size) and len({s.offsets for s in held}) == len(held)
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    """Raise CheckpointError where something has the name and ``overwrite`` is False, or it is no checkpoint."""
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists", expected="a new name", remedy="overwrite=True replaces a checkpoint")
+    replaceable = target.is_dir() and ((target / INDEX_NAME).exists() or not any(target.iterdir()))
+    if target.is_symlink() or not replaceable:
+        what = f"{target} is not a sharded checkpoint and is not replaced"
+        raise CheckpointError(what, expected="a checkpoint or a new name", remedy="move it away")
+
+
+def publish(partial: Partial, overwrite: bool) -> None:
+    """Give a folder that is written to its end its final name, or raise, and what had the name has it still.
+
+    A checkpoint that is there is replaced by the one rename of its index, once the new files lie beside the old ones.
+    """
+    source, target = partial.path, partial.target
+    sync(source)
+    try:
+        os.rename(source, target)
+    except OSError:
+        if not (target / INDEX_NAME).exists():
+            raise
+        check_target(target, overwrite)
+        with locked(target):
+            files = {name for name in os.listdir(source) if name != INDEX_NAME}
+            for name in files:
+                os.replace(source / name, target / name)
+            sync(target)
+            os.replace(source / INDEX_NAME, target / INDEX_NAME)
+            sync(target)
+            for old in os.listdir(target):
+                if _FILE_NAME.fullmatch(old) and old not in files:
+                    (target / old).unlink(missing_ok=True)
+    sync(target.parent)
 
 
 class _OfOnePath:
@@ -38,7 +192,7 @@ class _OfOnePath:
     def _unchanged(self, *given: Any, **options: Any) -> Any:
         return given[0] if given else None
 
-    reset = set_up_storage_reader = prepare_local_plan = prepare_global_plan = _unchanged
+    reset = set_up_storage_reader = set_up_storage_writer = prepare_local_plan = prepare_global_plan = _unchanged
 
 
 def _run(ranks: Ranks, function: Callable[..., object], tensors: Mapping[str, Any], **options: Any) -> None:
@@ -69,25 +223,18 @@ class FolderWriter(_OfOnePath, StorageWriter):
 
     def __init__(self, path: AnyPath, overwrite: bool, description: Mapping[str, Any]) -> None:
         self.path, self.overwrite, self.description = as_path(path), overwrite, description
-        self.partial: Partial | None = None
 
     def save(self, tensors: Mapping[str, Any], ranks: Ranks) -> None:
         """Save the tensors of this rank, as all ranks do theirs."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
+        with contextlib.ExitStack() as self._stack:
             _run(ranks, save, tensors, storage_writer=self, planner=planner)
-        finally:
-            if self.partial is not None:
-                self.partial.discard()
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:
-            check_target(self.path, self.overwrite)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with _written(self.path):
-            self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
-            self.partial = Partial(self.path)
+            check_target(self.path, self.overwrite)
+            self._stack.enter_context(folders_made(Path(os.path.abspath(self.path)).parent))
+            self.partial: Partial = self._stack.enter_context(Partial(self.path))
         # Names of their own: a checkpoint that is replaced keeps its files until the index says otherwise.
         token, world = secrets.token_hex(4), len(plans)
         names = [f"rank-{rank:05d}-of-{world:05d}-{token}.safetensors" for rank in range(world)]
@@ -99,35 +246,34 @@ class FolderWriter(_OfOnePath, StorageWriter):
         stored: list[Any] = []
         for item in plan.items:
             about: Any = item.tensor_data
-            offsets, box, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes), tuple(about.size)
+            offsets, box = about.chunk.offsets, about.chunk.sizes
             # A rank that has no rows has an empty shard.
-            if math.prod(box) or not math.prod(shape):
-                key = item.index.fqn + ("" if box == shape else "@" + ",".join(map(str, offsets)))
+            if math.prod(box) or not math.prod(about.size):
+                key = item.index.fqn + ("" if box == about.size else "@" + ",".join(map(str, offsets)))
                 if key in tensors:
                     raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
                 tensors[key] = planner.resolve_data(item)
-                stored.append((item.index, about.properties.dtype, shape, StoredShard(path.name, key, offsets, box)))
+                stored.append((item.index, StoredShard(offsets, box, path.name, key)))
         file = None
         if tensors:
             with _written(path):
-                checksum = write_tensors(path, tensors, {METADATA_KEY: encode_description({})})
+                checksum = write_tensors(path, tensors, described({}))
                 file = (path.stat().st_size, checksum)
-        return _done([WriteResult(i, tensors[shard.key].nbytes, (*of, shard, file)) for i, *of, shard in stored])
+        return _done([WriteResult(index, tensors[shard.key].nbytes, (shard, file)) for index, shard in stored])
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        assert self.partial is not None  # it was planned
-        index = Index(len(results), {}, {}, self.description)
+        tensors: dict[str, Any] = metadata.state_dict_metadata
+        index = Index({}, {name: replace(of, chunks=[]) for name, of in tensors.items()}, self.description)
         for result in (result for rank in results for result in rank):
-            dtype, shape, shard, index.files[shard.file] = result.storage_data
-            before = index.tensors.get(result.index.fqn)
-            index.tensors[result.index.fqn] = StoredTensor(dtype, shape, (*(before.shards if before else ()), shard))
+            shard, index.files[shard.file] = result.storage_data
+            index.tensors[result.index.fqn].chunks.append(shard)
         with _written(self.path):
             write_index(self.partial.path, index)
             publish(self.partial, self.overwrite)
 
 
 def _written(path: Path) -> contextlib.AbstractContextManager[None]:
-    return translated(f"{path} cannot be written", "a folder to write to, and room in it", of=OSError)
+    return translated(f"{path} cannot be written", "a folder to write to, and room in it", of=(OSError, ValueError))
 
 
 class FolderReader(_OfOnePath, StorageReader):
@@ -164,38 +310,33 @@ class FolderReader(_OfOnePath, StorageReader):
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:
         """A shard of the tensor ``name``, mapped."""
-        found, dtype = self.file(shard.file).get(shard.key), self.index.tensors[name].dtype
-        if found is None or (found.dtype, found.shape) != (dtype, shard.shape):
-            what, expected = f"{self.path / shard.file} has no such {shard.key!r}", f"{shard.shape} of {dtype}"
+        found, dtype = self.file(shard.file).get(shard.key), self.index.tensors[name].properties.dtype
+        if found is None or (found.dtype, found.shape) != (dtype, shard.sizes):
+            what, expected = f"{self.path / shard.file} has no such {shard.key!r}", f"{tuple(shard.sizes)} of {dtype}"
             raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
         return found
 
     def whole(self, name: str) -> torch.Tensor:
         """The whole of a tensor, mapped where it is in one file; of what the next step would have reduced, the largest
         values of all ranks."""
-        tensor, about = self.index.tensors[name], self.index.description
-        made = self.shard(name, tensor.shards[0])
-        if len(tensor.shards) > 1:
-            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
-            for shard in tensor.shards:
-                made[_box(shard.offsets, shard.shape)].copy_(self.shard(name, shard))
+        shards: list[Any] = self.index.tensors[name].chunks
+        made, about = self.shard(name, shards[0]), self.index.description
+        if len(shards) > 1:
+            made = torch.zeros(self.index.tensors[name].size, dtype=made.dtype)
+            for shard in shards:
+                made[_box(shard.offsets, shard.sizes)].copy_(self.shard(name, shard))
         for other in about["per_rank"][name][1:] if name in about["largest"] else ():
             made = torch.maximum(made, self.whole(other))
         return made
 
     def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
-        tensors: dict[str, Any] = {}
-        for name, tensor in self.index.tensors.items():
-            chunks = [dcp.ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards]
-            about = dcp.TensorProperties(dtype=tensor.dtype)
-            tensors[name] = dcp.TensorStorageMetadata(about, torch.Size(tensor.shape), chunks)
-        return dcp.Metadata(tensors)
+        return dcp.Metadata({**self.index.tensors})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             name, offsets = item.storage_index.fqn, item.storage_index.offset
-            shards = self.index.tensors[name].shards
-            stored = self.shard(name, next(s for s in shards if offsets is None or s.offsets == tuple(offsets)))
+            shards: list[Any] = self.index.tensors[name].chunks
+            stored = self.shard(name, next(shard for shard in shards if shard.offsets == offsets))
             value = stored[_box(item.storage_offsets, item.lengths)]
             self._pairs.append((planner.resolve_tensor(item).detach(), value))
         return _done(None)

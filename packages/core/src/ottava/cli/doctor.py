@@ -90,6 +90,15 @@ def _products() -> str:
     return f"in {'bfloat16' if fast else 'float32'}, since {why}"
 
 
+def _private_names() -> Check:
+    """What this torch lacks; its builds for CPUs lack names of GPUs, which nobody misses there."""
+    from ottava.torch_private import KNOWS_BACKWARD, MISSING
+
+    gpus = bool(_gpus())
+    lacking = [f"no torch.{path}: {without}" for path, without in MISSING.items() if gpus or "_cuda" not in path]
+    return Check("private names of torch", KNOWS_BACKWARD, "\n".join(lacking) or "all found")
+
+
 def _self_test(device: str) -> Check:
     """Every bfloat16 value through the chosen backend and the reference: bytes must be equal."""
     import torch
@@ -162,6 +171,7 @@ def examine() -> list[Check]:
     return [
         Check("python", True, platform.python_version()),
         Check("torch", True, str(torch.__version__)),
+        _private_names(),
         Check("ottava", True, ottava.__version__),
         *_backends(),
         _examined("bfloat16 products on cpu", _products),

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from ottava.cli.output import console, say, table
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError
+from ottava.filesystem import check_file_target
 from ottava.recipes.options import parse_options
 from ottava.recipes.registry import list_recipes
 
@@ -112,11 +113,12 @@ def export(
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
-    """Convert the tensors of a file to another recipe, or to high precision, one by one."""
+    """Convert the tensors of a file to another recipe, or to high precision."""
     from ottava.checkpoint.convert import HIGH_PRECISION_NAMES, convert_file
 
     if OUT.exists() and not force:
         raise UsageError(f"{OUT} exists", expected="a new file", remedy="--force replaces it")
+    check_file_target(OUT)  # before the model is made
     known = [*(spec.name for spec in list_recipes()), *HIGH_PRECISION_NAMES]
     # On standard error, so that the table alone can be kept.
     bar = console(stderr=True)

@@ -1,4 +1,4 @@
-"""What spans processes."""
+"""Weights of which every rank has a shard: FSDP2's hooks, and quantized weights from sharded master weights."""
 
 from ottava.collectives import all_reduce_max as reduce_amax
 from ottava.distributed.high_precision import HighPrecisionWeight, gather_quantized

@@ -34,7 +34,7 @@ from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import StorageSpec
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import graph_task_id
+from ottava.torch_private import KNOWS_BACKWARD, graph_task_id
 
 
 class GatheredInner(NamedTuple):
@@ -167,7 +167,7 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
     columnwise = {inner: count for inner, count in both.items() if inner.usage != "rowwise"}
     # FSDP allocates once, so that what is gathered in turns must have the same dtypes and lengths.
     alike = [held[inner].dtype for inner in rowwise] == [held[inner].dtype for inner in columnwise]
-    if not alike or getattr(module, "recomputes", False) or not resharded_after_forward(module):
+    if not alike or getattr(module, "recomputes", False) or not resharded_after_forward(module) or not KNOWS_BACKWARD:
         return both
     lengths = map(max, rowwise.values(), columnwise.values())
     return dict(zip(rowwise if graph_task_id() == -1 else columnwise, lengths, strict=True))

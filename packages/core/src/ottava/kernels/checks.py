@@ -52,7 +52,13 @@ def check_dtype(dtype: object, what: str = "nominal dtype") -> None:
 
 
 def check_dense(x: Tensor, what: str) -> None:
-    """Refuse another layout than torch.strided."""
+    """Refuse nested tensors, which may say that they are strided, and other layouts than torch.strided."""
+    if x.is_nested:
+        raise DTypeError(
+            f"{what} is nested ({x.layout})",
+            expected="one tensor with a shape",
+            remedy="give tensor.values(), in which all rows lie one after the other, or a padded tensor",
+        )
     # Dynamo refuses to read the layout inside a backward; a graph's operators check it again.
     if not torch.compiler.is_compiling() and x.layout != torch.strided:
         raise DTypeError(

@@ -15,6 +15,7 @@ import torch
 from ottava import _cpu
 from ottava.errors import BackendError
 from ottava.formats import element_format, fp8_format
+from ottava.kernels import reference
 from ottava.kernels.checks import Tensor, Tensors
 from ottava.kernels.compiled import DTYPE_CODES, Compiled, matrix
 from ottava.layout import Block, Layout, as_matrix_shape
@@ -49,6 +50,9 @@ class _CPU(Compiled):
         return (_threads(),)
 
     def quantize_any(self, x: Tensor, layout: Layout, out: Sequence[Tensor | None]) -> None:
+        if not x.numel():
+            reference.grid_quantize(x, layout.text, out)
+            return
         x = x.contiguous()
         rows, columns = (_side(layout, side, *out[2 * side : 2 * side + 2]) for side in (False, True))
         largest = torch.finfo(x.dtype if layout.finite_as == "input" else torch.float32).max

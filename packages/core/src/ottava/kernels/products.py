@@ -103,21 +103,25 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype) -> Tensor:
     """The product, in the dtype of its operands if none is given, whatever torch.autocast says."""
-    with _without_autocast(a.device.type):
+    with without_autocast(a.device.type):
         return torch.mm(a, b, *out_dtype)
 
 
 def _addmm(bias: Tensor | None, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     """``factor * a @ b + bias`` in the dtype of the operands and of the bias, of sums that are rounded once."""
-    with _without_autocast(a.device.type):
+    with without_autocast(a.device.type):
         if bias is not None:
             return torch.addmm(bias, a, b, alpha=factor)
         nothing = a.new_empty(()).expand(a.shape[0], b.shape[1])
         return torch.addmm(nothing, a, b, beta=0, alpha=factor)
 
 
-def _without_autocast(kind: str) -> AbstractContextManager[Any]:
-    active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Inside a ``with`` block operators compute in the dtypes of what they are given."""
+    # Compiled code runs the backward pass under the autocast that the forward pass was under.
+    active = torch.amp.is_autocast_available(kind) and (
+        torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)
+    )
     return torch.autocast(kind, enabled=False) if active else nullcontext()
 
 

@@ -313,6 +313,30 @@ def define_product(schema: str, function: Callable[..., Tensor], sizes: Callable
     return operator
 
 
+def _sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.sum(0, dtype=dtype)
+
+
+# What a compiler would compute otherwise than eager code does, if it saw through: it adds in another order, and leaves
+# out the rounding of what it does not store.
+LIBRARY.define("sum_rows(Tensor x, ScalarType dtype) -> Tensor")
+LIBRARY.impl("sum_rows", _sum_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("ottava::sum_rows", lambda x, dtype: x.new_empty(x.shape[1:], dtype=dtype), lib=LIBRARY)
+LIBRARY.define("rounded(Tensor x) -> Tensor")
+LIBRARY.impl("rounded", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("ottava::rounded", torch.empty_like, lib=LIBRARY)
+
+
+def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.sum(0, dtype=dtype)``, in compiled code too."""
+    return torch.ops.ottava.sum_rows(x, dtype) if torch.compiler.is_compiling() else _sum_rows(x, dtype)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """``x`` as its dtype holds it, in compiled code too: a copy there, unless that is float32."""
+    return torch.ops.ottava.rounded(x) if torch.compiler.is_compiling() and x.dtype != _FLOATS else x
+
+
 LIBRARY.define(
     "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, Tensor? last) -> ()"
 )

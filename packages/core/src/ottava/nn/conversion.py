@@ -18,12 +18,15 @@ from ottava.nn.linear import Linear
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.region import enter_module, leave_module
 from ottava.recipes.state import RecipeState
+from ottava.tensors import QuantizedTensor
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 Predicate = Callable[[str, torch.nn.Module], bool]
 Filter = str | Iterable[str] | Predicate
 
 _REPORT_ATTRIBUTE = "_ottava_conversion_report"
+# Where tensor subclasses are defined that layers are known to work with: tensors that are traced, DTensors, Ottava's.
+_KNOWN_SUBCLASSES = ("torch._subclasses.", "torch.distributed.", "ottava.")
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ def _refusal(module: torch.nn.Module) -> str | None:
         return f"is a subclass, {type(module).__name__}, whose behaviour would be lost"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, which would go on running the old module"
+    cls = type(module.weight)
+    own = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
+    if not own and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with operators of its own"
     dtype = module.weight.dtype
     return None if dtype in HIGH_PRECISION else f"its weight has dtype {dtype}"
 

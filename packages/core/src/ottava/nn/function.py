@@ -10,7 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from ottava.gemm import as_matrix, gemm
 from ottava.kernels.direct import unobserved
+from ottava.kernels.table import rounded, sum_rows
 from ottava.recipes.state import RecipeState
+from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import rebuild_saved
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 from ottava.torch_private import forward_ad, is_view, unsafe_view
@@ -59,7 +61,7 @@ def _product(
     state, dtype, recording = plan.state, plan.dtype, plan.recording
     columnwise = w_needs and not state.wgrad_high_precision
     quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=recording)
-    qx = quantizer.quantize(as_matrix(x), dtype=dtype)
+    qx = quantizer.quantize(_as_operand(x, quantizer), dtype=dtype)
     qw: Any = weight if isinstance(weight, QuantizedTensorStorage) else plan.kept_weight
     if qw is None:
         quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=recording)
@@ -132,7 +134,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         qdy: Any = None
         if quantized or qw is not None:
             quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=quantized)
-            qdy = quantizer.quantize(dy2, dtype=dtype)
+            qdy = quantizer.quantize(_as_operand(dy2, quantizer), dtype=dtype)
         if qw is not None:
             dx = _as(gemm(qdy, qw, "dgrad", out_dtype=dtype), x_dtype)
             dx = dx if len(ctx.x_shape) == 2 else dx.view(ctx.x_shape)
@@ -146,8 +148,13 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
         # float32 sum has to be asked for.
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
-        db = _as(dy2.sum(0) if narrow else dy2.sum(0, dtype=torch.float32), b_dtype)
+        db = _as(sum_rows(dy2, dy2.dtype if narrow else torch.float32), b_dtype)
     return dx, dw, db, None
+
+
+def _as_operand(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    # Kernels are given what is stored; a quantizer of somebody else's may become part of what made ``x``.
+    return rounded(as_matrix(x)) if quantizer.custom else as_matrix(x)
 
 
 def _as(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -23,12 +23,21 @@ from ottava.recipes.stepping import begin_step, may_begin
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import graph_task_id, local_tensor, set_local_tensor
+from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, local_tensor, set_local_tensor
 
 
 def _backward_task() -> int:
     """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
     return -1 if torch.compiler.is_compiling() else graph_task_id()
+
+
+def _moved(weight: QuantizedTensor, fn: Any) -> Any:
+    """What ``fn``, of ``Module._apply``, makes of a quantized weight, which keeps its data where that dequantizes."""
+    with torch.no_grad():
+        moved = fn(weight)
+        if isinstance(moved, QuantizedTensor) or moved.dtype not in HIGH_PRECISION:
+            return moved
+        return weight.to(moved.device).to_dtype(moved.dtype)  # type: ignore[attr-defined]
 
 
 _TENSOR_TYPES = ("input", "weight", "grad_output")
@@ -225,6 +234,8 @@ class Linear(torch.nn.Linear):
             state.quantizer("input", rowwise=True, columnwise=True).calibrate(input.detach())
             state.quantizer("weight", rowwise=True, columnwise=True).calibrate(self._plain_weight().detach())
             return self._high_precision(input)
+        if state.keeps_values and is_first_microbatch is None and not isinstance(weight, QuantizedTensorStorage):
+            return self._high_precision(input)
         if isinstance(input, QuantizedTensorStorage):
             input = input.dequantize()
         grad_enabled = torch.is_grad_enabled()
@@ -292,7 +303,7 @@ class Linear(torch.nn.Linear):
             if state.has_run and not region.calibrating:
                 # The state joined after the others had begun this step, and still holds amaxes of an earlier one.
                 begin_step([state], group)
-        elif state.backward_ran and not torch.compiler.is_compiling() and may_begin():
+        elif state.backward_ran and KNOWS_BACKWARD and not torch.compiler.is_compiling() and may_begin():
             state.backward_ran = False
             warnings.warn(
                 f"{self._label()} runs another forward pass after a backward pass, in one region: scales are updated "
@@ -351,21 +362,26 @@ class Linear(torch.nn.Linear):
         return self._quantized_weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # ``.half()`` and its like would dequantize; a weight keeps its data and changes its nominal dtype instead.
-        def keep_data(tensor: Any) -> Any:
-            moved = fn(tensor)
-            if not isinstance(tensor, QuantizedTensor) or isinstance(moved, QuantizedTensor):
-                return moved
-            kept: Any = tensor.to(moved.device)
-            return kept.to_dtype(moved.dtype) if moved.dtype in HIGH_PRECISION else moved
-
         self._quantized_weight = None
-        initial, without_values = getattr(self.weight, "_high_precision_init_val", None), self.weight.is_meta
-        super()._apply(keep_data, recurse)  # type: ignore[no-untyped-call]
+        weight: Any = self._parameters.get("weight")
+        without_values = self.weight.is_meta
+        kept = _moved(weight, fn) if isinstance(weight, QuantizedTensor) else None
+        if kept is None or kept.is_meta is not without_values:
+            super()._apply(fn if kept is None else lambda t: kept if t is weight else fn(t), recurse)  # type: ignore[no-untyped-call]
+        else:
+            # torch swaps a parameter of a subclass for another one, which has neither its attributes nor its hooks.
+            # A plain parameter is given new data, and so is this one.
+            if kept is not weight:
+                weight.data = kept
+            if weight.grad is not None:
+                weight.grad.data = fn(weight.grad)
+            self._parameters["weight"] = None
+            try:
+                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            finally:
+                self._parameters["weight"] = weight
         if without_values and not self.weight.is_meta:
             self._share_shards()
-        if initial is not None:
-            self.weight._high_precision_init_val = initial  # type: ignore[attr-defined]
         return self
 
     def reset_parameters(self) -> None:

@@ -43,7 +43,7 @@ def quantize_new_weight(layer: Any) -> None:
         return
     weight = layer.weight
     quantizer = recipe.quantizer(QuantizerRole("linear", "weight", layer.name)).copy()
-    quantizer.set_usage(rowwise=True, columnwise=True)
+    quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled() or not quantizer.columns_when_asked)
     quantizer.internal = False
     with torch.no_grad():
         quantizer.initialize(weight.detach())

@@ -21,7 +21,15 @@ from typing import Any
 
 import pluggy
 
-from ottava.errors import DuplicateRecipeError, OptionError, OttavaError, PluginError, RecipeNotFoundError, text_of
+from ottava.errors import (
+    DuplicateRecipeError,
+    OptionError,
+    OttavaError,
+    PluginError,
+    RecipeNotFoundError,
+    listed,
+    text_of,
+)
 from ottava.recipes import hookspecs
 from ottava.recipes.discovery import Found, canonical, disabled, discover, strict
 from ottava.recipes.ownership import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus, settle
@@ -178,7 +186,7 @@ def build_recipe(name: str | os.PathLike[str], kind: type, options: dict[str, An
     expected = ", ".join(accepted) or ("" if takes_any else "no options")
     unknown = [option for option in options if option not in accepted and not takes_any]
     if unknown:
-        raise OptionError(f"{provided} has no option {', '.join(map(repr, unknown))}", expected=expected)
+        raise OptionError(f"{provided} has no option {listed(unknown)}", expected=expected)
     missing = [option for option in required if option not in options]
     if missing:
         raise OptionError(f"{provided} needs the option {', '.join(map(repr, missing))}", expected=expected)

@@ -79,6 +79,8 @@ class RecipeState:
     has_run: bool = False
     # Whether a backward pass has run since the step began.
     backward_ran: bool = False
+    # Whether all quantizers keep the values, so that the layer computes in high precision.
+    keeps_values: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -97,6 +99,7 @@ class RecipeState:
                 variant.set_usage(rowwise=rowwise, columnwise=columnwise)
                 variant.internal = True
                 self.quantizers[role.tensor_type, rowwise, columnwise] = variant
+        self.keeps_values = all(quantizer.keeps_values for quantizer in self.quantizers.values())
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """Whether this is the state for that recipe and process group."""

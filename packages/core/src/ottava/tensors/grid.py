@@ -23,6 +23,13 @@ from ottava.tensors.tensor import QuantizedTensor
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
 _USAGES = ("rowwise", "columnwise")
+# What to do where a direction is missing that no quantizer was asked for.
+_WITHOUT = {
+    "rowwise": "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and recomputing the "
+    "forward pass from it takes reshard_after_forward=False or {}, or gather_quantized(model, recomputes=True)",
+    "columnwise": "a weight that was made under no_grad has columns of its initial values alone: before it is written "
+    "to or gives them up, call weight.update_usage(columnwise_usage=True)",
+}
 
 
 # By the text of the layout: a plain dict, which compiled code can look into.
@@ -240,9 +247,7 @@ class GridTensorStorage(QuantizedTensorStorage):
             raise UsageError(
                 f"{type(self).__name__} has no {name} data",
                 expected=f"a tensor quantized with {name}=True",
-                remedy=f"call quantizer.set_usage({name}=True) before quantizing; a weight that FSDP2 gathers for the "
-                "backward pass alone has columnwise data only, and recomputing the forward pass from it takes "
-                f"reshard_after_forward=False or {self.squares}, or gather_quantized(model, recomputes=True)",
+                remedy=f"call quantizer.set_usage({name}=True) before quantizing; {_WITHOUT[name].format(self.squares)}",
             )
         data, scales = stored((other[0], _other_scales(other, layout, columnwise)), layout, columnwise)
         if not layout.transposed:
@@ -408,6 +413,25 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 setattr(self, name, getattr(other, name, None))
         else:
             super()._share_freshness(other)
+
+    def for_usage(self, columnwise: bool) -> Direction:
+        if columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None:
+            self._quantize_columns()
+        return super().for_usage(columnwise)
+
+    def _quantize_columns(self) -> None:
+        """Quantize the initial values of a weight that was made under ``no_grad`` along columns, too.
+
+        Nothing is done where they were given up, or the rows are not theirs any more, nor where columns were dropped.
+        """
+        initial, quantizer = self.get_high_precision_init_val(), self._quantizer
+        if initial is None or quantizer is None or quantizer.columnwise_usage or torch.compiler.is_compiling():
+            return
+        with torch.no_grad():
+            made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
+        rows, held = made.direction(columnwise=False), self.direction(columnwise=False)
+        if held is not None and all(torch.equal(mine, own) for mine, own in zip(rows, held, strict=True)):
+            self._put(held, made.direction(columnwise=True))
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
         """Whether copying from ``other`` can copy data and scales instead of quantizing again."""

@@ -55,6 +55,7 @@ def _alias(tensor: GridTensor, held: Direction, data: torch.Tensor, op: Any) -> 
     metadata = tensor.get_metadata() | tensor.arguments_of((data, held[1]), None) | {"shape": None}
     view: Any = type(tensor)(**metadata)
     view._writes = tensor._writes
+    view.mark_view(tensor)
     less = rows is None or data.numel() != tensor.numel()
     if op is _aten.as_strided.default and rows is not None:
         less |= data.stride() != rows.stride() or data.storage_offset() != rows.storage_offset()
@@ -89,6 +90,7 @@ def _changed(tensor: GridTensor, change: _Change, *, swap: bool = False, alias: 
     made = type(tensor)(**metadata)
     if alias:
         made.share_writes(tensor)
+        made.mark_view(tensor)
         made._whole = tensor._whole
     return made
 
@@ -257,20 +259,21 @@ def _transpose(op: Any, tensor: GridTensor, *args: Any) -> Any:
     return NotImplemented
 
 
-@_on_grid(_aten.as_strided.default)
+@implements(GridTensor, _aten.as_strided.default)
 def _as_strided(
     op: Any, tensor: GridTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
-    """Rows of a contiguous tensor, in another shape; an offset counts from the tensor's first element."""
-    offset = storage_offset or 0
-    if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), 0):
-        return _changed(tensor, lambda held, _: held)
-    kept = _strided_rows(tensor, tuple(size), tuple(stride), offset)
-    if kept is not NotImplemented:
-        return kept
-    # The values where the strides of the tensor say that they lie.
-    values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return op(values.copy_(tensor.dequantize()), size, stride, storage_offset)
+    """Rows of a contiguous tensor, in another shape; those of a view are of the tensor that it is a view of."""
+    offset: Any = tensor.storage_offset() if storage_offset is None else storage_offset
+    if tensor.grid_layout.block != (None, None):
+        base = tensor if tensor._view_of is None else tensor._view_of
+        return _strided_rows(base, tuple(size), tuple(stride), offset - base.storage_offset())
+    data = tensor._in_order()
+    if data.stride() != tensor.stride():
+        # Its rowwise data was dropped since.
+        return NotImplemented
+    view = op(data, size, stride, data.storage_offset() + offset - tensor.storage_offset())
+    return _alias(tensor, tensor._held()[0], view, op)
 
 
 def _strided_rows(tensor: GridTensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:

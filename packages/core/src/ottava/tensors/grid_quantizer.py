@@ -10,6 +10,7 @@ from ottava import kernels
 from ottava.collectives import all_reduce_max, process_groups_ready
 from ottava.errors import DTypeError
 from ottava.kernels import for_layers
+from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.grid import GridTensor, GridTensorStorage, inner_tensors_of, stored
 from ottava.tensors.quantizer import Quantizer
@@ -32,6 +33,7 @@ class GridQuantizer(Quantizer):
     # Found by name on first use: what all ranks agree on stands above tensors.
     shards: ClassVar[Any] = "grid.GridShards"
     process_attributes: ClassVar[tuple[str, ...]] = ("amax_reduction_group",)
+    columns_when_asked = True
     storage_class: ClassVar[type[GridTensorStorage]] = GridTensorStorage
     tensor_class: ClassVar[type[GridTensor]] = GridTensor
 
@@ -61,29 +63,35 @@ class GridQuantizer(Quantizer):
         return copied
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        usages = self.rowwise_usage, self.columnwise_usage
         if self.amax_reduction_group is not None and process_groups_ready():
             return self._wrap(self._quantize_reduced(tensor), dtype)
-        return self._wrap(for_layers.grid_quantize(tensor, self.layout.text, *usages), dtype)
+        return self._wrap(for_layers.grid_quantize(tensor, self.layout.text, *self._sides()), dtype)
+
+    def _sides(self) -> tuple[bool, bool]:
+        """Whether rows and columns are made: rows alone where one buffer serves both usages."""
+        return (True, False) if self.layout.columnwise == "same" else (self.rowwise_usage, self.columnwise_usage)
 
     def _quantize_reduced(self, tensor: torch.Tensor) -> list[torch.Tensor | None]:
         """With the amaxes of all ranks where a scale spans the rows."""
         layout, matrix = self.layout, as_matrix_shape(tensor.shape)
-        made: list[Any] = []
         place: Any = [tensor.reshape(-1)], [tensor.dtype], [matrix], [0], [layout]
-        amaxes = kernels.grid_multi_amax(*place).split(kernels.grid_amax_sizes(*matrix, layout))
+        amaxes = list(kernels.grid_multi_amax(*place).split(kernels.grid_amax_sizes(*matrix, layout)))
+        wanted = self._sides()
+        made: list[Any] = []
         pairs: list[list[Any]] = [[None], [None]]
-        for columnwise, wanted in ((False, self.rowwise_usage), (True, self.columnwise_usage)):
-            if not wanted:
+        for columnwise in (False, True):
+            at = int(columnwise and not layout.square)
+            spans = layout.block_of(columnwise)[0] is None
+            # Of squares one amax serves both directions, and is reduced once.
+            if spans and wanted[columnwise] and not (columnwise and layout.square and wanted[0]):
+                amaxes[at] = all_reduce_max(amaxes[at], self.amax_reduction_group)
+            if not wanted[columnwise]:
                 made += [None, None]
                 continue
-            rows = layout.block_of(columnwise)[0]
-            amax = amaxes[0 if layout.square else columnwise].view(layout.grid(matrix, columnwise, shared=True))
-            if rows is None:
-                amax = all_reduce_max(amax, self.amax_reduction_group)
+            amax = for_blocks(amaxes[at].view(layout.grid(matrix, columnwise, shared=True)), layout, columnwise, matrix)
             scale, scale_inv = kernels.grid_scales(amax, layout, tensor.dtype)
             data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
-            pairs[columnwise] = [(scale_inv if scale is None else scale, data)]
+            pairs[columnwise] = [((scale_inv if scale is None else scale).contiguous(), data)]
             made += stored((data, scale_inv), layout, columnwise)
         kernels.grid_multi_cast(*place, *pairs)
         return [None if part is None else part.contiguous() for part in made]
@@ -102,7 +110,7 @@ class GridQuantizer(Quantizer):
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         layout, tensors = self.layout, []
-        for columnwise, wanted in ((False, self.rowwise_usage), (True, self.columnwise_usage)):
+        for columnwise, wanted in zip((False, True), self._sides(), strict=True):
             made = layout.data_shape(shape, columnwise), layout.scale_shape(shape, columnwise)
             for own, kind in zip(made, (torch.uint8, layout.stored_scale), strict=True):
                 tensors.append(torch.empty(own, dtype=kind, device=device) if wanted else None)

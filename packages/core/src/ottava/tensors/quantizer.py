@@ -35,6 +35,10 @@ class Quantizer(ABC):
     process_attributes: ClassVar[tuple[str, ...]] = ()
     #: Whether an internal result may hold the operand itself, and change with it.
     keeps_operands: bool = False
+    #: Whether results hold the values as they are: a layer with nothing else is one in high precision.
+    keeps_values: bool = False
+    #: Whether a weight that ``quantized_model_init`` makes under ``no_grad`` has no columns until these are asked for.
+    columns_when_asked: ClassVar[bool] = False
     #: What the class declares of the shards of a weight, an :class:`ottava.distributed.ShardRule`. It holds for the
     #: :meth:`quantize_impl` of the class that declares it: a subclass with another one declares its own, or none.
     shards: ClassVar[Any] = None
@@ -334,12 +338,6 @@ def _plain(tensor: Any, what: str) -> torch.Tensor:
     """What is to be quantized, dequantized if it is; refused if it is not one tensor of high precision."""
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
-    if isinstance(tensor, torch.Tensor) and tensor.is_nested:
-        raise DTypeError(
-            f"the {what} is nested ({tensor.layout})",
-            expected="one tensor with a shape",
-            remedy="quantize tensor.values(), in which all rows lie one after the other, or a padded tensor",
-        )
     check_high_precision(tensor, what)
     return tensor  # type: ignore[no-any-return]
 

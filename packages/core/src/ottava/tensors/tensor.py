@@ -43,6 +43,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     _base_static_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
     # The group on which this tensor's shards agreed on their scales.
     _shard_group: Any = None
+    # An alias of the tensor that this one is a view of; for torch both lie in one storage.
+    _view_of: Any = None
 
     @staticmethod
     def __new__(
@@ -58,19 +60,23 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         declared = cls._checked(declared, dtype=dtype)
         held: list[torch.Tensor | None] = [declared[inner.argument] for inner in cls.inner_tensors]
         of_device = next((tensor for tensor in held if tensor is not None), None)
-        like, strides = cls.laid_out_like(declared), None
+        like = cls.laid_out_like(declared)
         if of_device is None or (shape is None and like is None and held[0] is None):
             elements = [i.argument for i in cls.inner_tensors if i.usage != "both" and i.block_rows is None]
             raise UsageError(f"a {cls.__name__} needs data", expected=" or ".join(elements) or "an inner tensor")
-        if like is not None:
-            if shape is not None and tuple(shape) != tuple(like.shape):
-                raise ShapeError(f"the data has shape {tuple(like.shape)}", expected=str(tuple(shape)))
-            shape, strides = like.shape, like.stride()
+        if like is not None and shape is not None and tuple(shape) != tuple(like.shape):
+            raise ShapeError(f"the data has shape {tuple(like.shape)}", expected=str(tuple(shape)))
+        sizes = tuple(held[0].shape if shape is None else shape) if like is None else like.shape  # type: ignore[union-attr]
+        if like is None:
+            # Elements that begin later than their storage does are those of a view.
+            views = (t for t in held if t is not None and t.storage_offset() and tuple(t.shape) == sizes)
+            like = next((t for t in views if t.is_contiguous()), None)
         # It owns no memory: who asks for its storage (FSDP2 compares addresses) finds one of no bytes, at address 0.
         return make_wrapper_subclass(
             cls,
-            held[0].shape if shape is None else tuple(shape),  # type: ignore[union-attr]
-            strides=strides,
+            sizes,
+            strides=None if like is None else like.stride(),
+            storage_offset=None if like is None else like.storage_offset(),
             dtype=dtype,
             device=of_device.device,
             requires_grad=requires_grad,
@@ -213,7 +219,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         build: Any = type(tensor)
         made = build(**metadata, requires_grad=requires_grad)
         made._share_freshness(tensor)
+        if shape is None and not replaced:
+            made._view_of = tensor._view_of
         return made
+
+    def mark_view(self, of: QuantizedTensor) -> None:
+        """Note that this tensor is a view of another one, with which it shares memory."""
+        self._view_of = of.detach() if of._view_of is None else of._view_of
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
         """Whether copying from ``other`` can copy inner tensors instead of quantizing again: both mean the same."""
@@ -238,8 +250,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise DTypeError(f"new data is a {type(value).__name__}", expected="a tensor")
-        if tuple(value.shape) != tuple(self.shape):
-            raise ShapeError(f"new data has shape {tuple(value.shape)}", expected=str(tuple(self.shape)))
         if isinstance(value, QuantizedTensor) and value.inner_tensors == self.inner_tensors:
             self._adopt(value)
             return
@@ -251,12 +261,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self._adopt(adopted)
 
     def _adopt(self, value: Any) -> None:
-        """Take over dtype, device and inner tensors of ``value``, a quantized tensor of this kind."""
-        if (value.dtype, value.device) != (self.dtype, self.device):
-            # What torch itself keeps of this tensor, its dtype and device, follows only this way.
+        """Take over what ``value`` is, a quantized tensor of this kind."""
+        mine, its = ((t.dtype, t.device, t.shape, t.stride(), t.storage_offset()) for t in (self, value))
+        if mine != its:
+            # What torch itself keeps of this tensor follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         self._hold({each.argument: getattr(value, each.attribute) for each in value.declared()})
-        self._whole = value._whole
+        self._whole, self._view_of = value._whole, value._view_of
         if value._quantizer is not None:
             self._quantizer = value._quantizer
         self._share_freshness(value)

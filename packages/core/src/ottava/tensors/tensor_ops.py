@@ -12,6 +12,7 @@ import torch
 
 from ottava.errors import DeviceError, ShapeError
 from ottava.kernels import HIGH_PRECISION
+from ottava.kernels.checks import check_dense
 from ottava.tensors.aten import defines, implements
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
@@ -35,9 +36,14 @@ def _detach(op: Any, tensor: QuantizedTensor) -> Any:
 
 @implements(QuantizedTensor, _aten.as_strided.default)
 def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    # FSDP puts what was gathered into its shape, which it has. Any other layout is for a subclass to define.
-    same = tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset
-    return tensor.make_like(tensor) if same else NotImplemented
+    """The tensor itself, as FSDP asks for it, or values; which layouts keep the class is for a subclass to define."""
+    offset = tensor.storage_offset() if storage_offset is None else storage_offset
+    if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()):
+        return tensor.make_like(tensor)
+    base = tensor if tensor._view_of is None else tensor._view_of
+    # The values where the strides of the tensor say that they lie.
+    values = torch.empty_strided(base.shape, base.stride(), dtype=tensor.dtype, device=tensor.device)
+    return op(values.copy_(base.dequantize()), size, stride, offset - base.storage_offset())
 
 
 @implements(QuantizedTensor, _aten.clone.default)
@@ -73,6 +79,7 @@ def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
         dst.copy_from_storage(src)
     else:
         values = src.dequantize() if isinstance(src, QuantizedTensor) else src
+        check_dense(values, "source")
         if values.is_meta and not dst.is_meta:
             raise DeviceError("the source is on meta and has no values", expected="a tensor with values")
         try:
@@ -114,6 +121,7 @@ def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
             taken[inner.argument] = value[span]
     rows = tensor.make_like(tensor, shape=(stop - start, *tensor.shape[1:]), **taken)
     rows._whole = tensor if tensor._whole is None else tensor._whole
+    rows.mark_view(tensor)
     return rows
 
 

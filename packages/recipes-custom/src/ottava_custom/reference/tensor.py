@@ -168,6 +168,7 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
             cls,
             held.shape,
             strides=held.stride(),
+            storage_offset=held.storage_offset(),
             dtype=bare.dtype,
             device=held.device,
             requires_grad=requires_grad,

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import ottava
 from ottava_testing import launch
 from ottava_testing.checks.files import load
-from ottava_testing.compare import CheckFailed, held, normal, plain, relative, require, same, wide
-from ottava_testing.runner import describe
+from ottava_testing.compare import CheckFailed, describe, held, normal, plain, relative, require, same, wide
 from ottava_testing.subject import Subject
 from ottava_testing.table import (
+    CHECKS,
     DETERMINISTIC,
     QUANTIZED_WEIGHTS,
     RANK_BODIES,
@@ -28,7 +28,6 @@ from ottava_testing.table import (
     Needs,
     RankBody,
     check,
-    list_checks,
 )
 from ottava_testing.worker import import_from
 
@@ -61,9 +60,8 @@ def run(name: str, mesh: Any, folder: Path) -> None:
         raise
     except Exception as error:
         traceback.print_exc()
-        promise = next(check.promise for check in list_checks() if check.name == name)
         place = f"on rank {dist.get_rank()} of {dist.get_world_size()}"
-        raise CheckFailed(f"{name} ({promise}), {place}: {describe(error)}") from error
+        raise CheckFailed(f"{name} ({CHECKS[name].promise}), {place}: {describe(error)}") from error
 
 
 @rank_check("pickle-in-another-process", "A pickle loads in another process, which has made a layer", QUANTIZED_WEIGHTS)
@@ -90,12 +88,11 @@ def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
         masters = [wide(48, 40, seed=1), wide(33, 17, seed=2) * 8, wide(64, 96, seed=3), wide(5, 8, seed=4)]
         weights = [subject.weight(torch.zeros(m.shape, dtype=dtype)) for m in masters]
         expected = [_written(copy.deepcopy(w), m.to(dtype)) for w, m in zip(weights, masters, strict=True)]
-        before = [plain(w).clone() for w in weights]
         shards: list[torch.Tensor | None] = []
         offsets: list[int | None] = []
         ranges: list[tuple[int, int]] = []
         for number, master in enumerate(masters):
-            # Where the first rank's part ends: in the midst of a row, at the end, at the start.
+            # Where the first rank's shard ends: in the midst of a row, at the end, at the start.
             cut = (master.numel() // 3 + 7, master.numel() // 2 + 1, 0, master.numel())[number]
             first, last = (0, cut) if rank == 0 else (cut, master.numel())
             ranges.append((first, last))
@@ -104,7 +101,7 @@ def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
             offsets.append(None if empty else first)
         quantize_master_weights(weights, shards, offsets)
         for number, (weight, whole) in enumerate(zip(weights, expected, strict=True)):
-            _same_part(f"weight {number} ({dtype})", weight, whole, ranges[number], before[number])
+            _same_shard(f"weight {number} ({dtype})", weight, whole, ranges[number])
 
 
 def _written(weight: Any, values: torch.Tensor) -> Any:
@@ -115,9 +112,9 @@ def _written(weight: Any, values: torch.Tensor) -> Any:
     return weight
 
 
-def _same_part(what: str, weight: Any, whole: Any, part: tuple[int, int], before: torch.Tensor) -> None:
+def _same_shard(what: str, weight: Any, whole: Any, elements: tuple[int, int]) -> None:
     raw = weight.raw_inner()
-    first, last = part
+    first, last = elements
     for inner in weight.inner_tensors:
         mine, theirs = getattr(weight, inner.attribute), getattr(whole, inner.attribute)
         if mine is None or theirs is None or weight.is_derived(inner):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ import typer
 
 from ottava.cli.output import say
 from ottava.errors import OptionError, UsageError
+from ottava.filesystem import Partial
 from ottava_testing.new_recipe.names import Names, checked_names
 from ottava_testing.new_recipe.rendering import render
 
@@ -36,18 +36,16 @@ def write_package(contents: dict[str, str], target: Path) -> None:
     Raises:
         OSError: it cannot be written, or something else came to be there meanwhile.
     """
-    above, name = target.absolute().parent, target.absolute().name
-    # Beside the target, on one disk with it, so that what is complete is moved.
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=above, ignore_cleanup_errors=True) as aside:
+    with Partial(target) as aside:
         for path, text in contents.items():
-            file = Path(aside, path)
+            file = aside.path / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, "utf-8")
         # One that is there may be the folder that the user is in: it is filled.
         made, moved = not target.exists(), list[Path]()
         try:
             target.mkdir(exist_ok=True)
-            for entry in sorted(Path(aside).iterdir()):
+            for entry in sorted(aside.path.iterdir()):
                 place = target / entry.name
                 if os.path.lexists(place):
                     raise FileExistsError(f"{place} exists")

@@ -1,0 +1,183 @@
+"""How a file or a folder appears under its name: whole, or not at all; and is read as one.
+
+What is written goes to a hidden folder beside its place, and one rename gives it its name. The folder is locked while
+its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from ottava.errors import CheckpointError, DTypeError, UsageError, translated
+
+AnyPath = str | os.PathLike[str]
+
+
+def as_path(path: AnyPath) -> Path:
+    """``path`` as a ``Path``; raises DTypeError where it is none."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise DTypeError(f"the path is a {type(path).__name__}", expected="a path")
+    return Path(path)
+
+
+def check_file_target(path: AnyPath) -> Path:
+    """Where a file of that name is written, which is what a link leads to; UsageError where that is no regular file."""
+    with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError):
+        place = Path(os.path.realpath(as_path(path)))
+        folder = stat.S_ISDIR(os.stat(place.parent).st_mode)
+        mode = os.stat(place).st_mode if os.path.lexists(place) else stat.S_IFREG
+    if not folder:
+        raise UsageError(f"{path} cannot be written: {place.parent} is no folder", expected="a file in a folder")
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise UsageError(f"{path} cannot be written: it is {what}", expected="a new name, or a file to replace")
+    return place
+
+
+@contextlib.contextmanager
+def unreplaced(path: Path) -> Iterator[None]:
+    """Read a regular file in the block; CheckpointError where it is none, or is another one at the end."""
+    before = _identity(path)
+    try:
+        yield
+    finally:
+        if _identity(path) != before:
+            what = f"{path} was replaced while it was read"
+            raise CheckpointError(what, expected="one file", remedy="load it again")
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    with translated(f"{path} cannot be read", "a file"):
+        found = path.stat()
+    # Opening a pipe would wait for its other end.
+    if not stat.S_ISREG(found.st_mode):
+        what = "a folder, name one of its files" if path.is_dir() else "no regular file"
+        raise CheckpointError(f"{path} is {what}", expected="a file")
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a file or a folder, to read."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep others out that lock the file or folder; without locks, one writer at a time is up to the user."""
+    with opened(path) as descriptor:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def folders_made(path: Path) -> Iterator[None]:
+    """Make a folder and those above it that are missing; what was made goes at the end if nothing is in it."""
+    made: list[Path] = []
+    try:
+        for folder in reversed((path, *path.parents)):
+            if not folder.is_dir():
+                # Another process may make it meanwhile, and has it to itself.
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir()
+                    made.insert(0, folder)
+        yield
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block; only the main thread of a process is interrupted."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    try:
+        signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            signal.raise_signal(signal.SIGINT)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk; some file systems keep names by themselves and refuse."""
+    with opened(path) as descriptor, contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+        os.fsync(descriptor)
+
+
+class Partial(contextlib.AbstractContextManager["Partial"]):
+    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target.
+
+    What killed writers of the same target left is removed before.
+    """
+
+    path, _lock = Path(), -1
+
+    def __init__(self, target: Path) -> None:
+        self.target = Path(os.path.abspath(target))
+        # Of two targets never alike, however long the names.
+        digest = hashlib.blake2b(os.fsencode(self.target.name), digest_size=8).hexdigest()
+        start = f".{self.target.name[:40]}-{digest}."
+        remove_leftovers(self.target.parent, start)
+        # Until it is locked another writer may take the folder for a leftover and remove it.
+        while not self.path.name or not self.path.exists():
+            self.discard()
+            self.path = self.target.with_name(f"{start}{secrets.token_hex(8)}.partial")
+            os.mkdir(self.path)
+            # Where no locks are to be had nobody removes what others left.
+            with contextlib.suppress(OSError):
+                self._lock = os.open(self.path, os.O_RDONLY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def __exit__(self, *error: object) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the folder and give the lock up."""
+        if self.path.name:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            descriptor, self._lock = self._lock, -1
+            os.close(descriptor)
+
+    # An interrupt may come before the block begins, or as it ends.
+    __del__ = discard
+
+    def put_file(self, name: str) -> None:
+        """Give a file in the folder, which is on the disk, the name of the target."""
+        with contextlib.suppress(FileNotFoundError):
+            # Who may read the old one may read the new one.
+            os.chmod(self.path / name, stat.S_IMODE(os.stat(self.target).st_mode))
+        os.replace(self.path / name, self.target)
+        sync(self.target.parent)
+
+
+def remove_leftovers(folder: Path, start: str) -> None:
+    """Remove the hidden folders whose names begin so and whose writers were killed, as far as that can be done."""
+    for entry in list(folder.glob(f"{glob.escape(start)}*.partial")):
+        # A writer that lives has locked it.
+        with contextlib.suppress(OSError), opened(entry) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(entry, ignore_errors=True)
