@@ -1,4 +1,7 @@
-"""Mistakes that an author of a recipe may make, each as a change of a few lines in what the template gives."""
+"""Mistakes that an author of a recipe may make, each as a change of a few lines in what the template gives.
+
+Most are made in classes of one's own, as the template's README shows them; some in a recipe that is a layout.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ class Defect:
         name: what is wrong.
         changes: pairs of a text that stands in ``recipe.py`` once and what is put in its place.
         said: words that the kit's report has to have, each a regular expression.
+        of_layout: whether that is the generated ``recipe.py``, and not the one that its README shows.
     """
 
     name: str
     changes: tuple[tuple[str, str], ...]
     said: tuple[str, ...]
+    of_layout: bool = False
 
     def apply(self, source: str) -> str:
         """The source with the mistake."""
@@ -28,7 +33,7 @@ class Defect:
 
 
 _TENSOR_BODY = '    """The same as a ``torch.Tensor``, for weights that are kept quantized."""\n'
-_DEQUANTIZED = "        return values.to(dtype or self.dtype)\n"
+_DEQUANTIZED = "        return values.masked_fill(self._data == NAN, torch.nan).to(dtype or self.dtype)\n"
 _ROWS = "    shards = ShardRule(rows=1)\n"
 _RECIPE = "@dataclass(frozen=True)\nclass RowRecipe(Recipe):\n"
 
@@ -41,8 +46,8 @@ ALIASED_SCALE = Defect(
             + '''
     def clone_storage(self) -> QuantizedTensorStorage:
         """A copy, of the data only."""
-        (data, scale_inv), spec = self.flatten_storage()
-        return spec.build([data.clone(), scale_inv])
+        (data, scale_inv, zero), spec = self.flatten_storage()
+        return spec.build([data.clone(), scale_inv, zero.clone()])
 ''',
         ),
     ),
@@ -126,14 +131,14 @@ PICKLED_CODE = Defect(
             _TENSOR_BODY
             + """
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_rows, (self._data, self._scale_inv, self.dtype)
+        return rebuild_rows, (self._data, self._scale_inv, self._zero)
 """,
         ),
         (
             "class RowQuantizer(Quantizer):\n",
-            '''def rebuild_rows(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> RowTensor:
+            '''def rebuild_rows(*tensors: torch.Tensor, dtype: Any = torch.float32) -> RowTensor:
     """What a pickle calls."""
-    return RowTensor(data=data, scale_inv=scale_inv, dtype=dtype, quantizer=RowQuantizer())
+    return RowTensor(**dict(zip(("data", "scale_inv", "zero"), tensors)), dtype=dtype, quantizer=RowQuantizer())
 
 
 class RowQuantizer(Quantizer):
@@ -143,4 +148,43 @@ class RowQuantizer(Quantizer):
     (r"the pickle of the RowTensor", r"needs code \(acme_rows\.recipe\.rebuild_rows\)"),
 )
 
-DEFECTS = (ALIASED_SCALE, WRONG_TRANSPOSE, DROPPED_IN_PLACE_OP, RANDOM_CAST, LOST_GRADIENTS, PICKLED_CODE)
+_GIVEN = "        return GridQuantizer(LAYOUT)\n"
+
+RANDOM_LAYOUT = Defect(
+    "a quantizer of a layout that is not deterministic",
+    (
+        (
+            _RECIPE,
+            '''class Dithered(GridQuantizer):
+    """Noise before the values are rounded."""
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        """Quantize."""
+        return super().quantize_impl(tensor * (1 + torch.rand_like(tensor) / 64), dtype)
+
+
+'''
+            + _RECIPE,
+        ),
+        (_GIVEN, "        return Dithered(LAYOUT)\n"),
+    ),
+    ("quantizing the same tensor twice gives different bytes", "is not deterministic"),
+    of_layout=True,
+)
+
+WIDER_BLOCKS = Defect(
+    "a layout with wider blocks than the spec says",
+    (("Layout(torch.int8, (1, None))", "Layout(torch.int8, (8, None))"),),
+    (r"block_size=\(1, None\) in the spec is not so",),
+    of_layout=True,
+)
+
+COARSE_ELEMENTS = Defect(
+    "a layout that is less exact than the spec says",
+    (("Layout(torch.int8, (1, None))", "Layout(torch.float8_e5m2, (1, None))"),),
+    ("linear", r"the output.* is off by 0\.07\d+ of its norm, where 0\.02 is allowed"),
+    of_layout=True,
+)
+
+OF_CLASSES = (ALIASED_SCALE, WRONG_TRANSPOSE, DROPPED_IN_PLACE_OP, RANDOM_CAST, LOST_GRADIENTS, PICKLED_CODE)
+DEFECTS = (*OF_CLASSES, RANDOM_LAYOUT, WIDER_BLOCKS, COARSE_ELEMENTS)

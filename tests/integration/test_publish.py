@@ -79,6 +79,12 @@ def test_the_code_on_the_page_is_the_templates(path: str) -> None:
     assert shown[1] == FILES[path]
 
 
+def test_the_classes_on_the_page_are_those_of_the_readme() -> None:
+    block = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+    (shown,) = [code for code in block.findall(PAGE) if "QuantizedTensorStorage" in code]
+    assert shown in block.findall(FILES["README.md"])
+
+
 def test_every_file_is_explained() -> None:
     assert sorted(re.findall(r"^\| `(.+?)` \|", PAGE, re.M)) == sorted(FILES)
 

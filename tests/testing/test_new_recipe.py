@@ -66,7 +66,8 @@ def test_it_writes_every_file_and_says_what_is_next() -> None:
         ]
     )
     assert os.listdir(".") == ["acme-rows"]
-    for word in ("cd acme-rows", 'pip install -e ".[test]"', "pytest", "--recipe acme-rows", "license", "Your scheme"):
+    words = ("cd acme-rows", 'pip install -e ".[test]"', "pytest", "--recipe acme-rows", "license", "Your scheme")
+    for word in (*words, "README.md"):
         assert word in output
     for path, text in written.items():
         assert b"$" not in (text or b"").replace(b"${{ matrix.python }}", b""), path
@@ -98,17 +99,20 @@ def test_versions_that_go_together(version: str, bounds: str) -> None:
 
 def test_the_places_to_change_are_marked() -> None:
     files = render(Names("acme-rows"))
-    assert files["src/acme_rows/recipe.py"].count("# Your scheme:") == 4
+    assert files["src/acme_rows/recipe.py"].count("# Your scheme:") == 2
     assert files["src/acme_rows/plugin.py"].count("# Your scheme:") == 1
 
 
 @pytest.mark.parametrize("name", ["x", "acme-rows", "a1_b2-c3", "a" + "-b" * 19 + "c"])
 def test_names_of_every_length_give_python_that_compiles(name: str) -> None:
     names = Names(name)
-    for path, text in render(names).items():
-        if path.endswith(".py"):
-            ast.parse(text)
-            assert [line for line in text.splitlines() if len(line) > 120] == [], path
+    files = render(names)
+    shown = re.findall(r"^```python\n(.*?)^```", files["README.md"], re.M | re.S)
+    assert len(shown) == 2
+    sources = {path: text for path, text in files.items() if path.endswith(".py")} | dict(enumerate(shown))
+    for path, text in sources.items():
+        ast.parse(text)
+        assert [line for line in text.splitlines() if len(line) > 120] == [], path
     assert names.package.isidentifier()
 
 

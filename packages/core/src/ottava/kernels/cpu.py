@@ -18,7 +18,7 @@ from ottava.formats import element_format, fp8_format
 from ottava.kernels import reference
 from ottava.kernels.checks import Tensor, Tensors
 from ottava.kernels.compiled import DTYPE_CODES, Compiled, matrix
-from ottava.layout import Block, Layout
+from ottava.layout import Block, Layout, as_matrix_shape
 
 _threads = torch.get_num_threads
 
@@ -57,7 +57,7 @@ class _CPU(Compiled):
         rows, columns = (_side(layout, side, *out[2 * side : 2 * side + 2]) for side in (False, True))
         largest = torch.finfo(x.dtype if layout.finite_as == "input" else torch.float32).max
         rule = layout.scale is not torch.float32, layout.rounding == "floor", layout.epsilon, largest
-        source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), element_format(layout.element).code
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], *as_matrix_shape(x.shape), element_format(layout.element).code
         _cpu.grid_quantize(*source, *rule, rows, columns, _threads())
 
     def decode_any(self, data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, out: Tensor) -> None:

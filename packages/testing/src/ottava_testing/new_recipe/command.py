@@ -71,7 +71,8 @@ Next:
   ottava demo --recipe {names.recipe}
 
 Your own scheme goes into src/{names.package}/recipe.py, where it says "Your scheme"; what it promises, into
-src/{names.package}/plugin.py. Choose a license before you publish: the package has none yet."""
+src/{names.package}/plugin.py. README.md shows classes of one's own, for what a layout cannot say.
+Choose a license before you publish: the package has none yet."""
 
 
 def new_recipe(
