@@ -10,93 +10,14 @@
 #include <cstring>
 #include <limits>
 #include <map>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "cpu/kernels.h"
-#include "numerics.h"
-
-using namespace ottava;
+#include "checking.h"
+#include "test_grid.h"
 
 namespace {
-
-long failures = 0;
-
-void report(const std::string& what, long long where, double got, double expected) {
-    if (++failures <= 20)
-        std::printf("FAILED %s at %lld: got %.9g, expected %.9g\n", what.c_str(), where, got, expected);
-}
-
-void check(const std::string& what, long long where, uint64_t got, uint64_t expected) {
-    if (got != expected) report(what, where, static_cast<double>(got), static_cast<double>(expected));
-}
-
-// `count` elements at `offset` bytes into an allocation that ends with the last of them.
-template <class T>
-class Buffer {
-    std::unique_ptr<uint8_t[]> bytes_;
-    size_t offset_, count_;
-
-   public:
-    explicit Buffer(int64_t count, size_t offset = 0)
-        : bytes_(new uint8_t[offset + static_cast<size_t>(count) * sizeof(T)]()),
-          offset_(offset),
-          count_(static_cast<size_t>(count)) {}
-    // The address may not suit T: kernels take any.
-    uint8_t* address() const { return bytes_.get() + offset_; }
-    T* data() const { return reinterpret_cast<T*>(address()); }
-    T get(size_t i) const {
-        T value;
-        std::memcpy(&value, address() + i * sizeof(T), sizeof(T));
-        return value;
-    }
-    void set(size_t i, T value) { std::memcpy(address() + i * sizeof(T), &value, sizeof(T)); }
-    size_t size() const { return count_; }
-};
-
-const Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::float16};
-const Fp8 kFormats[] = {Fp8::e4m3, Fp8::e5m2};
-const char* const kDtypeNames[] = {"float32", "bfloat16", "float16"};
-const char* const kFormatNames[] = {"e4m3", "e5m2"};
-
-std::string name(const char* operation, Dtype dtype, Fp8 format) {
-    return std::string(active_kernels().name) + " " + operation + " " + kDtypeNames[static_cast<int>(dtype)] + " " +
-           kFormatNames[static_cast<int>(format)];
-}
-
-// Elements of any dtype as bit patterns; only the low bytes of a pattern count.
-struct Elements {
-    Dtype dtype;
-    Buffer<uint8_t> raw;
-    int64_t count;
-    Elements(Dtype dtype, int64_t count, size_t offset = 0)
-        : dtype(dtype), raw(count * (dtype == Dtype::float32 ? 4 : 2), offset), count(count) {}
-    void set(int64_t i, uint32_t pattern) {
-        const auto narrow = static_cast<uint16_t>(pattern);
-        if (dtype == Dtype::float32)
-            std::memcpy(raw.address() + 4 * i, &pattern, 4);
-        else
-            std::memcpy(raw.address() + 2 * i, &narrow, 2);
-    }
-    uint32_t pattern(int64_t i) const {
-        uint32_t wide;
-        uint16_t narrow;
-        if (dtype == Dtype::float32) {
-            std::memcpy(&wide, raw.address() + 4 * i, 4);
-            return wide;
-        }
-        std::memcpy(&narrow, raw.address() + 2 * i, 2);
-        return narrow;
-    }
-    float get(int64_t i) const {
-        const uint32_t bits = pattern(i);
-        if (dtype == Dtype::float32) return bits_as<float>(bits);
-        const auto narrow = static_cast<uint16_t>(bits);
-        return dtype == Dtype::bfloat16 ? widen_bfloat16(narrow) : widen_half(narrow);
-    }
-};
 
 uint8_t scalar_cast(float x, float scale, Fp8 format) {
     return format == Fp8::e4m3 ? quantize_element<E4M3>(x, scale) : quantize_element<E5M2>(x, scale);
@@ -836,6 +757,7 @@ void test_kernels() {
     test_recording(Dtype::bfloat16, Fp8::e5m2, 2049, 2111, 1);
     test_mx();
     test_many();
+    test_grids();
 }
 
 }  // namespace
@@ -845,6 +767,7 @@ int main() {
     test_numerics<E5M2>("e5m2", 0x7c);
     test_scales();
     test_update();
+    test_grid_numerics();
     const Kernels* available[8];
     const int count = available_kernels(available, 8);
     for (int i = 0; i < count; ++i) {

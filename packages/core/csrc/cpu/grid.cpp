@@ -1,8 +1,8 @@
 // The operations on grids of scales: how a matrix is divided, and in what order memory is walked. No arithmetic on
 // elements here.
 //
-// A region is a rectangle made of whole shared blocks of both sides. Where regions fit in the second-level cache, each is
-// read from memory once: its amaxes, its scales and both casts follow one another, and threads share the regions.
+// A region is a rectangle made of whole shared blocks of both sides. Where regions fit in the second-level cache, each
+// is read from memory once: its amaxes, its scales and both casts follow one another, and threads share the regions.
 // Otherwise the whole matrix is one region, whose panels the threads share: it is read twice.
 #include <algorithm>
 #include <cstdint>
@@ -120,8 +120,8 @@ class SharedBlocks {
         const int64_t wide = cols_ == 0 ? std::max<int64_t>(across, 1) : cols_ / side.block_cols;
         for (int64_t i = 0; i < down; ++i) {
             const T* from = scales + (high == 1 ? i : i / high) * across_;
-            T* to = side.turned ? out + first_col * all_down + first_row + i : out + (first_row + i) * all_across + first_col;
             const int64_t step = side.turned ? all_down : 1;
+            T* to = out + (first_row + i) * (side.turned ? 1 : all_across) + first_col * step;
             if (wide == 1 && step == 1) {
                 memcpy(to, from, static_cast<size_t>(across) * sizeof(T));
                 continue;
@@ -178,7 +178,7 @@ class Quantization {
         return made;
     }
 
-    // `next`: the region that follows, whose elements are fetched while this one's are cast; or this one, if it is the last.
+    // `next`: the region that follows, whose elements are fetched while this one's are cast. The last one's is itself.
     void region(const Rectangle& in, const Rectangle& next, Workspace& work, int threads) const {
         const Kernels& kernels = active_kernels();
         const bool stream = matrix_.rows * matrix_.cols >= kStreamBytes, whole = threads > 1;
@@ -233,7 +233,8 @@ class Quantization {
             std::min(turned ? kTileRows : int64_t{32}, std::max(kRegionElements / width, int64_t{1})), unit_rows_);
         // Each thread gets some.
         const int64_t down = ceil_div(matrix_.rows, height);
-        while (width > unit && down * ceil_div(matrix_.cols, width) < 2 * threads) width = multiple_within(width / 2, unit);
+        while (width > unit && down * ceil_div(matrix_.cols, width) < 2 * threads)
+            width = multiple_within(width / 2, unit);
         return {0, 0, height, width};
     }
 
@@ -263,7 +264,8 @@ class Quantization {
             Workspace work = workspace();
             const auto number = [&](int64_t i) {
                 const int64_t row = i / across * size.rows, col = i % across * size.cols;
-                return Rectangle{row, col, std::min(size.rows, matrix_.rows - row), std::min(size.cols, matrix_.cols - col)};
+                const int64_t high = std::min(size.rows, matrix_.rows - row);
+                return Rectangle{row, col, high, std::min(size.cols, matrix_.cols - col)};
             };
             for (int64_t i = begin; i < end; ++i) region(number(i), number(std::min(i + 1, end - 1)), work, 1);
         });
@@ -284,7 +286,8 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
     int count = 0;
     if (row_data != nullptr) sides[count++] = {1, kMxBlock, other, kMxBlock, false, row_data, row_scales};
     if (column_data != nullptr) sides[count++] = {kMxBlock, 1, kMxBlock, other, false, column_data, column_scales};
-    grid_quantize(src, dtype, rows, cols, static_cast<Stored>(format), {true, floor, 0.0f, 0.0f}, sides, count, threads);
+    const ScaleRule rule{true, floor, 0.0f, 0.0f};
+    grid_quantize(src, dtype, rows, cols, static_cast<Stored>(format), rule, sides, count, threads);
 }
 
 void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols,

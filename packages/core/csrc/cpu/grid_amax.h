@@ -46,8 +46,8 @@ class PanelAmax {
 
     struct Grid {
         const GridBlocks* blocks;
-        bool by_column;           // blocks of several rows
-        bool by_halves;           // their ends are ends of half-lines: `count` blocks, before the whole half-lines `ends`
+        bool by_column;  // blocks of several rows
+        bool by_halves;  // blocks end where half-lines end: `count` of them, before the whole half-lines `ends`
         int64_t count;
         uint16_t ends[kHalves];
         alignas(64) Storage columns[kPanelCols];  // if `by_column`

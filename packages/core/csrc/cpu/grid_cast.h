@@ -26,7 +26,8 @@ class HalvesOfRow {
     const GridBlocks& blocks_;
     const int64_t first_;  // block of a row
     int64_t known_ = -1;
-    uint16_t index_[kHalves + 1];  // the blocks of half-lines, and of the one that follows the last, of the panel's first on
+    // Of each half-line, and of the one that follows the last: its block, counted from `first_`, and the block's value.
+    uint16_t index_[kHalves + 1];
     float values_[kHalves + 1];
 
    public:
@@ -77,8 +78,8 @@ class EachOfRow {
     }
 };
 
-// Where blocks of one row end with half-lines, and the panel has all of their elements: a row's scales are found while it is
-// in the first cache, just before it is cast.
+// Where blocks of one row end with half-lines, and the panel has all of their elements: a row's scales are found just
+// before it is cast, which then reads it from the first cache.
 template <class Element, class Format>
 class FoundByRow {
     PanelAmax<Element> amax_;
@@ -146,7 +147,8 @@ void grid_cast_with(const GridPanel& panel, Multipliers&& multipliers, bool posi
         tile.out_t = to.columns == nullptr ? nullptr : to.columns + row;
         tile.out_t_stride = to.columns_stride;
         tile.stream = to.stream;
-        tile_with(tile, GridFill<Element, Format, Multipliers>{src, panel.stride, row, panel.ahead, LineCast<Element, Format>(1.0f),
+        const LineCast<Element, Format> cast64(1.0f);
+        tile_with(tile, GridFill<Element, Format, Multipliers>{src, panel.stride, row, panel.ahead, cast64,
                                                                &multipliers, positive});
     }
 }

@@ -50,8 +50,8 @@ struct GridBlocks {
     int64_t stride;      // of the values
 };
 
-// The grid of a panel whose scales are found row by row: blocks of one row that end with half-lines, of which the panel has
-// all elements. The amaxes of another grid may be raised in the same reading.
+// The grid of a panel whose scales are found row by row: blocks of one row that end with half-lines, of which the panel
+// has all elements. The amaxes of another grid may be raised in the same reading.
 struct GridRows {
     const GridBlocks* amaxes;  // of the first grid, and of the other one if `count` is 2
     int count;
@@ -134,8 +134,8 @@ struct Kernels {
     void (*cast_rounded)(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
     void (*mx_shard_amax)(const MxShard& shard, Dtype dtype, Dtype nominal, const MxShardAmax& to);
     void (*mx_shard_cast)(const MxShard& shard, Dtype dtype, Dtype nominal, Fp8 format, const MxShardCast& to);
-    // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks. `atomic`: others do so meanwhile;
-    // otherwise there is room for kGridLanes more values.
+    // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks. `atomic`: others do so
+    // meanwhile; otherwise there is room for kGridLanes more values.
     void (*grid_amax)(const GridPanel& panel, Dtype dtype, const GridBlocks* grids, int count, bool atomic);
     // Scales as they are stored, float32 or bytes, and what elements are multiplied by. All arrays have room for whole
     // vectors: n rounded up to kGridLanes.
@@ -202,7 +202,7 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
 void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, int threads);
 
-// Grids (grid.cpp). A block has block_rows * block_cols elements, 0 being all of them; blocks at the edges may have fewer.
+// Grids (grid.cpp). A block has block_rows * block_cols elements, 0 being all; blocks at the edges may have fewer.
 
 // One quantization of a matrix. Blocks of one shared block have equal scales; a shared block is made of whole blocks.
 struct GridSide {

@@ -22,7 +22,8 @@ OTTAVA_INLINE void decode_vector(i32v code, f32v scale, Out* out, Dtype dtype) {
         store(out, clean ^ sign);
     } else {
         const f32v value = bits_as<f32v>(clean);
-        const i32v narrow = dtype == Dtype::bfloat16 ? encode_bfloat16<f32v, i32v>(value) : encode<Half, f32v, i32v>(value);
+        const i32v narrow = dtype == Dtype::bfloat16 ? encode_bfloat16<f32v, i32v>(value)
+                                                     : encode<Half, f32v, i32v>(value);
         store_narrow16(out, bits_as<u32v>(narrow) ^ (bits_as<u32v>(sign) >> 16));
     }
 }

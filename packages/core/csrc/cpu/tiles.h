@@ -88,7 +88,8 @@ template <class Fill>
 OTTAVA_INLINE void tile_with(const Tile& tile, const Fill& fill) {
     Scratch scratch;
     const bool turned = tile.out_t != nullptr;
-    const bool stream_rows = tile.stream && aligned(tile.out, tile.out_stride) && aligned(tile.out_again, tile.out_stride);
+    const bool stream_rows =
+        tile.stream && aligned(tile.out, tile.out_stride) && aligned(tile.out_again, tile.out_stride);
     for (int64_t row = 0; row < tile.rows; ++row) {
         uint8_t* out = tile.out == nullptr ? nullptr : tile.out + row * tile.out_stride;
         uint8_t* again = tile.out_again == nullptr ? nullptr : tile.out_again + row * tile.out_stride;
