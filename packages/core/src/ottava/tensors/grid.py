@@ -244,10 +244,11 @@ class GridTensorStorage(QuantizedTensorStorage):
         if other is None:
             self._held()
             name = _USAGES[columnwise]
+            without = _WITHOUT[name].format(self.squares)
             raise UsageError(
                 f"{type(self).__name__} has no {name} data",
                 expected=f"a tensor quantized with {name}=True",
-                remedy=f"call quantizer.set_usage({name}=True) before quantizing; {_WITHOUT[name].format(self.squares)}",
+                remedy=f"call quantizer.set_usage({name}=True) before quantizing; {without}",
             )
         data, scales = stored((other[0], _other_scales(other, layout, columnwise)), layout, columnwise)
         if not layout.transposed:
