@@ -154,12 +154,17 @@ struct LineCast {
 
     // The multipliers of a line's elements, as `scaled` takes them.
     static OTTAVA_INLINE void arrange(const float* in_order, float* arranged) {
-        memcpy(arranged, in_order, kLine * sizeof(float));
-        if constexpr (std::is_same<Element, BFloat16>::value)
-            for (int k = 0; k < 32; ++k) {
-                arranged[k / 2 + k % 2 * 16] = in_order[k];
-                arranged[32 + k / 2 + k % 2 * 16] = in_order[32 + k];
-            }
+        if constexpr (!std::is_same<Element, BFloat16>::value) {
+            memcpy(arranged, in_order, kLine * sizeof(float));
+            return;
+        }
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+        for (int k = 0; k < kLine; k += 32) {
+            const __m512 first = load<__m512>(in_order + k), second = load<__m512>(in_order + k + 16);
+            store(arranged + k, _mm512_permutex2var_ps(first, even, second));
+            store(arranged + k + 16, _mm512_permutex2var_ps(first, odd, second));
+        }
     }
 
     // With multipliers of any sign.

@@ -225,12 +225,12 @@ class Quantization {
 
     // The size of a region that stays in the caches.
     Rectangle cached_region(int threads) const {
-        const bool turned = std::any_of(sides_, sides_ + count_, [](const GridSide& side) { return side.turned; });
         const int64_t lines = common(unit_cols_, 64, matrix_.cols);
         const int64_t unit = lines * unit_rows_ <= kRegionElements && lines <= kPanelCols ? lines : unit_cols_;
         int64_t width = multiple_within(std::min(kPanelCols, kRegionElements / unit_rows_), unit);
-        const int64_t height = multiple_within(
-            std::min(turned ? kTileRows : int64_t{32}, std::max(kRegionElements / width, int64_t{1})), unit_rows_);
+        // Regions of fewer rows take as long to begin as to work on.
+        const int64_t height =
+            multiple_within(std::min(kTileRows, std::max(kRegionElements / width, int64_t{1})), unit_rows_);
         // Each thread gets some.
         const int64_t down = ceil_div(matrix_.rows, height);
         while (width > unit && down * ceil_div(matrix_.cols, width) < 2 * threads)
