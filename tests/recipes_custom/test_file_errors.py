@@ -377,8 +377,8 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, name: str, kind: s
 
 
 def test_a_missing_package_is_named_unless_the_name_is_misspelled(tmp_path: Path) -> None:
-    with pytest.raises(RecipeNotFoundError, match=r"pip install ottava-recipes-blockwise"):
-        load_factory(write(tmp_path, "default: blockwise"))
+    with pytest.raises(RecipeNotFoundError, match=r"pip install ottava-recipes-fourbit"):
+        load_factory(write(tmp_path, "default: fourbit"))
     with pytest.raises(RecipeNotFoundError, match=r"Expected: one of alpha, .*use 'identity'") as caught:
         load_factory(write(tmp_path, "default: identiti"))
     assert "pip" not in str(caught.value)
