@@ -1,4 +1,4 @@
-"""Hidden folders of writers: found by nobody else, and gone in the end."""
+"""Hidden folders of writers, found by nobody else and gone in the end; files that are replaced while they are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ottava.filesystem import Partial, remove_leftovers
+from ottava.errors import CheckpointError
+from ottava.filesystem import Partial, remove_leftovers, unreplaced
 
 
 def test_a_folder_that_is_taken_for_a_leftover_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +64,17 @@ def test_what_was_left_goes_before_something_is_written(tmp_path: Path) -> None:
     with Partial(tmp_path / "[x]"):
         assert sum(entry.name.startswith(".[x]") for entry in tmp_path.iterdir()) == 1
     assert [entry.name[:3] for entry in tmp_path.iterdir()] == [".x-"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"), [(KeyboardInterrupt, KeyboardInterrupt), (ValueError, CheckpointError), (None, CheckpointError)]
+)
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, raised: Any, seen: Any) -> None:
+    """What was read of two files is said to be that; an interrupt stays an interrupt."""
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(seen), unreplaced(path):
+        (tmp_path / "new").write_text("another")
+        (tmp_path / "new").replace(path)
+        if raised is not None:
+            raise raised

@@ -51,10 +51,17 @@ def unreplaced(path: Path) -> Iterator[None]:
     before = _identity(path)
     try:
         yield
-    finally:
-        if _identity(path) != before:
-            what = f"{path} was replaced while it was read"
-            raise CheckpointError(what, expected="one file", remedy="load it again")
+    except Exception:
+        # What looks like damage may be two files; an interrupt stays one.
+        _check_same(path, before)
+        raise
+    _check_same(path, before)
+
+
+def _check_same(path: Path, before: tuple[int, ...]) -> None:
+    if _identity(path) != before:
+        what = f"{path} was replaced while it was read"
+        raise CheckpointError(what, expected="one file", remedy="load it again")
 
 
 def _identity(path: Path) -> tuple[int, ...]:
