@@ -64,7 +64,8 @@ INT8 = IntegerFormat("INT8", torch.int8, 127.0, 0x80, 3)
 MX_BLOCK = 32
 
 _FP8 = {f.torch_dtype: f for f in (E4M3, E5M2)}
-_ELEMENTS: dict[torch.dtype, FloatFormat | IntegerFormat] = {**_FP8, INT8.torch_dtype: INT8}
+#: The formats of elements by their dtypes.
+ELEMENTS: dict[torch.dtype, FloatFormat | IntegerFormat] = {**_FP8, INT8.torch_dtype: INT8}
 #: The dtypes of FP8 elements.
 FP8 = frozenset(_FP8)
 
@@ -112,7 +113,7 @@ def element_format(dtype: torch.dtype) -> FloatFormat | IntegerFormat:
     Raises:
         DTypeError: ``dtype`` is none of ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` and ``torch.int8``.
     """
-    found = _ELEMENTS.get(dtype) if isinstance(dtype, torch.dtype) else None
+    found = ELEMENTS.get(dtype) if isinstance(dtype, torch.dtype) else None
     if found is None:
         what = f"{dtype!r} is not a format of elements"
         raise DTypeError(what, expected="torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8")

@@ -29,7 +29,7 @@ class Settings(StateRecipe, Protocol):
     @property
     def reduce_amax(self) -> bool: ...
     def fp8_dtype(self, role: QuantizerRole) -> torch.dtype: ...
-    def given_quantizer(self, role: QuantizerRole) -> Quantizer | None: ...
+    def given(self, role: QuantizerRole) -> Any: ...
 
 
 class DelayedScalingState(torch.nn.Module, RecipeState):
@@ -61,8 +61,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.slots = {role.tensor_type: slot for slot, role in enumerate(roles)}
         self.formats = tuple(recipe.fp8_dtype(role) for role in roles)
         # Quantizers that a factory put in the place of the recipe's.
-        given = {role.tensor_type: recipe.given_quantizer(role) for role in roles}
-        self.given = {tensor_type: quantizer for tensor_type, quantizer in given.items() if quantizer is not None}
+        self.given = {role.tensor_type: recipe.quantizer(role) for role in roles if recipe.given(role) is not None}
         self.maxima = tuple(largest(dtype, recipe.margin) for dtype in self.formats)
         self.register_buffer("scale", torch.ones(len(roles)))
         self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, len(roles)))

@@ -15,9 +15,9 @@ import typer
 import ottava
 from ottava.cli.output import Json, console, show_json, table
 from ottava.errors import BackendError, OttavaError, text_of
-from ottava.recipes.loader import Provided
+from ottava.recipes.base import get_recipe
 from ottava.recipes.ownership import RECIPE
-from ottava.recipes.registry import get_quantizer_factory, get_recipe, plugin_statuses, unknown_disabled
+from ottava.recipes.registry import Provided, get_quantizer_factory, plugin_statuses, unknown_disabled
 
 
 @dataclass(frozen=True)

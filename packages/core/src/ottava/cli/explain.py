@@ -7,9 +7,8 @@ from typing import Any
 
 from ottava.cli.output import console, say, show_json, table
 from ottava.errors import OptionError, UsageError
-from ottava.recipes.base import Recipe
+from ottava.recipes.base import Recipe, get_recipe
 from ottava.recipes.explanation import Explanation, RecipeRule
-from ottava.recipes.registry import get_recipe
 from ottava.recipes.role import QuantizerRole
 
 # What a linear layer asks for.

@@ -12,7 +12,8 @@ import torch
 from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, OptionError, PluginError, ShapeError
 from ottava.formats import E4M3, E5M2
-from ottava.recipes.registry import get_recipe, list_recipes
+from ottava.recipes.base import get_recipe
+from ottava.recipes.registry import list_recipes
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 

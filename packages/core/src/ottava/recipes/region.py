@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from ottava.collectives import check_group
 from ottava.errors import OptionError
 from ottava.recipes import registry
-from ottava.recipes.base import Recipe, as_recipe
+from ottava.recipes.base import Recipe, as_recipe, get_recipe
 from ottava.recipes.stepping import Step, begin_step, may_begin, states_of, step_for
 from ottava.tensors.slots import above
 from ottava.torch_private import constant_to_compiler, graph_task_id
@@ -54,7 +54,7 @@ def current_region() -> Region | None:
     return _regions.stack[-1] if _regions.stack else None
 
 
-class autocast(ContextDecorator):
+class autocast(contextlib.ContextDecorator):
     """A region in which layers run under ``recipe``.
 
     Args:
@@ -214,8 +214,21 @@ def leave_module(module: torch.nn.Module, args: Any = None, output: Any = None) 
 def _by_name(name: str) -> Recipe:
     """The recipe ``name`` with its defaults, the same object each time: layers keep the state that it gave them."""
     _found(name)
-    return registry.defaults[name][0]
+    recipe: Recipe = registry.defaults[name][0]
+    return recipe
+
+
+def _remember_default(name: str) -> bool:
+    """See that the registry's ``defaults`` has the recipe ``name``, of a file as it is now; raises as get_recipe."""
+    stamp = None
+    if registry.is_path(name):
+        with contextlib.suppress(OSError):
+            found = os.stat(name)
+            stamp = found.st_mtime_ns, found.st_size
+    if name not in registry.defaults or registry.defaults[name][1] != stamp:
+        registry.defaults[name] = get_recipe(name), stamp
+    return True
 
 
 # A compiled function may name its recipe: the registry is asked once, while the function is traced.
-_found = constant_to_compiler(registry.remember_default)
+_found = constant_to_compiler(_remember_default)
