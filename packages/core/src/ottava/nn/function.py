@@ -59,7 +59,7 @@ def _product(
 ) -> tuple[torch.Tensor, Any, Any]:
     """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
     state, dtype, recording = plan.state, plan.dtype, plan.recording
-    columnwise = w_needs and not state.wgrad_high_precision
+    columnwise = w_needs and "input" not in state.wgrad_unquantized
     quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=recording)
     qx = quantizer.quantize(_as_operand(x, quantizer), dtype=dtype)
     qw: Any = weight if isinstance(weight, QuantizedTensorStorage) else plan.kept_weight
@@ -93,7 +93,7 @@ class LinearFunction(torch.autograd.Function):
         y, qx, qw = _product(x, weight, bias, plan, x_needs, w_needs)
         primary = isinstance(weight, QuantizedTensorStorage)
         x_tensors: list[torch.Tensor | None]
-        if w_needs and plan.state.wgrad_high_precision:
+        if w_needs and "input" in plan.state.wgrad_unquantized:
             x_tensors, x_spec = [as_matrix(x.detach()).to(plan.dtype)], None
         else:
             x_tensors, x_spec = qx.flatten_columnwise() if w_needs else _NOTHING
@@ -130,7 +130,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     dx = dw = db = None
     dy2 = as_matrix(dy)
     if qx is not None or qw is not None:
-        quantized = qx is not None and not state.wgrad_high_precision
+        quantized = qx is not None and "grad_output" not in state.wgrad_unquantized
         qdy: Any = None
         if quantized or qw is not None:
             quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=quantized)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ottava.errors import CheckpointError, OptionError, UsageError
+from ottava.errors import CheckpointError, OptionError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.checks import autocast_dtype, checked_dtype, main_grad_of
 from ottava.nn.function import LinearPlan, into_main_grad, quantized_linear
@@ -163,12 +163,6 @@ class Linear(torch.nn.Linear):
         if kept is not None and kept.serves(recipe, group):
             state = kept
         else:
-            if recipe.stateful and torch.compiler.is_compiling():
-                raise UsageError(
-                    f"{self._label()} has no state for {recipe.name!r} yet, and compiled code cannot make one",
-                    expected="a layer that was converted, or bound to the recipe, or has run under it once",
-                    remedy="call ottava.convert(model, recipe) before torch.compile",
-                )
             state = self._make_state(recipe, group)
             if kept is not None and state.stateful:
                 warnings.warn(

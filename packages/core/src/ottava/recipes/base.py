@@ -30,7 +30,8 @@ class Recipe(ABC):
     name: ClassVar[str] = ""
     #: Whether layers keep state for it: its :meth:`make_state` returns a stateful one.
     stateful: ClassVar[bool] = False
-    #: Whether a layer computes the gradient of its weight from an input and a gradient that are not quantized.
+    #: Whether a layer computes the gradient of its weight from values of the tensors that the recipe serves, the input
+    #: and the gradient of the output, that are not quantized.
     wgrad_high_precision: bool = False
     _factory: QuantizerFactory | None = None
 
