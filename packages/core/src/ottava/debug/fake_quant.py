@@ -27,7 +27,7 @@ def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | Non
     Args:
         tensor: float32, bfloat16 or float16, any shape.
         fp8_format: ``"FP8E4M3"`` or ``"FP8E5M2"`` for one scale a tensor, from its amax; or a format of an installed
-            recipe, ``"MXFP8E4M3"`` for example.
+            recipe, which its spec lists (``fake_quant_formats``).
             Values next to the largest of ``tensor``'s dtype may become infinite: a format rounds them up.
         out: where to write the result, of the same shape, dtype and device.
 
