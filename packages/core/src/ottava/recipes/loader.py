@@ -1,4 +1,4 @@
-"""Reads the recipe packages and keeps their failures to themselves."""
+"""Finds the recipe packages by their entry points and reads them; what is wrong with one is reported, not raised."""
 
 from __future__ import annotations
 
@@ -6,26 +6,81 @@ import contextlib
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import threading
 import traceback
 from collections.abc import Iterable
-from importlib.metadata import EntryPoint
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
 import pluggy
 
-from ottava.errors import DuplicateRecipeError, PluginError, text_of
+from ottava.errors import DuplicateRecipeError, OptionError, PluginError, text_of
 from ottava.recipes import hookspecs
-from ottava.recipes.discovery import Found, canonical, disabled, discover, strict
-from ottava.recipes.ownership import PluginStatus, settle
-from ottava.recipes.spec import API_VERSION, FactorySpec, RecipeSpec
+from ottava.recipes.ownership import PluginStatus, canonical, settle
+from ottava.recipes.spec import API_VERSION, FactorySpec, RecipeSpec, Spec
 
 # Hook -> what it gives, in the order of the fields of a status.
-_HOOKS = {"ottava_recipes": RecipeSpec, "ottava_quantizer_factories": FactorySpec}
+_HOOKS: dict[str, type[Spec]] = {"ottava_recipes": RecipeSpec, "ottava_quantizer_factories": FactorySpec}
+_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("", "0", "false", "no", "off"), False)
 # Files and folders (pluggy's, importlib's, Ottava's own) whose lines in a traceback are not a plugin's.
 _FOLDERS = (os.path.dirname(path) for path in (pluggy.__file__, importlib.__file__, os.path.dirname(__file__)))
 _MACHINERY = (pkgutil.__file__, *(os.path.join(os.path.abspath(folder), "") for folder in _FOLDERS))
+
+
+@dataclass(frozen=True)
+class Found:
+    """An entry point of a distribution, or, with no entry point, what is wrong with the distribution."""
+
+    distribution: str
+    version: str
+    entry_point: str = "?"
+    entry: EntryPoint | None = None
+    error: str = ""
+
+
+def disabled() -> set[str]:
+    """The distributions that ``OTTAVA_DISABLE_PLUGINS`` names."""
+    return {canonical(name) for name in os.environ.get("OTTAVA_DISABLE_PLUGINS", "").split(",") if name.strip()}
+
+
+def _is_strict() -> bool:
+    """Whether ``OTTAVA_STRICT_PLUGINS`` turns a broken plugin into an error."""
+    value = os.environ.get("OTTAVA_STRICT_PLUGINS", "").strip().lower()
+    if value not in _WORDS:
+        raise OptionError(f"OTTAVA_STRICT_PLUGINS={value}", expected="1 or 0, true or false, yes or no, on or off")
+    return _WORDS[value]
+
+
+def discover(group: str = hookspecs.ENTRY_POINT_GROUP) -> list[Found]:
+    """All entry points of the group, by distribution and name."""
+    every: dict[tuple[str, str], Found] = {}
+    for dist in distributions():
+        for found in _examine(dist, group):
+            # The first on sys.path is the one that an import finds.
+            every.setdefault((canonical(found.distribution), found.entry_point), found)
+    return [every[key] for key in sorted(every)]
+
+
+def _examine(dist: Distribution, group: str) -> list[Found]:
+    name = version = text = ""
+    with contextlib.suppress(Exception):
+        text = dist.read_text("entry_points.txt") or ""
+    # Only files with our group are parsed: a malformed one of a stranger to Ottava is not Ottava's business.
+    if not re.search(rf"^\s*\[{re.escape(group)}\]\s*$", text, re.M):
+        return []
+    with contextlib.suppress(Exception):  # no METADATA at all: which error it is differs from one Python to the next
+        name, version = str(dist.metadata["Name"] or ""), str(dist.metadata["Version"] or "")
+    if not name or not version:
+        folder = getattr(getattr(dist, "_path", None), "name", "") or "a distribution without a name"
+        wrong = "its metadata has no name or no version, as an interrupted installation leaves it: reinstall or delete"
+        return [Found(name or folder, version or "?", error=wrong)]
+    try:
+        return [Found(name, version, entry.name, entry) for entry in dist.entry_points if entry.group == group]
+    except Exception as error:
+        return [Found(name, version, error=f"its entry_points.txt cannot be read: {error}")]
 
 
 def describe(error: BaseException) -> str:
@@ -33,12 +88,12 @@ def describe(error: BaseException) -> str:
     text = " ".join(text_of(error).split())
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [(path, line) for path, line in places if not path.startswith(("<", *_MACHINERY))]
-    where = " ({}:{})".format(*own[-1]) if own else ""
-    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+    return type(error).__name__ + (f": {text}" if text else "") + (" ({}:{})".format(*own[-1]) if own else "")
 
 
-def _collect(answers: list[Any], hook: str, kind: type[RecipeSpec | FactorySpec]) -> tuple[Any, ...]:
+def _collect(answers: list[Any], hook: str) -> tuple[Any, ...]:
     """The specs that a hook gave, if they are what they should be."""
+    kind = _HOOKS[hook]
     expected = f"a list of {kind.__name__} objects"
     if not answers:  # pluggy leaves out an answer of None
         raise PluginError(f"{hook} returned None", expected=expected, remedy="return a list, an empty one for none")
@@ -70,22 +125,18 @@ def _read(plugin_name: str, entry: EntryPoint) -> list[tuple[Any, ...]]:
     manager.register(plugin, plugin_name)
     manager.check_pending()
     marked = {caller.name for caller in manager.get_hookcallers(plugin) or ()}
-    unmarked = [name for name in _HOOKS if name not in marked and callable(getattr(plugin, name, None))]
-    if unmarked:
+    if unmarked := [hook for hook in _HOOKS if hook not in marked and callable(getattr(plugin, hook, None))]:
         raise PluginError(f"{', '.join(unmarked)} is not marked", remedy="put @ottava.hookimpl before it")
     if not marked:
-        raise PluginError(
-            f"{entry.value} has no hook", expected=" or ".join(_HOOKS), remedy="define one, with @ottava.hookimpl"
-        )
-    return [
-        _collect(getattr(manager.hook, name)(), name, kind) if name in marked else () for name, kind in _HOOKS.items()
-    ]
+        expected, remedy = " or ".join(_HOOKS), "define one, with @ottava.hookimpl"
+        raise PluginError(f"{entry.value} has no hook", expected=expected, remedy=remedy)
+    return [_collect(getattr(manager.hook, hook)(), hook) if hook in marked else () for hook in _HOOKS]
 
 
-def _status(found: Found, left_out: set[str], required: bool) -> PluginStatus:
+def _status(found: Found, strict: bool) -> PluginStatus:
     name = f"{found.distribution}:{found.entry_point}"
     facts = (name, found.distribution, found.version, found.entry_point)
-    if canonical(found.distribution) in left_out:
+    if canonical(found.distribution) in disabled():
         return PluginStatus(*facts, "disabled")
     cause: BaseException | None = None
     text = found.error
@@ -97,22 +148,20 @@ def _status(found: Found, left_out: set[str], required: bool) -> PluginStatus:
         # A plugin may raise anything else, SystemExit and a test runner's own kinds as well.
         except BaseException as error:
             cause, text = error, describe(error)
-    if required:
-        raise PluginError(
-            f"plugin {name} {found.version} is broken: {text}", remedy="unset OTTAVA_STRICT_PLUGINS to go on"
-        ) from cause
+    if strict:
+        what, remedy = f"plugin {name} {found.version} is broken: {text}", "unset OTTAVA_STRICT_PLUGINS to go on"
+        raise PluginError(what, remedy=remedy) from cause
     return PluginStatus(*facts, "broken", text)
 
 
 def _load() -> tuple[PluginStatus, ...]:
-    left_out, required = disabled(), strict()
+    strict = _is_strict()
     # What plugins print must not get between the lines of a listing that is read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        statuses = [_status(found, left_out, required) for found in discover()]
-    settled = settle(statuses)
-    for status in settled:
-        if status.refused and required:
-            raise status.refused[0].error.with_traceback(None)
+        settled = settle([_status(found, strict) for found in discover()])
+    refused = [refusal for status in settled for refusal in status.refused]
+    if refused and strict:
+        raise refused[0].error.with_traceback(None)
     return settled
 
 
@@ -131,10 +180,8 @@ def statuses() -> tuple[PluginStatus, ...]:
     # One thread reads: redirecting the output is a matter of the whole process.
     with _lock:
         if _loading:
-            raise PluginError(
-                "recipes were asked for while plugins are read",
-                remedy="a plugin's module and its hooks must not ask for recipes",
-            )
+            remedy = "a plugin's module and its hooks must not ask for recipes"
+            raise PluginError("recipes were asked for while plugins are read", remedy=remedy)
         if _loaded is None:
             _loading = True
             try:

@@ -6,14 +6,19 @@ distribution ``ottava-recipes-NAME`` owns NAME.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from ottava.errors import DuplicateRecipeError
-from ottava.recipes.discovery import canonical
 from ottava.recipes.spec import FactorySpec, RecipeSpec
 
 RECIPE, FACTORY = RecipeSpec.kind, FactorySpec.kind
 OWNER_PREFIX = "ottava-recipes-"
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ def settle(statuses: list[PluginStatus]) -> tuple[PluginStatus, ...]:
         lost = {of: error for of, (owner, error) in taken.items() if owner is not status}
         offers = [*status.recipes, *status.quantizer_factories]
         refused = [Refusal(s.kind, s.name, lost[s.kind, s.name]) for s in offers if (s.kind, s.name) in lost]
-        recipes, factories = ([s for s in status.specs(k) if (k, s.name) not in lost] for k in (RECIPE, FACTORY))
-        made = replace(status, refused=tuple(refused), recipes=tuple(recipes), quantizer_factories=tuple(factories))
+        recipes = tuple(s for s in status.recipes if (RECIPE, s.name) not in lost)
+        factories = tuple(s for s in status.quantizer_factories if (FACTORY, s.name) not in lost)
+        made = replace(status, refused=tuple(refused), recipes=recipes, quantizer_factories=factories)
         settled.append(made)
     return tuple(settled)

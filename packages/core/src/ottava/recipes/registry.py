@@ -23,9 +23,8 @@ from ottava.errors import (
     text_of,
 )
 from ottava.recipes import loader
-from ottava.recipes.discovery import canonical, disabled
-from ottava.recipes.loader import describe
-from ottava.recipes.ownership import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus
+from ottava.recipes.loader import describe, disabled
+from ottava.recipes.ownership import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus, canonical
 from ottava.recipes.spec import FactorySpec, RecipeSpec, is_name
 
 # Recipes that were built with their defaults, for code that names a recipe again and again (a region in a loop), each
@@ -70,24 +69,17 @@ def unknown_disabled() -> list[str]:
 
 
 def build_recipe(name: str | os.PathLike[str], kind: type, options: dict[str, Any]) -> Any:
-    """An object of class ``kind`` as registered under ``name``, or from the recipe file whose path it is.
-
-    Raises:
-        As :func:`ottava.get_recipe`.
-    """
-    if isinstance(name, os.PathLike):
-        name = os.fspath(name)
+    """As :func:`ottava.get_recipe`; ``kind`` is the class of recipes."""
+    name = os.fspath(name) if isinstance(name, os.PathLike) else name
     if is_path(name):
         path = os.path.expanduser(name)
         name, options = _reader(path), {"file": path, **options}
     provided = Provided(RECIPE, name)
     accepted, required, takes_any = provided.options()
     expected = ", ".join(accepted) or ("" if takes_any else "no options")
-    unknown = [option for option in options if option not in accepted and not takes_any]
-    if unknown:
+    if unknown := [option for option in options if option not in accepted and not takes_any]:
         raise OptionError(f"{provided} has no option {listed(unknown)}", expected=expected)
-    missing = [option for option in required if option not in options]
-    if missing:
+    if missing := [option for option in required if option not in options]:
         raise OptionError(f"{provided} needs the option {', '.join(map(repr, missing))}", expected=expected)
     try:
         made = provided.resolved(**options)
@@ -115,20 +107,16 @@ def _reader(path: str) -> str:
     suffix = os.path.splitext(path)[1].lower()
     offered = specs(RECIPE)
     readers: list[str] = [spec.name for spec in offered if suffix in spec.file_suffixes]
-    if len(readers) == 1:
-        return readers[0]
-    suffixes = sorted({suffix for spec in offered for suffix in spec.file_suffixes})
+    if len(readers) > 1:
+        what, remedy = f"the recipes {' and '.join(readers)} read files like {path!r}", "build one by name: "
+        remedy += f"get_recipe({readers[0]!r}, file={path!r})"
+        raise DuplicateRecipeError(what, expected="one reader for each suffix", remedy=remedy)
     if not readers:
-        raise RecipeNotFoundError(
-            f"no installed recipe reads the file {path!r}",
-            expected=f"a suffix out of {', '.join(suffixes)}" if suffixes else "a package that reads recipe files",
-            remedy="" if suffixes else f"install one; Ottava's own is {OWNER_PREFIX}custom",
-        )
-    raise DuplicateRecipeError(
-        f"the recipes {' and '.join(readers)} read files like {path!r}",
-        expected="one reader for each suffix",
-        remedy=f"build one by name: get_recipe({readers[0]!r}, file={path!r})",
-    )
+        suffixes = sorted({suffix for spec in offered for suffix in spec.file_suffixes})
+        expected = f"a suffix out of {', '.join(suffixes)}" if suffixes else "a package that reads recipe files"
+        remedy = "" if suffixes else f"install one; Ottava's own is {OWNER_PREFIX}custom"
+        raise RecipeNotFoundError(f"no installed recipe reads the file {path!r}", expected=expected, remedy=remedy)
+    return readers[0]
 
 
 def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
@@ -160,9 +148,7 @@ class Provided:
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}"
 
-    def error(
-        self, what: str, *, expected: str = "", remedy: str = "report it to the package's authors"
-    ) -> PluginError:
+    def error(self, what: str, expected: str = "", remedy: str = "report it to the package's authors") -> PluginError:
         """An error that names the package."""
         package = f"{self.status.distribution} {self.status.version}"
         return PluginError(f"{self} of {package} {what}", expected=expected, remedy=remedy)
@@ -183,10 +169,9 @@ def _find(kind: str, name: str) -> tuple[RecipeSpec | FactorySpec, PluginStatus]
         for spec in status.specs(kind):
             if spec.name == name:
                 return spec, status
-    for status in loader.statuses():
-        for refusal in status.refused:
-            if (refusal.kind, refusal.name) == (kind, name):
-                raise refusal.error.with_traceback(None)
+    for refusal in (refusal for status in loader.statuses() for refusal in status.refused):
+        if (refusal.kind, refusal.name) == (kind, name):
+            raise refusal.error.with_traceback(None)
     raise _not_found(kind, name)
 
 
@@ -205,13 +190,12 @@ def _not_found(kind: str, name: object) -> RecipeNotFoundError:
         own = f"were it one of Ottava's own: pip install {OWNER_PREFIX}{name}"
         named = own if is_name(name) else f"Ottava's own are named {OWNER_PREFIX}NAME"
         remedies.append(f"install the package that has it; {named}")
-    for word, hint in (
-        ("disabled", "take the one that has it out of OTTAVA_DISABLE_PLUGINS"),
-        ("broken", "mend the one that has it, `ottava recipes` says what is broken"),
-    ):
-        plugins = [status.name for status in idle if status.status == word]
-        if plugins:
+    hints = {
+        "disabled": "take the one that has it out of OTTAVA_DISABLE_PLUGINS",
+        "broken": "mend the one that has it, `ottava recipes` says what is broken",
+    }
+    for word, hint in hints.items():
+        if plugins := [status.name for status in idle if status.status == word]:
             remedies.append(f"{hint}: {', '.join(plugins)}")
-    return RecipeNotFoundError(
-        f"no installed package provides {kind} {name!r}", expected=expected, remedy="; ".join(remedies)
-    )
+    what = f"no installed package provides {kind} {name!r}"
+    return RecipeNotFoundError(what, expected=expected, remedy="; ".join(remedies))
