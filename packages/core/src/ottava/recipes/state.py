@@ -97,7 +97,8 @@ class RecipeState:
 
     def is_of(self, recipe: Any) -> bool:
         """Whether it was made by an equal recipe, under the factory that the recipe has now."""
-        return bool(self.recipe.same_as(recipe) and recipe.has_factory(self.factory))
+        same: bool = self.recipe.same_as(recipe) and recipe.has_factory(self.factory)
+        return same
 
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
         """The quantizer of ``tensor_type`` with these usages.
