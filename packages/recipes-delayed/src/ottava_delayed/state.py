@@ -205,7 +205,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.has_run = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_kept": {}, "_kept_at": None}
+        return RecipeState.__getstate__(self) | {"_kept": {}, "_kept_at": None}
 
     def extra_repr(self) -> str:
         return f"slots={list(self.slots)}, amax_history_len={self.amax_history.shape[0]}"

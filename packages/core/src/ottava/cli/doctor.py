@@ -18,7 +18,7 @@ from ottava.errors import BackendError, OttavaError, text_of
 from ottava.recipes.base import get_recipe
 from ottava.recipes.ownership import FACTORY
 from ottava.recipes.registry import Provided, plugin_statuses, unknown_disabled
-from ottava.recipes.spec import FactorySpec, RecipeSpec
+from ottava.recipes.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _self_test(device: str) -> Check:
     return _examined("kernel self-test" if device == "cpu" else f"kernel self-test on {device}", compare)
 
 
-def _offer(spec: RecipeSpec | FactorySpec) -> str:
+def _offer(spec: Spec) -> str:
     """A recipe is built with its defaults; one that needs options only has to resolve, as a quantizer factory has."""
     provided = Provided(spec.kind, spec.name)
     if spec.kind == FACTORY:

@@ -138,12 +138,13 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         if qw is not None:
             dx = _as(gemm(qdy, qw, "dgrad", out_dtype=dtype), x_dtype)
             dx = dx if len(ctx.x_shape) == 2 else dx.view(ctx.x_shape)
-        dy_columns = qdy if quantized else _as(dy2, dtype)
-        if qx is not None and main_grad is not None:
-            gemm(dy_columns, qx, "wgrad", out=main_grad, accumulate=True)
-            note_added(ctx.weight)
-        elif qx is not None:
-            dw = _as(gemm(dy_columns, qx, "wgrad", out_dtype=dtype), w_dtype)
+        if qx is not None:
+            dy_columns = qdy if quantized else _as(dy2, dtype)
+            if main_grad is None:
+                dw = _as(gemm(dy_columns, qx, "wgrad", out_dtype=dtype), w_dtype)
+            else:
+                gemm(dy_columns, qx, "wgrad", out=main_grad, accumulate=True)
+                _note_added(ctx.weight)
     if b_dtype is not None and ctx.needs_input_grad[2]:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
         # float32 sum has to be asked for.
@@ -166,19 +167,13 @@ _once = once_differentiable(_gradients)
 _apply: Any = super(torch.autograd.Function, LinearFunction).apply
 
 
-def note_added(weight: Any) -> None:
+def _note_added(weight: Any) -> None:
     """Tell those who ask the weight that its gradient is in ``main_grad`` already."""
     if hasattr(weight, "grad_added_to_main_grad"):
         weight.grad_added_to_main_grad = True
 
 
-def into_main_grad(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
-    """The values of ``weight``, the gradient of which is added to ``main_grad``."""
-    # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
-    return _IntoMainGrad.apply(weight, (main_grad,))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _IntoMainGrad(torch.autograd.Function):
+class IntoMainGrad(torch.autograd.Function):
     """The values of a weight, unchanged; in the backward pass its gradient goes to ``main_grad``."""
 
     @staticmethod
@@ -189,5 +184,5 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.target[0].add_(grads[0])
-        note_added(ctx.weight)
+        _note_added(ctx.weight)
         return None, None

@@ -5,7 +5,9 @@ Nothing here knows what a recipe or a quantizer is, so that :mod:`ottava.recipes
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib
 import inspect
 import os
 import pkgutil
@@ -66,6 +68,15 @@ def reload() -> None:
 def unknown_disabled() -> list[str]:
     """The names in ``OTTAVA_DISABLE_PLUGINS`` that no installed plugin has: most often misspelled."""
     return sorted(disabled() - {canonical(status.distribution) for status in loader.statuses()})
+
+
+def import_offered(module: str) -> Any:
+    """A module that a file names, if it is of a package with recipes and can be imported: nothing else is imported
+    because a file says so; None where it is not."""
+    with contextlib.suppress(Exception, SystemExit):
+        if module.partition(".")[0] in {re.split(r"[.:]", spec.factory)[0] for spec in specs(RECIPE)}:
+            return importlib.import_module(module)
+    return None
 
 
 def build_recipe(name: str | os.PathLike[str], kind: type, options: dict[str, Any]) -> Any:

@@ -31,6 +31,11 @@ def begin_step(states: Iterable[RecipeState], amax_reduction_group: Any) -> None
                 state.backward_ran = False
 
 
+def backward_task() -> int:
+    """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
+    return -1 if torch.compiler.is_compiling() else graph_task_id()
+
+
 def may_begin() -> bool:
     """Whether a region that is entered now begins a step: not in evaluation, not in a recomputation."""
     return torch.is_grad_enabled() and (torch.compiler.is_compiling() or graph_task_id() == -1)
