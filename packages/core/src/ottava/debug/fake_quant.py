@@ -88,7 +88,8 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-        return quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
+        values: torch.Tensor = quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
