@@ -99,11 +99,8 @@ def fp8_format(dtype: torch.dtype) -> FloatFormat:
     """
     found = _FP8.get(dtype) if isinstance(dtype, torch.dtype) else None
     if found is None:
-        raise DTypeError(
-            f"{dtype!r} is not an FP8 element format",
-            expected="torch.float8_e4m3fn or torch.float8_e5m2",
-            remedy="pass one of these as fp8_dtype",
-        )
+        what, expected = f"{dtype!r} is not an FP8 element format", "torch.float8_e4m3fn or torch.float8_e5m2"
+        raise DTypeError(what, expected=expected, remedy="pass one of these as fp8_dtype")
     return found
 
 

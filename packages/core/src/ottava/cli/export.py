@@ -41,21 +41,19 @@ def make_model(reference: str) -> Any:
     # As of `python -m`: what is being worked on is found.
     sys.path.insert(0, os.getcwd())
     try:
-        if ":" not in reference:
-            raise ValueError("it names no callable")
-        make: Any = pkgutil.resolve_name(reference)
+        make: Any = pkgutil.resolve_name(reference) if ":" in reference else None
     except (ImportError, AttributeError, ValueError) as error:
         what = f"--model {reference!r} cannot be had: {error}"
         raise OptionError(what, expected="module:callable, what makes the model without arguments") from error
     finally:
         sys.path.remove(os.getcwd())
     if not callable(make):
-        raise OptionError(f"--model {reference!r} names no callable", expected="module:callable")
+        raise OptionError(f"--model {reference!r} cannot be had: it names no callable", expected="module:callable")
     try:
         try:
             with torch.device("meta"):
                 made = make()
-        except (RuntimeError, NotImplementedError):  # what looks at values as it makes them
+        except RuntimeError:  # what looks at values as it makes them
             made = make()
     except Exception as error:
         raise UsageError(f"--model {reference!r} fails: {type(error).__name__}: {error}") from error

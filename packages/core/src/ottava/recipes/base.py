@@ -87,16 +87,12 @@ class Recipe(ABC):
         from ottava.tensors import Quantizer
 
         if answer is not None and not isinstance(answer, (Quantizer, QuantizerRequest)):
-            raise DTypeError(
-                f"the quantizer factory returned a {type(answer).__name__} for {role}",
-                expected="an ottava.Quantizer, an ottava.QuantizerRequest or None",
-            )
+            what = f"the quantizer factory returned a {type(answer).__name__} for {role}"
+            raise DTypeError(what, expected="an ottava.Quantizer, an ottava.QuantizerRequest or None")
         if isinstance(answer, QuantizerRequest) and answer.recipe.same_as(self):
-            raise OptionError(
-                f"the quantizer factory of {self.name or type(self).__name__!r} asks for that recipe, for {role}",
-                expected="a request for another recipe",
-                remedy="return None where the recipe's own quantizer is to serve",
-            )
+            what = f"the quantizer factory of {self.name or type(self).__name__!r} asks for that recipe, for {role}"
+            remedy = "return None where the recipe's own quantizer is to serve"
+            raise OptionError(what, expected="a request for another recipe", remedy=remedy)
         return answer
 
     def fake_quantizer(self, fp8_format: str) -> Quantizer | None:
@@ -187,9 +183,7 @@ def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
     if isinstance(recipe, (str, os.PathLike)):
         return get_recipe(recipe)
     if not isinstance(recipe, Recipe):
-        raise DTypeError(
-            f"recipe is a {type(recipe).__name__}: {recipe!r}",
-            expected="an ottava.Recipe or the name of an installed one",
-            remedy="pass an instance, for example Float8CurrentScaling(), or a name that `ottava recipes` lists",
-        )
+        what = f"recipe is a {type(recipe).__name__}: {recipe!r}"
+        remedy = "pass an instance, for example Float8CurrentScaling(), or a name that `ottava recipes` lists"
+        raise DTypeError(what, expected="an ottava.Recipe or the name of an installed one", remedy=remedy)
     return recipe

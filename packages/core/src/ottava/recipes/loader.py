@@ -106,11 +106,9 @@ def _collect(answers: list[Any], hook: str) -> tuple[Any, ...]:
             if type(spec) is not kind:
                 raise PluginError(f"{hook} yielded an object of type {type(spec).__name__}", expected=expected)
             if spec.api_version != API_VERSION:
-                raise PluginError(
-                    f"{spec.name!r} is written for version {spec.api_version} of the extension points",
-                    expected=f"version {API_VERSION}",
-                    remedy="install a release of the package that fits this ottava",
-                )
+                what = f"{spec.name!r} is written for version {spec.api_version} of the extension points"
+                remedy = "install a release of the package that fits this ottava"
+                raise PluginError(what, expected=f"version {API_VERSION}", remedy=remedy)
             if spec.name in specs:
                 raise DuplicateRecipeError(f"{hook} yielded {spec.name!r} twice", expected="one each")
             specs[spec.name] = spec

@@ -33,11 +33,9 @@ def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reductio
     mixed = any(part.stateful for _, part in parts)
     if torch.compiler.is_compiling() and (mixed or recipe.stateful):
         name = recipe.name or type(recipe).__name__
-        raise UsageError(
-            f"Linear {roles[0].name!r} has no state for {name!r} yet, and compiled code cannot make one",
-            expected="a layer that was converted, or bound to the recipe, or has run under it once",
-            remedy="call ottava.convert(model, recipe) before torch.compile",
-        )
+        what = f"Linear {roles[0].name!r} has no state for {name!r} yet, and compiled code cannot make one"
+        expected = "a layer that was converted, or bound to the recipe, or has run under it once"
+        raise UsageError(what, expected=expected, remedy="call ottava.convert(model, recipe) before torch.compile")
     made: RecipeState
     if mixed:
         made = MixedState(recipe, parts, amax_reduction_group=amax_reduction_group)

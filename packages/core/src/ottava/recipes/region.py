@@ -87,11 +87,8 @@ class autocast(contextlib.ContextDecorator):
     ) -> None:
         for name, value in (("enabled", enabled), ("calibrating", calibrating)):
             if not isinstance(value, bool):
-                raise OptionError(
-                    f"autocast({name}={value!r})",
-                    expected="True or False",
-                    remedy="pass the recipe as the first argument",
-                )
+                what = f"autocast({name}={value!r})"
+                raise OptionError(what, expected="True or False", remedy="pass the recipe as the first argument")
         check_group(amax_reduction_group)
         if isinstance(recipe, (str, os.PathLike)):
             recipe = _by_name(os.fspath(recipe))
