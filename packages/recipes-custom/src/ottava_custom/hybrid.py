@@ -61,16 +61,12 @@ class HybridQuantizer(Quantizer):
         sides = []
         for side, quantizer in zip(SIDES, (rowwise_quantizer, columnwise_quantizer), strict=True):
             if not isinstance(quantizer, Quantizer) or isinstance(quantizer, HybridQuantizer):
-                raise DTypeError(
-                    f"{side}_quantizer is a {type(quantizer).__name__}",
-                    expected="an ottava.Quantizer that is no hybrid itself",
-                )
+                what = f"{side}_quantizer is a {type(quantizer).__name__}"
+                raise DTypeError(what, expected="an ottava.Quantizer that is no hybrid itself")
             if quantizer.stateful:
-                raise OptionError(
-                    f"{side}_quantizer is a {type(quantizer).__name__}, which holds state",
-                    expected="a quantizer without state",
-                    remedy="use it for a whole role: return an ottava.QuantizerRequest from the factory",
-                )
+                what = f"{side}_quantizer is a {type(quantizer).__name__}, which holds state"
+                remedy = "use it for a whole role: return an ottava.QuantizerRequest from the factory"
+                raise OptionError(what, expected="a quantizer without state", remedy=remedy)
             copied = quantizer.copy()
             copied.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
             copied.internal = True

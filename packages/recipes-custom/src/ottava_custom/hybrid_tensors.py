@@ -102,11 +102,8 @@ class HybridTensorStorage(QuantizedTensorStorage):
         side, kind = SIDES[number], self.kinds[number]
         tensors = [getattr(self, _attribute(side, inner.attribute)) for inner in kind.inner_tensors]
         if not self.get_usages()[side]:
-            raise UsageError(
-                f"{type(self).__name__} has no {side} data",
-                expected=f"a tensor quantized with {side}=True",
-                remedy=f"call quantizer.set_usage({side}=True) before quantizing",
-            )
+            what, expected = f"{type(self).__name__} has no {side} data", f"a tensor quantized with {side}=True"
+            raise UsageError(what, expected=expected, remedy=f"call quantizer.set_usage({side}=True) before quantizing")
         static = tuple(
             self.dtype if field.attribute == "_dtype" else getattr(self, _attribute(side, field.attribute))
             for field in kind.static_fields

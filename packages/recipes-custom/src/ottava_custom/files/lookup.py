@@ -42,11 +42,8 @@ class Lookup:
             near = difflib.get_close_matches(name, known, n=3)
             # The name may be misspelled: it must not become a command that installs whatever has that name.
             remedy = f"use {near[0]!r}, or install the package that has {name!r}" if near else missing.remedy
-            raise RecipeNotFoundError(
-                f"{self._source.where(place)}: no installed recipe or quantizer factory is named {name!r}",
-                expected=f"one of {', '.join(known)}",
-                remedy=remedy,
-            ) from missing
+            what = f"{self._source.where(place)}: no installed recipe or quantizer factory is named {name!r}"
+            raise RecipeNotFoundError(what, expected=f"one of {', '.join(known)}", remedy=remedy) from missing
 
     def factory(self, place: Place, name: str) -> Expression:
         """A published quantizer factory."""

@@ -134,11 +134,9 @@ class CurrentScalingTensorRefStorage(SharedElements):
             UsageError: rows are asked for, and only columns are held.
         """
         if not self._rowwise and not columnwise:
-            raise UsageError(
-                f"a {type(self).__name__} without rowwise data in a product that reads it",
-                expected="an operand quantized for the usage",
-                remedy="call quantizer.set_usage(rowwise=True) before quantizing",
-            )
+            what = f"a {type(self).__name__} without rowwise data in a product that reads it"
+            expected = "an operand quantized for the usage"
+            raise UsageError(what, expected=expected, remedy="call quantizer.set_usage(rowwise=True) before quantizing")
         return as_matrix(self.elements().to(dtype)), self._scale
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
