@@ -9,10 +9,8 @@ from ottava.cli.output import console, say, show_json, table
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import Recipe, get_recipe
 from ottava.recipes.explanation import Explanation, RecipeRule
-from ottava.recipes.role import QuantizerRole
+from ottava.recipes.role import OF_LINEAR, QuantizerRole
 
-# What a linear layer asks for.
-_TENSOR_TYPES = ("input", "weight", "grad_output")
 _WEIGHT = ".weight"
 #: The layers that the demo converts in its model, a GPT of four blocks.
 DEMO_LAYERS = tuple(f"blocks.{block}.{layer}" for block in range(4) for layer in ("qkv", "proj", "up", "down"))
@@ -34,7 +32,7 @@ def _rows(recipe: Recipe, layers: list[str]) -> tuple[list[dict[str, Any]], list
     """What each role of each layer gets, and the rules that serve none of them."""
     rows, used = [], set()
     for layer in layers:
-        for tensor_type in _TENSOR_TYPES:
+        for tensor_type in OF_LINEAR:
             explained = recipe.explain(QuantizerRole("linear", tensor_type, layer))
             used.add(explained.rule)
             rule = None if explained.rule is None else explained.rule.text
@@ -63,9 +61,9 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
         return show_json({"recipe": name, "layers": rows, "unused": left})
     made = table(name, ("layer", "role", "rowwise", "columnwise", "from"), ())
     for number, row in enumerate(rows, 1):
-        layer = row["layer"] if number % len(_TENSOR_TYPES) == 1 else ""
+        layer = row["layer"] if number % len(OF_LINEAR) == 1 else ""
         cells = (layer, row["role"], row["rowwise"], row["columnwise"], row["place"] or "-")
-        made.add_row(*cells, end_section=number % len(_TENSOR_TYPES) == 0)
+        made.add_row(*cells, end_section=number % len(OF_LINEAR) == 0)
     console().print(made)
     for rule in unused:
         say(f"unused: the rule in {_place(rule)}, {rule.text}, serves none of these layers")

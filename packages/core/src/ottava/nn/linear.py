@@ -17,7 +17,7 @@ from ottava.nn.model_init import quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.mixed import layer_state
 from ottava.recipes.region import begin_ahead, current_region, enters_first
-from ottava.recipes.role import QuantizerRole
+from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
 from ottava.recipes.stepping import backward_task, begin_step, may_begin
 from ottava.tensors.quantizer import Quantizer
@@ -33,9 +33,6 @@ def _moved(weight: QuantizedTensor, fn: Any) -> Any:
         if isinstance(moved, QuantizedTensor) or moved.dtype not in HIGH_PRECISION:
             return moved
         return weight.to(moved.device).to_dtype(moved.dtype)  # type: ignore[attr-defined]
-
-
-_TENSOR_TYPES = ("input", "weight", "grad_output")
 
 
 class Linear(torch.nn.Linear):
@@ -127,7 +124,7 @@ class Linear(torch.nn.Linear):
         self._set_state(state)
 
     def _make_state(self, recipe: Recipe, group: Any) -> RecipeState:
-        roles = [QuantizerRole("linear", tensor_type, self.name) for tensor_type in _TENSOR_TYPES]
+        roles = [QuantizerRole("linear", tensor_type, self.name) for tensor_type in OF_LINEAR]
         state = layer_state(recipe, roles, amax_reduction_group=group)
         # The state's buffers follow the weight's device, because the kernels read both in one call.
         return state.to(self.weight.device) if isinstance(state, torch.nn.Module) else state
