@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ottava
-from ottava import gemm_scaled
-from ottava.gemm import _rows, gemm
-from ottava.gemm_scaled import scaled_products
+from ottava.gemm import _on_grid, gemm
+from ottava.gemm import scaled as gemm_scaled
+from ottava.gemm.scaled import _rows, scaled_products
 from ottava.kernels import products
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
 
@@ -87,8 +87,8 @@ def test_tensors_without_memory(strict: Strict) -> None:
 def test_operations_are_counted(library: Recorded, kind: Any, sizes: tuple[int, int, int]) -> None:
     """Those of the product, not of its padding."""
     a, b = (coded(shape, E4M3, 1.0, i) for i, shape in enumerate(SHAPES[kind](*sizes)))
-    lines = _rows(a, kind == "wgrad"), _rows(b, kind != "fprop")
-    (left, one), (right, _) = lines  # type: ignore[misc]
+    lines = _on_grid(a, kind == "wgrad"), _on_grid(b, kind != "fprop")
+    (left, one), (right, _) = (_rows(operand) for operand in lines)  # type: ignore[arg-type]
     for product in (
         lambda: gemm(a, b, kind),
         lambda: torch.ops.ottava.fp8_mm(left, right, one, one, None, torch.bfloat16, True),

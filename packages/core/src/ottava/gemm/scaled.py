@@ -18,25 +18,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ottava.kernels import transpose
+from ottava.formats import FP8
+from ottava.gemm.operand import Operand, fitted, kept
 from ottava.kernels.direct import unobserved
 from ottava.kernels.products import capability, finish
 from ottava.kernels.table import define_product
-from ottava.tensors.freshness import GemmCache
+from ottava.layout import Layout
 from ottava.torch_private import scaled_mm
 
 Tensor = torch.Tensor
-#: FP8 elements ``[outer, reduced]``, and float32 scales still to multiply: one, one for each row, or None.
-Rows = tuple[Tensor, Tensor | None]
 
 _E4M3, _E5M2, _FLOAT32, _BFLOAT16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
-# The multiple that the library wants of sizes and addresses, less one.
-_UNALIGNED = 15
+# The multiple that the library wants of sizes and addresses.
+_MULTIPLE = 16
+_UNALIGNED = _MULTIPLE - 1
+# One scale for the tensor, or for each row.
+_BLOCKS = ((None, None), (1, None))
 
 _forced: bool | None = None
 
@@ -65,26 +68,19 @@ def scaled_products(wanted: bool = True) -> Iterator[None]:
         _forced = previous
 
 
-def scaled_product(
-    a: Rows,
-    b: Rows,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    cache: GemmCache | None = None,
-    columnwise: bool = False,
-) -> Tensor | None:
-    """``round(a[M, K] · b[N, K]ᵀ * scales + bias)``, or None if the library has no such product.
+def takes(a: Operand, b: Operand) -> bool:
+    """Whether the library has the product, of operands that fit together."""
+    if not (may_multiply_fp8() and multiplies_fp8(a.values)):
+        return False
+    layouts = Layout.of(a.layout), Layout.of(b.layout)
+    return all(
+        layout.block in _BLOCKS and layout.scale is _FLOAT32 and layout.element in FP8 for layout in layouts
+    ) and not all(layout.element is _E5M2 for layout in layouts)
 
-    Args:
-        bias: ``[N]``.
-        cache: where what has to be made of ``b`` is kept, under ``columnwise``.
-    """
-    (left, scale_a), (right, scale_b) = a, b
-    if (left.dtype is _E5M2 and right.dtype is _E5M2) or not multiplies_fp8(left):
-        return None
-    if left.shape[1] != right.shape[1] or left.get_device() != right.get_device():
-        return None
+
+def product(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
+    """``round(a[M, K] · b[N, K]ᵀ * scales + bias)``."""
+    (left, scale_a), (right, scale_b) = _rows(a), _rows(b)
     # What is not a tensor of memory (a traced or a fake one) has no address to look at: its operator has.
     plain = type(left) is Tensor and not torch.compiler.is_compiling()
     if plain:
@@ -93,9 +89,16 @@ def scaled_product(
             return made
         # Who looks on is to see one product of these sizes, not what it is made of.
         if unobserved():
-            return _fp8_mm(left, right, scale_a, scale_b, bias, out_dtype, fast_accumulation, cache, columnwise)
+            weight = None if a.columnwise else b
+            return _fp8_mm(left, right, scale_a, scale_b, bias, out_dtype, fast_accumulation, weight)
     result: Tensor = _operator(left, right, scale_a, scale_b, bias, out_dtype, fast_accumulation)
     return result
+
+
+def _rows(operand: Operand) -> tuple[Tensor, Tensor | None]:
+    """FP8 elements ``[outer, reduced]``, best contiguous, and scales: one for each of these rows, one, or None."""
+    scales = None if operand.scales is None else operand.scales.reshape(-1)
+    return operand.rows().view(Layout.of(operand.layout).element), scales
 
 
 def _direct(
@@ -139,10 +142,9 @@ def _fp8_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast: bool,
-    cache: GemmCache | None = None,
-    columnwise: bool = False,
+    weight: Operand | None = None,
 ) -> Tensor:
-    """Of any sizes, strides, addresses, scales and bias."""
+    """Of any sizes, strides, addresses, scales and bias; what has to be made of ``right``, a ``weight`` keeps."""
     made = _direct(left, right, scale_a, scale_b, bias, out_dtype, fast)
     if made is not None:
         return made
@@ -150,7 +152,7 @@ def _fp8_mm(
     if not rows or not columns or not inner:
         return finish(left.new_zeros((rows, columns), dtype=_FLOAT32), None, None, bias, out_dtype)
     if bias is not None and (out_dtype is _FLOAT32 or bias.dtype is not out_dtype):
-        plain = _fp8_mm(left, right, scale_a, scale_b, None, _FLOAT32, fast, cache, columnwise)
+        plain = _fp8_mm(left, right, scale_a, scale_b, None, _FLOAT32, fast, weight)
         return finish(plain, None, None, bias, out_dtype)
     one = torch.ones((), dtype=_FLOAT32, device=left.device) if scale_a is None or scale_b is None else None
     a_scale: Any = one if scale_a is None else scale_a
@@ -159,10 +161,12 @@ def _fp8_mm(
     if by_row:
         a_scale, b_scale = a_scale.reshape(-1).expand(rows).unsqueeze(1), b_scale.reshape(-1).expand(columns)
         if out_dtype is not _BFLOAT16 or right.dtype is not _E4M3 or not _scales_rows(left):
-            plain = _fp8_mm(left, right, None, None, None, _FLOAT32, fast, cache, columnwise)
+            plain = _fp8_mm(left, right, None, None, None, _FLOAT32, fast, weight)
             return finish(plain * (a_scale * b_scale), None, None, bias, out_dtype)
     views = not by_row and _takes_views(left)
-    left, right = _fitted(left, False, views), _kept(right, views, cache, columnwise)
+    left = fitted(left, 1, _MULTIPLE, views)
+    make = partial(fitted, right, _MULTIPLE, _MULTIPLE, views)
+    right = make() if weight is None else kept(weight, make, views)
     padding = [0, right.shape[0] - columns]
     if by_row:
         a_scale, b_scale = a_scale.contiguous(), F.pad(b_scale, padding).unsqueeze(0)
@@ -182,40 +186,7 @@ def _takes_views(operand: Tensor) -> bool:
     return 100 <= capability(operand) < 120
 
 
-def _padded(data: Tensor, rows: bool) -> Tensor:
-    """Contiguous data with zeros added to columns, and to ``rows``, up to multiples of 16, at such an address."""
-    padding = [0, -data.shape[1] & _UNALIGNED, 0, -data.shape[0] & _UNALIGNED if rows else 0]
-    if any(padding):
-        padded: Tensor = F.pad(data, padding)
-        return padded
-    # The stride of a single row means nothing, except to the library.
-    plain = data.as_strided(data.shape, (data.shape[1], 1)) if data.shape[0] == 1 else data
-    return plain.clone() if plain.data_ptr() & _UNALIGNED else plain
-
-
-def _fitted(rows: Tensor, outer: bool, views: bool) -> Tensor:
-    """Rows as the library takes them, with ``outer`` also a multiple of 16 of them; the same memory if it can be."""
-    data = rows.view(torch.uint8)
-    if not data.is_contiguous() and data.t().is_contiguous():
-        if views:
-            return _padded(data.t(), True).t().view(rows.dtype)
-        data = transpose(data.t())
-    return _padded(data.contiguous(), outer).view(rows.dtype)
-
-
-def _kept(rows: Tensor, views: bool, cache: GemmCache | None, columnwise: bool) -> Tensor:
-    """The rows of ``b``; what has to be made is made once for each state of a weight."""
-    # A graph that is replayed would never see a weight that has changed.
-    if cache is None or (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _fitted(rows, True, views)
-    kept: Tensor = cache.get(columnwise, (rows,), lambda: _fitted(rows, True, views), views)
-    if kept.data_ptr() == rows.data_ptr():
-        # The weight's own memory, which the cache would keep when the weight has other data.
-        cache.entries.pop(columnwise)
-    return kept
-
-
-# Rows [M, K] and [N, K] as for scaled_product.
+# Rows [M, K] and [N, K].
 _operator = define_product(
     "fp8_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype,"
     " bool fast_accumulation) -> Tensor",
