@@ -173,28 +173,28 @@ class Compiled:
     # On many tensors: one call for all of them.
 
     def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor) -> None:
-        layouts, held = [Layout.of(text) for text in texts], [x.contiguous() for x in shards.xs]
-        if all(map(_is_per_tensor, layouts)):
+        layouts, held = {text: Layout.of(text) for text in set(texts)}, [x.contiguous() for x in shards.xs]
+        if all(map(_is_per_tensor, layouts.values())):
             self.native.multi_amax(_sources(held, shards.dtypes), out.data_ptr(), *self.place(out))
             return
-        if not all(map(_is_mx, layouts)):
+        if not all(map(_is_mx, layouts.values())):
             reference.grid_multi_amax(shards, texts, out)
             return
-        squares = [layout.square for layout in layouts]
+        squares = [layouts[text].square for text in texts]
         jobs = list(zip(_sources(held, shards.dtypes), _places(shards), squares, strict=True))
         self.native.mx_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
 
     def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
-        layouts, held = [Layout.of(text) for text in texts], [x.contiguous() for x in shards.xs]
-        of_tensors = all(map(_is_per_tensor, layouts))
-        if not of_tensors and not all(map(_is_mx, layouts)):
+        layouts, held = {text: Layout.of(text) for text in set(texts)}, [x.contiguous() for x in shards.xs]
+        of_tensors = all(map(_is_per_tensor, layouts.values()))
+        if not of_tensors and not all(map(_is_mx, layouts.values())):
             reference.grid_multi_cast(shards, texts, rowwise, columnwise)
             return
-        formats = _formats([layout.element for layout in layouts])
+        formats = _formats([layouts[text].element for text in texts])
         known = list(zip(_sources(held, shards.dtypes), formats, strict=True))
         if of_tensors:
             pairs = [(*of, *p) for s in (rowwise, columnwise) for of, p in zip(known, s, strict=True) if p is not None]
-            scales = torch.cat([scale.view(1) for *_, scale, _ in pairs]) if pairs else held[0]
+            scales = torch.cat([scale for *_, scale, _ in pairs]) if pairs else held[0]
             tensors = [(source, fmt, out.data_ptr()) for source, fmt, _, out in pairs]
             self.native.multi_cast(tensors, scales.data_ptr(), *self.place(scales))
             return

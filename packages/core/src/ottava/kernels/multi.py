@@ -8,6 +8,7 @@ a whole is the largest of its shards' amaxes. Eager only; all the tensors of a c
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,9 +144,10 @@ def grid_multi_amax(
         _check_places(xs, shapes, starts)
         for layout in layouts:
             check_layout(layout)
-    sizes = [sum(grid_amax_sizes(*shape, layout)) for shape, layout in zip(shapes, layouts, strict=True)]
-    out = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     texts = [layout.text for layout in layouts]
+    kinds = Counter((*shape, text) for shape, text in zip(shapes, texts, strict=True)).items()
+    total = sum(count * sum(grid_amax_sizes(rows, cols, Layout.of(text))) for (rows, cols, text), count in kinds)
+    out = torch.zeros(total, dtype=torch.float32, device=device)
     backend_module(device.type).grid_multi_amax(Shards(xs, dtypes, shapes, starts), texts, out)
     return out
 
