@@ -8,13 +8,14 @@ a whole is the largest of its shards' amaxes. Eager only; all the tensors of a c
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
-from ottava.formats import fp8_format
+from ottava.formats import E4M3, FP8, fp8_format
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import (
     HIGH_PRECISION,
@@ -33,6 +34,7 @@ from ottava.layout import Layout
 
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
 _TOO_LARGE = 2**62
+_PER_TENSOR = {dtype: Layout(dtype, (None, None)).text for dtype in FP8}
 
 
 def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
@@ -52,7 +54,7 @@ def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
         return torch.zeros(0, dtype=torch.float32)
     device = xs[0].device if checked else _check_sources(xs, dtypes)
     out = torch.zeros(len(xs), dtype=torch.float32, device=device)
-    backend_module(device.type).multi_amax(xs, dtypes, out)
+    backend_module(device.type).grid_multi_amax(_wholes(xs, dtypes), [_PER_TENSOR[E4M3.torch_dtype]] * len(xs), out)
     return out
 
 
@@ -92,7 +94,9 @@ def multi_cast(
         taken: set[int] = set()
         for i, (out, x) in enumerate(zip(outs, xs, strict=True)):
             _check_result(out, x.numel(), device, f"outs[{i}]", taken)
-    backend_module(device.type).multi_cast(xs, dtypes, scales, fp8_dtypes, outs)
+    pairs = list(zip(scales.detach().view(-1, 1, 1).unbind(), outs, strict=True))
+    texts = [_PER_TENSOR[fp8_dtype] for fp8_dtype in fp8_dtypes]
+    backend_module(device.type).grid_multi_cast(_wholes(xs, dtypes), texts, pairs, [None] * len(xs))
 
 
 def grid_amax_sizes(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
@@ -140,9 +144,10 @@ def grid_multi_amax(
         _check_places(xs, shapes, starts)
         for layout in layouts:
             check_layout(layout)
-    sizes = [sum(grid_amax_sizes(*shape, layout)) for shape, layout in zip(shapes, layouts, strict=True)]
-    out = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     texts = [layout.text for layout in layouts]
+    kinds = Counter((*shape, text) for shape, text in zip(shapes, texts, strict=True)).items()
+    total = sum(count * sum(grid_amax_sizes(rows, cols, Layout.of(text))) for (rows, cols, text), count in kinds)
+    out = torch.zeros(total, dtype=torch.float32, device=device)
     backend_module(device.type).grid_multi_amax(Shards(xs, dtypes, shapes, starts), texts, out)
     return out
 
@@ -193,6 +198,11 @@ def grid_multi_cast(
                 _check_result(pair[1], count, device, f"{name}[{i}]", taken)
     shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
     backend_module(device.type).grid_multi_cast(shards, texts, rowwise, columnwise)
+
+
+def _wholes(xs: Tensors, dtypes: DTypes) -> Shards:
+    """Each is all of a matrix of one row."""
+    return Shards(xs, dtypes, [(1, x.numel()) for x in xs], [0] * len(xs))
 
 
 # There may be hundreds of tensors, so that what is right is to be found so with few operations.

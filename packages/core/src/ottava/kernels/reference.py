@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ottava.formats import E8M0, INT8, FloatFormat, IntegerFormat, element_format, fp8_format
-from ottava.kernels.checks import DTypes, Pairs, Shards, Tensor, Tensors
+from ottava.kernels.checks import Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout, as_matrix_shape
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -326,16 +326,6 @@ def grid_decode(data: Tensor, scales: Tensor, text: str, columnwise: bool, out: 
 def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Every element as it counts, in one dimension."""
     return x.detach().reshape(-1).to(dtype).to(torch.float32)
-
-
-def multi_amax(xs: Tensors, dtypes: DTypes, out: Tensor) -> None:
-    for i, (x, dtype) in enumerate(zip(xs, dtypes, strict=True)):
-        out[i] = _largest(_values(x, dtype))
-
-
-def multi_cast(xs: Tensors, dtypes: DTypes, scales: Tensor, fp8_dtypes: DTypes, outs: Tensors) -> None:
-    for x, dtype, scale, fp8_dtype, out in zip(xs, dtypes, scales.detach(), fp8_dtypes, outs, strict=True):
-        out.copy_(_cast(_values(x, dtype), scale, fp8_dtype).view(out.shape))
 
 
 def grid_multi_amax(shards: Shards, texts: Sequence[str], out: Tensor) -> None:
