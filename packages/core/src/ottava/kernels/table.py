@@ -21,7 +21,6 @@ from torch.utils.flop_counter import register_flop_formula
 from ottava.formats import fp8_format
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import (
-    check_amaxes,
     check_counter,
     check_data,
     check_dtype,
@@ -29,6 +28,7 @@ from ottava.kernels.checks import (
     check_high_precision,
     check_matrix,
     check_scalar,
+    check_tensor,
     check_wanted,
 )
 from ottava.kernels.direct import is_direct
@@ -171,7 +171,7 @@ class Operation:
             if argument.name in _CHECKS
         ]
         if self.arguments[0] == "amax":
-            checks[0] = (0, check_amaxes, None, False)
+            checks[0] = (0, lambda amax: check_tensor(amax, "amax", _FLOATS), None, False)
         self._checks, self._check = tuple(checks), check
 
     def __call__(self, *arguments: Any) -> Any:
