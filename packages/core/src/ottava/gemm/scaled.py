@@ -25,10 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from ottava.formats import FP8
-from ottava.gemm.operand import Operand, fitted, kept
-from ottava.kernels.direct import unobserved
+from ottava.gemm.operand import Operand, define, fitted, kept
 from ottava.kernels.products import capability, finish
-from ottava.kernels.table import define_product
 from ottava.layout import Layout
 from ottava.torch_private import scaled_mm
 
@@ -80,19 +78,10 @@ def takes(a: Operand, b: Operand) -> bool:
 
 def product(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """``round(a[M, K] · b[N, K]ᵀ * scales + bias)``."""
-    (left, scale_a), (right, scale_b) = _rows(a), _rows(b)
     # What is not a tensor of memory (a traced or a fake one) has no address to look at: its operator has.
-    plain = type(left) is Tensor and not torch.compiler.is_compiling()
-    if plain:
-        made = _direct(left, right, scale_a, scale_b, bias, out_dtype, fast_accumulation)
-        if made is not None:
-            return made
-        # Who looks on is to see one product of these sizes, not what it is made of.
-        if unobserved():
-            weight = None if a.columnwise else b
-            return _fp8_mm(left, right, scale_a, scale_b, bias, out_dtype, fast_accumulation, weight)
-    result: Tensor = _operator(left, right, scale_a, scale_b, bias, out_dtype, fast_accumulation)
-    return result
+    plain = type(a.values) is Tensor and not torch.compiler.is_compiling()
+    made = _direct(a, b, bias, out_dtype, fast_accumulation) if plain else None
+    return _fitting(a, b, bias, out_dtype, fast_accumulation) if made is None else made
 
 
 def _rows(operand: Operand) -> tuple[Tensor, Tensor | None]:
@@ -101,16 +90,9 @@ def _rows(operand: Operand) -> tuple[Tensor, Tensor | None]:
     return operand.rows().view(Layout.of(operand.layout).element), scales
 
 
-def _direct(
-    left: Tensor,
-    right: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast: bool,
-) -> Tensor | None:
+def _direct(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor | None:
     """The product, if the library takes everything as it is: what every product of a usual training step is."""
+    (left, scale_a), (right, scale_b) = _rows(a), _rows(b)
     rows, inner = left.shape
     columns = right.shape[0]
     if (
@@ -134,26 +116,17 @@ def _fuses(bias: Tensor, out_dtype: torch.dtype) -> bool:
     return bias.dtype is out_dtype is not _FLOAT32 and bias.is_contiguous() and not bias.data_ptr() & _UNALIGNED
 
 
-def _fp8_mm(
-    left: Tensor,
-    right: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast: bool,
-    weight: Operand | None = None,
-) -> Tensor:
-    """Of any sizes, strides, addresses, scales and bias; what has to be made of ``right``, a ``weight`` keeps."""
-    made = _direct(left, right, scale_a, scale_b, bias, out_dtype, fast)
+def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """Of any sizes, strides, addresses, scales and bias."""
+    made = _direct(a, b, bias, out_dtype, fast)
     if made is not None:
         return made
-    rows, columns, inner = left.shape[0], right.shape[0], left.shape[1]
+    (left, scale_a), (right, scale_b) = _rows(a), _rows(b)
+    (rows, inner), columns = left.shape, right.shape[0]
     if not rows or not columns or not inner:
         return finish(left.new_zeros((rows, columns), dtype=_FLOAT32), None, None, bias, out_dtype)
     if bias is not None and (out_dtype is _FLOAT32 or bias.dtype is not out_dtype):
-        plain = _fp8_mm(left, right, scale_a, scale_b, None, _FLOAT32, fast, weight)
-        return finish(plain, None, None, bias, out_dtype)
+        return finish(_multiply(a, b, None, _FLOAT32, fast), None, None, bias, out_dtype)
     one = torch.ones((), dtype=_FLOAT32, device=left.device) if scale_a is None or scale_b is None else None
     a_scale: Any = one if scale_a is None else scale_a
     b_scale: Any = one if scale_b is None else scale_b
@@ -161,19 +134,20 @@ def _fp8_mm(
     if by_row:
         a_scale, b_scale = a_scale.reshape(-1).expand(rows).unsqueeze(1), b_scale.reshape(-1).expand(columns)
         if out_dtype is not _BFLOAT16 or right.dtype is not _E4M3 or not _scales_rows(left):
-            plain = _fp8_mm(left, right, None, None, None, _FLOAT32, fast, weight)
-            return finish(plain * (a_scale * b_scale), None, None, bias, out_dtype)
+            bare = _multiply(a._replace(scales=None), b._replace(scales=None), None, _FLOAT32, fast)
+            return finish(bare * (a_scale * b_scale), None, None, bias, out_dtype)
     views = not by_row and _takes_views(left)
     left = fitted(left, 1, _MULTIPLE, views)
     make = partial(fitted, right, _MULTIPLE, _MULTIPLE, views)
-    right = make() if weight is None else kept(weight, make, views)
+    # Only a weight, which is no operand of a product with columnwise data of both, is met again as it was.
+    right = make() if a.columnwise else kept(b, make, views)
     padding = [0, right.shape[0] - columns]
     if by_row:
         a_scale, b_scale = a_scale.contiguous(), F.pad(b_scale, padding).unsqueeze(0)
     if bias is not None:
         bias = F.pad(bias, padding) if padding[1] else bias if _fuses(bias, out_dtype) else bias.clone()
-    product = scaled_mm(left, right.t(), a_scale, b_scale, bias, None, out_dtype, fast)
-    return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
+    result = scaled_mm(left, right.t(), a_scale, b_scale, bias, None, out_dtype, fast)
+    return result if result.shape == (rows, columns) else result[:rows, :columns].contiguous()
 
 
 def _scales_rows(operand: Tensor) -> bool:
@@ -186,10 +160,4 @@ def _takes_views(operand: Tensor) -> bool:
     return 100 <= capability(operand) < 120
 
 
-# Rows [M, K] and [N, K].
-_operator = define_product(
-    "fp8_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType out_dtype,"
-    " bool fast_accumulation) -> Tensor",
-    _fp8_mm,
-    lambda a, b, *_: (a[0], b[0], a[1]),
-)
+_fitting = define("fp8_mm", "bool fast_accumulation", _multiply)
