@@ -111,8 +111,10 @@ def shard_output(
     Raises:
         ShapeError, UsageError: the shard does not fit.
     """
-    tensors = [getattr(holder, inner.attribute) for inner in holder.raw_inner()]
-    if not all(tensor.is_contiguous() and tensor.shape == holder.shape for tensor in tensors):
+    raw = holder.raw_inner()
+    tensors = [getattr(holder, inner.attribute) for inner in raw]
+    ordered = not any(holder.is_derived(inner) for inner in raw)
+    if not ordered or not all(tensor.is_contiguous() and tensor.shape == holder.shape for tensor in tensors):
         raise UsageError(
             f"the bytes of {what} are not in the order of its elements",
             expected="contiguous data that is not transposed",

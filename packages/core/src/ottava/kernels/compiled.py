@@ -126,8 +126,13 @@ class Compiled:
 
     def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
         layout = Layout.of(text)
-        if layout.scale is torch.float32 or not _is_fp8(layout):
+        floats = layout.scale is torch.float32
+        if not _is_fp8(layout) or (floats and layout.finite_as == "input"):
             reference.grid_scales(amax, text, dtype, out)
+            return
+        if floats:
+            scales: Any = out
+            self.scale_from_amax(amax, layout.element, layout.epsilon, layout.rounding == "floor", scales)
             return
         amax, stored = amax.contiguous(), pointers(out[1])
         how = fp8_format(layout.element).code, layout.rounding == "floor"
@@ -167,40 +172,45 @@ class Compiled:
 
     # On many tensors: one call for all of them.
 
-    def multi_amax(self, xs: Tensors, dtypes: DTypes, out: Tensor) -> None:
-        held = [x.contiguous() for x in xs]
-        self.native.multi_amax(_sources(held, dtypes), out.data_ptr(), *self.place(out))
-
-    def multi_cast(self, xs: Tensors, dtypes: DTypes, scales: Tensor, fp8_dtypes: DTypes, outs: Tensors) -> None:
-        held, scales = [x.contiguous() for x in xs], scales.contiguous()
-        jobs = list(zip(_sources(held, dtypes), _formats(fp8_dtypes), pointers(*outs), strict=True))
-        self.native.multi_cast(jobs, scales.data_ptr(), *self.place(scales))
-
     def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor) -> None:
-        layouts = [Layout.of(text) for text in texts]
-        if not all(map(_is_mx, layouts)):
+        layouts, held = {text: Layout.of(text) for text in set(texts)}, [x.contiguous() for x in shards.xs]
+        if all(map(_is_per_tensor, layouts.values())):
+            self.native.multi_amax(_sources(held, shards.dtypes), out.data_ptr(), *self.place(out))
+            return
+        if not all(map(_is_mx, layouts.values())):
             reference.grid_multi_amax(shards, texts, out)
             return
-        held, squares = [x.contiguous() for x in shards.xs], [layout.square for layout in layouts]
+        squares = [layouts[text].square for text in texts]
         jobs = list(zip(_sources(held, shards.dtypes), _places(shards), squares, strict=True))
         self.native.mx_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
 
     def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
-        layouts = [Layout.of(text) for text in texts]
-        if not all(map(_is_mx, layouts)):
+        layouts, held = {text: Layout.of(text) for text in set(texts)}, [x.contiguous() for x in shards.xs]
+        of_tensors = all(map(_is_per_tensor, layouts.values()))
+        if not of_tensors and not all(map(_is_mx, layouts.values())):
             reference.grid_multi_cast(shards, texts, rowwise, columnwise)
             return
-        held = [x.contiguous() for x in shards.xs]
+        formats = _formats([layouts[text].element for text in texts])
+        known = list(zip(_sources(held, shards.dtypes), formats, strict=True))
+        if of_tensors:
+            pairs = [(*of, *p) for s in (rowwise, columnwise) for of, p in zip(known, s, strict=True) if p is not None]
+            scales = torch.cat([scale for *_, scale, _ in pairs]) if pairs else held[0]
+            tensors = [(source, fmt, out.data_ptr()) for source, fmt, _, out in pairs]
+            self.native.multi_cast(tensors, scales.data_ptr(), *self.place(scales))
+            return
         sides = [
             [_ABSENT if p is None else (p[0].data_ptr(), p[1].data_ptr()) for p in s] for s in (rowwise, columnwise)
         ]
-        formats = _formats([layout.element for layout in layouts])
-        jobs = zip(_sources(held, shards.dtypes), _places(shards), formats, *sides, strict=True)
-        self.native.mx_multi_cast(list(jobs), *self.place(held[0]))
+        blocks = [(of, place, fmt, *p) for (of, fmt), place, *p in zip(known, _places(shards), *sides, strict=True)]
+        self.native.mx_multi_cast(blocks, *self.place(held[0]))
 
 
 def _is_fp8(layout: Layout) -> bool:
     return layout.element in FP8
+
+
+def _is_per_tensor(layout: Layout) -> bool:
+    return layout.block == (None, None) and _is_fp8(layout) and layout.scale is torch.float32
 
 
 @functools.lru_cache(maxsize=1024)
