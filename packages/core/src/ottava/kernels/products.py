@@ -293,21 +293,34 @@ def _sums_of_blocks(a: Tensor, of_a: _Factors | None, b: Tensor, of_b: _Factors 
     """``[M, N]`` in float32: of each block of the summed dimension the partial sum, times the scales of its rows and
     columns, which are applied in float32."""
     rows, inner, columns = *a.shape, b.shape[1]
+    if not inner:
+        return a.new_zeros((rows, columns), dtype=torch.float32)
     # One factor for each row and block, and for each block and column.
     lefts = None if of_a is None else spread(of_a.scales, (of_a.block[0], 1), (rows, of_a.scales.shape[1]))
     rights = None if of_b is None else spread(of_b.scales, (1, of_b.block[1]), (of_b.scales.shape[0], columns))
-    sides = (None if of_a is None else of_a.block[1]) or inner, (None if of_b is None else of_b.block[0]) or inner
-    step = max(math.gcd(*sides), 1)
-    sums = a.new_zeros((rows, columns), dtype=torch.float32)
+    ends = (None if of_a is None else of_a.block[1]), (None if of_b is None else of_b.block[0])
+    sides = ends[0] or inner, ends[1] or inner
+    step, sums = math.gcd(*sides), None
     for start in range(0, inner, step):
         span = slice(start, min(start + step, inner))
-        partial = mm(a[:, span].to(torch.float32), b[span].to(torch.float32))
+        partial = _wide_mm(a[:, span], b[span], once=ends == (None, None))
         if lefts is not None:
             partial.mul_(lefts[:, start // sides[0]].unsqueeze(1))
         if rights is not None:
             partial.mul_(rights[start // sides[1]])
-        sums.add_(partial)
+        sums = partial if sums is None else sums.add_(partial)
+    assert sums is not None
     return sums
+
+
+def _wide_mm(a: Tensor, b: Tensor, once: bool) -> Tensor:
+    """The product in float32, by which blocks are summed. Where it is ``once`` that scales are applied, a CPU's fast
+    product rounds to bfloat16 before: operands are bfloat16 if the result is going to be."""
+    if a.dtype is torch.bfloat16 and returns_float32(a.device):
+        return mm(a, b, torch.float32)
+    if once and product_dtype(a.dtype, a.device) is torch.bfloat16:
+        return mm(a, b).to(torch.float32)
+    return mm(a.to(torch.float32), b.to(torch.float32))
 
 
 def _sizes(a: Any, b: Any, *others: Any) -> tuple[Any, Any, Any]:
