@@ -93,7 +93,7 @@ def _sums_of_blocks(a: _Rows, b: _Rows) -> Tensor:
     step, sums = math.gcd(a.block[1] or 0, b.block[1] or 0) or inner, None
     for start in range(0, inner, step):
         span = slice(start, start + step)
-        partial = _wide_mm(a.values[:, span], turned[span], once=step >= inner)
+        partial = _wide_mm(a.values[:, span], turned[span], once=a.block[1] is b.block[1] is None)
         if lefts is not None:
             partial.mul_(lefts[:, start // (a.block[1] or inner)].unsqueeze(1))
         if rights is not None:
