@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ottava.errors import OptionError, translated
+from ottava.errors import CheckpointError, OptionError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.checks import autocast_dtype, checked_dtype, main_grad_of
 from ottava.nn.function import IntoMainGrad, LinearPlan, quantized_linear
@@ -135,10 +135,12 @@ class Linear(torch.nn.Linear):
             self._state = state
             return
         if self._loaded_state is not None:
-            what = f"the scaling state that was loaded for {self._label()} is not one of {state.recipe!r}"
-            remedy = "load the checkpoint into a model of the recipe that it was saved with"
-            with translated(what, ", ".join(state.state_dict()), remedy, of=RuntimeError):
+            try:
                 state.load_state_dict(self._loaded_state)
+            except RuntimeError as error:
+                what = f"the scaling state that was loaded for {self._label()} is not one of {state.recipe!r}"
+                remedy = "load the checkpoint into a model of the recipe that it was saved with"
+                raise CheckpointError(what, expected=", ".join(state.state_dict()), remedy=remedy) from error
             self._loaded_state = None
         self.__dict__["_state"] = self._modules["recipe_state"] = state
 

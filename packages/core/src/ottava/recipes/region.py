@@ -91,7 +91,10 @@ class autocast(contextlib.ContextDecorator):
                 raise OptionError(what, expected="True or False", remedy="pass the recipe as the first argument")
         check_group(amax_reduction_group)
         if isinstance(recipe, (str, os.PathLike)):
-            recipe = _by_name(os.fspath(recipe))
+            # The same object each time: layers keep the state that it gave them.
+            name = os.fspath(recipe)
+            _found(name)
+            recipe = registry.defaults[name][0]
         self._recipe = None if recipe is None else as_recipe(recipe)
         self._enabled = enabled
         self._group = amax_reduction_group
@@ -114,11 +117,8 @@ class autocast(contextlib.ContextDecorator):
 
     def _has_begun(self, step: Step) -> bool:
         """Whether this is inside a region that has begun the step already."""
-        for region in _regions.stack:
-            changes_nothing = region.module is not None and self._recipe is None and self._group is None
-            if region.began and (region.step is step or changes_nothing):
-                return True
-        return False
+        same = self._recipe is None and self._group is None
+        return any(r.began and (r.step is step or (same and r.module is not None)) for r in _regions.stack)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -141,13 +141,10 @@ def enters_first(layer: torch.nn.Module) -> None:
     FSDP puts its hook, which gathers, before those that were there.
     """
     module = _module_of(layer)
-    if module is None or next(iter(module._forward_pre_hooks.values()), None) is enter_module:
-        return
-    hooks: Any = module._forward_pre_hooks
-    for key, hook in hooks.items():
-        if hook is enter_module:
-            hooks.move_to_end(key, last=False)
-            return
+    hooks: Any = {} if module is None else module._forward_pre_hooks
+    own = [key for key, hook in hooks.items() if hook is enter_module]
+    if own and own[0] != next(iter(hooks)):
+        hooks.move_to_end(own[0], last=False)
 
 
 def begin_ahead(layer: torch.nn.Module) -> None:
@@ -206,13 +203,6 @@ def leave_module(module: torch.nn.Module, args: Any = None, output: Any = None) 
     """A forward hook of converted modules, called after an error too."""
     if _regions.stack and _regions.stack[-1].module is module:
         _regions.stack.pop()
-
-
-def _by_name(name: str) -> Recipe:
-    """The recipe ``name`` with its defaults, the same object each time: layers keep the state that it gave them."""
-    _found(name)
-    recipe: Recipe = registry.defaults[name][0]
-    return recipe
 
 
 def _remember_default(name: str) -> bool:

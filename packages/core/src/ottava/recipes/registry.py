@@ -145,7 +145,6 @@ class Provided:
     """What a package provides under a name, with its reference resolved."""
 
     def __init__(self, kind: str, name: str) -> None:
-        self.kind, self.name = kind, name
         self.spec, self.status = _find(kind, name)
         try:
             found: object = pkgutil.resolve_name(self.spec.factory)
@@ -157,7 +156,7 @@ class Provided:
         self.resolved: Callable[..., Any] = found
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name!r}"
+        return f"{self.spec.kind} {self.spec.name!r}"
 
     def error(self, what: str, expected: str = "", remedy: str = "report it to the package's authors") -> PluginError:
         """An error that names the package."""
