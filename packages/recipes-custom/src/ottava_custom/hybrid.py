@@ -108,11 +108,9 @@ class HybridQuantizer(Quantizer):
             tensor = tensor.clone()
         rows = self.rowwise_quantizer.quantize_impl(tensor, dtype) if self.rowwise_usage else None
         columns = self.columnwise_quantizer.quantize_impl(tensor, dtype) if self.columnwise_usage else None
-        if columns is not None and not self.internal and not _has_elements(columns):
-            # A weight whose bytes are written or gathered by rows; a transpose alone is made of such.
-            columns = self.columnwise_quantizer.with_usage(True, True).quantize_impl(tensor, dtype)
+        if columns is not None and not self.internal:
+            held = [inner for inner in columns.inner_tensors if getattr(columns, inner.attribute) is not None]
+            if not any(inner.gather for inner in held):
+                # A weight whose bytes are written or gathered by rows; a transpose alone is made of such.
+                columns = self.columnwise_quantizer.with_usage(True, True).quantize_impl(tensor, dtype)
         return cls.around([rows, columns], tuple(tensor.shape), dtype, self)
-
-
-def _has_elements(storage: QuantizedTensorStorage) -> bool:
-    return any(inner.gather and getattr(storage, inner.attribute) is not None for inner in storage.inner_tensors)

@@ -72,7 +72,8 @@ def _examine(dist: Distribution, group: str) -> list[Found]:
     if not re.search(rf"^\s*\[{re.escape(group)}\]\s*$", text, re.M):
         return []
     with contextlib.suppress(Exception):  # no METADATA at all: which error it is differs from one Python to the next
-        name, version = str(dist.metadata["Name"] or ""), str(dist.metadata["Version"] or "")
+        name = str(dist.metadata["Name"] or "")
+        version = str(dist.metadata["Version"] or "")
     if not name or not version:
         folder = getattr(getattr(dist, "_path", None), "name", "") or "a distribution without a name"
         wrong = "its metadata has no name or no version, as an interrupted installation leaves it: reinstall or delete"
