@@ -158,7 +158,7 @@ class Layout:
         """
         # A plain dict, which compiled code can look into.
         found = _KNOWN.get(text) if isinstance(text, str) else None
-        return _parsed(text) if found is None else found
+        return _parsed(str(text)) if found is None else found
 
 
 _KNOWN: dict[str, Layout] = {}
@@ -192,8 +192,7 @@ _READERS: tuple[Callable[[str], Any], ...] = (_dtype, _sizes, _dtype, str, float
 
 
 def _parsed(text: str) -> Layout:
-    parts: list[str] = text.split(_BETWEEN) if isinstance(text, str) else []
     try:
-        return Layout(*[reader(part) for reader, part in zip(_READERS, parts, strict=True)])
+        return Layout(*[reader(part) for reader, part in zip(_READERS, text.split(_BETWEEN), strict=True)])
     except ValueError as error:
         raise OptionError(f"{text!r:.80} is no layout", expected="what Layout.text gives") from error

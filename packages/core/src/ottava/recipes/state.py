@@ -140,6 +140,6 @@ class RecipeState:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         state = self.__getstate__()
-        shared = {name: state.pop(name) for name in self.shared_by_copies}
+        shared = {name: state.pop(name) for name in self.shared_by_copies if name in state}
         copied.__dict__.update(copy.deepcopy(state, memo) | shared)
         return copied
