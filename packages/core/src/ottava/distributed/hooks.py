@@ -55,12 +55,7 @@ class GatherPlan(NamedTuple):
 
 
 def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
-    """Refuse ways of sharding that gather hooks do not allow.
-
-    Raises:
-        ShapeError: a shard of this shape is none of rows of a weight of this size.
-        UsageError: the weight is sharded over fewer ranks after the forward pass.
-    """
+    """Refuse what gather hooks do not allow: shards of columns, and fewer of them after the forward pass."""
     if tuple(shape[1:]) != tuple(size[1:]):
         raise ShapeError(
             f"a weight of shape {tuple(size)} has shards of {tuple(shape)}",
@@ -74,15 +69,19 @@ def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
         )
 
 
+def padded(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """``values`` with zeros up to ``rows`` rows."""
+    missing = rows - values.shape[0]
+    return torch.nn.functional.pad(values, [0, 0] * (values.dim() - 1) + [0, missing]) if missing else values
+
+
 def pre_all_gather(
     tensor: QuantizedTensor, mesh: Any, size: torch.Size, module: Any
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
     """What this rank sends, padded to the length of the longest shard, and the plan.
 
-    Raises:
-        ShapeError: the shards cut blocks in two, or they are uneven and an inner tensor has rows of its own kind, which
-            cannot be padded.
-        UsageError: the shards do not agree in what must be the same on all of them.
+    Shards that cut blocks in two are refused, uneven ones with an inner tensor that has rows of its own kind, and those
+    that do not agree in what must be the same on all of them.
     """
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
@@ -100,8 +99,7 @@ def pre_all_gather(
     inputs, coming = [], []
     for inner, count in sent.items():
         data = inner.by_rows(getattr(tensor, inner.attribute))
-        if inner.block_rows is None and data.shape[0] != rows:
-            data = torch.nn.functional.pad(data, [0, 0] * (data.dim() - 1) + [0, rows - data.shape[0]])
+        data = data if inner.block_rows else padded(data, rows)
         missing = count - data.numel() if world > 1 else 0
         coming.append(GatheredInner(inner, data.shape, missing > 0))
         if missing > 0:
@@ -175,8 +173,9 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the first."""
     values = {inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather}
-    coming = {i: value for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise}
-    for inner, value in coming.items() if size[0] % world else ():
+    coming = [i for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise]
+    for inner in coming if size[0] % world else ():
+        value = values[inner]
         # FSDP asks for the padded size of the parameter itself.
         if inner.block_rows or (value is not None and inner.by_rows(value).shape[1:] != tensor.shape[1:]):
             raise ShapeError(
@@ -232,11 +231,7 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
 
 
 def _share(shard: QuantizedTensor, group: Any) -> None:
-    """Have the quantizer of a shard keep the scale that all of them have.
-
-    Raises:
-        UsageError: it does not know how.
-    """
+    """Have the quantizer of a shard keep the scale that all of them have, if it knows how."""
     quantizer: Any = shard._quantizer
     silent = quantizer is not None and type(quantizer).for_shards is Quantizer.for_shards
     if silent and shard.shared_inner() and rule_of(quantizer).independent_rows(quantizer) is None:
