@@ -1,5 +1,4 @@
-"""The two collectives that anyone may call: all-reduce(MAX) for scales, and all-gather for values; and ranks that fail
-together."""
+"""All-reduce(MAX) for scales and all-gather for values, which anyone may call; and ranks that fail together."""
 
 from __future__ import annotations
 
@@ -27,11 +26,7 @@ def process_groups_ready() -> bool:
 
 
 def check_group(group: Any) -> None:
-    """Refuse what is not a process group, the name of one, or None.
-
-    Raises:
-        OptionError: it is something else, a group that this process is not in included.
-    """
+    """Refuse with an OptionError what is no process group that this process is in, no name of one, and not None."""
     if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
         raise OptionError(
             f"amax_reduction_group is {group!r}",
@@ -41,11 +36,7 @@ def check_group(group: Any) -> None:
 
 
 def find_group(group: Any) -> Any:
-    """The process group itself, of a group or the name of one; None stays None.
-
-    Raises:
-        UsageError: no process group is initialized, or none has the name.
-    """
+    """The process group itself, of a group or the name of one; None stays None. A UsageError where there is none."""
     if group is None:
         return None
     if not process_groups_ready():
@@ -96,8 +87,7 @@ def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
         return values.unsqueeze(0)
     sent = values.contiguous().view(-1)
     gathered = sent.new_empty(ranks * sent.numel())
-    _keep(sent)
-    _keep(gathered)
+    _keep(sent, gathered)
     dist.all_gather_into_tensor(gathered, sent, group=group)
     return gathered.view(ranks, *values.shape)
 
@@ -112,8 +102,8 @@ def _ready(group: Any) -> Any:
     return find_group(group)
 
 
-def _keep(tensor: torch.Tensor) -> None:
-    if not torch.compiler.is_compiling():
+def _keep(*tensors: torch.Tensor) -> None:
+    for tensor in tensors if not torch.compiler.is_compiling() else ():
         keeper = torch.empty_like(tensor)
         keeper.grad = tensor
         _keepers.append(keeper)
