@@ -14,9 +14,9 @@ from ottava.torch_private import resolve_process_group
 
 _T = TypeVar("_T")
 
-# Hold the last tensors of collectives as their ``grad``. gloo's thread lets go of a tensor a moment after the
-# collective has returned; if Python's is the only reference left then, the thread needs the interpreter, and a process
-# that ends in this moment aborts. A reference held in C++ spares it that.
+# Hold the last tensors of collectives as their ``grad``, a reference in C++: gloo's thread lets go of a tensor a moment
+# after the collective has returned. With the last reference it would need the interpreter, and a process that ends in
+# this moment would abort.
 _keepers: deque[torch.Tensor] = deque(maxlen=16)
 
 
@@ -37,9 +37,7 @@ def check_group(group: Any) -> None:
 
 def find_group(group: Any) -> Any:
     """The process group itself, of a group or the name of one; None stays None. A UsageError where there is none."""
-    if group is None:
-        return None
-    if not process_groups_ready():
+    if group is not None and not process_groups_ready():
         raise UsageError(
             f"the group {group!r} was given but no process group is initialized",
             expected="torch.distributed.init_process_group() before, or no group",

@@ -160,9 +160,7 @@ unsafe_view: Callable[..., torch.Tensor] = _ask("unsafe_view", "ops.aten._unsafe
 to_copy: Callable[..., torch.Tensor] = _ask("to_copy", "ops.aten._to_copy", "Tensor.to")
 #: A tensor of a subclass, without memory of its own.
 make_wrapper_subclass: Callable[..., Any] = _ask(
-    "make_wrapper_subclass",
-    "Tensor._make_wrapper_subclass",
-    "nothing: quantized parameters are refused with an error, and layers with high-precision ones work",
+    "make_wrapper_subclass", "Tensor._make_wrapper_subclass", "nothing: quantized parameters are refused, no others"
 )
 #: ``__torch_function__`` of classes that answer below autograd only.
 disabled_torch_function: Any = _ask(
@@ -190,10 +188,7 @@ PRIVATE |= {
         "nn.Module._load_state_dict_pre_hooks and _load_state_dict_post_hooks",
         "every module counts as one with hooks: load_model keeps a copy of the model until it has succeeded",
     ),
-    "set_local_tensor": (
-        _LOCAL,
-        "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused with an error",
-    ),
+    "set_local_tensor": (_LOCAL, "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused"),
 }
 _numbers = itertools.count()
 
@@ -220,8 +215,7 @@ def aten_overloads(*names: str) -> list[Any]:
 
 def schema_of(operator: Any) -> Any:
     """What an operator takes and writes; a BackendError where this torch does not say."""
-    schema = getattr(operator, "_schema", None)
-    return _refuse("_ops.OpOverload._schema") if schema is None else schema
+    return getattr(operator, "_schema", None) or _refuse("_ops.OpOverload._schema")
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -91,11 +91,12 @@ def pre_all_gather(
     drop_flat_copies(module)
     world = dist.get_world_size(group)
     rows = math.ceil(size[0] / world)
-    gathered = _to_gather(tensor, module)
+    sent = gathered = _to_gather(tensor, module)
     if world > 1:
         _check_rows(tensor, size, world)
-    # With one rank nothing is gathered: FSDP copies the first input, and no other.
-    sent = gathered if world > 1 else dict(list(gathered.items())[:1])
+    else:
+        # With one rank nothing is gathered: FSDP copies the first input, and no other.
+        sent = dict(list(gathered.items())[:1])
     inputs, coming = [], []
     for inner, count in sent.items():
         data = inner.by_rows(getattr(tensor, inner.attribute))
@@ -136,11 +137,10 @@ def post_all_gather(
                 setattr(out, inner.attribute, plan.shared[inner.argument])
         out.mark_written()
         return None
-    arguments: dict[str, Any] = plan.shared | whole
-    arguments |= {f.argument: v for f, v in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)}
-    arguments |= {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
+    fields = {f.argument: v for f, v in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)}
+    about = {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
     build: Any = plan.spec.cls
-    built: QuantizedTensor = build(**arguments)
+    built: QuantizedTensor = build(**plan.shared | whole | fields | about)
     # FSDP frees the gathered bytes after the pass, so that a transpose is made only where it is read.
     built.rebuilds_derived = False
     return built, ()
@@ -208,17 +208,14 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
     if not any(parameter.shard is tensor for parameter in parameters):
         parameters = [GatheredParameter(tensor, tensor.size(), module)]
     shards: list[Any] = [parameter.shard for parameter in parameters]
-    shared = [
-        (shard, inner, getattr(shard, inner.attribute).float().reshape(-1))
-        for shard in shards
-        for inner in shard.shared_inner()
-    ]
+    shared = [(shard, inner) for shard in shards for inner in shard.shared_inner()]
     if shared:
-        values = torch.cat([value for _, _, value in shared])
+        scales = [getattr(shard, inner.attribute).float().reshape(-1) for shard, inner in shared]
+        values = torch.cat(scales)
         largest, smallest = all_reduce_max(torch.stack([values, -values]), group)
-        lengths = [value.numel() for _, _, value in shared]
-        for (shard, inner, _), high, low in zip(shared, largest.split(lengths), smallest.split(lengths), strict=True):
-            if not torch.equal(high, -low):
+        differs = (largest != -smallest).split([each.numel() for each in scales])
+        for (shard, inner), wrong in zip(shared, differs, strict=True):
+            if wrong.any():
                 raise UsageError(
                     f"the shards of a {type(shard).__name__} have different {inner.argument!r}",
                     expected="one value for all shards of a weight",
