@@ -240,7 +240,7 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
     Args:
         model: converted, not yet sharded.
         recomputes: the forward pass is recomputed in the backward pass, by activation checkpointing. Each gather then
-            brings what serves rows and columns, where these have data of their own (one-dimensional MX blocks).
+            brings what serves rows and columns, where these have data of their own (blocks that are no squares).
 
     Raises:
         DTypeError: ``model`` is no module, or ``recomputes`` no bool.

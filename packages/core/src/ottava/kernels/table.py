@@ -21,7 +21,6 @@ from torch.utils.flop_counter import register_flop_formula
 from ottava.formats import fp8_format
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import (
-    check_amaxes,
     check_counter,
     check_data,
     check_dtype,
@@ -29,6 +28,7 @@ from ottava.kernels.checks import (
     check_high_precision,
     check_matrix,
     check_scalar,
+    check_tensor,
     check_wanted,
 )
 from ottava.kernels.direct import is_direct
@@ -41,6 +41,15 @@ Tensor = torch.Tensor
 _DATA, _FLOATS = torch.uint8, torch.float32
 # For each device a float32 scalar to be like: sizes in a tuple take a microsecond longer than a tensor to be like.
 _scalars: dict[torch.device, Tensor] = {}
+
+
+def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """An operator, and what stands for it where there are no values."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ottava::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.ottava, name)
 
 
 # What makes outputs, still to be written, from the arguments of a call.
@@ -154,10 +163,7 @@ class Operation:
     ) -> None:
         self.name = schema.partition("(")[0]
         self.outputs, self._for_layers = outputs, for_layers or outputs
-        LIBRARY.define(schema)
-        LIBRARY.impl(self.name, self._written, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"ottava::{self.name}", self._fake, lib=LIBRARY)
-        self._operator: Any = getattr(torch.ops.ottava, self.name)
+        self._operator = _define(schema, self._written, self._fake)
         given = schema_of(self._operator.default).arguments
         #: The names of the arguments.
         self.arguments = tuple(argument.name for argument in given)
@@ -171,7 +177,7 @@ class Operation:
             if argument.name in _CHECKS
         ]
         if self.arguments[0] == "amax":
-            checks[0] = (0, check_amaxes, None, False)
+            checks[0] = (0, lambda amax: check_tensor(amax, "amax", _FLOATS), None, False)
         self._checks, self._check = tuple(checks), check
 
     def __call__(self, *arguments: Any) -> Any:
@@ -293,11 +299,6 @@ def define_product(schema: str, function: Callable[..., Tensor], sizes: Callable
         schema: with two operands first, and an argument ``out_dtype``.
         sizes: rows, columns and the reduced size of the product, from the operands' shapes and the other arguments.
     """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    operator = getattr(torch.ops.ottava, name)
-    dtype_at = [argument.name for argument in schema_of(operator.default).arguments].index("out_dtype")
 
     def fake(*arguments: Any) -> Tensor:
         a, b, *rest = arguments
@@ -308,7 +309,8 @@ def define_product(schema: str, function: Callable[..., Tensor], sizes: Callable
         # Two for each multiply-add, as torch counts its own products.
         return int(2 * rows * columns * inner)
 
-    torch.library.register_fake(f"ottava::{name}", fake, lib=LIBRARY)
+    operator = _define(schema, function, fake)
+    dtype_at = [argument.name for argument in schema_of(operator.default).arguments].index("out_dtype")
     register_flop_formula(operator)(flops)
     return operator
 
@@ -319,12 +321,8 @@ def _sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 # What a compiler would compute otherwise than eager code does, if it saw through: it adds in another order, and leaves
 # out the rounding of what it does not store.
-LIBRARY.define("sum_rows(Tensor x, ScalarType dtype) -> Tensor")
-LIBRARY.impl("sum_rows", _sum_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("ottava::sum_rows", lambda x, dtype: x.new_empty(x.shape[1:], dtype=dtype), lib=LIBRARY)
-LIBRARY.define("rounded(Tensor x) -> Tensor")
-LIBRARY.impl("rounded", torch.clone, "CompositeExplicitAutograd")
-torch.library.register_fake("ottava::rounded", torch.empty_like, lib=LIBRARY)
+_define("sum_rows(Tensor x, ScalarType dtype) -> Tensor", _sum_rows, lambda x, t: x.new_empty(x.shape[1:], dtype=t))
+_define("rounded(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -337,24 +335,20 @@ def rounded(x: Tensor) -> Tensor:
     return torch.ops.ottava.rounded(x) if torch.compiler.is_compiling() and x.dtype != _FLOATS else x
 
 
-LIBRARY.define(
-    "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, Tensor? last) -> ()"
-)
-
-
 def _update_scales(scales: list[Tensor], *rest: Any) -> None:
     # No step begins in a backward pass. Compiled code cannot tell, and is run again there by activation checkpointing.
     if scales and graph_task_id() == -1:
         backend_module(scales[0].device.type).update_scales(scales, *rest)
 
 
-LIBRARY.impl("update_scales", _update_scales, "CompositeExplicitAutograd")
-torch.library.register_fake("ottava::update_scales", lambda *_: None, lib=LIBRARY)
+_define(
+    "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, Tensor? last) -> ()",
+    _update_scales,
+    lambda *_: None,
+)
 
 
-def update_scales(
-    scales: list[Tensor], histories: list[Tensor], maxima: list[float], most_recent: bool, last: Tensor | None
-) -> None:
-    """As an :class:`Operation`, of many tensors in place."""
-    direct = is_direct(*scales, *histories, last)
-    (_update_scales if direct else torch.ops.ottava.update_scales)(scales, histories, maxima, most_recent, last)
+def update_scales(scales: list[Tensor], histories: list[Tensor], *rest: Any) -> None:
+    """As an :class:`Operation`, of many tensors in place: ``(scales, histories, maxima, most_recent, last)``."""
+    direct = is_direct(*scales, *histories, rest[-1])
+    (_update_scales if direct else torch.ops.ottava.update_scales)(scales, histories, *rest)
