@@ -84,25 +84,22 @@ class GridBatch(ShardBatch):
     def cast(self, amaxes: torch.Tensor) -> None:
         factors, stored = (values.split(self._lengths) for values in self._scales(self.jobs, amaxes))
         pairs: tuple[list[Any], list[Any]] = [None] * len(self.jobs), [None] * len(self.jobs)
-        matrices = self._places[2]
         found: list[torch.Tensor] = []
         for at, columnwise, part, grid, data, inner, held in self._sides:
-            about = grid, columnwise, matrices[at]
-            pairs[columnwise][at] = self._of_blocks(factors[part], *about).contiguous(), data
-            scales = self._of_blocks(stored[part], *about)
+            own, scales = factors[part].view(grid), stored[part]
+            if self._layout.shared is not None:
+                about = self._layout, columnwise, self._places[2][at]
+                own, scales = (for_blocks(each.view(grid), *about).contiguous() for each in (own, scales))
+            pairs[columnwise][at] = own, data
             if held is None:
-                self.jobs[at].output.write_inner(inner, scales)
+                self.jobs[at].output.write_inner(inner, scales.view(own.shape))
             else:
-                found.append(scales.reshape(held.shape))
+                found.append(scales.view(held.shape))
         if found:
             foreach_copy_(self._held, found)
         kernels.grid_multi_cast(*self._places, *pairs, checked=self._cast)
         self._cast = True
         self.written()
-
-    def _of_blocks(self, values: torch.Tensor, grid: Size, columnwise: bool, matrix: Size) -> torch.Tensor:
-        """One entry for each block from one for each of what has a scale in common."""
-        return for_blocks(values.view(grid), self._layout, columnwise, matrix)
 
 
 class GridShards(ShardRule):
