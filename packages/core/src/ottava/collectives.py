@@ -28,20 +28,16 @@ def process_groups_ready() -> bool:
 def check_group(group: Any) -> None:
     """Refuse with an OptionError what is no process group that this process is in, no name of one, and not None."""
     if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
-        raise OptionError(
-            f"amax_reduction_group is {group!r}",
-            expected="a process group that this process is in, or None",
-            remedy="pass what torch.distributed.new_group() returned on a member",
-        )
+        what = f"amax_reduction_group is {group!r}"
+        remedy = "pass what torch.distributed.new_group() returned on a member"
+        raise OptionError(what, expected="a process group that this process is in, or None", remedy=remedy)
 
 
 def find_group(group: Any) -> Any:
     """The process group itself, of a group or the name of one; None stays None. A UsageError where there is none."""
     if group is not None and not process_groups_ready():
-        raise UsageError(
-            f"the group {group!r} was given but no process group is initialized",
-            expected="torch.distributed.init_process_group() before, or no group",
-        )
+        what = f"the group {group!r} was given but no process group is initialized"
+        raise UsageError(what, expected="torch.distributed.init_process_group() before, or no group")
     if not isinstance(group, str):
         return group
     try:
@@ -92,11 +88,9 @@ def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 def _ready(group: Any) -> Any:
     if not process_groups_ready():
-        raise UsageError(
-            "a reduction over processes was asked for but no process group is initialized",
-            expected="torch.distributed.init_process_group() before training",
-            remedy="initialize it, or set with_amax_reduction=False",
-        )
+        what = "a reduction over processes was asked for but no process group is initialized"
+        expected = "torch.distributed.init_process_group() before training"
+        raise UsageError(what, expected=expected, remedy="initialize it, or set with_amax_reduction=False")
     return find_group(group)
 
 

@@ -99,11 +99,9 @@ class Fallbacks:
 
 
 def _refuse(path: str) -> NoReturn:
-    raise BackendError(
-        f"torch {torch.__version__} has no torch.{path}, for which torch documents nothing else",
-        expected="a version of torch that `ottava` was tested with (docs/building.md lists them)",
-        remedy="install such a version, or a later ottava",
-    )
+    what = f"torch {torch.__version__} has no torch.{path}, for which torch documents nothing else"
+    expected = "a version of torch that `ottava` was tested with (docs/building.md lists them)"
+    raise BackendError(what, expected=expected, remedy="install such a version, or a later ottava")
 
 
 def _ask(name: str, path: str, without: str) -> Any:

@@ -75,11 +75,8 @@ def _weight(
         storage = local_tensor(weight)
         rows, group = _rows_of(weight, what)
     if not isinstance(storage, QuantizedTensorStorage):
-        raise DTypeError(
-            f"{what} is a {type(storage).__name__}",
-            expected="a quantized tensor",
-            remedy="leave weights in high precision out: their optimizer writes them itself",
-        )
+        remedy = "leave weights in high precision out: their optimizer writes them itself"
+        raise DTypeError(f"{what} is a {type(storage).__name__}", expected="a quantized tensor", remedy=remedy)
     quantizer = storage._quantizer if quantizer is None else quantizer
     if quantizer is None:
         raise UsageError(f"{what} has no quantizer", remedy="pass quantizers, or set one with update_quantizer()")
@@ -122,11 +119,9 @@ def _offset(
             raise OptionError(f"the start offset of {what} is {offset!r}", expected="an integer, or None for no shard")
         offset = operator.index(offset)
     elif held and rows is None and (offsets_given or count != numel):
-        raise OptionError(
-            f"{what} has a master of {count} elements and no start offset",
-            expected=f"the index of its first element among the {numel} of the weight",
-            remedy="pass start_offsets, with None only where the master is None",
-        )
+        what = f"{what} has a master of {count} elements and no start offset"
+        expected = f"the index of its first element among the {numel} of the weight"
+        raise OptionError(what, expected=expected, remedy="pass start_offsets, with None only where the master is None")
     first = 0 if rows is None else rows.start * row
     start: int = first if offset is None else offset
     kind: type[OttavaError] = ShapeError
@@ -149,10 +144,8 @@ def _rows_of(weight: Any, what: str) -> tuple[range, Any]:
         return range(weight.shape[0]), None
     placement = weight.placements[sharded[0]]
     if len(sharded) > 1 or not placement.is_shard(0):
-        raise ShapeError(
-            f"{what} is placed as {weight.placements}",
-            expected="rows sharded along one dimension of the mesh, as fully_shard does",
-        )
+        what = f"{what} is placed as {weight.placements}"
+        raise ShapeError(what, expected="rows sharded along one dimension of the mesh, as fully_shard does")
     mesh, rows = weight.device_mesh, weight.shape[0]
     size, rank = mesh.size(sharded[0]), mesh.get_local_rank(sharded[0])
     chunk = math.ceil(rows / size)
@@ -168,26 +161,20 @@ def _check_agreement(weights: Sequence[ShardedWeight]) -> None:
     for weight in weights:
         twin = places.setdefault(id(weight.storage), weight)
         if twin is not weight:
-            raise OptionError(
-                f"{weight.what} is {twin.what} again",
-                expected="each weight once, with one shard on a rank",
-                remedy="list weights that several layers share once",
-            )
+            what = f"{weight.what} is {twin.what} again"
+            expected = "each weight once, with one shard on a rank"
+            raise OptionError(what, expected=expected, remedy="list weights that several layers share once")
         _check_quantizer(weight, fitting)
         if weight.storage.device != weights[0].storage.device:
-            raise DeviceError(
-                f"{weight.what} is on {weight.storage.device}, {weights[0].what} on {weights[0].storage.device}",
-                expected="one device for a batch",
-            )
+            what = f"{weight.what} is on {weight.storage.device}, {weights[0].what} on {weights[0].storage.device}"
+            raise DeviceError(what, expected="one device for a batch")
         quantizer, first = weight.job.quantizer, seen.setdefault(type(weight.job.quantizer), weight)
         for name in rule_of(quantizer).options:
             own, other = getattr(quantizer, name), getattr(first.job.quantizer, name)
             if own != other:
-                raise OptionError(
-                    f"{name} is {own!r} for {weight.what} and {other!r} for {first.what}",
-                    expected="one value for all weights of a batch",
-                    remedy="quantize them in two batches",
-                )
+                what = f"{name} is {own!r} for {weight.what} and {other!r} for {first.what}"
+                expected = "one value for all weights of a batch"
+                raise OptionError(what, expected=expected, remedy="quantize them in two batches")
 
 
 def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
@@ -202,11 +189,9 @@ def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
         )
         fitting[key] = same_kind(example, storage)
     if not fitting[key]:
-        raise DTypeError(
-            f"the quantizer of {weight.what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}",
-            expected="a quantizer of its format and options, whatever the shape",
-            remedy="leave quantizers out, or make the weight with this quantizer",
-        )
+        what = f"the quantizer of {weight.what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}"
+        expected = "a quantizer of its format and options, whatever the shape"
+        raise DTypeError(what, expected=expected, remedy="leave quantizers out, or make the weight with this quantizer")
 
 
 def _output(
@@ -223,10 +208,8 @@ def _output(
         return shard_output(out, shape, start, count, what)
     raw, given = ordered_bytes(storage, what), list(out) if isinstance(out, (list, tuple)) else [out]
     if len(given) != len(raw):
-        raise ShapeError(
-            f"the shard of {what} has {len(given)} tensors of bytes",
-            expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}",
-        )
+        what = f"the shard of {what} has {len(given)} tensors of bytes"
+        raise ShapeError(what, expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}")
     dtypes = {native_dtype(storage, inner) for inner in raw} | {torch.uint8}
     what = f"the buffer for the shard of {what}"
     buffers = [check_bytes(buffer, dtypes, count, storage.device, what) for buffer in given]
@@ -241,9 +224,7 @@ def default_group(weights: Sequence[ShardedWeight], group: Any) -> Any:
         return find_group(group)
     groups = {weight.group.group_name: weight.group for weight in weights if weight.group is not None}
     if len(groups) > 1:
-        raise OptionError(
-            f"the weights are sharded over {len(groups)} groups",
-            expected="one group for a batch",
-            remedy="quantize the weights of each group by themselves, or pass a group that contains them all",
-        )
+        what = f"the weights are sharded over {len(groups)} groups"
+        remedy = "quantize the weights of each group by themselves, or pass a group that contains them all"
+        raise OptionError(what, expected="one group for a batch", remedy=remedy)
     return next(iter(groups.values()), None)

@@ -155,11 +155,9 @@ class HighPrecisionWeight(torch.Tensor):
         plan = metadata if isinstance(metadata, GatherPlan) else None
         kind = torch.Tensor if plan is None else plan.spec.cls
         if out is not None and (isinstance(out, QuantizedTensor) == (plan is None) or not isinstance(out, kind)):
-            raise UsageError(
-                f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}",
-                expected="one kind of weight for the life of a sharded model",
-                remedy="bind the recipe before fully_shard, and do not change it afterwards",
-            )
+            what = f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}"
+            remedy = "bind the recipe before fully_shard, and do not change it afterwards"
+            raise UsageError(what, expected="one kind of weight for the life of a sharded model", remedy=remedy)
         if plan is not None:
             return post_all_gather(plan, outputs, param_dtype, out)  # type: ignore[arg-type]
         # FSDP fills the same memory at every gather, so that one view of it stays the weight.
@@ -173,11 +171,9 @@ def _unwrapped(values: Any) -> Any:
 def _quantizer_of(module: Any) -> Quantizer:
     quantizer: Quantizer | None = getattr(module, "gather_quantizer", lambda: None)()
     if quantizer is None:
-        raise UsageError(
-            f"no recipe is bound to the {type(module).__name__} whose weight is gathered",
-            expected="a layer of ottava.convert(model, recipe)",
-            remedy="convert the model before ottava.distributed.gather_quantized(model)",
-        )
+        what = f"no recipe is bound to the {type(module).__name__} whose weight is gathered"
+        remedy = "convert the model before ottava.distributed.gather_quantized(model)"
+        raise UsageError(what, expected="a layer of ottava.convert(model, recipe)", remedy=remedy)
     return quantizer
 
 
@@ -213,10 +209,8 @@ def _quantize_together(
             output = shard_output(local, size, start, values.numel(), "a sharded weight")
             jobs[module] = ShardJob(quantizer, values.reshape(-1), tuple(size), dtype, start, output)
         if not isinstance(local, QuantizedTensor):
-            raise UsageError(
-                f"the quantizer of a {type(module).__name__} gives a {type(local).__name__}",
-                expected="a QuantizedTensor, which can be a parameter",
-            )
+            what = f"the quantizer of a {type(module).__name__} gives a {type(local).__name__}"
+            raise UsageError(what, expected="a QuantizedTensor, which can be a parameter")
         local._shard_group = group.group_name
         made[module] = (version_of(values), dtype, local)
     if jobs:
@@ -257,11 +251,8 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
                 owners.setdefault(parameter, []).append((module, name))
     chosen = {key: places for key, places in owners.items() if all(_is_gathered(*place) for place in places)}
     if not chosen:
-        raise UsageError(
-            "no layer of the model has a recipe bound",
-            expected="layers of ottava.convert(model, recipe)",
-            remedy="convert the model first",
-        )
+        what = "no layer of the model has a recipe bound"
+        raise UsageError(what, expected="layers of ottava.convert(model, recipe)", remedy="convert the model first")
     if any(is_distributed(weight) for weight in chosen):
         raise UsageError(
             "the model is sharded already", expected="a model before fully_shard", remedy="call gather_quantized first"

@@ -57,16 +57,12 @@ class GatherPlan(NamedTuple):
 def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
     """Refuse what gather hooks do not allow: shards of columns, and fewer of them after the forward pass."""
     if tuple(shape[1:]) != tuple(size[1:]):
-        raise ShapeError(
-            f"a weight of shape {tuple(size)} has shards of {tuple(shape)}",
-            expected="shards of rows, which fully_shard makes by default",
-            remedy="leave shard_placement_fn out for quantized weights",
-        )
+        what = f"a weight of shape {tuple(size)} has shards of {tuple(shape)}"
+        expected = "shards of rows, which fully_shard makes by default"
+        raise ShapeError(what, expected=expected, remedy="leave shard_placement_fn out for quantized weights")
     if resharded_to_fewer(module):
-        raise UsageError(
-            "reshard_after_forward is a number, which torch does not support for weights with gather hooks",
-            expected="True or False",
-        )
+        what = "reshard_after_forward is a number, which torch does not support for weights with gather hooks"
+        raise UsageError(what, expected="True or False")
 
 
 def padded(values: torch.Tensor, rows: int) -> torch.Tensor:
@@ -151,11 +147,9 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
     held = {i: getattr(tensor, i.attribute) for i in tensor.inner_tensors if i.gather}
     both = {inner: int(data.numel()) for inner, data in held.items() if data is not None}
     if not both:
-        raise UsageError(
-            f"{type(tensor).__name__} holds no inner tensor that can be gathered",
-            expected="one declared with gather=True",
-            remedy="keep the rowwise usage of sharded weights",
-        )
+        what = f"{type(tensor).__name__} holds no inner tensor that can be gathered"
+        expected = "one declared with gather=True"
+        raise UsageError(what, expected=expected, remedy="keep the rowwise usage of sharded weights")
     if not {"rowwise", "columnwise"} <= {inner.usage for inner in both}:
         return both
     rowwise = {inner: count for inner, count in both.items() if inner.usage != "columnwise"}
@@ -178,10 +172,8 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
         value = values[inner]
         # FSDP asks for the padded size of the parameter itself.
         if inner.block_rows or (value is not None and inner.by_rows(value).shape[1:] != tensor.shape[1:]):
-            raise ShapeError(
-                f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size",
-                expected=f"a number of rows that {world} divides",
-            )
+            what = f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size"
+            raise ShapeError(what, expected=f"a number of rows that {world} divides")
     # Those of the first rank, so that all ranks say the same.
     check_blocks(coming, size, range(math.ceil(size[0] / world)), f"a shard of a {type(tensor).__name__}")
 
@@ -216,11 +208,9 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
         differs = (largest != -smallest).split([each.numel() for each in scales])
         for (shard, inner), wrong in zip(shared, differs, strict=True):
             if wrong.any():
-                raise UsageError(
-                    f"the shards of a {type(shard).__name__} have different {inner.argument!r}",
-                    expected="one value for all shards of a weight",
-                    remedy="set the values of the weight before it is sharded",
-                )
+                what = f"the shards of a {type(shard).__name__} have different {inner.argument!r}"
+                expected = "one value for all shards of a weight"
+                raise UsageError(what, expected=expected, remedy="set the values of the weight before it is sharded")
     for shard, parameter in zip(shards, parameters, strict=True):
         _share(shard, group)
         if isinstance(parameter.module, torch.nn.Module):

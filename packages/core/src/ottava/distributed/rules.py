@@ -106,10 +106,8 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
         if isinstance(found, ShardRule):
             return found
         if found is not None:
-            raise DTypeError(
-                f"{cls.__name__}.shards is a {type(found).__name__}",
-                expected="an ottava.distributed.ShardRule, or None",
-            )
+            what = f"{cls.__name__}.shards is a {type(found).__name__}"
+            raise DTypeError(what, expected="an ottava.distributed.ShardRule, or None")
         if "quantize_impl" in vars(cls):
             break
     return _SILENT

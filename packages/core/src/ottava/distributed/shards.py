@@ -105,11 +105,9 @@ def ordered_bytes(holder: QuantizedTensorStorage, what: str) -> tuple[InnerTenso
     raw = holder.raw_inner()
     found = [getattr(holder, inner.attribute) for inner in raw if not holder.is_derived(inner)]
     if len(found) < len(raw) or not all(t.is_contiguous() and t.shape == holder.size() for t in found):
-        raise UsageError(
-            f"the bytes of {what} are not in the order of its elements",
-            expected="contiguous data that is not transposed",
-            remedy="keep the rowwise usage of weights that are cast from shards",
-        )
+        what = f"the bytes of {what} are not in the order of its elements"
+        expected = "contiguous data that is not transposed"
+        raise UsageError(what, expected=expected, remedy="keep the rowwise usage of weights that are cast from shards")
     return raw
 
 
@@ -124,10 +122,8 @@ def shard_output(
         elements = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
         return ShardOutput(holder, elements, range(shape[0] if shape else 1))
     if own[1:] != tuple(shape[1:]) or count != math.prod(own) or (count and start_offset % row):
-        raise ShapeError(
-            f"{what} has shape {own}, its share of the weight {count} elements from {start_offset} on",
-            expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has",
-        )
+        what = f"{what} has shape {own}, its share of the weight {count} elements from {start_offset} on"
+        raise ShapeError(what, expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has")
     first = start_offset // row if row else 0
     rows = range(first, first + own[0])
     if count:

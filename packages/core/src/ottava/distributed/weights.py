@@ -192,11 +192,8 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor 
         raise DTypeError(f"a {type(tensor).__name__} has no raw data", expected="a quantized tensor")
     buffers = list(new_raw_data) if isinstance(new_raw_data, (list, tuple)) else [new_raw_data]
     if tensor._whole is not None:
-        raise UsageError(
-            f"this {type(tensor).__name__} is a view of another, whose data it shares",
-            expected="a whole tensor",
-            remedy="replace the data of the whole",
-        )
+        what = f"this {type(tensor).__name__} is a view of another, whose data it shares"
+        raise UsageError(what, expected="a whole tensor", remedy="replace the data of the whole")
     raw = tensor.raw_inner()
     if not 1 <= len(buffers) <= len(raw):
         raise ShapeError(f"{len(buffers)} buffers", expected=f"one for each of {', '.join(i.argument for i in raw)}")
