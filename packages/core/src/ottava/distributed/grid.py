@@ -111,7 +111,8 @@ class GridBatch(ShardBatch):
                 self.jobs[side.at].output.write_inner(side.inner, self._of_blocks(stored[side.part], side))
             else:
                 found.append(self._of_blocks(stored[side.part], side, side.held.shape))
-        foreach_copy_(self._held, found)
+        if found:
+            foreach_copy_(self._held, found)
         kernels.grid_multi_cast(*self._places, *pairs, checked=self._cast)
         self._cast = True
         self.written()
@@ -156,13 +157,9 @@ class GridShards(ShardRule):
         return bool(quantizer.layout.block == (None, None))
 
     def independent_rows(self, quantizer: Any) -> int | None:
-        layout: Layout = quantizer.layout
-        if self.batch_for(quantizer) is None:
-            return None
-        # Columns that are made of rows need no rows of their own.
         sides = (False, True) if quantizer.columnwise_usage else (False,)
-        rows = [layout.block_of(columnwise, shared=True)[0] for columnwise in sides]
-        return None if None in rows else math.lcm(*rows)  # type: ignore[arg-type]
+        rows = [quantizer.layout.block_of(columnwise, shared=True)[0] for columnwise in sides]
+        return None if None in rows else math.lcm(*rows)
 
 
 #: The rule of quantizers with one scale a tensor that a function of their own gives.

@@ -28,7 +28,7 @@ from ottava.distributed.fsdp2 import (
     resharded_to_fewer,
 )
 from ottava.distributed.rules import rule_of
-from ottava.distributed.shards import check_blocks, check_rows_alone
+from ottava.distributed.shards import check_blocks
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
@@ -82,11 +82,10 @@ def pre_all_gather(
     Raises:
         ShapeError: the shards cut blocks in two, or they are uneven and an inner tensor has rows of its own kind, which
             cannot be padded.
-        UsageError: the shards do not agree in what must be the same on all of them, or hold columns that no rows make.
+        UsageError: the shards do not agree in what must be the same on all of them.
     """
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
-    check_rows_alone(tensor, f"a shard of a {type(tensor).__name__}")
     if hasattr(module, "own_shard"):
         module.own_shard(tensor)
     _agree(tensor, group, module)
@@ -100,7 +99,7 @@ def pre_all_gather(
     sent = gathered if world > 1 else dict(list(gathered.items())[:1])
     inputs, coming = [], []
     for inner, count in sent.items():
-        data: torch.Tensor = getattr(tensor, inner.attribute)
+        data = inner.by_rows(getattr(tensor, inner.attribute))
         if inner.block_rows is None and data.shape[0] != rows:
             data = torch.nn.functional.pad(data, [0, 0] * (data.dim() - 1) + [0, rows - data.shape[0]])
         missing = count - data.numel() if world > 1 else 0
@@ -127,7 +126,7 @@ def post_all_gather(
             # Each rank sent its shard as one row, with the padding at its end.
             output = output[:, : shape.numel()].reshape(-1, *shape[1:])
         # Only the last rank that has rows is padded, so that all padding lies at the end.
-        whole[inner.argument] = output[: plan.size[0]] if inner.block_rows is None else output
+        whole[inner.argument] = inner.as_held(output[: plan.size[0]] if inner.block_rows is None else output)
     if out is not None:
         for inner in out.inner_tensors:
             data = whole.get(inner.argument)
@@ -179,7 +178,7 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     coming = {i: value for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise}
     for inner, value in coming.items() if size[0] % world else ():
         # FSDP asks for the padded size of the parameter itself.
-        if inner.block_rows or (value is not None and value.shape[1:] != tensor.shape[1:]):
+        if inner.block_rows or (value is not None and inner.by_rows(value).shape[1:] != tensor.shape[1:]):
             raise ShapeError(
                 f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size",
                 expected=f"a number of rows that {world} divides",

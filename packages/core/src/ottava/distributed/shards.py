@@ -54,8 +54,8 @@ class ShardOutput:
         if held.shape != whole.shape:
             step = inner.block_rows or 1
             leading = math.prod(self.holder.size()[1:-1]) if inner.block_rows is not None else 1
-            first = self.rows.start * leading // step
-            whole = whole[first : first + held.shape[0]]
+            first, count = self.rows.start * leading // step, inner.by_rows(held).shape[0]
+            whole = inner.as_held(inner.by_rows(whole)[first : first + count])
         held.copy_(whole)
         bump_version(held)
 
@@ -132,7 +132,6 @@ def shard_output(
         )
     first = start_offset // row if row else 0
     rows = range(first, first + own[0])
-    check_rows_alone(holder, what)
     if count:
         check_blocks(holder.inner_tensors, shape, rows, what)
     return ShardOutput(holder, tuple(tensors), rows)
@@ -158,22 +157,6 @@ def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows
             continue
         remedy = "shard over fewer ranks, or keep the weight whole or in high precision"
         raise ShapeError(f"{what} {how}", expected=expected, remedy=remedy)
-
-
-def check_rows_alone(storage: Any, what: str) -> None:
-    """Refuse rows of a tensor that holds columns which are neither rows of their own nor made of rows.
-
-    Raises:
-        UsageError: it holds transposed columns with scales of their own.
-    """
-    for inner in storage.inner_tensors:
-        of_rows = inner.gather or inner.shared or storage.is_derived(inner)
-        if not of_rows and getattr(storage, inner.attribute) is not None:
-            raise UsageError(
-                f"{what} holds {inner.argument!r}, which is transposed and has scales of its own: no rows make it",
-                expected="a weight whose columns can be made of its rows",
-                remedy=f"quantize weights with {storage.squares}, or keep them whole or in high precision",
-            )
 
 
 def check_bytes(

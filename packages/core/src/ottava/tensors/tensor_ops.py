@@ -116,9 +116,10 @@ def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
             taken[inner.argument] = None
         else:
             span = _span(tensor, inner, start, stop)
+            value = inner.by_rows(value)
             if span is None or (inner.block_rows is None and value.shape[:1] != tensor.shape[:1]):
                 return NotImplemented
-            taken[inner.argument] = value[span]
+            taken[inner.argument] = inner.as_held(value[span])
     rows = tensor.make_like(tensor, shape=(stop - start, *tensor.shape[1:]), **taken)
     rows._whole = tensor if tensor._whole is None else tensor._whole
     rows.mark_view(tensor)
