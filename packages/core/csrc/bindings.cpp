@@ -86,23 +86,12 @@ void mx_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address
                                 threads_of(threads));
 }
 
-void mx_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool square, bool floor,
-                 Address row_data, Address row_scales, Address column_data, Address column_scales, int threads) {
-    ottava::mx_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), fp8_of(format), square,
-                        floor, at<uint8_t>(row_data), at<uint8_t>(row_scales), at<uint8_t>(column_data),
-                        at<uint8_t>(column_scales), threads_of(threads));
-}
-
-void mx_decode(Address data, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
-               int dtype, int threads) {
-    ottava::mx_decode(at<const uint8_t>(data), at<const uint8_t>(scales), fp8_of(format), size_of(rows), size_of(cols),
-                      columnwise, at<void>(out), dtype_of(dtype), threads_of(threads));
-}
-
 void grid_quantize(Address src, int dtype, int64_t rows, int64_t cols, int element, bool e8m0, bool floor,
                    float epsilon, float largest, const ottava::SideArguments& row_side,
                    const ottava::SideArguments& column_side, int threads) {
-    const auto sides = ottava::sides_of(row_side, column_side);
+    std::vector<ottava::GridSide> sides;
+    for (const ottava::SideArguments* side : {&row_side, &column_side})
+        if (const ottava::GridSide made = ottava::side_of(*side); made.data != nullptr) sides.push_back(made);
     const ottava::ScaleRule rule{e8m0, floor, epsilon, largest};
     ottava::grid_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), stored_of(element), rule,
                           sides.data(), static_cast<int>(sides.size()), threads_of(threads));
@@ -179,8 +168,6 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("transpose", &transpose, Unlocked());
     m.def("decode", &decode, Unlocked());
     m.def("mx_scale_from_amax", &mx_scale_from_amax, Unlocked());
-    m.def("mx_quantize", &mx_quantize, Unlocked());
-    m.def("mx_decode", &mx_decode, Unlocked());
     m.def("grid_quantize", &grid_quantize, Unlocked());
     m.def("grid_amax", &grid_amax, Unlocked());
     m.def("grid_cast", &grid_cast, Unlocked());

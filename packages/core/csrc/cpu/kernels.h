@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "../dtypes.h"
-#include "../multi_jobs.h"
+#include "../grid_jobs.h"
 
 namespace ottava {
 
@@ -203,15 +203,6 @@ void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t r
                void* out, Dtype dtype, int threads);
 
 // Grids (grid.cpp). A block has block_rows * block_cols elements, 0 being all; blocks at the edges may have fewer.
-
-// One quantization of a matrix. Blocks of one shared block have equal scales; a shared block is made of whole blocks.
-struct GridSide {
-    int64_t block_rows, block_cols;
-    int64_t shared_rows, shared_cols;
-    bool turned;   // data and scales are stored as the transposed matrix's
-    uint8_t* data;
-    void* scales;  // float32 or bytes, one for each block
-};
 
 void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Stored element, const ScaleRule& rule,
                    const GridSide* sides, int count, int threads);  // one or two

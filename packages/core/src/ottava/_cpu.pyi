@@ -46,23 +46,6 @@ def update_scales(
 def transpose(src: int, rows: int, cols: int, out: int, threads: int) -> None: ...
 def decode(src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, threads: int) -> None: ...
 def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, exponents: int, threads: int) -> None: ...
-def mx_quantize(
-    src: int,
-    dtype: int,
-    rows: int,
-    cols: int,
-    fmt: int,
-    square: bool,
-    floor: bool,
-    row_data: int,
-    row_scales: int,
-    column_data: int,
-    column_scales: int,
-    threads: int,
-) -> None: ...
-def mx_decode(
-    data: int, scales: int, fmt: int, rows: int, cols: int, columnwise: bool, out: int, dtype: int, threads: int
-) -> None: ...
 
 # Rows and columns of a block and of a shared block (0 is all of them), whether it is stored as the transpose, addresses
 # of data and scales. None and () leave a side out.

@@ -54,29 +54,38 @@ def quantize(
 ) -> None: ...
 def transpose(src: int, rows: int, cols: int, out: int, device: int, stream: int) -> None: ...
 def decode(src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, device: int, stream: int) -> None: ...
-
-# MX blocks. Codes and scales of a direction are a pair, (0, 0) where it is not wanted.
 def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, exponents: int, device: int, stream: int) -> None: ...
-def mx_quantize(
+
+# Grids of scales. Rows and columns of a block and of a shared block (0 is all of them), whether it is stored as the
+# transpose, addresses of data and scales. None and () leave a side out. `scratch`, for whole rows and columns, holds as
+# many float32 zeros as there are of both.
+_Side = tuple[int, int, int, int, bool, int, int] | tuple[()] | None
+
+def grid_quantize(
     src: int,
     dtype: int,
     rows: int,
     cols: int,
     fmt: int,
-    square: bool,
+    e8m0: bool,
     floor: bool,
-    by_row: tuple[int, int],
-    by_column: tuple[int, int],
+    epsilon: float,
+    largest: float,
+    row_side: _Side,
+    column_side: _Side,
+    scratch: int,
     device: int,
     stream: int,
 ) -> None: ...
-def mx_decode(
+def grid_decode(
     data: int,
-    scales: int,
     fmt: int,
     rows: int,
     cols: int,
-    columnwise: bool,
+    scales: int,
+    e8m0: bool,
+    block_rows: int,
+    block_cols: int,
     out: int,
     out_dtype: int,
     device: int,

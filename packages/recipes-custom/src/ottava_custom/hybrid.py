@@ -9,8 +9,16 @@ import torch
 
 from ottava.distributed import ShardRule, rule_of
 from ottava.errors import DTypeError, OptionError
+from ottava.recipes import QuantizerRole, Recipe
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.hybrid_tensors import SIDES, hybrid_class
+from ottava_custom.identity import IdentityQuantizer
+
+
+def side_of(recipe: Recipe, role: QuantizerRole, side: str) -> Quantizer:
+    """What a recipe gives one side of a hybrid: nothing is quantized where its wgrad is in high precision."""
+    kept = recipe.wgrad_high_precision and side == "columnwise" and role.tensor_type != "weight"
+    return IdentityQuantizer() if kept else recipe.quantizer(role)
 
 
 class _BothSides(ShardRule):

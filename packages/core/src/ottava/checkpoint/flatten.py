@@ -8,10 +8,8 @@ rows; those that serve every usage are equal on all ranks; those that derive fro
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 from ottava.checkpoint.files import DTYPES, METADATA_KEY, check_dense, dtype_name
 from ottava.distributed.shards import check_blocks
 from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, named, translated
-from ottava.recipes.registry import plugin_statuses
+from ottava.recipes.registry import import_offered
 from ottava.tensors.declaration import as_data
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
 
@@ -169,16 +167,12 @@ def _decode_static(value: Any) -> Any:
 
 
 def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
-    """The class of a described tensor, which was imported or which an installed recipe brings: nothing else is imported
-    because a file says so."""
+    """The class of a described tensor, which was imported or which an installed recipe brings."""
     module, _, attribute = entry["class"].partition(":")
     if entry["class"] not in storage_classes():
-        # Neither a broken plugin nor a module that cannot be imported keeps a file from being read.
+        # A module may make its classes when asked.
         with contextlib.suppress(Exception, SystemExit):
-            factories = [spec.factory for status in plugin_statuses() for spec in status.recipes]
-            if module.partition(".")[0] in {re.split(r"[.:]", factory)[0] for factory in factories}:
-                # A module may make its classes when asked.
-                getattr(importlib.import_module(module), attribute, None)
+            getattr(import_offered(module), attribute, None)
     found = storage_classes().get(entry["class"])
     if found is None:
         what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"

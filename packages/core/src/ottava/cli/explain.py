@@ -7,9 +7,8 @@ from typing import Any
 
 from ottava.cli.output import console, say, show_json, table
 from ottava.errors import OptionError, UsageError
-from ottava.recipes.base import Recipe
+from ottava.recipes.base import Recipe, get_recipe
 from ottava.recipes.explanation import Explanation, RecipeRule
-from ottava.recipes.registry import get_recipe
 from ottava.recipes.role import QuantizerRole
 
 # What a linear layer asks for.
@@ -26,9 +25,8 @@ def checkpoint_layers(path: Path) -> list[str]:
     state, _ = read_state(path)
     found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
     if not found:
-        raise UsageError(
-            f"{path} has no matrix named *{_WEIGHT}", expected="a checkpoint of a model with linear layers"
-        )
+        what, expected = f"{path} has no matrix named *{_WEIGHT}", "a checkpoint of a model with linear layers"
+        raise UsageError(what, expected=expected)
     return found
 
 
@@ -39,17 +37,9 @@ def _rows(recipe: Recipe, layers: list[str]) -> tuple[list[dict[str, Any]], list
         for tensor_type in _TENSOR_TYPES:
             explained = recipe.explain(QuantizerRole("linear", tensor_type, layer))
             used.add(explained.rule)
-            rows.append(
-                {
-                    "layer": layer,
-                    "role": tensor_type,
-                    "rowwise": explained.rowwise,
-                    "columnwise": explained.columnwise,
-                    "line": explained.line,
-                    "place": _place(explained),
-                    "rule": None if explained.rule is None else explained.rule.text,
-                }
-            )
+            rule = None if explained.rule is None else explained.rule.text
+            about = vars(explained) | {"place": _place(explained), "rule": rule}
+            rows.append({"layer": layer, "role": tensor_type, **about})
     return rows, [rule for rule in recipe.rules() if rule not in used]
 
 

@@ -23,6 +23,8 @@ from ottava.recipes.registry import list_recipes
 if TYPE_CHECKING:
     from ottava.checkpoint.convert import Conversion
 
+_Texts = list[str] | None
+
 
 def grouped(names: Sequence[str]) -> list[str]:
     """Names, those that differ in numbers alone as one with ``*`` and how many they are."""
@@ -83,21 +85,13 @@ def _report(done: Conversion, target: Path) -> None:
 def export(
     IN: Annotated[
         Path,
-        typer.Argument(
-            help="A safetensors file, a folder with several, a file of torch.save, or a sharded checkpoint."
-        ),
+        typer.Argument(help="A safetensors file, a folder of such, a file of torch.save, or a sharded checkpoint."),
     ],
     OUT: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     recipe: Annotated[str, typer.Option(help="An installed recipe, or bf16, fp16 or fp32.")],
-    option: Annotated[
-        list[str] | None, typer.Option(help="An option of the recipe, key=value; may be given again.")
-    ] = None,
-    include: Annotated[
-        list[str] | None, typer.Option(help="A pattern of the tensors to convert; may be given again.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="A pattern of tensors not to convert; may be given again.")
-    ] = None,
+    option: Annotated[_Texts, typer.Option(help="An option of the recipe, key=value; may be given again.")] = None,
+    include: Annotated[_Texts, typer.Option(help="A pattern of the tensors to convert; may be given again.")] = None,
+    exclude: Annotated[_Texts, typer.Option(help="A pattern of tensors not to convert; may be given again.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -144,6 +138,6 @@ def export(
         # The name may be misspelled: no command may be proposed that installs whatever has that name.
         if "no installed package" not in error.what:
             raise
-        remedy = "`ottava recipes` lists what is installed"
-        raise RecipeNotFoundError(error.what, expected=f"one of {', '.join(known)}", remedy=remedy) from error
+        expected, remedy = f"one of {', '.join(known)}", "`ottava recipes` lists what is installed"
+        raise RecipeNotFoundError(error.what, expected=expected, remedy=remedy) from error
     _report(done, OUT)

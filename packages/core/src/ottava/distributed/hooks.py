@@ -55,12 +55,7 @@ class GatherPlan(NamedTuple):
 
 
 def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
-    """Refuse ways of sharding that gather hooks do not allow.
-
-    Raises:
-        ShapeError: a shard of this shape is none of rows of a weight of this size.
-        UsageError: the weight is sharded over fewer ranks after the forward pass.
-    """
+    """Refuse what gather hooks do not allow: shards of columns, and fewer of them after the forward pass."""
     if tuple(shape[1:]) != tuple(size[1:]):
         raise ShapeError(
             f"a weight of shape {tuple(size)} has shards of {tuple(shape)}",
@@ -74,15 +69,19 @@ def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
         )
 
 
+def padded(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """``values`` with zeros up to ``rows`` rows."""
+    missing = rows - values.shape[0]
+    return torch.nn.functional.pad(values, [0, 0] * (values.dim() - 1) + [0, missing]) if missing else values
+
+
 def pre_all_gather(
     tensor: QuantizedTensor, mesh: Any, size: torch.Size, module: Any
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
     """What this rank sends, padded to the length of the longest shard, and the plan.
 
-    Raises:
-        ShapeError: the shards cut blocks in two, or they are uneven and an inner tensor has rows of its own kind, which
-            cannot be padded.
-        UsageError: the shards do not agree in what must be the same on all of them.
+    Shards that cut blocks in two are refused, uneven ones with an inner tensor that has rows of its own kind, and those
+    that do not agree in what must be the same on all of them.
     """
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
@@ -92,16 +91,16 @@ def pre_all_gather(
     drop_flat_copies(module)
     world = dist.get_world_size(group)
     rows = math.ceil(size[0] / world)
-    gathered = _to_gather(tensor, module)
+    sent = gathered = _to_gather(tensor, module)
     if world > 1:
         _check_rows(tensor, size, world)
-    # With one rank nothing is gathered: FSDP copies the first input, and no other.
-    sent = gathered if world > 1 else dict(list(gathered.items())[:1])
+    else:
+        # With one rank nothing is gathered: FSDP copies the first input, and no other.
+        sent = dict(list(gathered.items())[:1])
     inputs, coming = [], []
     for inner, count in sent.items():
         data = inner.by_rows(getattr(tensor, inner.attribute))
-        if inner.block_rows is None and data.shape[0] != rows:
-            data = torch.nn.functional.pad(data, [0, 0] * (data.dim() - 1) + [0, rows - data.shape[0]])
+        data = data if inner.block_rows else padded(data, rows)
         missing = count - data.numel() if world > 1 else 0
         coming.append(GatheredInner(inner, data.shape, missing > 0))
         if missing > 0:
@@ -138,11 +137,10 @@ def post_all_gather(
                 setattr(out, inner.attribute, plan.shared[inner.argument])
         out.mark_written()
         return None
-    arguments: dict[str, Any] = plan.shared | whole
-    arguments |= {f.argument: v for f, v in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)}
-    arguments |= {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
+    fields = {f.argument: v for f, v in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)}
+    about = {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
     build: Any = plan.spec.cls
-    built: QuantizedTensor = build(**arguments)
+    built: QuantizedTensor = build(**plan.shared | whole | fields | about)
     # FSDP frees the gathered bytes after the pass, so that a transpose is made only where it is read.
     built.rebuilds_derived = False
     return built, ()
@@ -175,8 +173,9 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the first."""
     values = {inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather}
-    coming = {i: value for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise}
-    for inner, value in coming.items() if size[0] % world else ():
+    coming = [i for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise]
+    for inner in coming if size[0] % world else ():
+        value = values[inner]
         # FSDP asks for the padded size of the parameter itself.
         if inner.block_rows or (value is not None and inner.by_rows(value).shape[1:] != tensor.shape[1:]):
             raise ShapeError(
@@ -209,17 +208,14 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
     if not any(parameter.shard is tensor for parameter in parameters):
         parameters = [GatheredParameter(tensor, tensor.size(), module)]
     shards: list[Any] = [parameter.shard for parameter in parameters]
-    shared = [
-        (shard, inner, getattr(shard, inner.attribute).float().reshape(-1))
-        for shard in shards
-        for inner in shard.shared_inner()
-    ]
+    shared = [(shard, inner) for shard in shards for inner in shard.shared_inner()]
     if shared:
-        values = torch.cat([value for _, _, value in shared])
+        scales = [getattr(shard, inner.attribute).float().reshape(-1) for shard, inner in shared]
+        values = torch.cat(scales)
         largest, smallest = all_reduce_max(torch.stack([values, -values]), group)
-        lengths = [value.numel() for _, _, value in shared]
-        for (shard, inner, _), high, low in zip(shared, largest.split(lengths), smallest.split(lengths), strict=True):
-            if not torch.equal(high, -low):
+        differs = (largest != -smallest).split([each.numel() for each in scales])
+        for (shard, inner), wrong in zip(shared, differs, strict=True):
+            if wrong.any():
                 raise UsageError(
                     f"the shards of a {type(shard).__name__} have different {inner.argument!r}",
                     expected="one value for all shards of a weight",
@@ -232,11 +228,7 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
 
 
 def _share(shard: QuantizedTensor, group: Any) -> None:
-    """Have the quantizer of a shard keep the scale that all of them have.
-
-    Raises:
-        UsageError: it does not know how.
-    """
+    """Have the quantizer of a shard keep the scale that all of them have, if it knows how."""
     quantizer: Any = shard._quantizer
     silent = quantizer is not None and type(quantizer).for_shards is Quantizer.for_shards
     if silent and shard.shared_inner() and rule_of(quantizer).independent_rows(quantizer) is None:

@@ -11,7 +11,7 @@ import torch
 from ottava.formats import FP8
 from ottava.gemm.operand import Operand, define
 from ottava.kernels.backends import backend_module
-from ottava.kernels.products import finish, mm, product
+from ottava.kernels.products import finish, mm, product, product_dtype, returns_float32
 from ottava.kernels.reference import elements_of, spread
 from ottava.layout import Block, Layout
 
@@ -82,23 +82,35 @@ def _sums_of_blocks(a: _Rows, b: _Rows) -> Tensor:
     """``[M, N]`` in float32: of each block of the summed dimension the partial sum, times the scales of its rows and
     columns, which are applied in float32."""
     inner, turned = a.values.shape[1], b.values.t()
-    sums = a.values.new_zeros((len(a.values), len(b.values)), dtype=torch.float32)
+    if not inner:
+        return a.values.new_zeros((len(a.values), len(b.values)), dtype=torch.float32)
     # One factor for each row and block.
     lefts, rights = (
         None if x.scales is None else spread(x.scales, (x.block[0], 1), (len(x.values), x.scales.shape[1]))
         for x in (a, b)
     )
     # What has one scale along the summed dimension asks for no partial sums.
-    step = math.gcd(a.block[1] or 0, b.block[1] or 0) or max(inner, 1)
+    step, sums = math.gcd(a.block[1] or 0, b.block[1] or 0) or inner, None
     for start in range(0, inner, step):
         span = slice(start, start + step)
-        partial = mm(a.values[:, span].to(torch.float32), turned[span].to(torch.float32))
+        partial = _wide_mm(a.values[:, span], turned[span], once=a.block[1] is b.block[1] is None)
         if lefts is not None:
             partial.mul_(lefts[:, start // (a.block[1] or inner)].unsqueeze(1))
         if rights is not None:
             partial.mul_(rights[:, start // (b.block[1] or inner)])
-        sums.add_(partial)
+        sums = partial if sums is None else sums.add_(partial)
+    assert sums is not None
     return sums
+
+
+def _wide_mm(a: Tensor, b: Tensor, once: bool) -> Tensor:
+    """The product in float32, by which blocks are summed. Where it is ``once`` that scales are applied, a CPU's fast
+    product rounds to bfloat16 before: operands are bfloat16 if the result is going to be."""
+    if a.dtype is torch.bfloat16 and returns_float32(a.device):
+        return mm(a, b, torch.float32)
+    if once and product_dtype(a.dtype, a.device) is torch.bfloat16:
+        return mm(a, b).to(torch.float32)
+    return mm(a.to(torch.float32), b.to(torch.float32))
 
 
 def _multiply(

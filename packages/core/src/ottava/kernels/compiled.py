@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from ottava.formats import FP8, MX_BLOCK, fp8_format
+from ottava.formats import FP8, MX_BLOCK, element_format, fp8_format
 from ottava.kernels import reference
 from ottava.kernels.checks import DTypes, Pairs, Shards, Tensor, Tensors
-from ottava.layout import Layout
+from ottava.layout import Block, Layout
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT32_MAX = torch.finfo(torch.float32).max
 _ABSENT = (0, 0)
 
 
@@ -55,10 +56,6 @@ class Compiled:
     def place(self, x: Tensor) -> tuple[int, ...]:
         """What a call ends with for every other kernel."""
         return self.stream(x)
-
-    def bundle(self, addresses: list[int]) -> Any:
-        """Arguments of which one module makes a tuple."""
-        return addresses
 
     def amax(self, x: Tensor, out: Tensor) -> None:
         x, scratch = x.contiguous(), self.scratch_for(x)
@@ -122,7 +119,7 @@ class Compiled:
         rest = histories[0].shape[0], maxima, most_recent, *pointers(last)
         self.native.update_scales(slots, *rest, *self.stream(scales[0]))
 
-    # On grids: of MX blocks by kernels of their own, of all others by those for any grid, if there are such.
+    # On grids: of layouts that the module serves.
 
     def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
         layout = Layout.of(text)
@@ -140,35 +137,35 @@ class Compiled:
         if out[0] is not None:
             out[0].copy_(reference.multiplier(out[1]))  # type: ignore[arg-type]
 
-    def grid_quantize(self, x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
-        layout = Layout.of(text)
-        if not _is_mx(layout):
-            self.quantize_any(x, layout, out)
-            return
-        x, how = x.contiguous(), (fp8_format(layout.element).code, layout.shared is not None)
-        source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x)
-        results = *self.bundle(pointers(*out[:2])), *self.bundle(pointers(*out[2:]))
-        self.native.mx_quantize(*source, *how, layout.rounding == "floor", *results, *self.place(x))
+    def serves(self, layout: Layout) -> bool:
+        """Whether the module has kernels for a grid."""
+        return True
 
-    def quantize_any(self, x: Tensor, layout: Layout, out: Sequence[Tensor | None]) -> None:
-        """On a grid that no kernel of this module knows."""
-        reference.grid_quantize(x, layout.text, out)
+    def zeros_for(self, x: Tensor, layout: Layout) -> list[Tensor | None]:
+        """Scratch memory of a quantization, where the module takes any."""
+        return []
+
+    def grid_quantize(self, x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
+        layout, code, rule, sides = _known(text)
+        if not x.numel() or not self.serves(layout):
+            reference.grid_quantize(x, text, out)
+            return
+        x, scratch = x.contiguous(), self.zeros_for(x, layout)
+        largest = torch.finfo(x.dtype).max if layout.finite_as == "input" else FLOAT32_MAX
+        pairs = zip(sides, (out[:2], out[2:]), strict=True)
+        results = [() if data is None else (*side, *pointers(data, scales)) for side, (data, scales) in pairs]
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), code
+        self.native.grid_quantize(*source, *rule, largest, *results, *pointers(*scratch), *self.place(x))
 
     def grid_decode(self, data: Tensor, scales: Tensor, text: str, columnwise: bool, out: Tensor) -> None:
-        layout = Layout.of(text)
-        if out.dtype is torch.float64:
+        layout, code, rule, _ = _known(text)
+        if out.dtype is torch.float64 or not self.serves(layout):
             reference.grid_decode(data, scales, text, columnwise, out)
             return
         data, scales = data.contiguous(), scales.contiguous()
-        if not _is_mx(layout):
-            self.decode_any(data, scales, layout, columnwise, out)
-            return
-        to = fp8_format(layout.element).code, *matrix(data), columnwise, out.data_ptr(), DTYPE_CODES[out.dtype]
-        self.native.mx_decode(data.data_ptr(), scales.data_ptr(), *to, *self.place(data))
-
-    def decode_any(self, data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, out: Tensor) -> None:
-        """From a grid that no kernel of this module knows."""
-        reference.grid_decode(data, scales, layout.text, columnwise, out)
+        source = data.data_ptr(), code, *layout.stored_matrix(data.shape, columnwise)
+        of = scales.data_ptr(), rule[0], *_block(layout.stored_block(columnwise))
+        self.native.grid_decode(*source, *of, out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(data))
 
     # On many tensors: one call for all of them.
 
@@ -177,7 +174,7 @@ class Compiled:
         if all(map(_is_per_tensor, layouts.values())):
             self.native.multi_amax(_sources(held, shards.dtypes), out.data_ptr(), *self.place(out))
             return
-        if not all(map(_is_mx, layouts.values())):
+        if not all(map(is_mx, layouts.values())):
             reference.grid_multi_amax(shards, texts, out)
             return
         squares = [layouts[text].square for text in texts]
@@ -187,7 +184,7 @@ class Compiled:
     def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
         layouts, held = {text: Layout.of(text) for text in set(texts)}, [x.contiguous() for x in shards.xs]
         of_tensors = all(map(_is_per_tensor, layouts.values()))
-        if not of_tensors and not all(map(_is_mx, layouts.values())):
+        if not of_tensors and not all(map(is_mx, layouts.values())):
             reference.grid_multi_cast(shards, texts, rowwise, columnwise)
             return
         formats = _formats([layouts[text].element for text in texts])
@@ -214,10 +211,27 @@ def _is_per_tensor(layout: Layout) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_mx(layout: Layout) -> bool:
+def is_mx(layout: Layout) -> bool:
     """Whether the kernels of MX blocks serve a layout."""
     of_blocks = layout.block == (1, MX_BLOCK) and layout.shared in (None, (MX_BLOCK, MX_BLOCK))
     return of_blocks and _is_fp8(layout) and layout.scale != torch.float32 and layout.columnwise == "own"
+
+
+def _block(block: Block) -> tuple[int, int]:
+    """Rows and columns, 0 for all."""
+    return block[0] or 0, block[1] or 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _known(text: str) -> tuple[Layout, int, tuple[bool, bool, float], list[tuple[Any, ...]]]:
+    """A layout, and what modules are told of it: elements, the rule for scales, and of both directions the blocks."""
+    layout = Layout.of(text)
+    sides = [
+        (*_block(layout.block_of(side)), *_block(layout.block_of(side, shared=True)), side and layout.transposed)
+        for side in (False, True)
+    ]
+    rule = layout.scale is not torch.float32, layout.rounding == "floor", layout.epsilon
+    return layout, element_format(layout.element).code, rule, sides
 
 
 def _sources(held: Tensors, dtypes: DTypes) -> list[tuple[int, int, int, int]]:

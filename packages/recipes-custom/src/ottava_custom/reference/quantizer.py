@@ -9,13 +9,13 @@ import torch
 from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
+from ottava.gemm import as_matrix
 from ottava.kernels import check_epsilon, check_high_precision
 from ottava.kernels.checks import check_bias
 from ottava.kernels.products import mm
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.reference.arithmetic import amax, cast, scale_from_amax
 from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage
-from ottava_custom.shared_elements import as_matrix
 
 # GEMM -> (columnwise usage of the left, of the right), (transpose the left, the right).
 _GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {

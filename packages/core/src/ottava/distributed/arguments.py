@@ -1,4 +1,4 @@
-"""A batch of weights and shards of their master weights, checked as a whole before anything is written."""
+"""Weights and shards of their master weights, as they are given, checked as a whole before anything is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ottava.collectives import check_group, find_group
 from ottava.distributed.rules import rule_of
-from ottava.distributed.shards import ShardJob, ShardOutput, check_bytes, check_places, shard_output
+from ottava.distributed.shards import ShardJob, ShardOutput, check_bytes, check_places, ordered_bytes, shard_output
 from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
 from ottava.kernels.checks import check_device, check_high_precision
 from ottava.tensors import QuantizedTensorStorage, Quantizer
@@ -20,7 +20,7 @@ from ottava.torch_private import is_distributed, local_tensor
 
 
 class ShardedWeight(NamedTuple):
-    """One weight of a batch: what errors call it, and what its quantizer is told.
+    """One weight: what errors call it, and what its quantizer is told.
 
     Attributes:
         storage: the quantized data that this rank has: the whole weight, or its rows.
@@ -33,14 +33,14 @@ class ShardedWeight(NamedTuple):
     group: Any
 
 
-def check_batch(
+def checked_weights(
     model_weights: Sequence[Any],
     master_weights: Sequence[torch.Tensor | None],
     quantizers: Sequence[Quantizer | None] | Quantizer | None,
     start_offsets: Sequence[int | None] | None,
     outs: Sequence[Any] | None,
 ) -> list[ShardedWeight]:
-    """The batch, or a typed error for the first thing in it that does not fit."""
+    """All of them, or a typed error for the first thing that does not fit."""
     count = len(model_weights) if isinstance(model_weights, (list, tuple)) else 0
     given = [quantizers] * count if quantizers is None or isinstance(quantizers, Quantizer) else quantizers
     lists = {
@@ -88,12 +88,16 @@ def _weight(
     shape = tuple(weight.size())
     shard = _shard(master, storage.device, what)
     start = _offset(offset, master is not None, offsets_given, shard.numel(), shape, rows, what)
-    if not any(storage.get_usages().values()):
-        raise UsageError(f"{what} holds no data to write to", remedy="it was cleared or saved")
+    _check_holds(storage, what)
     if storage._whole is not None and storage is weight:
         raise UsageError(f"{what} is a view of another tensor, whose scale it has", remedy="give the whole tensor")
     output = _output(out, storage, shape, start, shard.numel(), what)
     return ShardedWeight(what, storage, ShardJob(quantizer, shard, shape, storage.dtype, start, output), group)
+
+
+def _check_holds(storage: QuantizedTensorStorage, what: str) -> None:
+    if not any(storage.get_usages().values()):
+        raise UsageError(f"{what} holds no data to write to", remedy="it was cleared or saved")
 
 
 def _shard(master: Any, device: torch.device, what: str) -> torch.Tensor:
@@ -129,9 +133,10 @@ def _offset(
     if rows is None:
         fits, expected = 0 <= start <= numel - count, f"a range inside the {numel} of the weight"
     else:
-        fits = not held or (count == len(rows) * row and (not count or start == first))
-        kind = OptionError if count == len(rows) * row else ShapeError
-        expected = f"{len(rows) * row} from {first} on, its rows here"
+        own = len(rows) * row
+        fits, expected = not held or count == own, f"{own} from {first} on, its rows here"
+        if fits and held and count and start != first:
+            fits, kind = False, OptionError
     if not fits:
         raise kind(f"the master of {what} has {count} elements from {start} on", expected=expected)
     return start if held and rows is None else first
@@ -174,9 +179,9 @@ def _check_agreement(weights: Sequence[ShardedWeight]) -> None:
                 f"{weight.what} is on {weight.storage.device}, {weights[0].what} on {weights[0].storage.device}",
                 expected="one device for a batch",
             )
-        first = seen.setdefault(type(weight.job.quantizer), weight)
-        for name in rule_of(weight.job.quantizer).options:
-            own, other = getattr(weight.job.quantizer, name), getattr(first.job.quantizer, name)
+        quantizer, first = weight.job.quantizer, seen.setdefault(type(weight.job.quantizer), weight)
+        for name in rule_of(quantizer).options:
+            own, other = getattr(quantizer, name), getattr(first.job.quantizer, name)
             if own != other:
                 raise OptionError(
                     f"{name} is {own!r} for {weight.what} and {other!r} for {first.what}",
@@ -197,11 +202,9 @@ def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
         )
         fitting[key] = same_kind(example, storage)
     if not fitting[key]:
-        names = [f.attribute for f in type(storage).static_fields if not f.attribute.startswith(("_shape", "_dtype"))]
         raise DTypeError(
             f"the quantizer of {weight.what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}",
-            expected="a quantizer of its format and options"
-            + (f", which gives the same {', '.join(names)} for any shape" if names else ""),
+            expected="a quantizer of its format and options, whatever the shape",
             remedy="leave quantizers out, or make the weight with this quantizer",
         )
 
@@ -212,14 +215,13 @@ def _output(
     """Where a shard goes: into the weight itself, into another tensor that is the shard, or into bytes."""
     out = storage if out is None else out
     if isinstance(out, QuantizedTensorStorage):
-        if not any(out.get_usages().values()):
-            raise UsageError(f"the shard of {what} holds no data to write to", remedy="it was cleared or saved")
+        _check_holds(out, f"the shard of {what}")
         if not same_kind(out, storage):
             raise DTypeError(f"the shard of {what} is of another kind", expected=f"a {type(storage).__name__} like it")
         if out.device != storage.device:
             raise DeviceError(f"the shard of {what} is on {out.device}, the weight on {storage.device}")
         return shard_output(out, shape, start, count, what)
-    raw, given = storage.raw_inner(), list(out) if isinstance(out, (list, tuple)) else [out]
+    raw, given = ordered_bytes(storage, what), list(out) if isinstance(out, (list, tuple)) else [out]
     if len(given) != len(raw):
         raise ShapeError(
             f"the shard of {what} has {len(given)} tensors of bytes",
