@@ -20,7 +20,7 @@ from ottava.layout import Block, Layout
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT32_MAX = torch.finfo(torch.float32).max
-_ABSENT = (0, 0)
+_ABSENT = None, None
 
 
 def pointers(*tensors: Tensor | None) -> list[int]:
@@ -136,6 +136,10 @@ class Compiled:
         """Whether the module has kernels for a grid."""
         return True
 
+    def serves_shards(self, layout: Layout) -> bool:
+        """The same of kernels on many shards."""
+        return True
+
     def zeros_for(self, x: Tensor, layout: Layout) -> list[Tensor | None]:
         """Scratch memory of a quantization, where the module takes any."""
         return []
@@ -174,26 +178,35 @@ class Compiled:
         self.native.multi_cast(jobs, scales.data_ptr(), *self.place(scales))
 
     def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor) -> None:
-        layouts = [Layout.of(text) for text in texts]
-        if not all(map(is_mx, layouts)):
+        known = [_known(text) for text in texts]
+        if not all(self.serves_shards(layout) for layout, *_ in known):
             reference.grid_multi_amax(shards, texts, out)
             return
-        held, squares = [x.contiguous() for x in shards.xs], [layout.square for layout in layouts]
-        jobs = list(zip(_sources(held, shards.dtypes), _places(shards), squares, strict=True))
-        self.native.mx_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
+        held = [x.contiguous() for x in shards.xs]
+        # The blocks that have a scale in common.
+        how = [(row[2:4], column[2:4], layout.square) for layout, _, _, (row, column) in known]
+        sources = zip(_sources(held, shards.dtypes), _places(shards), how, strict=True)
+        jobs = [(source, place, *blocks) for source, place, blocks in sources]
+        self.native.grid_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
 
     def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
-        layouts = [Layout.of(text) for text in texts]
-        if not all(map(is_mx, layouts)):
+        known = [_known(text) for text in texts]
+        if not all(self.serves_shards(layout) for layout, *_ in known):
             reference.grid_multi_cast(shards, texts, rowwise, columnwise)
             return
         held = [x.contiguous() for x in shards.xs]
-        sides = [
-            [_ABSENT if p is None else (p[0].data_ptr(), p[1].data_ptr()) for p in s] for s in (rowwise, columnwise)
+        pairs = zip(rowwise, columnwise, strict=True)
+        how = [
+            (
+                code,
+                rule[0],
+                *((side[:2], *pointers(*(pair or _ABSENT))) for side, pair in zip(sides, both, strict=True)),
+            )
+            for (_, code, rule, sides), both in zip(known, pairs, strict=True)
         ]
-        formats = _formats([layout.element for layout in layouts])
-        jobs = zip(_sources(held, shards.dtypes), _places(shards), formats, *sides, strict=True)
-        self.native.mx_multi_cast(list(jobs), *self.place(held[0]))
+        sources = zip(_sources(held, shards.dtypes), _places(shards), how, strict=True)
+        jobs = [(source, place, *rest) for source, place, rest in sources]
+        self.native.grid_multi_cast(jobs, *self.place(held[0]))
 
 
 def _is_fp8(layout: Layout) -> bool:
