@@ -29,6 +29,7 @@ class InnerTensor:
             span the rows. So it is of what serves both usages and is not gathered.
         native: the 8-bit dtype of its bytes, or the attribute that holds it, for files that other tools read. None: the
             dtype that it has.
+        transposed: whether it is ``[K, *leading]``, so that the rows of the tensor are its columns.
     """
 
     attribute: str
@@ -38,6 +39,15 @@ class InnerTensor:
     block_rows: int | None = None
     native: torch.dtype | str | None = None
     all_rows: bool = False
+    transposed: bool = False
+
+    def by_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This inner tensor with the rows first: a view."""
+        return tensor.movedim(0, -1) if self.transposed else tensor
+
+    def as_held(self, by_rows: torch.Tensor) -> torch.Tensor:
+        """What :meth:`by_rows` gave, as it is held: a view."""
+        return by_rows.movedim(-1, 0) if self.transposed else by_rows
 
     @property
     def shared(self) -> bool:

@@ -132,6 +132,11 @@ class Float8QuantizerBase(Quantizer):
         fp8_format(fp8_dtype)
         self.fp8_dtype = fp8_dtype
 
+    @property
+    def layout(self) -> Layout:
+        """One scale for all elements; transposes are made of the data."""
+        return _LAYOUTS[self.fp8_dtype, False]
+
     def needs(self, device: torch.device, dims: int = 1) -> tuple[bool, bool]:
         """``(data, transpose)``: which buffers the usages set need on ``device``; without ``dims`` data alone."""
         transposed = self.columnwise_usage and dims > 0 and columnwise_is_transpose(device)

@@ -52,11 +52,12 @@ def _inner(layout: Layout | None, columnwise: bool) -> list[InnerTensor]:
     of_scales: dict[str, Any] = {"block_rows": 1}
     if layout is not None:
         rows = layout.block_of(columnwise)[0]
-        # What is transposed has no rows of the tensor, and is made of what has.
-        gather = not (columnwise and layout.transposed)
-        about = {"native": layout.element, "gather": gather}
+        turned = columnwise and layout.transposed
+        # Transposed squares are made of rows.
+        gather = not (turned and layout.square)
+        about = {"native": layout.element, "gather": gather, "transposed": turned}
         native = None if layout.scale is torch.float32 else layout.scale
-        of_scales = {"native": native, "block_rows": rows, "all_rows": rows is None}
+        of_scales = {"native": native, "block_rows": rows, "all_rows": rows is None, "transposed": turned}
         of_scales["gather"] = gather and rows is not None
     return [
         InnerTensor(f"_{usage}_data", f"{usage}_data", usage=usage, **about),
@@ -264,7 +265,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         return [each for each in kept if isinstance(each, DerivedTensor)]
 
     def is_derived(self, inner: InnerTensor) -> bool:
-        # Transposed columns with scales of their own cannot be made of rows.
         return super().is_derived(inner) and self.grid_layout.square
 
     def rebuild_derived(self, *, force: bool = False) -> None:

@@ -332,10 +332,10 @@ class QuantizedTensorStorage(Declared):
     # -- the elements as bytes --
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
-        """The inner tensors held that are the elements themselves: for each usage the first one that is gathered."""
+        """The inner tensors held that are the elements in their order: for each usage the first that is gathered."""
         found: dict[Usage, InnerTensor] = {}
         for inner in self.inner_tensors:
-            if inner.gather and getattr(self, inner.attribute) is not None:
+            if inner.gather and not inner.transposed and getattr(self, inner.attribute) is not None:
                 found.setdefault(inner.usage, inner)
         if not found:
             raise UsageError(

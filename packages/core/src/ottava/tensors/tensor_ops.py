@@ -113,11 +113,11 @@ def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
         elif tensor.is_derived(inner):
             taken[inner.argument] = None
         else:
-            of_blocks = inner.block_rows is not None
+            of_blocks, value = inner.block_rows is not None, inner.by_rows(value)
             span = blocks(inner.block_rows or 1, start, stop, tensor.shape[0])
             if span is None or (tensor.dim() != 2 if of_blocks else value.shape[:1] != tensor.shape[:1]):
                 return NotImplemented
-            taken[inner.argument] = value[span]
+            taken[inner.argument] = inner.as_held(value[span])
     rows = tensor.make_like(tensor, shape=(stop - start, *tensor.shape[1:]), **taken)
     rows.mark_view(tensor, part=True)
     return rows
