@@ -379,6 +379,10 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         transposed = held.dim() and cls.layout_of(declared).transposed
         return held.movedim(0, -1) if transposed else held  # type: ignore[no-any-return]
 
+    def around(self, rows: Direction | None, columns: Direction | None, **replaced: Any) -> Any:
+        """A tensor of this kind around other data and scales, as they are stored."""
+        return type(self)(**(self.get_metadata() | {"shape": None} | self.arguments_of(rows, columns) | replaced))
+
     def _share_freshness(self, other: QuantizedTensor) -> None:
         if self._rows() is None or not isinstance(other, GridTensor) or self._rows() is not other._rows():
             return super()._share_freshness(other)
