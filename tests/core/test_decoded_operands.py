@@ -78,3 +78,25 @@ def test_scales_beyond_float32_follow_ieee() -> None:
                 made = scaled_mm(a, one, torch.tensor(scale), torch.tensor(scale), None, torch.bfloat16)
             wanted = torch.tensor([[float(value)] for value in expected]).bfloat16()
             torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("block", "count"), [((None, None), 3), ((1, None), 3), ((1, 128), 3), ((8, 32), 10)], ids=str)
+def test_partial_sums_are_those_of_blocks(
+    block: tuple[int | None, int | None], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has one scale along the summed dimension asks for no more of them."""
+    torch.manual_seed(0)
+    operands, exact = [], []
+    for rows, sides in ((5, (1, 128)), (7, block)):
+        layout = Layout(E4M3, sides)
+        data, scales, _, _ = kernels.grid_quantize(torch.randn(rows, 300), layout, columnwise=False)
+        operands.append(Operand(data, scales.reshape(()) if sides == (None, None) else scales, layout.text))
+        high, wide = (side or size for side, size in zip(sides, (rows, 300), strict=True))
+        spread = scales.double()[torch.arange(rows) // high][:, torch.arange(300) // wide]
+        exact.append(data.view(E4M3).double() * spread)
+    calls: list[torch.Size] = []
+    mm = products.mm
+    monkeypatch.setattr(products, "mm", lambda a, b: calls.append(a.shape) or mm(a, b))
+    made = decoded_mm(*operands, None, F32, F32)
+    torch.testing.assert_close(made, (exact[0] @ exact[1].t()).float(), rtol=1e-5, atol=1e-4)
+    assert len(calls) == count

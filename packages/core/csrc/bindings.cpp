@@ -127,15 +127,15 @@ void multi_cast(const std::vector<ottava::CastArguments>& tensors, Address scale
     ottava::multi_cast(jobs.data(), ottava::count_of(jobs), at<const float>(scales), threads_of(threads));
 }
 
-void mx_multi_amax(const std::vector<ottava::MxAmaxArguments>& shards, Address out, int64_t total, int threads) {
-    const auto jobs = ottava::jobs_of(shards, ottava::mx_amax_of);
+void grid_multi_amax(const std::vector<ottava::GridAmaxArguments>& shards, Address out, int64_t total, int threads) {
+    const auto jobs = ottava::jobs_of(shards, ottava::grid_amax_of);
     ottava::check_amaxes(jobs, total);
-    ottava::mx_multi_amax(jobs.data(), ottava::count_of(jobs), at<float>(out), threads_of(threads));
+    ottava::grid_multi_amax(jobs.data(), ottava::count_of(jobs), at<float>(out), threads_of(threads));
 }
 
-void mx_multi_cast(const std::vector<ottava::MxCastArguments>& shards, int threads) {
-    const auto jobs = ottava::jobs_of(shards, ottava::mx_cast_of);
-    ottava::mx_multi_cast(jobs.data(), ottava::count_of(jobs), threads_of(threads));
+void grid_multi_cast(const std::vector<ottava::GridCastArguments>& shards, int threads) {
+    const auto jobs = ottava::jobs_of(shards, ottava::grid_cast_of);
+    ottava::grid_multi_cast(jobs.data(), ottava::count_of(jobs), threads_of(threads));
 }
 
 std::vector<std::string> available_isas() {
@@ -174,8 +174,8 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("grid_decode", &grid_decode, Unlocked());
     m.def("multi_amax", &multi_amax, Unlocked());
     m.def("multi_cast", &multi_cast, Unlocked());
-    m.def("mx_multi_amax", &mx_multi_amax, Unlocked());
-    m.def("mx_multi_cast", &mx_multi_cast, Unlocked());
+    m.def("grid_multi_amax", &grid_multi_amax, Unlocked());
+    m.def("grid_multi_cast", &grid_multi_cast, Unlocked());
     // Why the build has no CUDA kernels; empty if it has.
     m.attr("without_cuda") = std::string(OTTAVA_WITHOUT_CUDA);
     m.def("isa", [] { return std::string(ottava::active_kernels().name); });

@@ -78,9 +78,9 @@ void finish_float32(const float* acc, int64_t rows, int64_t cols, const Finish& 
 // `out` holds zeros when called.
 void multi_amax(const MultiSource* sources, int64_t count, float* out, Stream stream);
 void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, Stream stream);
-// `out` holds the amaxes of all matrices one after the other, and zeros when called.
-void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, Stream stream);
-void mx_multi_cast(const MxMultiCast* shards, int64_t count, Stream stream);
+// Of MX blocks. `out` holds the amaxes of all matrices one after the other, and zeros when called.
+void mx_multi_amax(const GridMultiAmax* shards, int64_t count, float* out, Stream stream);
+void mx_multi_cast(const GridMultiCast* shards, int64_t count, Stream stream);
 // `maxima` are the host's.
 void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,
                    const float* last,  // optional: the first rows to use instead, one after the other

@@ -104,11 +104,16 @@ _Place = tuple[int, int, int]
 
 def multi_amax(tensors: list[_Source], out: int, device: int, stream: int) -> None: ...
 def multi_cast(tensors: list[tuple[_Source, int, int]], scales: int, device: int, stream: int) -> None: ...
-def mx_multi_amax(
-    shards: list[tuple[_Source, _Place, bool]], out: int, total: int, device: int, stream: int
+
+# Of MX blocks. Rows and columns of a block, with the addresses of scales and data, 0 without the direction.
+_Block = tuple[int, int]
+_CastSide = tuple[_Block, int, int]
+
+def grid_multi_amax(
+    shards: list[tuple[_Source, _Place, _Block, _Block, bool]], out: int, total: int, device: int, stream: int
 ) -> None: ...
-def mx_multi_cast(
-    shards: list[tuple[_Source, _Place, int, tuple[int, int], tuple[int, int]]], device: int, stream: int
+def grid_multi_cast(
+    shards: list[tuple[_Source, _Place, int, bool, _CastSide, _CastSide]], device: int, stream: int
 ) -> None: ...
 def update_scales(
     tensors: list[tuple[int, int, int]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,7 +12,7 @@ from ottava import kernels
 from ottava.distributed.rules import ShardBatch, ShardRule, rule_of
 from ottava.distributed.shards import ShardJob
 from ottava.kernels.reference import for_blocks
-from ottava.layout import Layout
+from ottava.layout import Layout, Size
 from ottava.tensors.declaration import InnerTensor
 from ottava.torch_private import foreach_copy_
 
@@ -34,25 +34,6 @@ def scales_by_format(
     return kernels.scale_from_amax(amaxes, quantizer.fp8_dtype, epsilon, force_pow_2)
 
 
-class _Side(NamedTuple):
-    """What is written of one shard in one direction.
-
-    Attributes:
-        at, columnwise: which shard and direction.
-        part, grid: where the amaxes of the weight are among all, and as what grid.
-        data: the elements of the shard.
-        inner, held: the scales; all of the weight, if they are held.
-    """
-
-    at: int
-    columnwise: bool
-    part: int
-    grid: tuple[int, int]
-    data: torch.Tensor
-    inner: InnerTensor
-    held: torch.Tensor | None
-
-
 class GridBatch(ShardBatch):
     """Shards of one layout.
 
@@ -61,40 +42,39 @@ class GridBatch(ShardBatch):
 
     def __init__(self, jobs: Sequence[ShardJob]) -> None:
         super().__init__(jobs)
-        quantizer, rule = jobs[0].quantizer, rule_of(jobs[0].quantizer)
-        self._layout: Layout = quantizer.layout  # type: ignore[attr-defined]
-        self._scales: Scales = rule.scales  # type: ignore[attr-defined]
-        self._places = (
-            [job.shard for job in jobs],
-            [job.dtype for job in jobs],
-            [job.matrix for job in jobs],
-            [job.start_offset for job in jobs],
-            [self._layout] * len(jobs),
-        )
+        quantizer: Any = jobs[0].quantizer
+        rule: Any = rule_of(quantizer)
+        self._scales: Scales = rule.scales
+        self._layout: Layout = quantizer.layout
+        matrices, starts = [job.matrix for job in jobs], [job.start_offset for job in jobs]
+        sources = [job.shard for job in jobs], [job.dtype for job in jobs]
+        self._places = (*sources, matrices, starts, [self._layout] * len(jobs))
+        # How many amaxes there are of each direction. For each that is written: the number of the job, whether it is
+        # columnwise, its place among those amaxes, their grid, and where its data and scales go: to a tensor that has
+        # those of the whole weight, if there is one.
         self._lengths: list[int] = []
-        self._sides: list[_Side] = []
-        for at in range(len(jobs)):
-            self._look(at)
-        self._held = [side.held for side in self._sides if side.held is not None]
+        self._sides: list[tuple[int, bool, int, Size, torch.Tensor, InnerTensor, torch.Tensor | None]] = []
+        for at, matrix in enumerate(matrices):
+            self._look(at, matrix)
+        self._held = [held for *_, held in self._sides if held is not None]
         # After a call that raised nothing the same arguments are not looked at again.
         self._seen, self._cast = False, False
 
-    def _look(self, at: int) -> None:
-        """Take down where the scales of a weight are among all, and where its data and scales go."""
-        layout, output, matrix, first = self._layout, self.jobs[at].output, self.jobs[at].matrix, len(self._lengths)
-        by_row, by_column = (layout.grid(matrix, columnwise, shared=True) for columnwise in (False, True))
-        self._lengths += [math.prod(by_row)] if layout.square else [math.prod(by_row), math.prod(by_column)]
+    def _look(self, at: int, matrix: Size) -> None:
+        layout, output, first = self._layout, self.jobs[at].output, len(self._lengths)
         data = {inner.usage: own for inner, own in zip(output.holder.raw_inner(), output.data, strict=True)}
         scales = {inner.usage: inner for inner in output.holder.inner_tensors if inner.argument.endswith("scale_inv")}
-        for columnwise, usage in enumerate(("rowwise", "columnwise")):
+        grids = [layout.grid(matrix, columnwise, shared=True) for columnwise in (False, True)]
+        self._lengths += [math.prod(grid) for grid in (grids[:1] if layout.square else grids)]
+        for columnwise, usage in ((False, "rowwise"), (True, "columnwise")):
             if usage not in data:
                 continue
             inner = scales[usage] if usage in scales else scales["both"]
             held: torch.Tensor | None = getattr(output.holder, inner.attribute)
-            if held is not None and held.numel() != math.prod(layout.grid(matrix, bool(columnwise))):
+            if held is not None and held.numel() != math.prod(layout.grid(matrix, columnwise)):
                 held = None
-            part, grid = (first, by_row) if layout.square or not columnwise else (first + 1, by_column)
-            self._sides.append(_Side(at, bool(columnwise), part, grid, data[usage], inner, held))
+            side = int(columnwise and not layout.square)
+            self._sides.append((at, columnwise, first + side, grids[side], data[usage], inner, held))
 
     def amaxes(self) -> torch.Tensor:
         amaxes = kernels.grid_multi_amax(*self._places, checked=self._seen)
@@ -105,24 +85,21 @@ class GridBatch(ShardBatch):
         factors, stored = (values.split(self._lengths) for values in self._scales(self.jobs, amaxes))
         pairs: tuple[list[Any], list[Any]] = [None] * len(self.jobs), [None] * len(self.jobs)
         found: list[torch.Tensor] = []
-        for side in self._sides:
-            pairs[side.columnwise][side.at] = self._of_blocks(factors[side.part], side), side.data
-            if side.held is None:
-                self.jobs[side.at].output.write_inner(side.inner, self._of_blocks(stored[side.part], side))
+        for at, columnwise, part, grid, data, inner, held in self._sides:
+            own, scales = factors[part].view(grid), stored[part]
+            if self._layout.shared is not None:
+                about = self._layout, columnwise, self._places[2][at]
+                own, scales = (for_blocks(each.view(grid), *about).contiguous() for each in (own, scales))
+            pairs[columnwise][at] = own, data
+            if held is None:
+                self.jobs[at].output.write_inner(inner, scales.view(own.shape))
             else:
-                found.append(self._of_blocks(stored[side.part], side, side.held.shape))
+                found.append(scales.view(held.shape))
         if found:
             foreach_copy_(self._held, found)
         kernels.grid_multi_cast(*self._places, *pairs, checked=self._cast)
         self._cast = True
         self.written()
-
-    def _of_blocks(self, values: torch.Tensor, side: _Side, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """One entry for each block, as the grid or of ``shape``, from one for each of what has a scale in common."""
-        if self._layout.shared is None:
-            return values.view(side.grid if shape is None else shape)
-        spread = for_blocks(values.view(side.grid), self._layout, side.columnwise, self.jobs[side.at].matrix)
-        return spread.contiguous() if shape is None else spread
 
 
 class GridShards(ShardRule):

@@ -41,7 +41,7 @@ class ShardBatch(ABC):
     def written(self) -> None:
         """Tell all holders that their values changed."""
         if self._written is None:
-            self._written = [t for job in self.jobs for t in job.output.written_tensors() if not t.is_inference()]
+            self._written = [tensor for job in self.jobs for tensor in job.output.written_tensors()]
         bump_versions(self._written)
         for job in self.jobs:
             job.output.holder.mark_written()
@@ -106,10 +106,8 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
         if isinstance(found, ShardRule):
             return found
         if found is not None:
-            raise DTypeError(
-                f"{cls.__name__}.shards is a {type(found).__name__}",
-                expected="an ottava.distributed.ShardRule, or None",
-            )
+            what = f"{cls.__name__}.shards is a {type(found).__name__}"
+            raise DTypeError(what, expected="an ottava.distributed.ShardRule, or None")
         if "quantize_impl" in vars(cls):
             break
     return _SILENT

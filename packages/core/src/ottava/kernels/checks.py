@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.formats import fp8_format
 from ottava.layout import Layout, grid_of
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,11 +87,6 @@ def check_scalar(scalar: Tensor, x: Tensor, what: str, dtype: torch.dtype = torc
     check_device(scalar, x.device, what)
 
 
-def check_counter(counter: Tensor, x: Tensor, what: str) -> None:
-    """Refuse what is not an int64 tensor with one element on the device of ``x``."""
-    check_scalar(counter, x, what, torch.int64)
-
-
 def check_data(data: Tensor) -> None:
     """Refuse what is not a uint8 tensor."""
     check_tensor(data, "data", torch.uint8, "view a float8 tensor with .view(torch.uint8)")
@@ -121,10 +117,13 @@ def check_grid(data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, w
     check_device(scales, data.device, what)
 
 
-def check_wanted(rowwise: bool, columnwise: bool) -> None:
-    """Refuse a request for nothing."""
-    if not (rowwise or columnwise):
-        raise OptionError("neither rowwise nor columnwise data are asked for", expected="at least one")
+def check_cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, transposed: bool) -> None:
+    """Refuse what cannot be cast with a known scale."""
+    check_high_precision(x)
+    check_scalar(scale, x, "scale")
+    fp8_format(fp8_dtype)
+    if transposed:
+        check_matrix(x)
 
 
 def check_epsilon(epsilon: float) -> None:

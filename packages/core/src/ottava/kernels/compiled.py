@@ -20,7 +20,7 @@ from ottava.layout import Block, Layout
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT32_MAX = torch.finfo(torch.float32).max
-_ABSENT = (0, 0)
+_ABSENT = None, None
 
 
 def pointers(*tensors: Tensor | None) -> list[int]:
@@ -141,6 +141,10 @@ class Compiled:
         """Whether the module has kernels for a grid."""
         return True
 
+    def serves_shards(self, layout: Layout) -> bool:
+        """The same of kernels on many shards."""
+        return True
+
     def zeros_for(self, x: Tensor, layout: Layout) -> list[Tensor | None]:
         """Scratch memory of a quantization, where the module takes any."""
         return []
@@ -170,36 +174,38 @@ class Compiled:
     # On many tensors: one call for all of them.
 
     def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor) -> None:
-        layouts, held = {text: Layout.of(text) for text in set(texts)}, [x.contiguous() for x in shards.xs]
-        if all(map(_is_per_tensor, layouts.values())):
-            self.native.multi_amax(_sources(held, shards.dtypes), out.data_ptr(), *self.place(out))
-            return
-        if not all(map(is_mx, layouts.values())):
+        layouts, held = [_known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
+        sources = _sources(held, shards.dtypes)
+        if all(map(_is_per_tensor, layouts)):
+            self.native.multi_amax(sources, out.data_ptr(), *self.place(out))
+        elif all(map(self.serves_shards, layouts)):
+            jobs = []
+            for source, place, text in zip(sources, _places(shards), texts, strict=True):
+                layout, _, _, (row, column) = _known(text)
+                # The blocks that have a scale in common.
+                jobs.append((source, place, row[2:4], column[2:4], layout.square))
+            self.native.grid_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
+        else:
             reference.grid_multi_amax(shards, texts, out)
-            return
-        squares = [layouts[text].square for text in texts]
-        jobs = list(zip(_sources(held, shards.dtypes), _places(shards), squares, strict=True))
-        self.native.mx_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
 
     def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
-        layouts, held = {text: Layout.of(text) for text in set(texts)}, [x.contiguous() for x in shards.xs]
-        of_tensors = all(map(_is_per_tensor, layouts.values()))
-        if not of_tensors and not all(map(is_mx, layouts.values())):
-            reference.grid_multi_cast(shards, texts, rowwise, columnwise)
-            return
-        formats = _formats([layouts[text].element for text in texts])
-        known = list(zip(_sources(held, shards.dtypes), formats, strict=True))
-        if of_tensors:
-            pairs = [(*of, *p) for s in (rowwise, columnwise) for of, p in zip(known, s, strict=True) if p is not None]
-            scales = torch.cat([scale for *_, scale, _ in pairs]) if pairs else held[0]
-            tensors = [(source, fmt, out.data_ptr()) for source, fmt, _, out in pairs]
+        layouts, held = [_known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
+        given = zip(_sources(held, shards.dtypes), _places(shards), texts, rowwise, columnwise, strict=True)
+        if all(map(_is_per_tensor, layouts)):
+            found = [(of, _known(text)[1], *p) for of, _, text, *both in given for p in both if p is not None]
+            scales = torch.cat([scale for *_, scale, _ in found]) if found else held[0]
+            tensors = [(source, code, out.data_ptr()) for source, code, _, out in found]
             self.native.multi_cast(tensors, scales.data_ptr(), *self.place(scales))
-            return
-        sides = [
-            [_ABSENT if p is None else (p[0].data_ptr(), p[1].data_ptr()) for p in s] for s in (rowwise, columnwise)
-        ]
-        blocks = [(of, place, fmt, *p) for (of, fmt), place, *p in zip(known, _places(shards), *sides, strict=True)]
-        self.native.mx_multi_cast(blocks, *self.place(held[0]))
+        elif all(map(self.serves_shards, layouts)):
+            jobs = []
+            for source, place, text, *both in given:
+                _, code, rule, sides = _known(text)
+                pairs = zip(sides, both, strict=True)
+                how = [(side[:2], *pointers(*(pair or _ABSENT))) for side, pair in pairs]
+                jobs.append((source, place, code, rule[0], *how))
+            self.native.grid_multi_cast(jobs, *self.place(held[0]))
+        else:
+            reference.grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
 def _is_fp8(layout: Layout) -> bool:
@@ -238,11 +244,6 @@ def _sources(held: Tensors, dtypes: DTypes) -> list[tuple[int, int, int, int]]:
     """For each its address, the code of its dtype, its size, and the code of the dtype that its elements count as."""
     codes = DTYPE_CODES
     return [(x.data_ptr(), codes[x.dtype], x.numel(), codes[dtype]) for x, dtype in zip(held, dtypes, strict=True)]
-
-
-def _formats(fp8_dtypes: DTypes) -> list[int]:
-    codes = {dtype: fp8_format(dtype).code for dtype in set(fp8_dtypes)}
-    return [codes[dtype] for dtype in fp8_dtypes]
 
 
 def _places(shards: Shards) -> list[tuple[int, int, int]]:

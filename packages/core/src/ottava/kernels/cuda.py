@@ -96,6 +96,9 @@ class _CUDA(Compiled):
             and layout.shared in (None, layout.block)
         )
 
+    def serves_shards(self, layout: Layout) -> bool:
+        return is_mx(layout)
+
     def zeros_for(self, x: Tensor, layout: Layout) -> list[Tensor | None]:
         # For the amaxes of whole rows and columns.
         return [x.new_zeros(sum(matrix(x)), dtype=torch.float32) if layout.block == (1, None) else None]
