@@ -102,7 +102,7 @@ def _rows(section: str, seconds: float, place: Any, seed: int, site: Path | None
         "bytes": lambda: kernel_cases.byte_cases(tiny),
         "products": lambda: kernel_cases.exact_cases() | model_cases.product_cases(tiny),
         "layers": lambda: model_cases.layer_cases(place, tiny),
-        "large": lambda: kernel_cases.large_cases(*(([(70, 41)], 32) if tiny else ())),
+        "large": lambda: kernel_cases.large_cases(*(([(300, 41)], 128) if tiny else ())),
     }
     if section in tables:
         modes = runner.MODES if section == "bytes" else ("",)

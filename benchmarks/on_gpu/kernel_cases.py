@@ -423,11 +423,16 @@ LARGE = [(65552, 32768), (65537, 32777)]
 _LARGE = {"cast": (0,), "cast_transpose": (0, 1), "quantize": (0, 1), "grid_quantize": (0, 0, 0, 0)}
 _LARGE |= {"transpose": (1,), "decode": (0,), "grid_decode": (0,)}
 _OPTIONS = {"fp8_dtype": FP8[0], "layout": MX, "dtype": BF16, "transposed": True}
+# The same on other grids.
+_LARGE_ON = {"1 x 128": Layout(FP8[0], (1, 128), columnwise="transposed")}
+_LARGE_ON |= {"128 x 128": Layout(FP8[0], (128, 128), columnwise="transposed")}
+_LARGE |= {f"grid_quantize in {blocks}": (0, 0, 1, 1) for blocks in _LARGE_ON}
 
 
 def _large(name: str, shape: Shape, step: int) -> Case:
-    call, dims, (rows, columns) = getattr(kernels, name), _LARGE[name], shape
-    declared = inspect.signature(call).parameters
+    kernel, _, blocks = name.partition(" in ")
+    call, dims, (rows, columns) = getattr(kernels, kernel), _LARGE[name], shape
+    declared, options = inspect.signature(call).parameters, _OPTIONS | {"layout": _LARGE_ON.get(blocks, MX)}
 
     def make(d: Draw) -> Args:
         x, codes = d.values((step, columns), BF16), d.integers(0, 127, (step, columns), U8)
@@ -438,7 +443,7 @@ def _large(name: str, shape: Shape, step: int) -> Case:
 
     def repeated(a: Args, count: int) -> Tensors:
         given = {key: x.repeat(-(-count // step), 1)[:count] if x.dim() else x for key, x in a.items()}
-        return tensors(call(**given, **{k: v for k, v in _OPTIONS.items() if k in declared}))[: len(dims)]
+        return tensors(call(**given, **{k: v for k, v in options.items() if k in declared}))[: len(dims)]
 
     def compare(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
         for i, dim in enumerate(dims):
@@ -451,9 +456,9 @@ def _large(name: str, shape: Shape, step: int) -> Case:
     return Case("repeated", make, partial(repeated, count=rows), once, compare)
 
 
-def large_cases(shapes: Sequence[Shape] = LARGE, step: int = 2016) -> dict[str, list[Case]]:
+def large_cases(shapes: Sequence[Shape] = LARGE, step: int = 1920) -> dict[str, list[Case]]:
     """The bytes of the same rows many times are many times those of one time, by the CPU backend.
 
-    ``step``: how many rows, a multiple of 32; 2^31 elements are to be no whole number of times so many.
+    ``step``: how many rows, a multiple of 128; 2^31 elements are to be no whole number of times so many.
     """
     return {f"{name}, {shape[0]} x {shape[1]}": [_large(name, shape, step)] for shape in shapes for name in _LARGE}

@@ -86,23 +86,12 @@ void mx_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address
                                 threads_of(threads));
 }
 
-void mx_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool square, bool floor,
-                 Address row_data, Address row_scales, Address column_data, Address column_scales, int threads) {
-    ottava::mx_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), fp8_of(format), square,
-                        floor, at<uint8_t>(row_data), at<uint8_t>(row_scales), at<uint8_t>(column_data),
-                        at<uint8_t>(column_scales), threads_of(threads));
-}
-
-void mx_decode(Address data, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
-               int dtype, int threads) {
-    ottava::mx_decode(at<const uint8_t>(data), at<const uint8_t>(scales), fp8_of(format), size_of(rows), size_of(cols),
-                      columnwise, at<void>(out), dtype_of(dtype), threads_of(threads));
-}
-
 void grid_quantize(Address src, int dtype, int64_t rows, int64_t cols, int element, bool e8m0, bool floor,
                    float epsilon, float largest, const ottava::SideArguments& row_side,
                    const ottava::SideArguments& column_side, int threads) {
-    const auto sides = ottava::sides_of(row_side, column_side);
+    std::vector<ottava::GridSide> sides;
+    for (const ottava::SideArguments* side : {&row_side, &column_side})
+        if (const ottava::GridSide made = ottava::side_of(*side); made.data != nullptr) sides.push_back(made);
     const ottava::ScaleRule rule{e8m0, floor, epsilon, largest};
     ottava::grid_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), stored_of(element), rule,
                           sides.data(), static_cast<int>(sides.size()), threads_of(threads));
@@ -138,15 +127,15 @@ void multi_cast(const std::vector<ottava::CastArguments>& tensors, Address scale
     ottava::multi_cast(jobs.data(), ottava::count_of(jobs), at<const float>(scales), threads_of(threads));
 }
 
-void mx_multi_amax(const std::vector<ottava::MxAmaxArguments>& shards, Address out, int64_t total, int threads) {
-    const auto jobs = ottava::jobs_of(shards, ottava::mx_amax_of);
+void grid_multi_amax(const std::vector<ottava::GridAmaxArguments>& shards, Address out, int64_t total, int threads) {
+    const auto jobs = ottava::jobs_of(shards, ottava::grid_amax_of);
     ottava::check_amaxes(jobs, total);
-    ottava::mx_multi_amax(jobs.data(), ottava::count_of(jobs), at<float>(out), threads_of(threads));
+    ottava::grid_multi_amax(jobs.data(), ottava::count_of(jobs), at<float>(out), threads_of(threads));
 }
 
-void mx_multi_cast(const std::vector<ottava::MxCastArguments>& shards, int threads) {
-    const auto jobs = ottava::jobs_of(shards, ottava::mx_cast_of);
-    ottava::mx_multi_cast(jobs.data(), ottava::count_of(jobs), threads_of(threads));
+void grid_multi_cast(const std::vector<ottava::GridCastArguments>& shards, int threads) {
+    const auto jobs = ottava::jobs_of(shards, ottava::grid_cast_of);
+    ottava::grid_multi_cast(jobs.data(), ottava::count_of(jobs), threads_of(threads));
 }
 
 std::vector<std::string> available_isas() {
@@ -179,16 +168,14 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("transpose", &transpose, Unlocked());
     m.def("decode", &decode, Unlocked());
     m.def("mx_scale_from_amax", &mx_scale_from_amax, Unlocked());
-    m.def("mx_quantize", &mx_quantize, Unlocked());
-    m.def("mx_decode", &mx_decode, Unlocked());
     m.def("grid_quantize", &grid_quantize, Unlocked());
     m.def("grid_amax", &grid_amax, Unlocked());
     m.def("grid_cast", &grid_cast, Unlocked());
     m.def("grid_decode", &grid_decode, Unlocked());
     m.def("multi_amax", &multi_amax, Unlocked());
     m.def("multi_cast", &multi_cast, Unlocked());
-    m.def("mx_multi_amax", &mx_multi_amax, Unlocked());
-    m.def("mx_multi_cast", &mx_multi_cast, Unlocked());
+    m.def("grid_multi_amax", &grid_multi_amax, Unlocked());
+    m.def("grid_multi_cast", &grid_multi_cast, Unlocked());
     // Why the build has no CUDA kernels; empty if it has.
     m.attr("without_cuda") = std::string(OTTAVA_WITHOUT_CUDA);
     m.def("isa", [] { return std::string(ottava::active_kernels().name); });

@@ -1,4 +1,4 @@
-// What the bindings make of Python's tuples that describe a grid of scales.
+// What the bindings of both backends make of Python's tuples that describe a grid of scales.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,9 @@
 #include <string>
 #include <tuple>
 #include <variant>
-#include <vector>
 
 #include "addresses.h"
-#include "cpu/kernels.h"
+#include "grid_jobs.h"
 
 namespace ottava {
 
@@ -25,16 +24,13 @@ inline void check_shared(int64_t block, int64_t shared, const char* of) {
                                 " are none of " + std::to_string(block));
 }
 
-inline std::vector<GridSide> sides_of(const SideArguments& row_side, const SideArguments& column_side) {
-    std::vector<GridSide> sides;
-    for (const SideArguments* side : {&row_side, &column_side}) {
-        if (!side->has_value() || (*side)->index() == 0) continue;
-        const auto& [rows, cols, shared_rows, shared_cols, turned, data, scales] = std::get<1>(**side);
-        check_shared(rows, shared_rows, "rows");
-        check_shared(cols, shared_cols, "columns");
-        sides.push_back({rows, cols, shared_rows, shared_cols, turned, at<uint8_t>(data), at<void>(scales)});
-    }
-    return sides;
+// Without data if it is left out.
+inline GridSide side_of(const SideArguments& side) {
+    if (!side.has_value() || side->index() == 0) return {};
+    const auto& [rows, cols, shared_rows, shared_cols, turned, data, scales] = std::get<1>(*side);
+    check_shared(rows, shared_rows, "rows");
+    check_shared(cols, shared_cols, "columns");
+    return {rows, cols, shared_rows, shared_cols, turned, at<uint8_t>(data), at<void>(scales)};
 }
 
 }  // namespace ottava

@@ -5,11 +5,10 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "addresses.h"
-#include "multi_jobs.h"
+#include "grid_jobs.h"
 
 namespace ottava {
 
@@ -19,10 +18,14 @@ using Source = std::tuple<Address, int, int64_t, int>;
 using CastArguments = std::tuple<Source, int, Address>;
 // A shard: rows and columns of its matrix, and the element that it starts with.
 using Place = std::tuple<int64_t, int64_t, int64_t>;
-// The amaxes of a shard, and whether its blocks are square.
-using MxAmaxArguments = std::tuple<Source, Place, bool>;
-// A cast of a shard: the format, and for rows and columns the addresses of scales and data.
-using MxCastArguments = std::tuple<Source, Place, int, std::pair<Address, Address>, std::pair<Address, Address>>;
+// Rows and columns of a block, 0 being all.
+using Block = std::tuple<int64_t, int64_t>;
+// The amaxes of a shard: the blocks of rows and of columns, and whether both are the same.
+using GridAmaxArguments = std::tuple<Source, Place, Block, Block, bool>;
+// A cast of a shard: the element format, whether scales are bytes of E8M0, and for rows and columns the blocks and the
+// addresses of scales and data.
+using CastSide = std::tuple<Block, Address, Address>;
+using GridCastArguments = std::tuple<Source, Place, int, bool, CastSide, CastSide>;
 // A tensor's slots: the addresses of its scale and its history, and their number.
 using SlotArguments = std::tuple<Address, Address, int64_t>;
 
@@ -50,32 +53,29 @@ inline MultiCastJob cast_of(const CastArguments& arguments) {
     return {source_of(source), fp8_of(format), at<uint8_t>(out)};
 }
 
-inline MultiSource shard_of(const Source& source, const Place& place) {
+inline GridShard shard_of(const Source& source, const Place& place) {
     const auto& [rows, cols, start] = place;
-    const MultiSource shard = source_of(source);
-    if (size_of(start) > size_of(rows) * size_of(cols) - shard.count)
+    const MultiSource held = source_of(source);
+    if (size_of(start) > size_of(rows) * size_of(cols) - held.count)
         throw std::invalid_argument("a shard is not within its matrix");
-    return shard;
+    return {held, rows, cols, start};
 }
 
-inline MxMultiAmax mx_amax_of(const MxAmaxArguments& arguments) {
-    const auto& [source, place, square] = arguments;
-    const auto& [rows, cols, start] = place;
-    return {shard_of(source, place), rows, cols, start, square};
+inline GridBlock block_of(const Block& block) { return {size_of(std::get<0>(block)), size_of(std::get<1>(block))}; }
+
+inline GridMultiAmax grid_amax_of(const GridAmaxArguments& arguments) {
+    const auto& [source, place, by_row, by_column, square] = arguments;
+    return {shard_of(source, place), block_of(by_row), block_of(by_column), square};
 }
 
-inline MxMultiCast mx_cast_of(const MxCastArguments& arguments) {
-    const auto& [source, place, format, by_row, by_column] = arguments;
-    const auto& [rows, cols, start] = place;
-    return {shard_of(source, place),
-            rows,
-            cols,
-            start,
-            fp8_of(format),
-            at<const uint8_t>(by_row.first),
-            at<uint8_t>(by_row.second),
-            at<const uint8_t>(by_column.first),
-            at<uint8_t>(by_column.second)};
+inline GridCastSide cast_side_of(const CastSide& side) {
+    const auto& [block, scales, data] = side;
+    return {block_of(block), at<const void>(scales), at<uint8_t>(data)};
+}
+
+inline GridMultiCast grid_cast_of(const GridCastArguments& arguments) {
+    const auto& [source, place, element, e8m0, by_row, by_column] = arguments;
+    return {shard_of(source, place), stored_of(element), e8m0, cast_side_of(by_row), cast_side_of(by_column)};
 }
 
 inline HistorySlots slots_of(const SlotArguments& arguments) {
@@ -84,9 +84,9 @@ inline HistorySlots slots_of(const SlotArguments& arguments) {
 }
 
 // There must be place for exactly the amaxes that the jobs have.
-inline void check_amaxes(const std::vector<MxMultiAmax>& jobs, int64_t total) {
+inline void check_amaxes(const std::vector<GridMultiAmax>& jobs, int64_t total) {
     int64_t needed = 0;
-    for (const MxMultiAmax& job : jobs) needed += mx_amax_count(job.rows, job.cols, job.square);
+    for (const GridMultiAmax& job : jobs) needed += grid_amax_count(job);
     if (needed != total)
         throw std::invalid_argument("place for " + std::to_string(total) + " of " + std::to_string(needed) + " amaxes");
 }

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from mx_arrays import mx, scale_shapes
+from placing import at, junk, one_nan, same_bytes, surroundings_kept
 from sequential_grid import grid_orders, serving_cpu
 
 from ottava import Layout
@@ -20,7 +21,6 @@ from ottava.kernels import table, use_backend
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 SPECIAL = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-45, -1e-40, 6e-8, 65520.0, -3.4028e38]
 # A warp quantizes 32 x 64 and a block of threads 32 x 512, or decodes 32 x 256 with eight columns in each lane. 512 and
 # 1000 columns have a multiple of 16 blocks; those of 513 lie at no multiple of anything.
@@ -55,35 +55,9 @@ def sample(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.from_numpy(x).to(dtype)
 
 
-def at(x: Tensor, offset: int) -> Tensor:
-    """The same values, ``offset`` elements beyond a boundary of 64 bytes, in a buffer of bytes 0xA5."""
-    size = x.element_size()
-    room = torch.full((x.numel() * size + 256,), 0xA5, dtype=torch.uint8)
-    first = -room.data_ptr() % 64 + offset * size
-    part = room[first : first + x.numel() * size].view(x.dtype).view(x.shape)
-    part.copy_(x)
-    return part
-
-
-def surroundings_kept(part: Tensor) -> bool:
-    room = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage())
-    first = part.storage_offset() * part.element_size()
-    rest = torch.cat([room[:first], room[first + part.numel() * part.element_size() :]])
-    return bool((rest == 0xA5).all())
-
-
-def junk(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-    return at(torch.full((math.prod(shape) * dtype.itemsize,), 0x5A, dtype=torch.uint8).view(dtype).view(shape), offset)
-
-
 def by_reference(operation: table.Operation, *arguments: Any) -> Any:
     with use_backend("reference"):
         return operation(*arguments)
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    bits = BITS.get(a.dtype, a.dtype)
-    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
 
 
 # Quantization
@@ -161,11 +135,7 @@ def test_decode_at_any_address(grid: Any, shape: tuple[int, int], dtype: torch.d
     data, scales = blocks(shape, columnwise)
     for fp8, offsets in itertools.product((E4M3, E5M2), [(0, 0, 0), (1, 0, 0), (8, 1, 0), (0, 8, 1)]):
         expected = by_reference(table.grid_decode, data, scales, mx(fp8).text, columnwise, dtype)
-        # NaN has one pattern and the sign of its code.
-        negative = torch.where(data >= 128, -1.0, 1.0).to(dtype)
-        expected = torch.where(
-            expected.isnan(), torch.copysign(torch.full_like(expected, math.nan), negative), expected
-        )
+        expected = one_nan(expected, data)
         out = junk(shape, dtype, offsets[2])
         grid.grid_decode(at(data, offsets[0]), at(scales, offsets[1]), mx(fp8).text, columnwise, out)
         assert same_bytes(out, expected), (fp8, offsets)

@@ -327,6 +327,10 @@ void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const f
 
 void grid_decode(const uint8_t* data, Stored element, int64_t rows, int64_t cols, const void* scales, bool e8m0,
                  int64_t block_rows, int64_t block_cols, void* out, Dtype dtype, int threads) {
+    const bool of_lines = std::min(block_rows, block_cols) == 1 && std::max(block_rows, block_cols) == kMxBlock;
+    if (e8m0 && of_lines && element != Stored::int8)
+        return mx_decode(data, static_cast<const uint8_t*>(scales), static_cast<Fp8>(element), rows, cols,
+                         block_cols == 1, out, dtype, threads);
     const Kernels& kernels = active_kernels();
     GridScales from{};
     from.blocks = {extent(rows, block_rows), extent(cols, block_cols), nullptr, blocks_in(cols, block_cols)};

@@ -17,7 +17,6 @@ namespace {
 #include "mx.h"
 #include "mx_decode.h"
 #include "rounded.h"
-#include "mx_shard.h"
 #include "grid_amax.h"
 #include "grid_cast.h"
 #include "grid_decode.h"
@@ -36,8 +35,8 @@ const Kernels kNeon = {"neon",
     mx_scales_run,
     mx_decode_run,
     cast_rounded_run,
-    mx_shard_amax_run,
-    mx_shard_cast_run,
+    round_to_run,
+    e8m0_multipliers_run,
     grid_amax_run,
     grid_scales_run,
     grid_cast_run,

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "../dtypes.h"
-#include "../multi_jobs.h"
+#include "../grid_jobs.h"
 
 namespace ottava {
 
@@ -87,33 +87,6 @@ struct MxRun {
     bool scale_each;
 };
 
-// The panel of at most kMxBlock rows by kPanelCols columns at `row`, `col` of a row-major matrix of which `count` elements
-// from `start` on are at hand. Any of them may lie outside of the panel, and any of the panel's may be missing.
-struct MxShard {
-    const void* src;          // the element number `start` of the matrix
-    int64_t start, count;
-    int64_t stride;           // columns of the matrix
-    int64_t row, rows;        // of the panel
-    int64_t col, cols;
-};
-
-// Where the amaxes of a panel go; zero where nothing is at hand.
-struct MxShardAmax {
-    float* row_blocks;        // of the panel's first row; rows without elements are left out
-    int64_t row_block_stride;
-    float* columns;           // null for square blocks, of which `row_blocks` is one row
-};
-
-// What a panel is cast to, one byte for each element from `start` on. Null pointers leave out a direction.
-struct MxShardCast {
-    const uint8_t* row_scales;  // of the panel's first row
-    int64_t row_scale_stride;
-    uint8_t* row_data;
-    const uint8_t* column_scales;
-    uint8_t* column_data;
-    bool stream;
-};
-
 struct Kernels {
     const char* name;
     float (*amax)(const void* src, Dtype dtype, int64_t n);
@@ -132,8 +105,10 @@ struct Kernels {
     void (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
     // Elements count as rounded to `nominal`: for shards of weights whose values are kept in float32.
     void (*cast_rounded)(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
-    void (*mx_shard_amax)(const MxShard& shard, Dtype dtype, Dtype nominal, const MxShardAmax& to);
-    void (*mx_shard_cast)(const MxShard& shard, Dtype dtype, Dtype nominal, Fp8 format, const MxShardCast& to);
+    // Elements of any dtype as float32 values that are rounded to another one.
+    void (*round_to)(const void* src, Dtype dtype, int64_t n, Dtype nominal, float* out);
+    // What elements are multiplied by, of E8M0 scales.
+    void (*e8m0_multipliers)(const uint8_t* scales, int64_t n, float* out);
     // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks. `atomic`: others do so
     // meanwhile; otherwise there is room for kGridLanes more values.
     void (*grid_amax)(const GridPanel& panel, Dtype dtype, const GridBlocks* grids, int count, bool atomic);
@@ -204,15 +179,6 @@ void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t r
 
 // Grids (grid.cpp). A block has block_rows * block_cols elements, 0 being all; blocks at the edges may have fewer.
 
-// One quantization of a matrix. Blocks of one shared block have equal scales; a shared block is made of whole blocks.
-struct GridSide {
-    int64_t block_rows, block_cols;
-    int64_t shared_rows, shared_cols;
-    bool turned;   // data and scales are stored as the transposed matrix's
-    uint8_t* data;
-    void* scales;  // float32 or bytes, one for each block
-};
-
 void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Stored element, const ScaleRule& rule,
                    const GridSide* sides, int count, int threads);  // one or two
 void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols,
@@ -227,7 +193,7 @@ void grid_decode(const uint8_t* data, Stored element, int64_t rows, int64_t cols
 void multi_amax(const MultiSource* sources, int64_t count, float* out, int threads);
 void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, int threads);
 // `out` holds the amaxes of all matrices one after the other, and zeros when called.
-void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, int threads);
-void mx_multi_cast(const MxMultiCast* shards, int64_t count, int threads);
+void grid_multi_amax(const GridMultiAmax* shards, int64_t count, float* out, int threads);
+void grid_multi_cast(const GridMultiCast* shards, int64_t count, int threads);
 
 }  // namespace ottava

@@ -1,5 +1,6 @@
 // The operations on many tensors: threads take chunks of all of them, so that neither one large tensor nor many small ones
-// leave a thread without work. Chunks write to places of their own, and what they find is combined in a fixed order.
+// leave a thread without work. Chunks write to places of their own, and what they find is combined in a fixed order, or by
+// the larger of two, which has none.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -14,7 +15,6 @@ namespace ottava {
 namespace {
 
 constexpr int64_t kChunk = 8 * kUnit;  // elements of a chunk, about
-static_assert(kChunk >= kMxBlock * kPanelCols, "a panel is at most a chunk");
 
 struct Chunk {
     int64_t job;
@@ -65,56 +65,159 @@ void cast_chunk(const Kernels& kernels, const MultiCastJob& job, int64_t begin, 
     }
 }
 
-// The panels in which a shard may have elements: rows of blocks, and across them panels of columns.
-struct Panels {
-    int64_t first_block, first_panel, across, count;
-    int64_t each;  // panels that make a chunk
+struct Rectangle {
+    int64_t row, col, rows, cols;
 
-    Panels(int64_t cols, int64_t start, int64_t elements) {
-        const int64_t last = start + elements - 1, first_row = start / cols, last_row = last / cols;
-        first_block = first_row / kMxBlock;
-        first_panel = 0;
-        across = ceil_div(cols, kPanelCols);
-        if (first_row == last_row) {
-            first_panel = start % cols / kPanelCols;
-            across = last % cols / kPanelCols + 1 - first_panel;
+    Rectangle within(const Rectangle& other) const {
+        const int64_t top = std::max(row, other.row), left = std::max(col, other.col);
+        return {top, left, std::min(row + rows, other.row + other.rows) - top,
+                std::min(col + cols, other.col + other.cols) - left};
+    }
+    bool empty() const { return rows <= 0 || cols <= 0; }
+};
+
+// A shard as rectangles, and the cells of its matrix in which it has elements: rectangles of kPanelCols columns that have
+// whole blocks where the blocks' sizes allow it. What is found in a cell is then nobody else's.
+class Cells {
+    const GridShard& shard_;
+    std::vector<Rectangle> parts_;  // the end of a row, whole rows, the beginning of a row
+    int64_t height_, first_row_ = 0, first_col_ = 0, across_ = 0;
+
+   public:
+    int64_t count = 0, each = 0;  // cells, and how many of them make a chunk
+
+    Cells(const GridShard& shard, std::initializer_list<GridBlock> blocks) : shard_(shard), height_(kMxBlock) {
+        const int64_t n = shard.source.count, cols = shard.cols;
+        for (const GridBlock& block : blocks)
+            if (block.rows == 0 || kMxBlock % block.rows != 0) height_ = 4 * kMxBlock;
+        if (n == 0) return;
+        const int64_t last = shard.start + n - 1, row = shard.start / cols, col = shard.start % cols;
+        const int64_t last_row = last / cols, end = last % cols + 1;
+        if (row == last_row) {
+            parts_ = {{row, col, 1, n}};
+        } else {
+            const int64_t whole = row + (col != 0), whole_end = last_row + (end == cols);
+            for (const Rectangle& part : {Rectangle{row, col, whole - row, cols - col},
+                                          Rectangle{whole, 0, whole_end - whole, cols},
+                                          Rectangle{whole_end, 0, last_row + 1 - whole_end, end}})
+                if (!part.empty()) parts_.push_back(part);
         }
-        count = (last_row / kMxBlock + 1 - first_block) * across;
-        const int64_t height = std::min(kMxBlock, last_row + 1 - first_row);
-        each = std::max<int64_t>(1, kChunk / (height * std::min(cols, kPanelCols)));
+        first_row_ = row / height_;
+        first_col_ = row == last_row ? col / kPanelCols : 0;
+        across_ = (row == last_row ? end - 1 : cols - 1) / kPanelCols + 1 - first_col_;
+        count = (last_row / height_ + 1 - first_row_) * across_;
+        const int64_t high = std::min(height_, last_row + 1 - row), wide = std::min(cols, kPanelCols);
+        each = std::max<int64_t>(1, kChunk / (high * wide));
     }
 
-    template <class Job>
-    MxShard panel(const Job& job, int64_t i) const {
-        MxShard shard{};
-        shard.src = job.source.src;
-        shard.start = job.start;
-        shard.count = job.source.count;
-        shard.stride = job.cols;
-        shard.row = (first_block + i / across) * kMxBlock;
-        shard.rows = std::min(kMxBlock, job.rows - shard.row);
-        shard.col = (first_panel + i % across) * kPanelCols;
-        shard.cols = std::min(kPanelCols, job.cols - shard.col);
-        return shard;
+    Rectangle cell(int64_t i) const {
+        const Rectangle all{0, 0, shard_.rows, shard_.cols};
+        const int64_t row = (first_row_ + i / across_) * height_, col = (first_col_ + i % across_) * kPanelCols;
+        return Rectangle{row, col, height_, kPanelCols}.within(all);
+    }
+
+    // Whether no other cell has elements of a block of this one.
+    bool has_whole(const GridBlock& block) const {
+        const bool rows = block.rows == 0 ? shard_.rows <= height_ : height_ % block.rows == 0;
+        return rows && (block.cols == 0 ? shard_.cols <= kPanelCols : kPanelCols % block.cols == 0);
+    }
+
+    // Calls body(rectangle, its first element in the shard) for what the shard has of a cell.
+    template <class Body>
+    void over(const Rectangle& cell, const Body& body) const {
+        for (const Rectangle& part : parts_) {
+            const Rectangle held = part.within(cell);
+            if (!held.empty()) body(held, held.row * shard_.cols + held.col - shard_.start);
+        }
     }
 };
 
-// Calls body(job, number of the job, panel) for every panel of every shard.
-template <class Job, class Body>
-void over_panels(const Job* jobs, int64_t count, int threads, const Body& body) {
+// Calls body(job, number of the job, cells, cell) for every cell of every shard.
+template <class Job, class Blocks, class Body>
+void over_cells(const Job* jobs, int64_t count, int threads, const Blocks& cells_of, const Body& body) {
     std::vector<Chunk> chunks;
     int64_t elements = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const int64_t n = jobs[i].source.count;
-        if (n == 0) continue;
-        const Panels panels(jobs[i].cols, jobs[i].start, n);
-        add_chunks(chunks, i, panels.count, panels.each);
-        elements += n;
+        const Cells cells = cells_of(jobs[i]);
+        add_chunks(chunks, i, cells.count, cells.each);
+        elements += jobs[i].shard.source.count;
     }
     over_chunks(chunks, elements, threads, [&](const Chunk& chunk, size_t) {
         const Job& job = jobs[chunk.job];
-        const Panels panels(job.cols, job.start, job.source.count);
-        for (int64_t i = chunk.begin; i < chunk.end; ++i) body(job, chunk.job, panels.panel(job, i));
+        const Cells cells = cells_of(job);
+        for (int64_t i = chunk.begin; i < chunk.end; ++i) body(job, chunk.job, cells, cells.cell(i));
+    });
+}
+
+// A number for each block of which a cell has elements.
+class CellBlocks {
+    GridBlock block_;
+    int64_t first_row_, first_col_, down_, across_, all_across_;
+
+   public:
+    std::vector<float> values;
+
+    CellBlocks(const GridShard& shard, const GridBlock& block, const Rectangle& cell)
+        : block_{block.rows == 0 ? shard.rows : block.rows, block.cols == 0 ? shard.cols : block.cols},
+          first_row_(cell.row / block_.rows),
+          first_col_(cell.col / block_.cols),
+          down_((cell.row + cell.rows - 1) / block_.rows + 1 - first_row_),
+          across_((cell.col + cell.cols - 1) / block_.cols + 1 - first_col_),
+          all_across_(grid_blocks(shard.cols, block.cols)),
+          values(static_cast<size_t>(down_ * across_ + kGridLanes)) {}
+
+    GridBlocks blocks() { return {block_.rows, block_.cols, values.data(), across_}; }
+    int64_t row() const { return first_row_ * block_.rows; }
+    int64_t col() const { return first_col_ * block_.cols; }
+    bool begins_with(const CellBlocks& other) const { return row() == other.row() && col() == other.col(); }
+    bool negative() const {
+        int32_t signs = 0;
+        for (const float value : values) signs |= bits_as<int32_t>(value);
+        return signs < 0;
+    }
+
+    // Calls body(number of a block in the whole matrix, its value here, how many follow each other).
+    template <class Body>
+    void over_rows(const Body& body) {
+        for (int64_t i = 0; i < down_; ++i)
+            body((first_row_ + i) * all_across_ + first_col_, values.data() + i * across_, across_);
+    }
+
+    GridPanel panel(const void* src, int64_t stride, const Rectangle& at) const {
+        return {src, stride, at.row - row(), at.col - col(), at.rows, at.cols, at.rows > 1 ? stride : 0};
+    }
+};
+
+// Several cells may have elements of the block.
+void raise(float* to, float seen) {
+    float known;
+    __atomic_load(to, &known, __ATOMIC_RELAXED);
+    while (seen > known && !__atomic_compare_exchange(to, &known, &seen, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+
+bool rounds(const MultiSource& source) {
+    return source.nominal != Dtype::float32 && source.nominal != source.dtype;
+}
+
+void put_amaxes(const Cells& cells, const MultiSource& source, const GridBlock& block, CellBlocks& found, float* out) {
+    // Rounding keeps the order of magnitudes, so that the largest may be rounded last.
+    if (rounds(source))
+        active_kernels().round_to(found.values.data(), Dtype::float32, static_cast<int64_t>(found.values.size()),
+                                  source.nominal, found.values.data());
+    const bool own = cells.has_whole(block);
+    found.over_rows([&](int64_t at, const float* from, int64_t count) {
+        if (own) memcpy(out + at, from, static_cast<size_t>(count) * sizeof(float));
+        for (int64_t k = 0; !own && k < count; ++k) raise(out + at + k, from[k]);
+    });
+}
+
+// The multipliers of a cell's blocks.
+void get_multipliers(const GridCastSide& side, bool e8m0, CellBlocks& to) {
+    to.over_rows([&](int64_t at, float* values, int64_t count) {
+        if (e8m0)
+            active_kernels().e8m0_multipliers(static_cast<const uint8_t*>(side.scales) + at, count, values);
+        else
+            memcpy(values, static_cast<const float*>(side.scales) + at, static_cast<size_t>(count) * sizeof(float));
     });
 }
 
@@ -153,45 +256,83 @@ void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, i
     });
 }
 
-void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, int threads) {
+void grid_multi_amax(const GridMultiAmax* jobs, int64_t count, float* out, int threads) {
     const Kernels& kernels = active_kernels();
     std::vector<float*> places;
     for (int64_t i = 0; i < count; ++i) {
         places.push_back(out);
-        out += mx_amax_count(shards[i].rows, shards[i].cols, shards[i].square);
+        out += grid_amax_count(jobs[i]);
     }
-    over_panels(shards, count, threads, [&](const MxMultiAmax& job, int64_t number, const MxShard& shard) {
-        const int64_t across = ceil_div(job.cols, kMxBlock), block = shard.row / kMxBlock;
-        float* rows = places[static_cast<size_t>(number)];
-        MxShardAmax to{};
-        to.row_blocks = rows + (job.square ? block : shard.row) * across + shard.col / kMxBlock;
-        to.row_block_stride = across;
-        if (!job.square) to.columns = rows + job.rows * across + block * job.cols + shard.col;
-        kernels.mx_shard_amax(shard, job.source.dtype, job.source.nominal, to);
-    });
+    const auto cells_of = [](const GridMultiAmax& job) {
+        return Cells(job.shard, {job.by_row, job.square ? job.by_row : job.by_column});
+    };
+    const auto find = [&](const GridMultiAmax& job, int64_t number, const Cells& cells, const Rectangle& cell) {
+        const MultiSource& source = job.shard.source;
+        CellBlocks rows(job.shard, job.by_row, cell), columns(job.shard, job.by_column, cell);
+        const bool at_once = !job.square && rows.begins_with(columns);
+        cells.over(cell, [&](const Rectangle& held, int64_t first) {
+            const void* src = advance(source.src, first, source.dtype);
+            const GridBlocks both[] = {rows.blocks(), columns.blocks()};
+            kernels.grid_amax(rows.panel(src, job.shard.cols, held), source.dtype, both, at_once ? 2 : 1, false);
+            if (!at_once && !job.square)
+                kernels.grid_amax(columns.panel(src, job.shard.cols, held), source.dtype, both + 1, 1, false);
+        });
+        float* const to = places[static_cast<size_t>(number)];
+        put_amaxes(cells, source, job.by_row, rows, to);
+        if (!job.square) put_amaxes(cells, source, job.by_column, columns, to + grid_size(job.shard, job.by_row));
+    };
+    over_cells(jobs, count, threads, cells_of, find);
 }
 
-void mx_multi_cast(const MxMultiCast* shards, int64_t count, int threads) {
+void grid_multi_cast(const GridMultiCast* jobs, int64_t count, int threads) {
     const Kernels& kernels = active_kernels();
     int64_t bytes = 0;
     for (int64_t i = 0; i < count; ++i)
-        bytes += shards[i].source.count * ((shards[i].row_data != nullptr) + (shards[i].column_data != nullptr));
+        bytes += jobs[i].shard.source.count * ((jobs[i].by_row.data != nullptr) + (jobs[i].by_column.data != nullptr));
     const bool stream = bytes >= kStreamBytes;
-    over_panels(shards, count, threads, [&](const MxMultiCast& job, int64_t, const MxShard& shard) {
-        const int64_t across = ceil_div(job.cols, kMxBlock);
-        MxShardCast to{};
-        if (job.row_data != nullptr) {
-            to.row_scales = job.row_scales + shard.row * across + shard.col / kMxBlock;
-            to.row_scale_stride = across;
-            to.row_data = job.row_data;
+    const auto cells_of = [](const GridMultiCast& job) {
+        return Cells(job.shard, {job.by_row.block, job.by_column.block});
+    };
+    const auto cast = [&](const GridMultiCast& job, int64_t, const Cells& cells, const Rectangle& cell) {
+        const MultiSource& source = job.shard.source;
+        struct Side {
+            CellBlocks multipliers;
+            uint8_t* data;
+            bool positive;
+        };
+        std::vector<Side> sides;
+        for (const GridCastSide* side : {&job.by_row, &job.by_column}) {
+            if (side->data == nullptr) continue;
+            sides.push_back({CellBlocks(job.shard, side->block, cell), side->data, true});
+            get_multipliers(*side, job.e8m0, sides.back().multipliers);
+            sides.back().positive = job.e8m0 || !sides.back().multipliers.negative();
         }
-        if (job.column_data != nullptr) {
-            to.column_scales = job.column_scales + shard.row / kMxBlock * job.cols + shard.col;
-            to.column_data = job.column_data;
-        }
-        to.stream = stream;
-        kernels.mx_shard_cast(shard, job.source.dtype, job.source.nominal, job.format, to);
-    });
+        // Rounded elements are cast a few rows at a time, which stay in the caches.
+        constexpr int64_t kRoundedRows = 16;
+        const bool rounded = rounds(source);
+        std::vector<float> values(rounded ? static_cast<size_t>(kRoundedRows * kPanelCols) : 0);
+        cells.over(cell, [&](Rectangle held, int64_t first) {
+            const int64_t end = held.row + held.rows, step = rounded ? kRoundedRows : held.rows;
+            for (; held.row < end; held.row += step, first += step * job.shard.cols) {
+                held.rows = std::min(step, end - held.row);
+                const void* src = advance(source.src, first, source.dtype);
+                for (int64_t r = 0; rounded && r < held.rows; ++r)
+                    kernels.round_to(advance(source.src, first + r * job.shard.cols, source.dtype), source.dtype,
+                                     held.cols, source.nominal, values.data() + r * kPanelCols);
+                for (Side& side : sides) {
+                    GridPanel panel = side.multipliers.panel(src, job.shard.cols, held);
+                    if (rounded) panel.src = values.data(), panel.stride = kPanelCols, panel.ahead = 0;
+                    GridOut to{};
+                    to.rows = side.data + first;
+                    to.stride = job.shard.cols;
+                    to.stream = stream;
+                    kernels.grid_cast(panel, rounded ? Dtype::float32 : source.dtype, side.multipliers.blocks(),
+                                      side.positive, job.element, to);
+                }
+            }
+        });
+    };
+    over_cells(jobs, count, threads, cells_of, cast);
 }
 
 }  // namespace ottava

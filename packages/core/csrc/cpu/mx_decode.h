@@ -12,6 +12,17 @@ OTTAVA_INLINE i32v load_data(const uint8_t* from) {
 #endif
 }
 
+void e8m0_multipliers_run(const uint8_t* scales, int64_t n, float* out) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(out + i, e8m0_multiplier<f32v, i32v>(load_data(scales + i)));
+    if (i == n) return;
+    uint8_t rest[kLanes] = {};
+    float values[kLanes];
+    memcpy(rest, scales + i, static_cast<size_t>(n - i));
+    store(values, e8m0_multiplier<f32v, i32v>(load_data(rest)));
+    memcpy(out + i, values, static_cast<size_t>(n - i) * sizeof(float));
+}
+
 // kLanes results. The sign is put on last, as in dequantize_element.
 template <class Format, class Out>
 OTTAVA_INLINE void decode_vector(i32v code, f32v scale, Out* out, Dtype dtype) {

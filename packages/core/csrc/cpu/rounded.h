@@ -68,3 +68,29 @@ void cast_rounded_run(const void* src, Dtype nominal, int64_t n, float scale, ui
             cast_typed<Element, E5M2, Unobserved<Element>>(src, n, scale, out, stream);
     });
 }
+
+template <class Source>
+void round_to_typed(const void* from, int64_t n, Dtype nominal, float* out) {
+    const auto* src = static_cast<const typename Source::storage*>(from);
+    with_rounding(nominal, [&](auto round) {
+        int64_t i = 0;
+        for (; i + kLanes <= n; i += kLanes) store(out + i, round(Source::load_floats(src + i)));
+        if (i == n) return;
+        typename Source::storage rest[kLanes] = {};
+        float values[kLanes];
+        memcpy(rest, src + i, static_cast<size_t>(n - i) * sizeof(rest[0]));
+        store(values, round(Source::load_floats(rest)));
+        memcpy(out + i, values, static_cast<size_t>(n - i) * sizeof(float));
+    });
+}
+
+void round_to_run(const void* src, Dtype dtype, int64_t n, Dtype nominal, float* out) {
+    switch (dtype) {
+        case Dtype::float32:
+            return round_to_typed<Float32>(src, n, nominal, out);
+        case Dtype::bfloat16:
+            return round_to_typed<BFloat16>(src, n, nominal, out);
+        default:
+            return round_to_typed<Float16>(src, n, nominal, out);
+    }
+}

@@ -196,6 +196,23 @@ OTTAVA_DEVICE Words2 encode_group(const Group<Source>& group, float scale) {
     return data;
 }
 
+// The data of eight elements, each times its own factor.
+template <class Format>
+OTTAVA_DEVICE Words2 encode_each(const float (&elements)[kGroup], const float (&factors)[kGroup]) {
+    Words2 data;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        uint32_t pairs[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const int i = 4 * half + 2 * n;
+            pairs[n] = encode_pair<Format>(multiply(elements[i], factors[i]), multiply(elements[i + 1], factors[i + 1]));
+        }
+        data.w[half] = pairs[0] | (pairs[1] << 16);
+    }
+    return data;
+}
+
 // The code of one element as it lies in memory.
 template <class Format, class Source>
 OTTAVA_DEVICE uint8_t encode_one(uint32_t element, float scale) {

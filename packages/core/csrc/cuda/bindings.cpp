@@ -76,6 +76,6 @@ PYBIND11_MODULE(OTTAVA_CUDA_MODULE, m) {
     m.def("quantize", &quantize);
     m.def("transpose", &transpose);
     m.def("decode", &decode);
-    cuda::bind_mx(m);
+    cuda::bind_grid(m);
     cuda::bind_multi(m);
 }

@@ -42,7 +42,7 @@ class OnDevice {
 #endif
 };
 
-void bind_mx(py::module_& m);
+void bind_grid(py::module_& m);
 void bind_multi(py::module_& m);
 
 }  // namespace ottava::cuda

@@ -20,16 +20,16 @@ void multi_cast_of(const std::vector<CastArguments>& tensors, Address scales, in
     multi_cast(jobs.data(), count_of(jobs), at<const float>(scales), stream_of(stream));
 }
 
-void mx_multi_amax_of(const std::vector<MxAmaxArguments>& shards, Address out, int64_t total, int device,
+void grid_multi_amax_of(const std::vector<GridAmaxArguments>& shards, Address out, int64_t total, int device,
                       Address stream) {
-    const auto jobs = jobs_of(shards, mx_amax_of);
+    const auto jobs = jobs_of(shards, grid_amax_of);
     check_amaxes(jobs, total);
     const OnDevice guard(device);
     mx_multi_amax(jobs.data(), count_of(jobs), at<float>(out), stream_of(stream));
 }
 
-void mx_multi_cast_of(const std::vector<MxCastArguments>& shards, int device, Address stream) {
-    const auto jobs = jobs_of(shards, mx_cast_of);
+void grid_multi_cast_of(const std::vector<GridCastArguments>& shards, int device, Address stream) {
+    const auto jobs = jobs_of(shards, grid_cast_of);
     const OnDevice guard(device);
     mx_multi_cast(jobs.data(), count_of(jobs), stream_of(stream));
 }
@@ -48,8 +48,8 @@ void update_scales_of(const std::vector<SlotArguments>& tensors, int64_t length,
 void bind_multi(py::module_& m) {
     m.def("multi_amax", &multi_amax_of);
     m.def("multi_cast", &multi_cast_of);
-    m.def("mx_multi_amax", &mx_multi_amax_of);
-    m.def("mx_multi_cast", &mx_multi_cast_of);
+    m.def("grid_multi_amax", &grid_multi_amax_of);
+    m.def("grid_multi_cast", &grid_multi_cast_of);
     m.def("update_scales", &update_scales_of);
 }
 

@@ -1,6 +1,8 @@
 // amax, cast and quantization along rows.
 #include "cast.h"
 
+#include <algorithm>
+
 #include "cast_transpose.h"
 #include "launch.h"
 #include "operations.h"
@@ -62,7 +64,7 @@ void cast_with(const void* src, Dtype dtype, int64_t rows, int64_t cols, const S
             const Tiles tiles(rows, cols);
             const bool wide = aligned(src, 16) && aligned(out, 8) && cols % kGroup == 0;
             const TurnedOut turned{out_t, rows, cols, aligned(out_t, 16) && rows % 16 == 0};
-            const Kernel kernel{src, wide, out, turned, tiles.across > 0 ? tiles.across : 1, scaling};
+            const Kernel kernel{{src, wide, rows, cols, std::max<int64_t>(tiles.across, 1)}, out, turned, scaling};
             // One block at least: it leaves the scale.
             launch(kernel, tiles.count > 0 ? tiles.count : 1, stream);
         });

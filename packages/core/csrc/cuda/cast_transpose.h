@@ -8,48 +8,24 @@
 
 namespace ottava::cuda {
 
-// How many tiles a multiprocessor casts at once. Without conversions of its own it needs more registers for each.
-#if defined(__CUDA_ARCH__) && !defined(OTTAVA_CONVERTS_FP8)
-constexpr int kCastTiles = 2;
-#else
-constexpr int kCastTiles = 3;
-#endif
-
 // Data of a matrix and of its transpose, which is all that is written when `out` is null.
 template <class Source, class Format, class Scaling>
 struct CastTranspose {
-    static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = Source::bytes == 4 ? 2 : kCastTiles;
+    static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = kCastTiles<Source>;
     struct Shared {
         TileData tile;
         typename Scaling::template Shared<kThreads> scaling;
     };
-    const void* src;
-    bool wide;
+    TileSource from;
     uint8_t* out;
     TurnedOut turned;
-    int64_t across;
     Scaling scaling;
 
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared& shared) const {
-        const int64_t number = thread.blocks() - 1 - thread.block();
-        const int64_t tile_row = number / across * kTile, tile_col = number % across * kTile;
-        const TilePlace place(thread);
-        const int64_t row = tile_row + place.down * kGroup, col = tile_col + place.across * kGroup;
-        const int64_t count = turned.cols - col;
-        // Of most tiles nothing is outside.
-        const bool whole = wide && tile_row + kTile <= turned.rows && tile_col + kTile <= turned.cols;
+        const TileRows tile(thread, from, thread.blocks() - 1 - thread.block());
         Group<Source> groups[kGroup];
-        if (whole) {
-#pragma unroll
-            for (int k = 0; k < kGroup; ++k) groups[k] = load_whole<Source>(src, (row + k) * turned.cols + col);
-        } else {
-#pragma unroll
-            for (int k = 0; k < kGroup; ++k) {
-                const bool inside = row + k < turned.rows;
-                groups[k] = load_group<Source>(src, (row + k) * turned.cols + col, inside ? count : 0, wide);
-            }
-        }
+        tile.load(from.src, groups);
         const float scale = scaling.template get<Format, kThreads>(thread, shared.scaling);
         uint32_t seen = 0;
         Words2 data[kGroup];
@@ -60,22 +36,15 @@ struct CastTranspose {
         }
         int clamped = 0;
         if (scaling.counts() && clamps<Format>(Source::largest(seen), scale)) {
-            const int64_t inside = count < kGroup ? count : kGroup;
+            const int64_t inside = tile.count < kGroup ? tile.count : kGroup;
 #pragma unroll 1
-            for (int64_t r = row; r < row + kGroup && r < turned.rows; ++r)
-                clamped += clamped_of<Format, Source>(src, r * turned.cols + col, inside, scale);
+            for (int64_t r = tile.row; r < tile.row + kGroup && r < tile.rows; ++r)
+                clamped += clamped_of<Format, Source>(from.src, r * tile.cols + tile.col, inside, scale);
         }
-        if (out != nullptr && whole) {
-#pragma unroll
-            for (int k = 0; k < kGroup; ++k) store_whole(out, (row + k) * turned.cols + col, data[k]);
-        } else if (out != nullptr) {
-#pragma unroll
-            for (int k = 0; k < kGroup; ++k)
-                if (row + k < turned.rows) store_data(out, (row + k) * turned.cols + col, count, wide, data[k]);
-        }
+        if (out != nullptr) tile.put_all(out, data);
         put_turned(thread, data, shared.tile);
         thread.barrier();
-        write_turned(thread, shared.tile, turned, tile_row, tile_col);
+        write_turned(thread, shared.tile, turned, tile.tile_row, tile.tile_col);
         scaling.template leave<kThreads>(thread, shared.scaling, Source::largest(seen), clamped);
     }
 };

@@ -1,11 +1,11 @@
-// MX blocks: their scales, their quantization, and their values.
+// MX blocks: their scales, and their quantization.
 #include "mx.h"
 
 #include <type_traits>
 
 #include "launch.h"
-#include "mx_decode.h"
 #include "operations.h"
+#include "strip.h"
 
 namespace ottava::cuda {
 
@@ -37,20 +37,6 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
                 run(std::false_type{}, std::true_type{});
             else
                 run(std::true_type{}, std::true_type{});
-        });
-    });
-}
-
-void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
-               void* out, Dtype dtype, Stream stream) {
-    const Grid grid(rows, cols, Strip::kRows, Strip::kCols);
-    const bool groups = cols % kGroup == 0;
-    with_source(dtype, [&](auto target) {
-        with_format(format, [&](auto element) {
-            const MxDecode<decltype(element), decltype(target)> kernel{
-                data, scales, columnwise, rows, cols, static_cast<uint32_t>(grid.across), out,
-                groups && aligned(data, 8) && aligned(out, 16), groups && aligned(scales, 8)};
-            launch(kernel, grid.count, stream);
         });
     });
 }

@@ -20,23 +20,6 @@ struct MxResult {
     bool wide_scales;
 };
 
-// The data of eight elements, each times its own factor.
-template <class Format>
-OTTAVA_DEVICE Words2 encode_each(const float (&elements)[kGroup], const float (&factors)[kGroup]) {
-    Words2 data;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        uint32_t pairs[2];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const int i = 4 * half + 2 * n;
-            pairs[n] = encode_pair<Format>(multiply(elements[i], factors[i]), multiply(elements[i + 1], factors[i + 1]));
-        }
-        data.w[half] = pairs[0] | (pairs[1] << 16);
-    }
-    return data;
-}
-
 // Eight data to byte number `i` and those after it; fewer near the end. At an edge one after the other in a loop, which
 // takes few registers from those that hold the elements.
 OTTAVA_DEVICE void put_data(uint8_t* to, int64_t i, int64_t count, bool wide, const Words2& data) {

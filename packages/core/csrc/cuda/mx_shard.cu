@@ -9,8 +9,7 @@ namespace {
 
 int64_t blocks_of(int64_t size) { return ceil_div(size, kWarp); }
 
-template <class Job>
-ShardPanels panels_of(const Job& job, const PanelRange& range) {
+ShardPanels panels_of(const GridShard& job, const PanelRange& range) {
     const int64_t row = range.block * kShardRows;
     const int64_t offset = row * job.cols + range.col - job.start;
     return {job.source.src,   job.source.count, offset, job.cols, job.rows - row, job.cols - range.col,
@@ -19,43 +18,48 @@ ShardPanels panels_of(const Job& job, const PanelRange& range) {
 
 }  // namespace
 
-void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, Stream stream) {
+void mx_multi_amax(const GridMultiAmax* shards, int64_t count, float* out, Stream stream) {
     with_each_source([&](auto source, Dtype dtype) {
         typedef ShardAmax<decltype(source)> Kernel;
         JobLaunches<Kernel> launches(stream);
         float* rows = out;
         for (int64_t i = 0; i < count; ++i) {
-            const MxMultiAmax& job = shards[i];
-            float* const columns = job.square ? nullptr : rows + job.rows * blocks_of(job.cols);
+            const GridShard& job = shards[i].shard;
+            const bool square = shards[i].square;
+            float* const columns = square ? nullptr : rows + job.rows * blocks_of(job.cols);
             if (job.source.dtype == dtype && job.source.count > 0) {
                 const PanelRange range(job.cols, job.start, job.source.count);
-                const int64_t line = job.square ? range.block : range.block * kShardRows;
+                const int64_t line = square ? range.block : range.block * kShardRows;
                 float* const first = rows + line * blocks_of(job.cols) + range.col / kWarp;
-                float* const below = job.square ? nullptr : columns + range.block * job.cols + range.col;
+                float* const below = square ? nullptr : columns + range.block * job.cols + range.col;
                 launches.add(ShardAmaxJob{panels_of(job, range), first, below}, range.across * range.down);
             }
-            rows += mx_amax_count(job.rows, job.cols, job.square);
+            rows += grid_amax_count(shards[i]);
         }
         launches.finish();
     });
 }
 
-void mx_multi_cast(const MxMultiCast* shards, int64_t count, Stream stream) {
+void mx_multi_cast(const GridMultiCast* shards, int64_t count, Stream stream) {
     with_each_source([&](auto source, Dtype dtype) {
         with_each_format([&](auto target, Fp8 format) {
             typedef ShardCast<decltype(source), decltype(target)> Kernel;
             JobLaunches<Kernel> launches(stream);
             for (int64_t i = 0; i < count; ++i) {
-                const MxMultiCast& job = shards[i];
-                const bool wanted = job.row_data != nullptr || job.column_data != nullptr;
-                if (job.source.dtype != dtype || job.format != format || job.source.count == 0 || !wanted) continue;
+                const GridShard& job = shards[i].shard;
+                const GridCastSide &row = shards[i].by_row, &column = shards[i].by_column;
+                const bool wanted = row.data != nullptr || column.data != nullptr;
+                const bool now = job.source.dtype == dtype && shards[i].element == static_cast<Stored>(format);
+                if (!now || job.source.count == 0 || !wanted) continue;
                 const PanelRange range(job.cols, job.start, job.source.count);
                 const int64_t across = blocks_of(job.cols);
-                ShardCastJob made{panels_of(job, range), nullptr, job.row_data, nullptr, job.column_data};
-                if (job.row_data != nullptr)
-                    made.row_scales = job.row_scales + range.block * kShardRows * across + range.col / kWarp;
-                if (job.column_data != nullptr)
-                    made.column_scales = job.column_scales + range.block * job.cols + range.col;
+                ShardCastJob made{panels_of(job, range), nullptr, row.data, nullptr, column.data};
+                if (row.data != nullptr)
+                    made.row_scales = static_cast<const uint8_t*>(row.scales) + range.block * kShardRows * across +
+                                      range.col / kWarp;
+                if (column.data != nullptr)
+                    made.column_scales =
+                        static_cast<const uint8_t*>(column.scales) + range.block * job.cols + range.col;
                 launches.add(made, range.across * range.down);
             }
             launches.finish();

@@ -82,25 +82,6 @@ struct ShardPlace {
     }
 };
 
-// Of 32 values that each lane has, the largest of all lanes: lane r gets that of number r. At each step half of the
-// values go to the lane across, so that there are 31 exchanges for all.
-template <int kCount, class Thread>
-OTTAVA_DEVICE uint32_t largest_of_each(const Thread& thread, const uint32_t (&values)[kCount]) {
-    if constexpr (kCount == 1) {
-        return values[0];
-    } else {
-        constexpr int kHalf = kCount / 2;
-        const bool upper = (thread.lane() & kHalf) != 0;
-        uint32_t left[kHalf];
-#pragma unroll
-        for (int i = 0; i < kHalf; ++i) {
-            const uint32_t kept = upper ? values[i + kHalf] : values[i], given = upper ? values[i] : values[i + kHalf];
-            left[i] = larger(kept, thread.exchange(given, kHalf));
-        }
-        return largest_of_each(thread, left);
-    }
-}
-
 struct ShardAmaxJob {
     ShardPanels shard;
     float* rows;     // the amaxes of the panel's first row of blocks, or of squares

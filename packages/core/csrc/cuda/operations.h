@@ -5,8 +5,12 @@
 #include <cstdint>
 
 #include "../dtypes.h"
-#include "../multi_jobs.h"
+#include "../grid_jobs.h"
 #include "stream.h"
+
+namespace ottava {
+struct ScaleRule;
+}
 
 namespace ottava::cuda {
 
@@ -46,8 +50,16 @@ struct MxData {
 };
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
                  const MxData& by_row, const MxData& by_column, Stream stream);
-void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
-               void* out, Dtype dtype, Stream stream);
+
+// Grids of scales: those of MX blocks, and float32 ones of 1 x 128, 128 x 128 and 1 x all elements, those of the other
+// direction among them.
+
+void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, const ScaleRule& rule,
+                   const GridSide& by_row, const GridSide& by_column,  // without data: the direction is not wanted
+                   float* scratch,  // for whole rows and columns as many zeros as there are of both
+                   Stream stream);
+void grid_decode(const uint8_t* data, Fp8 format, int64_t rows, int64_t cols, const void* scales, bool e8m0,
+                 int64_t block_rows, int64_t block_cols, void* out, Dtype dtype, Stream stream);
 
 // The last step of a product.
 
@@ -66,9 +78,9 @@ void finish_float32(const float* acc, int64_t rows, int64_t cols, const Finish& 
 // `out` holds zeros when called.
 void multi_amax(const MultiSource* sources, int64_t count, float* out, Stream stream);
 void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, Stream stream);
-// `out` holds the amaxes of all matrices one after the other, and zeros when called.
-void mx_multi_amax(const MxMultiAmax* shards, int64_t count, float* out, Stream stream);
-void mx_multi_cast(const MxMultiCast* shards, int64_t count, Stream stream);
+// Of MX blocks. `out` holds the amaxes of all matrices one after the other, and zeros when called.
+void mx_multi_amax(const GridMultiAmax* shards, int64_t count, float* out, Stream stream);
+void mx_multi_cast(const GridMultiCast* shards, int64_t count, Stream stream);
 // `maxima` are the host's.
 void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,
                    const float* last,  // optional: the first rows to use instead, one after the other

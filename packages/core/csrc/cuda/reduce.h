@@ -15,6 +15,25 @@ OTTAVA_DEVICE uint32_t largest_of_warp(const Thread& thread, uint32_t value) {
     return value;
 }
 
+// Of kCount values that each lane has, a power of two, the largest of kCount lanes side by side: the lane r of them gets
+// that of number r. At each step half of the values go to the lane across, so that there are kCount - 1 exchanges for all.
+template <int kCount, class Thread>
+OTTAVA_DEVICE uint32_t largest_of_each(const Thread& thread, const uint32_t (&values)[kCount]) {
+    if constexpr (kCount == 1) {
+        return values[0];
+    } else {
+        constexpr int kHalf = kCount / 2;
+        const bool upper = (thread.lane() & kHalf) != 0;
+        uint32_t left[kHalf];
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+            const uint32_t kept = upper ? values[i + kHalf] : values[i], given = upper ? values[i] : values[i + kHalf];
+            left[i] = larger(kept, thread.exchange(given, kHalf));
+        }
+        return largest_of_each(thread, left);
+    }
+}
+
 template <int kThreads>
 struct BlockLargest {
     static constexpr int kWarps = kThreads / kWarp;

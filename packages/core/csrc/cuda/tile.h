@@ -16,6 +16,15 @@ constexpr int kTile = 128;                    // rows, and columns
 constexpr int kTileThreads = kTile / kGroup * (kTile / kGroup);
 constexpr int kTilePairs = kTile / kGroup;    // in a column
 
+// How many tiles a multiprocessor casts at once. Without conversions of its own it needs more registers for each.
+#if defined(__CUDA_ARCH__) && !defined(OTTAVA_CONVERTS_FP8)
+template <class Source>
+constexpr int kCastTiles = 2;
+#else
+template <class Source>
+constexpr int kCastTiles = Source::bytes == 4 ? 2 : 3;
+#endif
+
 struct alignas(16) TileData {
     Words2 pairs[kTile * kTilePairs];
 };
@@ -36,6 +45,60 @@ struct TilePlace {
     template <class Thread>
     OTTAVA_DEVICE explicit TilePlace(const Thread& thread)
         : across(thread.index() % kTilePairs), down(thread.index() / kTilePairs) {}
+};
+
+// A matrix that is read by tiles.
+struct TileSource {
+    const void* src;
+    bool wide;  // addresses of whole groups, those of rows of data too
+    int64_t rows, cols;
+    int64_t across;  // tiles
+};
+
+// A thread's eight rows of one tile of it.
+struct TileRows {
+    int64_t tile_row, tile_col;  // the tile's first
+    int64_t row, col, count;     // the thread's first, and the columns from there on
+    bool wide, whole;            // of most tiles nothing is outside
+    int64_t rows, cols;
+
+    template <class Thread>
+    OTTAVA_DEVICE TileRows(const Thread& thread, const TileSource& from, int64_t number)
+        : tile_row(number / from.across * kTile), tile_col(number % from.across * kTile), wide(from.wide),
+          rows(from.rows), cols(from.cols) {
+        const TilePlace place(thread);
+        row = tile_row + place.down * kGroup;
+        col = tile_col + place.across * kGroup;
+        count = cols - col;
+        whole = wide && tile_row + kTile <= rows && tile_col + kTile <= cols;
+    }
+
+    template <class Source>
+    OTTAVA_DEVICE void load(const void* src, Group<Source> (&groups)[kGroup]) const {
+        if (whole) {
+#pragma unroll
+            for (int k = 0; k < kGroup; ++k) groups[k] = load_whole<Source>(src, (row + k) * cols + col);
+            return;
+        }
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k)
+            groups[k] = load_group<Source>(src, (row + k) * cols + col, row + k < rows ? count : 0, wide);
+    }
+
+    // The data of one of them, and of all.
+    OTTAVA_DEVICE void put(uint8_t* out, int k, const Words2& data) const {
+        if (whole) return store_whole(out, (row + k) * cols + col, data);
+        if (row + k < rows) store_data(out, (row + k) * cols + col, count, wide, data);
+    }
+    OTTAVA_DEVICE void put_all(uint8_t* out, const Words2 (&data)[kGroup]) const {
+        if (whole) {
+#pragma unroll
+            for (int k = 0; k < kGroup; ++k) put(out, k, data[k]);
+            return;
+        }
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) put(out, k, data[k]);
+    }
 };
 
 // The data of a thread's eight rows.

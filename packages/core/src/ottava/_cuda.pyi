@@ -54,29 +54,38 @@ def quantize(
 ) -> None: ...
 def transpose(src: int, rows: int, cols: int, out: int, device: int, stream: int) -> None: ...
 def decode(src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, device: int, stream: int) -> None: ...
-
-# MX blocks. Codes and scales of a direction are a pair, (0, 0) where it is not wanted.
 def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, exponents: int, device: int, stream: int) -> None: ...
-def mx_quantize(
+
+# Grids of scales. Rows and columns of a block and of a shared block (0 is all of them), whether it is stored as the
+# transpose, addresses of data and scales. None and () leave a side out. `scratch`, for whole rows and columns, holds as
+# many float32 zeros as there are of both.
+_Side = tuple[int, int, int, int, bool, int, int] | tuple[()] | None
+
+def grid_quantize(
     src: int,
     dtype: int,
     rows: int,
     cols: int,
     fmt: int,
-    square: bool,
+    e8m0: bool,
     floor: bool,
-    by_row: tuple[int, int],
-    by_column: tuple[int, int],
+    epsilon: float,
+    largest: float,
+    row_side: _Side,
+    column_side: _Side,
+    scratch: int,
     device: int,
     stream: int,
 ) -> None: ...
-def mx_decode(
+def grid_decode(
     data: int,
-    scales: int,
     fmt: int,
     rows: int,
     cols: int,
-    columnwise: bool,
+    scales: int,
+    e8m0: bool,
+    block_rows: int,
+    block_cols: int,
     out: int,
     out_dtype: int,
     device: int,
@@ -95,11 +104,16 @@ _Place = tuple[int, int, int]
 
 def multi_amax(tensors: list[_Source], out: int, device: int, stream: int) -> None: ...
 def multi_cast(tensors: list[tuple[_Source, int, int]], scales: int, device: int, stream: int) -> None: ...
-def mx_multi_amax(
-    shards: list[tuple[_Source, _Place, bool]], out: int, total: int, device: int, stream: int
+
+# Of MX blocks. Rows and columns of a block, with the addresses of scales and data, 0 without the direction.
+_Block = tuple[int, int]
+_CastSide = tuple[_Block, int, int]
+
+def grid_multi_amax(
+    shards: list[tuple[_Source, _Place, _Block, _Block, bool]], out: int, total: int, device: int, stream: int
 ) -> None: ...
-def mx_multi_cast(
-    shards: list[tuple[_Source, _Place, int, tuple[int, int], tuple[int, int]]], device: int, stream: int
+def grid_multi_cast(
+    shards: list[tuple[_Source, _Place, int, bool, _CastSide, _CastSide]], device: int, stream: int
 ) -> None: ...
 def update_scales(
     tensors: list[tuple[int, int, int]],

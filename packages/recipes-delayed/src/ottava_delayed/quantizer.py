@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ottava import kernels
-from ottava.distributed import PerTensorShards, ShardJob, ShardRule, reduce_amax, scales_by_format
+from ottava.distributed import GridShards, ShardJob, ShardRule, reduce_amax, scales_by_format
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import for_layers
@@ -62,7 +62,7 @@ class Float8Quantizer(Float8QuantizerBase):
 
     stateful: ClassVar[bool] = True
     process_attributes: ClassVar[tuple[str, ...]] = ("shard_group", "gathers", "unset")
-    shards: ClassVar[ShardRule] = PerTensorShards(_scales)
+    shards: ClassVar[ShardRule] = GridShards(_scales)
 
     def __init__(
         self,

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from ottava.formats import FP8, MX_BLOCK, fp8_format
+from ottava.formats import FP8, MX_BLOCK, element_format, fp8_format
 from ottava.kernels import reference
 from ottava.kernels.checks import DTypes, Pairs, Shards, Tensor, Tensors
-from ottava.layout import Layout
+from ottava.layout import Block, Layout
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ABSENT = (0, 0)
+FLOAT32_MAX = torch.finfo(torch.float32).max
+_ABSENT = None, None
 
 
 def pointers(*tensors: Tensor | None) -> list[int]:
@@ -55,10 +56,6 @@ class Compiled:
     def place(self, x: Tensor) -> tuple[int, ...]:
         """What a call ends with for every other kernel."""
         return self.stream(x)
-
-    def bundle(self, addresses: list[int]) -> Any:
-        """Arguments of which one module makes a tuple."""
-        return addresses
 
     def amax(self, x: Tensor, out: Tensor) -> None:
         x, scratch = x.contiguous(), self.scratch_for(x)
@@ -122,12 +119,17 @@ class Compiled:
         rest = histories[0].shape[0], maxima, most_recent, *pointers(last)
         self.native.update_scales(slots, *rest, *self.stream(scales[0]))
 
-    # On grids: of MX blocks by kernels of their own, of all others by those for any grid, if there are such.
+    # On grids: of layouts that the module serves.
 
     def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
         layout = Layout.of(text)
-        if layout.scale is torch.float32 or not _is_fp8(layout):
+        floats = layout.scale is torch.float32
+        if not _is_fp8(layout) or (floats and layout.finite_as == "input"):
             reference.grid_scales(amax, text, dtype, out)
+            return
+        if floats:
+            scales: Any = out
+            self.scale_from_amax(amax, layout.element, layout.epsilon, layout.rounding == "floor", scales)
             return
         amax, stored = amax.contiguous(), pointers(out[1])
         how = fp8_format(layout.element).code, layout.rounding == "floor"
@@ -135,90 +137,113 @@ class Compiled:
         if out[0] is not None:
             out[0].copy_(reference.multiplier(out[1]))  # type: ignore[arg-type]
 
-    def grid_quantize(self, x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
-        layout = Layout.of(text)
-        if not _is_mx(layout):
-            self.quantize_any(x, layout, out)
-            return
-        x, how = x.contiguous(), (fp8_format(layout.element).code, layout.shared is not None)
-        source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x)
-        results = *self.bundle(pointers(*out[:2])), *self.bundle(pointers(*out[2:]))
-        self.native.mx_quantize(*source, *how, layout.rounding == "floor", *results, *self.place(x))
+    def serves(self, layout: Layout) -> bool:
+        """Whether the module has kernels for a grid."""
+        return True
 
-    def quantize_any(self, x: Tensor, layout: Layout, out: Sequence[Tensor | None]) -> None:
-        """On a grid that no kernel of this module knows."""
-        reference.grid_quantize(x, layout.text, out)
+    def serves_shards(self, layout: Layout) -> bool:
+        """The same of kernels on many shards."""
+        return True
+
+    def zeros_for(self, x: Tensor, layout: Layout) -> list[Tensor | None]:
+        """Scratch memory of a quantization, where the module takes any."""
+        return []
+
+    def grid_quantize(self, x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
+        layout, code, rule, sides = _known(text)
+        if not x.numel() or not self.serves(layout):
+            reference.grid_quantize(x, text, out)
+            return
+        x, scratch = x.contiguous(), self.zeros_for(x, layout)
+        largest = torch.finfo(x.dtype).max if layout.finite_as == "input" else FLOAT32_MAX
+        pairs = zip(sides, (out[:2], out[2:]), strict=True)
+        results = [() if data is None else (*side, *pointers(data, scales)) for side, (data, scales) in pairs]
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), code
+        self.native.grid_quantize(*source, *rule, largest, *results, *pointers(*scratch), *self.place(x))
 
     def grid_decode(self, data: Tensor, scales: Tensor, text: str, columnwise: bool, out: Tensor) -> None:
-        layout = Layout.of(text)
-        if out.dtype is torch.float64:
+        layout, code, rule, _ = _known(text)
+        if out.dtype is torch.float64 or not self.serves(layout):
             reference.grid_decode(data, scales, text, columnwise, out)
             return
         data, scales = data.contiguous(), scales.contiguous()
-        if not _is_mx(layout):
-            self.decode_any(data, scales, layout, columnwise, out)
-            return
-        to = fp8_format(layout.element).code, *matrix(data), columnwise, out.data_ptr(), DTYPE_CODES[out.dtype]
-        self.native.mx_decode(data.data_ptr(), scales.data_ptr(), *to, *self.place(data))
-
-    def decode_any(self, data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, out: Tensor) -> None:
-        """From a grid that no kernel of this module knows."""
-        reference.grid_decode(data, scales, layout.text, columnwise, out)
+        source = data.data_ptr(), code, *layout.stored_matrix(data.shape, columnwise)
+        of = scales.data_ptr(), rule[0], *_block(layout.stored_block(columnwise))
+        self.native.grid_decode(*source, *of, out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(data))
 
     # On many tensors: one call for all of them.
 
-    def multi_amax(self, xs: Tensors, dtypes: DTypes, out: Tensor) -> None:
-        held = [x.contiguous() for x in xs]
-        self.native.multi_amax(_sources(held, dtypes), out.data_ptr(), *self.place(out))
-
-    def multi_cast(self, xs: Tensors, dtypes: DTypes, scales: Tensor, fp8_dtypes: DTypes, outs: Tensors) -> None:
-        held, scales = [x.contiguous() for x in xs], scales.contiguous()
-        jobs = list(zip(_sources(held, dtypes), _formats(fp8_dtypes), pointers(*outs), strict=True))
-        self.native.multi_cast(jobs, scales.data_ptr(), *self.place(scales))
-
     def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor) -> None:
-        layouts = [Layout.of(text) for text in texts]
-        if not all(map(_is_mx, layouts)):
+        layouts, held = [_known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
+        sources = _sources(held, shards.dtypes)
+        if all(map(_is_per_tensor, layouts)):
+            self.native.multi_amax(sources, out.data_ptr(), *self.place(out))
+        elif all(map(self.serves_shards, layouts)):
+            jobs = []
+            for source, place, text in zip(sources, _places(shards), texts, strict=True):
+                layout, _, _, (row, column) = _known(text)
+                # The blocks that have a scale in common.
+                jobs.append((source, place, row[2:4], column[2:4], layout.square))
+            self.native.grid_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
+        else:
             reference.grid_multi_amax(shards, texts, out)
-            return
-        held, squares = [x.contiguous() for x in shards.xs], [layout.square for layout in layouts]
-        jobs = list(zip(_sources(held, shards.dtypes), _places(shards), squares, strict=True))
-        self.native.mx_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
 
     def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
-        layouts = [Layout.of(text) for text in texts]
-        if not all(map(_is_mx, layouts)):
+        layouts, held = [_known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
+        given = zip(_sources(held, shards.dtypes), _places(shards), texts, rowwise, columnwise, strict=True)
+        if all(map(_is_per_tensor, layouts)):
+            found = [(of, _known(text)[1], *p) for of, _, text, *both in given for p in both if p is not None]
+            scales = torch.cat([scale for *_, scale, _ in found]) if found else held[0]
+            tensors = [(source, code, out.data_ptr()) for source, code, _, out in found]
+            self.native.multi_cast(tensors, scales.data_ptr(), *self.place(scales))
+        elif all(map(self.serves_shards, layouts)):
+            jobs = []
+            for source, place, text, *both in given:
+                _, code, rule, sides = _known(text)
+                pairs = zip(sides, both, strict=True)
+                how = [(side[:2], *pointers(*(pair or _ABSENT))) for side, pair in pairs]
+                jobs.append((source, place, code, rule[0], *how))
+            self.native.grid_multi_cast(jobs, *self.place(held[0]))
+        else:
             reference.grid_multi_cast(shards, texts, rowwise, columnwise)
-            return
-        held = [x.contiguous() for x in shards.xs]
-        sides = [
-            [_ABSENT if p is None else (p[0].data_ptr(), p[1].data_ptr()) for p in s] for s in (rowwise, columnwise)
-        ]
-        formats = _formats([layout.element for layout in layouts])
-        jobs = zip(_sources(held, shards.dtypes), _places(shards), formats, *sides, strict=True)
-        self.native.mx_multi_cast(list(jobs), *self.place(held[0]))
 
 
 def _is_fp8(layout: Layout) -> bool:
     return layout.element in FP8
 
 
+def _is_per_tensor(layout: Layout) -> bool:
+    return layout.block == (None, None) and _is_fp8(layout) and layout.scale is torch.float32
+
+
 @functools.lru_cache(maxsize=1024)
-def _is_mx(layout: Layout) -> bool:
+def is_mx(layout: Layout) -> bool:
     """Whether the kernels of MX blocks serve a layout."""
     of_blocks = layout.block == (1, MX_BLOCK) and layout.shared in (None, (MX_BLOCK, MX_BLOCK))
     return of_blocks and _is_fp8(layout) and layout.scale != torch.float32 and layout.columnwise == "own"
+
+
+def _block(block: Block) -> tuple[int, int]:
+    """Rows and columns, 0 for all."""
+    return block[0] or 0, block[1] or 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _known(text: str) -> tuple[Layout, int, tuple[bool, bool, float], list[tuple[Any, ...]]]:
+    """A layout, and what modules are told of it: elements, the rule for scales, and of both directions the blocks."""
+    layout = Layout.of(text)
+    sides = [
+        (*_block(layout.block_of(side)), *_block(layout.block_of(side, shared=True)), side and layout.transposed)
+        for side in (False, True)
+    ]
+    rule = layout.scale is not torch.float32, layout.rounding == "floor", layout.epsilon
+    return layout, element_format(layout.element).code, rule, sides
 
 
 def _sources(held: Tensors, dtypes: DTypes) -> list[tuple[int, int, int, int]]:
     """For each its address, the code of its dtype, its size, and the code of the dtype that its elements count as."""
     codes = DTYPE_CODES
     return [(x.data_ptr(), codes[x.dtype], x.numel(), codes[dtype]) for x, dtype in zip(held, dtypes, strict=True)]
-
-
-def _formats(fp8_dtypes: DTypes) -> list[int]:
-    codes = {dtype: fp8_format(dtype).code for dtype in set(fp8_dtypes)}
-    return [codes[dtype] for dtype in fp8_dtypes]
 
 
 def _places(shards: Shards) -> list[tuple[int, int, int]]:

@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 
+from ottava.formats import FP8
 from ottava.kernels.checks import Tensor, Tensors
-from ottava.kernels.compiled import DTYPE_CODES, Compiled, matrix, pointers
+from ottava.kernels.compiled import DTYPE_CODES, Compiled, is_mx, matrix, pointers
+from ottava.layout import Layout
 from ottava.torch_private import raw_stream
 
 _OLDEST = (8, 0)
+# The blocks with float32 scales that there are kernels for, those of columnwise data among them.
+_TILED = {(1, 128), (128, 128), (1, None)}
 
 if torch.version.hip is not None:
     raise ImportError("the CUDA kernels are for NVIDIA GPUs, and this torch is built for those of AMD")
@@ -84,8 +88,20 @@ class _CUDA(Compiled):
         device = x.get_device()
         return device, raw_stream(device)
 
-    def bundle(self, addresses: list[int]) -> Any:
-        return (tuple(addresses),)
+    def serves(self, layout: Layout) -> bool:
+        return is_mx(layout) or (
+            layout.element in FP8
+            and layout.block in _TILED
+            and layout.scale is torch.float32
+            and layout.shared in (None, layout.block)
+        )
+
+    def serves_shards(self, layout: Layout) -> bool:
+        return is_mx(layout)
+
+    def zeros_for(self, x: Tensor, layout: Layout) -> list[Tensor | None]:
+        # For the amaxes of whole rows and columns.
+        return [x.new_zeros(sum(matrix(x)), dtype=torch.float32) if layout.block == (1, None) else None]
 
     def cast(self, x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensor) -> None:
         self.cast_amax(x, scale, None, None, fp8_dtype, (out, None, None))

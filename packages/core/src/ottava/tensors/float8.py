@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 
 from ottava import kernels
-from ottava.errors import DeviceError, DTypeError, ShapeError
+from ottava.errors import ShapeError
 from ottava.formats import FP8, fp8_format
-from ottava.kernels.checks import check_dtype
+from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.columnwise import columnwise_is_transpose
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
@@ -63,7 +63,7 @@ class Float8TensorStorage(GridTensorStorage):
     _scale_inv: torch.Tensor
     _fp8_dtype: torch.dtype
     #: The transposed data if it is held and still that of ``_data``, else None.
-    _transpose = columns("_transpose")
+    _transpose = columns("_transpose", "_data")
 
     @property
     def grid_layout(self) -> Layout:
@@ -81,29 +81,19 @@ class Float8TensorStorage(GridTensorStorage):
         fp8_format(fp8_dtype)  # type: ignore[arg-type]
         check_dtype(declared["dtype"])
         data, transposed = (as_data(declared[name], fp8_dtype, name) for name in ("data", "data_transpose"))  # type: ignore[arg-type]
+        held = transposed if data is None else data
         if data is not None and transposed is not None:
-            expected = (data.shape[-1], *data.shape[:-1]) if data.dim() else ()
+            expected = _LAYOUTS[fp8_dtype, True].data_shape(data.shape, True)  # type: ignore[index]
             if tuple(transposed.shape) != expected:
                 raise ShapeError(f"data_transpose has shape {tuple(transposed.shape)}", expected=str(expected))
-        held = data if data is not None else transposed
         if held is not None or scale_inv is not None:
-            if not isinstance(scale_inv, torch.Tensor) or scale_inv.dtype != torch.float32:
-                raise DTypeError("fp8_scale_inv is not a float32 tensor", expected="a float32 tensor with one element")
-            if scale_inv.numel() != 1:
-                raise ShapeError(f"fp8_scale_inv has shape {tuple(scale_inv.shape)}", expected="one element")
-            if held is not None and held.device != scale_inv.device:
-                raise DeviceError(
-                    f"data is on {held.device}, fp8_scale_inv on {scale_inv.device}", expected="one device"
-                )
+            check_scalar(scale_inv, scale_inv if held is None else held, "fp8_scale_inv")
             scale_inv = scale_inv if scale_inv.dim() == 0 else scale_inv.reshape(())
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
 
-    def _decoded(
-        self, data: torch.Tensor, scales: torch.Tensor | None, columnwise: bool, dtype: torch.dtype
-    ) -> torch.Tensor:
-        if dtype not in kernels.HIGH_PRECISION:
-            return kernels.decode(data, scales, self._fp8_dtype, torch.float32).to(dtype)
-        return kernels.decode(data, scales, self._fp8_dtype, dtype)
+    def _decoded(self, data: torch.Tensor, scales: torch.Tensor, columnwise: bool, dtype: torch.dtype) -> torch.Tensor:
+        wanted = dtype if dtype in kernels.HIGH_PRECISION else torch.float32
+        return kernels.decode(data, scales, self._fp8_dtype, wanted)
 
     @property
     def layout_text(self) -> str:  # type: ignore[override]
@@ -152,9 +142,14 @@ class Float8QuantizerBase(Quantizer):
         fp8_format(fp8_dtype)
         self.fp8_dtype = fp8_dtype
 
-    def needs(self, device: torch.device) -> tuple[bool, bool]:
-        """``(data, transpose)``: which buffers the usages set need on ``device``."""
-        transposed = self.columnwise_usage and columnwise_is_transpose(device)
+    @property
+    def layout(self) -> Layout:
+        """One scale for all elements; transposes are made of the data."""
+        return _LAYOUTS[self.fp8_dtype, False]
+
+    def needs(self, device: torch.device, dims: int = 1) -> tuple[bool, bool]:
+        """``(data, transpose)``: which buffers the usages set need on ``device``; without ``dims`` data alone."""
+        transposed = self.columnwise_usage and dims > 0 and columnwise_is_transpose(device)
         return self.rowwise_usage or not transposed, transposed
 
     def wrap(
@@ -166,14 +161,8 @@ class Float8QuantizerBase(Quantizer):
     ) -> QuantizedTensorStorage:
         """Data as a storage when ``internal``, else as a :class:`Float8Tensor`."""
         cls = Float8TensorStorage if self.internal else Float8Tensor
-        return cls(
-            data=data,
-            fp8_scale_inv=scale_inv,
-            fp8_dtype=self.fp8_dtype,
-            dtype=dtype,
-            data_transpose=transpose,
-            quantizer=self,
-        )
+        given: dict[str, Any] = {"data": data, "data_transpose": transpose, "fp8_scale_inv": scale_inv}
+        return cls(**given, fp8_dtype=self.fp8_dtype, dtype=dtype, quantizer=self)
 
     def wrap_made(
         self,
@@ -188,10 +177,10 @@ class Float8QuantizerBase(Quantizer):
         return self.wrap(data, transpose, scale_inv, dtype)
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
-        with_data, with_transpose = self.needs(device)
-        if with_transpose and len(shape) == 0:
-            with_data, with_transpose = True, False
-        data = torch.empty(shape, dtype=torch.uint8, device=device) if with_data else None
-        turned = (*shape[-1:], *shape[:-1])
-        transpose = torch.empty(turned, dtype=torch.uint8, device=device) if with_transpose else None
+        with_data, with_transpose = self.needs(device, len(shape))
+        layout = _LAYOUTS[self.fp8_dtype, True]
+        data, transpose = (
+            torch.empty(layout.data_shape(shape, turned), dtype=torch.uint8, device=device) if wanted else None
+            for turned, wanted in ((False, with_data), (True, with_transpose))
+        )
         return self.wrap(data, transpose, torch.ones((), dtype=torch.float32, device=device), dtype)

@@ -78,11 +78,10 @@ class GemmCache:
 
 def bump_version(tensor: torch.Tensor) -> None:
     """Tell autograd of a write below its level, so that a backward pass that saved the old values refuses."""
-    if not torch.compiler.is_compiling() and not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+    bump_versions([tensor])
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
-    """:func:`bump_version` of many tensors, none of them made in inference mode."""
+    """:func:`bump_version` of many tensors; those made in inference mode have no version."""
     if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(tensors)
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

@@ -11,10 +11,10 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
-from ottava.tensors.declaration import Declared, StorageQuantizer, Usage, equal_scales
+from ottava.tensors.declaration import Declared, Usage, check_flag, equal_scales
 from ottava.tensors.declaration import InnerTensor as InnerTensor
 from ottava.tensors.declaration import native_dtype as native_dtype
-from ottava.tensors.freshness import GemmCache, bump_version
+from ottava.tensors.freshness import GemmCache, bump_versions
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class StorageSpec:
 
     cls: type[QuantizedTensorStorage]
     static: tuple[Any, ...]
-    quantizer: StorageQuantizer | None
+    quantizer: Any
     whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
 
     def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
@@ -31,8 +31,7 @@ class StorageSpec:
         declared: tuple[Any, ...] = (*self.cls.inner_tensors, *self.cls.all_static_fields())
         arguments = {each.argument: value for each, value in zip(declared, (*tensors, *self.static), strict=True)}
         built = self.cls(**arguments, quantizer=self.quantizer)
-        if self.whole is not None:
-            built._whole = self.whole
+        built._whole = self.whole
         return built
 
     def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
@@ -85,8 +84,7 @@ class QuantizedTensorStorage(Declared):
     @property
     def device(self) -> torch.device:
         """The device of the inner tensors."""
-        for inner in self.inner_tensors:
-            tensor: torch.Tensor | None = getattr(self, inner.attribute)
+        for tensor in self.inner_list():
             if tensor is not None:
                 return tensor.device
         raise self._empty()
@@ -114,34 +112,33 @@ class QuantizedTensorStorage(Declared):
 
     def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
         """The inner tensors and what builds a storage around them again. Nothing is changed."""
-        static = tuple([getattr(self, field.attribute) for field in type(self).all_static_fields()])
+        static = tuple([getattr(self, field.attribute) for field in self.all_static_fields()])
         return self.inner_list(), StorageSpec(type(self), static, self._quantizer, self._whole)
 
     def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
         """A new storage with ``function`` applied to each inner tensor held; the quantizer is copied."""
         tensors, spec = self.flatten_storage()
-        quantizer = None if spec.quantizer is None else spec.quantizer.copy()
         with torch.no_grad():
             changed = [None if t is None else function(t) for t in tensors]
-            return StorageSpec(spec.cls, spec.static, quantizer).build(changed)
+            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)
+
+    def _copied_quantizer(self) -> Any:
+        return None if self._quantizer is None else self._quantizer.copy()
 
     def clone_storage(self) -> QuantizedTensorStorage:
         """A copy that shares nothing."""
         return self.apply_to_inner(lambda t: t.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        tensors, spec = self._for_pickling().flatten_storage()
+        if all(tensor is None for tensor in self.inner_list()):
+            raise self._empty(" to pickle")
+        # A view is copied, because unpickled it would not know of its whole.
+        tensors, spec = (self if self._whole is None else self.clone_storage()).flatten_storage()
         return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer, self._extra())
 
     def _extra(self) -> dict[str, Any]:
         """Attributes that copies and pickles carry along."""
         return {}
-
-    def _for_pickling(self) -> QuantizedTensorStorage:
-        """This storage, or a copy of a view: unpickled, it would not know of its whole."""
-        if all(tensor is None for tensor in self.inner_list()):
-            raise self._empty(" to pickle")
-        return self if self._whole is None else self.clone_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = self.clone_storage()
@@ -169,8 +166,7 @@ class QuantizedTensorStorage(Declared):
         rowwise = had[0] if rowwise_usage is None else rowwise_usage
         columnwise = had[1] if columnwise_usage is None else columnwise_usage
         for name, value in (("rowwise", rowwise), ("columnwise", columnwise)):
-            if not isinstance(value, bool):
-                raise OptionError(f"{name}_usage is {value!r}", expected="True, False or None")
+            check_flag(f"{name}_usage", value, expected="True, False or None")
         if not (rowwise or columnwise):
             raise OptionError(
                 "update_usage would leave neither usage",
@@ -187,17 +183,20 @@ class QuantizedTensorStorage(Declared):
             OptionError: neither usage would be left.
         """
         have = self.get_usages()
-        rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
-        for name, wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
-            if wanted and not have[name]:
-                raise UsageError(
-                    f"{type(self).__name__} has no {name} data",
-                    expected=f"a tensor quantized with {name}=True",
-                    remedy=f"call quantizer.set_usage({name}=True) before quantizing",
-                )
+        wanted = dict(zip(have, self._requested_usages(rowwise_usage, columnwise_usage), strict=True))
+        for usage, want in wanted.items():
+            if want and not have[usage]:
+                raise self._without(usage)
         for inner in self.inner_tensors:
-            if (inner.usage == "rowwise" and not rowwise) or (inner.usage == "columnwise" and not columnwise):
+            if not wanted.get(inner.usage, True):
                 setattr(self, inner.attribute, None)
+
+    def _without(self, usage: str, also: str = "") -> UsageError:
+        return UsageError(
+            f"{type(self).__name__} has no {usage} data",
+            expected=f"a tensor quantized with {usage}=True",
+            remedy=f"call quantizer.set_usage({usage}=True) before quantizing{also}",
+        )
 
     # -- values --
 
@@ -261,12 +260,11 @@ class QuantizedTensorStorage(Declared):
             check_scalar(noop_flag, pairs[0][0], "noop_flag")
         for mine, theirs in pairs:
             mine.copy_(theirs if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, mine, theirs))
-            bump_version(mine)
-        if isinstance(self, torch.Tensor):
-            bump_version(self)
-        for written in (self, self._whole):
-            if written is not None:
-                written.mark_written()
+        written = [mine for mine, _ in pairs]
+        bump_versions([*written, self] if isinstance(self, torch.Tensor) else written)
+        self.mark_written()
+        if self._whole is not None:
+            self._whole.mark_written()
 
     # -- views, which share scales with the rest of their tensor --
 
@@ -341,10 +339,10 @@ class QuantizedTensorStorage(Declared):
     # -- the elements as bytes --
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
-        """The inner tensors held that are the elements themselves: for each usage the first one that is gathered."""
+        """The inner tensors held that are the elements in their order: for each usage the first that is gathered."""
         found: dict[Usage, InnerTensor] = {}
         for inner in self.inner_tensors:
-            if inner.gather and getattr(self, inner.attribute) is not None:
+            if inner.gather and not inner.transposed and getattr(self, inner.attribute) is not None:
                 found.setdefault(inner.usage, inner)
         if not found:
             raise UsageError(
@@ -368,7 +366,7 @@ class QuantizedTensorStorage(Declared):
         With ``force`` also what looks up to date: a collective may write bytes without counting it as a write.
         """
 
-    def update_quantizer(self, quantizer: StorageQuantizer | None) -> None:
+    def update_quantizer(self, quantizer: Any) -> None:
         """Replace the quantizer used by in-place updates.
 
         Raises:
@@ -395,7 +393,7 @@ def rebuild_storage(
     cls: type[QuantizedTensorStorage],
     tensors: Sequence[torch.Tensor | None],
     static: Sequence[Any],
-    quantizer: StorageQuantizer | None,
+    quantizer: Any,
     extra: Mapping[str, Any] | None = None,
 ) -> Any:
     """What a pickle calls: it runs no code but the constructor of a registered storage class."""

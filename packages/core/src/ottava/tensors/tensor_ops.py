@@ -5,7 +5,7 @@ A view of rows shares its inner tensors with the whole. Classes that define an o
 
 from __future__ import annotations
 
-import itertools
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -116,19 +116,23 @@ def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
             taken[inner.argument] = None
         else:
             span = _span(tensor, inner, start, stop)
+            value = inner.by_rows(value)
             if span is None or (inner.block_rows is None and value.shape[:1] != tensor.shape[:1]):
                 return NotImplemented
-            taken[inner.argument] = value[span]
+            taken[inner.argument] = inner.as_held(value[span])
     rows = tensor.make_like(tensor, shape=(stop - start, *tensor.shape[1:]), **taken)
-    rows._whole = tensor if tensor._whole is None else tensor._whole
-    rows.mark_view(tensor)
+    rows.mark_view(tensor, part=True)
     return rows
 
 
-def bounds(op: Any, length: int, sizes: Any) -> list[tuple[int, int]]:
-    """Where each view begins and ends that ``op`` cuts a dimension into, as torch says, which refuses wrong sizes."""
-    stops = list(itertools.accumulate(len(own) for own in op(torch.arange(length), sizes)))
-    return list(zip([0, *stops[:-1]], stops, strict=True))
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape without memory, by which torch says what an op gives, and refuses what it refuses."""
+    return torch.empty(tensor.shape, device="meta")
+
+
+def bounds(op: Any, tensor: torch.Tensor, sizes: Any, dim: int) -> list[tuple[int, int]]:
+    """Where each view begins and ends that ``op`` cuts a dimension into."""
+    return list(pairwise(accumulate((own.shape[dim] for own in op(on_meta(tensor), sizes, dim)), initial=0)))
 
 
 def _allowed(op: Any, tensor: QuantizedTensor, dim: int) -> bool:
@@ -147,7 +151,7 @@ def _slice(op: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, en
 def _split(op: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if not _allowed(op, tensor, dim):
         return NotImplemented
-    views = [rows_of(tensor, *own) for own in bounds(op, tensor.shape[0], sizes)]
+    views = [rows_of(tensor, *own) for own in bounds(op, tensor, sizes, 0)]
     return NotImplemented if any(view is NotImplemented for view in views) else views
 
 

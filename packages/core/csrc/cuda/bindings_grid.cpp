@@ -1,7 +1,9 @@
-// The operations on MX blocks, and the last step of a product.
+// The operations on grids of scales, and the last step of a product.
 #include <cstdint>
 #include <tuple>
 
+#include "../grid_arguments.h"
+#include "../numerics.h"
 #include "bindings.h"
 #include "operations.h"
 
@@ -10,11 +12,6 @@ namespace {
 
 Stream stream_of(Address stream) { return reinterpret_cast<Stream>(stream); }
 
-// Data and scales, 0 where the direction is not wanted.
-typedef std::tuple<Address, Address> Pair;
-
-MxData data_of(const Pair& pair) { return {at<uint8_t>(std::get<0>(pair)), at<uint8_t>(std::get<1>(pair))}; }
-
 void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents, int device,
                            Address stream) {
     const OnDevice guard(device);
@@ -22,18 +19,21 @@ void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Addr
                         stream_of(stream));
 }
 
-void bound_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool square, bool floor,
-                    const Pair& by_row, const Pair& by_column, int device, Address stream) {
+void bound_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool e8m0, bool floor,
+                    float epsilon, float largest, const SideArguments& row_side, const SideArguments& column_side,
+                    Address scratch, int device, Address stream) {
+    const ScaleRule rule{e8m0, floor, epsilon, largest};
+    const GridSide by_row = side_of(row_side), by_column = side_of(column_side);
     const OnDevice guard(device);
-    mx_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), fp8_of(format), square, floor,
-                data_of(by_row), data_of(by_column), stream_of(stream));
+    grid_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), fp8_of(format), rule, by_row,
+                  by_column, at<float>(scratch), stream_of(stream));
 }
 
-void bound_decode(Address data, Address scales, int format, int64_t rows, int64_t cols, bool columnwise, Address out,
-                  int dtype, int device, Address stream) {
+void bound_decode(Address data, int format, int64_t rows, int64_t cols, Address scales, bool e8m0, int64_t block_rows,
+                  int64_t block_cols, Address out, int dtype, int device, Address stream) {
     const OnDevice guard(device);
-    mx_decode(at<const uint8_t>(data), at<const uint8_t>(scales), fp8_of(format), size_of(rows), size_of(cols),
-              columnwise, at<void>(out), dtype_of(dtype), stream_of(stream));
+    grid_decode(at<const uint8_t>(data), fp8_of(format), size_of(rows), size_of(cols), at<const void>(scales), e8m0,
+                size_of(block_rows), size_of(block_cols), at<void>(out), dtype_of(dtype), stream_of(stream));
 }
 
 // scale_a, scale_b, bias (0 where absent) and the bias's dtype.
@@ -53,10 +53,10 @@ void bound_epilogue32(Address acc, int64_t rows, int64_t cols, const Last& last,
 
 }  // namespace
 
-void bind_mx(py::module_& m) {
+void bind_grid(py::module_& m) {
     m.def("mx_scale_from_amax", &bound_scale_from_amax);
-    m.def("mx_quantize", &bound_quantize);
-    m.def("mx_decode", &bound_decode);
+    m.def("grid_quantize", &bound_quantize);
+    m.def("grid_decode", &bound_decode);
     m.def("epilogue32", &bound_epilogue32);
 }
 
