@@ -81,15 +81,13 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         return copied
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        with_data, with_transpose = self.needs(tensor.device)
-        if with_transpose and tensor.dim() == 0:
-            with_data, with_transpose = True, False
+        with_data, with_transpose = self.needs(tensor.device, tensor.dim())
         if self.with_amax_reduction:
             return self._quantize_reduced(tensor, dtype, with_data, with_transpose)
         data, transpose, scale_inv = for_layers.quantize(
             tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, with_data, with_transpose
         )
-        return self.wrap_made(data, transpose, scale_inv, dtype)
+        return self.wrap(data, transpose, scale_inv, dtype, checked=True)
 
     def _quantize_reduced(
         self, tensor: torch.Tensor, dtype: torch.dtype, with_data: bool, with_transpose: bool

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
-from ottava.tensors.freshness import WriteCount
+from ottava.tensors.freshness import GemmCache
 
 Usage = Literal["rowwise", "columnwise", "both"]
 
@@ -94,7 +94,7 @@ class Declared:
     # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
     _whole: Any = None
     # Shared by all aliases that count writes.
-    _writes: WriteCount
+    _writes: GemmCache
 
     def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
         self._hold(self._checked(declared))
@@ -127,7 +127,7 @@ class Declared:
 
     def _hold(self, declared: dict[str, Any]) -> None:
         if self.counts_writes:
-            self._writes = WriteCount()
+            self._writes = GemmCache()
         for field in self.own_fields:
             setattr(self, field.attribute, declared[field.argument])
         self._declare()
@@ -145,12 +145,13 @@ class Declared:
         """A bare storage of what fits together because a kernel made it, in the order of the declaration."""
         made = object.__new__(cls)
         if cls.counts_writes:
-            made._writes = WriteCount()
+            made._writes = GemmCache()
         made._quantizer = quantizer
         for field, value in zip(cls.static_fields, static, strict=True):
             setattr(made, field.attribute, value)
         made._declare()
-        made._put_inner(tensors)
+        for inner, tensor in zip(cls.inner_tensors, tensors, strict=True):
+            setattr(made, inner.attribute, tensor)
         return made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -219,10 +220,10 @@ def as_data(data: Any, float_dtype: torch.dtype, what: str) -> torch.Tensor | No
     )
 
 
-def check_flag(name: str, value: Any, expected: str = "True or False") -> None:
+def check_flag(name: str, value: Any) -> None:
     """Raises OptionError unless ``value`` is a bool."""
     if not isinstance(value, bool):
-        raise OptionError(f"{name} is {value!r}", expected=expected)
+        raise OptionError(f"{name} is {value!r}", expected="True or False")
 
 
 def check_values_dtype(dtype: torch.dtype | None) -> None:

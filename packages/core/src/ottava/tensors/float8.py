@@ -5,7 +5,6 @@ Invariant: ``original ≈ float32(data) * scale_inv``.
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from ottava import kernels
 from ottava.errors import ShapeError
 from ottava.formats import FP8, fp8_format
 from ottava.kernels.checks import check_dtype, check_scalar
-from ottava.layout import Layout, as_matrix_shape
+from ottava.layout import Layout
 from ottava.tensors.columnwise import columnwise_is_transpose
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
 from ottava.tensors.grid import Direction, GridTensor, GridTensorStorage, columns
@@ -108,25 +107,16 @@ class Float8TensorStorage(GridTensorStorage):
             # A subclass whose operands are something else.
             return None
         turned = self._transpose if columnwise else None
-        if turned is not None:
-            return turned.reshape(turned.shape[0], math.prod(turned.shape[1:])), self._scale_inv
-        held = self._data
-        if held is None:
-            held = self._in_order()
-        return held if held.dim() == 2 else held.reshape(as_matrix_shape(held.shape)), self._scale_inv
+        data: Any = self._data if turned is None else turned
+        data = self._in_order() if data is None else data
+        matrix = _LAYOUTS[self._fp8_dtype, turned is not None].stored_matrix(data.shape, columnwise)
+        return (data if data.dim() == 2 else data.reshape(matrix)), self._scale_inv
 
 
 class Float8Tensor(GridTensor, Float8TensorStorage):
     """FP8 data with one scale as a ``torch.Tensor``.
 
-    Args:
-        shape: shape of the tensor; from the data by default.
-        dtype: nominal dtype.
-        data, fp8_dtype, fp8_scale_inv, data_transpose, quantizer: see :class:`Float8TensorStorage`.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, OptionError: see :class:`Float8TensorStorage`.
-        UsageError: there is neither ``data`` nor ``data_transpose``.
+    Arguments and errors: :class:`Float8TensorStorage`'s, and those of every :class:`QuantizedTensor`.
     """
 
     @classmethod
@@ -158,23 +148,19 @@ class Float8QuantizerBase(Quantizer):
         transpose: torch.Tensor | None,
         scale_inv: torch.Tensor,
         dtype: torch.dtype,
+        *,
+        checked: bool = False,
     ) -> QuantizedTensorStorage:
-        """Data as a storage when ``internal``, else as a :class:`Float8Tensor`."""
+        """Data as a storage when ``internal``, else as a :class:`Float8Tensor`.
+
+        Args:
+            checked: a kernel made them in one call, so that they fit together: a bare storage is not checked again.
+        """
+        if self.internal and checked:
+            return Float8TensorStorage.unchecked((data, transpose, scale_inv), (dtype, self.fp8_dtype), self)
         cls = Float8TensorStorage if self.internal else Float8Tensor
         given: dict[str, Any] = {"data": data, "data_transpose": transpose, "fp8_scale_inv": scale_inv}
         return cls(**given, fp8_dtype=self.fp8_dtype, dtype=dtype, quantizer=self)
-
-    def wrap_made(
-        self,
-        data: torch.Tensor | None,
-        transpose: torch.Tensor | None,
-        scale_inv: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> QuantizedTensorStorage:
-        """:meth:`wrap` of what one call of a kernel made, which fits together: a bare storage is not checked."""
-        if self.internal:
-            return Float8TensorStorage.unchecked((data, transpose, scale_inv), (dtype, self.fp8_dtype), self)
-        return self.wrap(data, transpose, scale_inv, dtype)
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         with_data, with_transpose = self.needs(device, len(shape))

@@ -365,17 +365,8 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
     """Quantized data with scales on a grid, as a ``torch.Tensor`` of its nominal dtype.
 
     Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks, in every direction
-    held, and share the data; elsewhere they give the dequantized values.
-
-    Args:
-        shape: shape of the tensor; from the data by default.
-        dtype: nominal dtype.
-        rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv: see :class:`GridTensorStorage`.
-        layout, values_from_columns, quantizer: see :class:`GridTensorStorage`.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, OptionError: the arguments do not fit together.
-        UsageError: there is no data, or data without scales.
+    held, and share the data; elsewhere they give the dequantized values. Arguments and errors:
+    :class:`GridTensorStorage`'s, and those of every :class:`QuantizedTensor`.
     """
 
     @classmethod

@@ -16,7 +16,7 @@ import torch
 from ottava.layout import as_matrix_shape
 from ottava.tensors.aten import OpImplementation, implements
 from ottava.tensors.grid import Direction, GridTensor, in_order
-from ottava.tensors.tensor_ops import bounds, new_dtype, on_meta
+from ottava.tensors.tensor_ops import blocks, bounds, new_dtype, on_meta
 from ottava.torch_private import aten_overloads
 
 _aten = torch.ops.aten
@@ -139,15 +139,6 @@ def _same_elements(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> An
     return _reshaped(tensor, lambda data: op(data, *args, **kwargs))
 
 
-def _blocks(side: int | None, start: int, stop: int, size: int) -> slice | None:
-    """The blocks of entries [start, stop) of a side of a matrix; None where they cut one in two."""
-    if side is None:
-        return slice(None)
-    if start % side or (stop % side and stop != size):
-        return None
-    return slice(start // side, -(-stop // side))
-
-
 def _narrowed(tensor: GridTensor, dim: int, start: int, stop: int) -> Any:
     """Entries [start, stop) of a dimension."""
     layout, size, last = tensor.grid_layout, tensor.shape[dim], dim == tensor.dim() - 1
@@ -160,8 +151,8 @@ def _narrowed(tensor: GridTensor, dim: int, start: int, stop: int) -> Any:
         data, scales = held[0].narrow(dim, start, stop - start), held[1]
         # What shares a scale has to stay whole, whatever is stored of each block in it.
         block = layout.block_of(columnwise)
-        span = _blocks(block[at], *place)
-        if span is None or _blocks(layout.block_of(columnwise, shared=True)[at], *place) is None:
+        span = blocks(block[at], *place)
+        if span is None or blocks(layout.block_of(columnwise, shared=True)[at], *place) is None:
             return None
         if last:
             return data, scales[:, span]
@@ -242,8 +233,7 @@ def _as_strided(
     if data.stride() != tensor.stride():
         # Its rowwise data was dropped since.
         return NotImplemented
-    view = op(data, size, stride, data.storage_offset() + offset - tensor.storage_offset())
-    return _alias(tensor, tensor._held()[0], view, op)
+    return _moved(op, tensor, size, stride, data.storage_offset() + offset - tensor.storage_offset())
 
 
 def _strided_rows(tensor: GridTensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:

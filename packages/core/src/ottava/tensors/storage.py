@@ -11,7 +11,7 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
-from ottava.tensors.declaration import Declared, Usage, check_flag, equal_scales
+from ottava.tensors.declaration import Declared, Usage, equal_scales
 from ottava.tensors.declaration import InnerTensor as InnerTensor
 from ottava.tensors.declaration import native_dtype as native_dtype
 from ottava.tensors.freshness import GemmCache, bump_versions
@@ -65,8 +65,6 @@ class QuantizedTensorStorage(Declared):
     #: Whether the next forward pass makes what derives from the elements and is outdated.
     rebuilds_derived: bool = True
 
-    _gemm_cache: GemmCache | None = None
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _CLASSES[f"{cls.__module__}:{cls.__qualname__}"] = cls
@@ -84,7 +82,8 @@ class QuantizedTensorStorage(Declared):
     @property
     def device(self) -> torch.device:
         """The device of the inner tensors."""
-        for tensor in self.inner_list():
+        for inner in self.inner_tensors:
+            tensor: torch.Tensor | None = getattr(self, inner.attribute)
             if tensor is not None:
                 return tensor.device
         raise self._empty()
@@ -149,31 +148,31 @@ class QuantizedTensorStorage(Declared):
 
     def flatten_columnwise(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
         """:meth:`flatten_storage` after the rowwise usage was dropped: what a backward pass reads of an operand."""
-        self.update_usage(rowwise_usage=False)
+        self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
 
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
         held = {i.usage for i, t in zip(self.inner_tensors, self.inner_list(), strict=True) if t is not None}
-        both = not any(i.usage != "both" for i in self.inner_tensors) and "both" in held
-        return {"rowwise": both or "rowwise" in held, "columnwise": both or "columnwise" in held}
+        both = {i.usage for i in self.inner_tensors} == held == {"both"}
+        return {usage: both or usage in held for usage in ("rowwise", "columnwise")}
 
-    def _requested_usages(
-        self, rowwise_usage: bool | None, columnwise_usage: bool | None, have: tuple[bool, ...] | None = None
-    ) -> tuple[bool, bool]:
-        """Rowwise and columnwise usage after an update, ``have`` those of before, if they are known already."""
-        had = tuple(self.get_usages().values()) if have is None else have
-        rowwise = had[0] if rowwise_usage is None else rowwise_usage
-        columnwise = had[1] if columnwise_usage is None else columnwise_usage
-        for name, value in (("rowwise", rowwise), ("columnwise", columnwise)):
-            check_flag(f"{name}_usage", value, expected="True, False or None")
-        if not (rowwise or columnwise):
+    def _requested_usages(self, rowwise_usage: bool | None, columnwise_usage: bool | None) -> tuple[bool, bool]:
+        """Rowwise and columnwise usage after an update."""
+        if rowwise_usage is None or columnwise_usage is None:
+            had = self.get_usages()
+            rowwise_usage = had["rowwise"] if rowwise_usage is None else rowwise_usage
+            columnwise_usage = had["columnwise"] if columnwise_usage is None else columnwise_usage
+        for name, value in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
+            if not isinstance(value, bool):
+                raise OptionError(f"{name}_usage is {value!r}", expected="True, False or None")
+        if not (rowwise_usage or columnwise_usage):
             raise OptionError(
                 "update_usage would leave neither usage",
                 expected="rowwise_usage or columnwise_usage to stay",
                 remedy="call clear() to drop all data",
             )
-        return rowwise, columnwise
+        return rowwise_usage, columnwise_usage
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drop the data of a usage (False), ask for one (True), or leave it (None).
@@ -232,7 +231,7 @@ class QuantizedTensorStorage(Declared):
             raise DTypeError(f"cannot copy a {type(src).__name__} into a {type(self).__name__}", expected="one kind")
         if tuple(src.size()) != tuple(self.size()):
             raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
-        if self._whole is not None and not self.shares_scales(src) and not self._rest_is_zero():
+        if self._whole is not None and not (self.shares_scales(src) or self._rest_is_zero()):
             raise UsageError(
                 f"a write to a view of a {type(self).__name__} would change the scale of the rest of the tensor",
                 expected="values that are quantized with the scale that it has",
@@ -270,12 +269,11 @@ class QuantizedTensorStorage(Declared):
 
     def shared_inner(self) -> list[InnerTensor]:
         """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
-        held = zip(self.inner_tensors, self.inner_list(), strict=True)
-        return [inner for inner, tensor in held if inner.shared and tensor is not None]
+        return [inner for inner in self.inner_tensors if inner.shared and getattr(self, inner.attribute) is not None]
 
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
         """Whether what all rows have in common is equal in ``other``, so that its rows mean the same here."""
-        shared = [inner.attribute for inner in self.shared_inner()]
+        shared = (inner.attribute for inner in self.shared_inner())
         return all(equal_scales(getattr(self, name), getattr(other, name)) for name in shared)
 
     def _rest_is_zero(self) -> bool:
@@ -289,7 +287,7 @@ class QuantizedTensorStorage(Declared):
     def mark_written(self) -> None:
         """Called after the values changed in place: what is kept of them is outdated."""
         if self.counts_writes:
-            self._writes.value += 1
+            self._writes.writes += 1
 
     def share_writes(self, other: QuantizedTensorStorage) -> None:
         """Count writes together with ``other``, an alias."""
@@ -329,12 +327,7 @@ class QuantizedTensorStorage(Declared):
     def gemm_cache(self) -> GemmCache | None:
         """Where products keep what they make of this operand; None where nobody counts the writes to it."""
         # A graph has no place for it.
-        if not self.counts_writes or torch.compiler.is_compiling():
-            return None
-        # It counts the writes with the aliases of today.
-        if self._gemm_cache is None or self._gemm_cache.writes is not self._writes:
-            self._gemm_cache = GemmCache(writes=self._writes)
-        return self._gemm_cache
+        return None if not self.counts_writes or torch.compiler.is_compiling() else self._writes
 
     # -- the elements as bytes --
 

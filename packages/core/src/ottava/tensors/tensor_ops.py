@@ -14,7 +14,6 @@ from ottava.errors import DeviceError, ShapeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
 from ottava.tensors.aten import defines, implements
-from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import aten_overloads, to_copy
@@ -93,14 +92,13 @@ def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
 # -- rows --
 
 
-def _span(tensor: QuantizedTensor, inner: InnerTensor, start: int, stop: int) -> slice | None:
-    """The rows of an inner tensor that belong to these rows of the tensor; None where they cut a block."""
-    if inner.block_rows is None:
-        return slice(start, stop)
-    step = inner.block_rows
-    if tensor.dim() != 2 or start % step or (stop % step and stop != tensor.shape[0]):
+def blocks(side: int | None, start: int, stop: int, size: int) -> slice | None:
+    """The blocks of entries [start, stop) of a side of a matrix; None where they cut one in two."""
+    if side is None:
+        return slice(None)
+    if start % side or (stop % side and stop != size):
         return None
-    return slice(start // step, -(-stop // step))
+    return slice(start // side, -(-stop // side))
 
 
 def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
@@ -115,9 +113,9 @@ def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
         elif tensor.is_derived(inner):
             taken[inner.argument] = None
         else:
-            span = _span(tensor, inner, start, stop)
-            value = inner.by_rows(value)
-            if span is None or (inner.block_rows is None and value.shape[:1] != tensor.shape[:1]):
+            of_blocks, value = inner.block_rows is not None, inner.by_rows(value)
+            span = blocks(inner.block_rows or 1, start, stop, tensor.shape[0])
+            if span is None or (tensor.dim() != 2 if of_blocks else value.shape[:1] != tensor.shape[:1]):
                 return NotImplemented
             taken[inner.argument] = inner.as_held(value[span])
     rows = tensor.make_like(tensor, shape=(stop - start, *tensor.shape[1:]), **taken)
