@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,19 @@ def test_wgrad_takes_each_operand_as_its_own_recipe_says() -> None:
         operands = {name: t if name == kept_one else recipe.quantizer(name)(t) for name, t in values.items()}
         assert torch.equal(layer.weight.grad, gemm(operands["grad_output"], operands["input"], "wgrad")), kept_one
         assert recipe.explain(kept_one).columnwise == "high precision"
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
+)
+def test_a_layer_of_several_recipes_is_copied_as_a_whole(way: Any) -> None:
+    layer = ottava.nn.Linear(32, 32, recipe=CustomRecipe(by_tensor("current", weight="delayed")))
+    for _ in range(2):
+        with ottava.autocast():
+            layer(torch.randn(4, 32)).sum().backward()
+    state, made = layer.recipe_state, way(layer).recipe_state
+    assert made.step is None
+    assert made.delayed is not state.delayed
+    assert made.serving["weight"] is made.delayed
+    assert torch.equal(made.delayed.scale, state.delayed.scale)
+    assert made.is_of(layer.recipe)

@@ -169,6 +169,17 @@ def test_files(recipe: Any, tmp_path: Path) -> None:
             train(each)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_checkpoints(name: str, tmp_path: Path) -> None:
+    net, other = model(name), model(name, seed=1)
+    checkpoint.save_sharded(net.state_dict(), tmp_path / "saved")
+    checkpoint.load_sharded(other.state_dict(), tmp_path / "saved")
+    for mine, theirs in zip(other, net, strict=True):
+        assert torch.equal(mine.bias, theirs.bias)
+        for a, b in zip(mine.weight.inner_list(), theirs.weight.inner_list(), strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("source", [*NAMES, "fp32"])
 @pytest.mark.parametrize("target", [*NAMES, "fp32"])
 def test_export(source: str, target: str, tmp_path: Path) -> None:

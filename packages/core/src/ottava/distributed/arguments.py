@@ -129,9 +129,9 @@ def _offset(
         fits, expected = 0 <= start <= numel - count, f"a range inside the {numel} of the weight"
     else:
         own = len(rows) * row
-        fits, expected = not held or count == own, f"{own} from {first} on, its rows here"
-        if fits and held and count and start != first:
-            fits, kind = False, OptionError
+        kind = OptionError if count == own else ShapeError
+        fits = not held or (count == own and (not count or start == first))
+        expected = f"{own} from {first} on, its rows here"
     if not fits:
         raise kind(f"the master of {what} has {count} elements from {start} on", expected=expected)
     return start if held and rows is None else first
@@ -147,9 +147,8 @@ def _rows_of(weight: Any, what: str) -> tuple[range, Any]:
         what = f"{what} is placed as {weight.placements}"
         raise ShapeError(what, expected="rows sharded along one dimension of the mesh, as fully_shard does")
     mesh, rows = weight.device_mesh, weight.shape[0]
-    size, rank = mesh.size(sharded[0]), mesh.get_local_rank(sharded[0])
-    chunk = math.ceil(rows / size)
-    start = min(rank * chunk, rows)
+    chunk = math.ceil(rows / mesh.size(sharded[0]))
+    start = min(mesh.get_local_rank(sharded[0]) * chunk, rows)
     return range(start, min(start + chunk, rows)), mesh.get_group(sharded[0])
 
 

@@ -165,16 +165,13 @@ class ShardBatches(NamedTuple):
 
     def quantize(self, group: Any) -> None:
         """Quantize all shards: one all-reduce over ``group`` for all amaxes, one all-gather for all values needed."""
-        if self.gathered is None:
+        if self.gathered is None or not process_groups_ready():
             self.cast(self.amaxes(group))
-            return
-        sent = self.gathered.values()
-        if not process_groups_ready():
-            self.cast(self.amaxes(group))
-            self.gathered.cast([sent])
+            if self.gathered is not None:
+                self.gathered.cast([self.gathered.values()])
             return
         # Ranks send different amounts, so that the largest is found first, in the all-reduce of the amaxes.
-        unit = self.gathered.UNIT
+        sent, unit = self.gathered.values(), self.gathered.UNIT
         units = torch.full((1,), float(math.ceil(sent.numel() / unit)), device=sent.device)
         *amaxes, units = self.amaxes(group, units)
         self.cast(amaxes)
@@ -185,11 +182,9 @@ class ShardBatches(NamedTuple):
     def amaxes(self, group: Any, *more: torch.Tensor) -> list[torch.Tensor]:
         """What the ranks of ``group`` contribute to each batch, and ``more``, in one all-reduce(MAX)."""
         own = [*(batch.amaxes() for batch in self.reduced), *more]
-        if not own:
-            return []
-        packed = own[0] if len(own) == 1 else torch.cat(own)
-        if process_groups_ready():
-            packed = all_reduce_max(packed, group)
+        if not own or not process_groups_ready():
+            return own
+        packed = all_reduce_max(own[0] if len(own) == 1 else torch.cat(own), group)
         return list(packed.split([amaxes.numel() for amaxes in own]))
 
     def cast(self, amaxes: Sequence[torch.Tensor]) -> None:

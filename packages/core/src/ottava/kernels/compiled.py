@@ -39,7 +39,7 @@ class Compiled:
 
     Attributes:
         native: the module.
-        writes_all: whether its kernels write results that nobody wants too.
+        writes_all: whether a cast that records writes results that nobody wants too.
         cast_and_record: its cast that may record.
         scratch: how many floats of scratch memory a reduction needs.
     """
@@ -78,9 +78,6 @@ class Compiled:
     ) -> None:
         data, transpose, scale, scale_inv, amax = out
         x, fmt, scratch = x.contiguous(), fp8_format(fp8_dtype).code, self.scratch_for(x)
-        if self.writes_all:
-            scale = torch.empty_like(scale_inv) if scale is None else scale  # type: ignore[arg-type]
-            amax = torch.empty_like(scale_inv) if amax is None else amax  # type: ignore[arg-type]
         addresses = pointers(*scratch, amax, scale, scale_inv, data, transpose)
         source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x)
         self.native.quantize(*source, epsilon, force_pow_2, *addresses, fmt, *self.place(x))

@@ -139,7 +139,7 @@ class RecipeState:
             return self
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        state = self.__getstate__()
+        state = self.__getstate__() | {"amax_reduction_group": None, "step": None}
         shared = {name: state.pop(name) for name in self.shared_by_copies if name in state}
         copied.__dict__.update(copy.deepcopy(state, memo) | shared)
         return copied
