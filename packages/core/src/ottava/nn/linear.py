@@ -243,7 +243,6 @@ class Linear(torch.nn.Linear):
         state = self._state_for(self._recipe, None)
         if state.stateful:
             begin_ahead(self)
-            enters_first(self)
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # The gather comes before the forward pass, so that a step may begin with it.
@@ -278,7 +277,6 @@ class Linear(torch.nn.Linear):
             if may_begin():
                 begin_step([state], group)
         elif region.step is not None and (region.calibrating or self._is_training()) and region.step.join(state):
-            # An evaluation moves no state, because one rank may evaluate alone.
             if state.has_run and not region.calibrating:
                 # The state joined after the others had begun this step, and still holds amaxes of an earlier one.
                 begin_step([state], group)
@@ -298,10 +296,11 @@ class Linear(torch.nn.Linear):
                 weight.update_quantizer(quantizer)
 
     def _is_training(self) -> bool:
-        """Whether this is the forward pass of a step: reentrant checkpointing runs it without gradients."""
-        if torch.compiler.is_compiling():
-            return torch.is_grad_enabled()
-        return (torch.is_grad_enabled() or self.training) and graph_task_id() == -1
+        """Whether this is the forward pass of a step: an evaluation moves no state, because one rank may evaluate alone.
+
+        Reentrant checkpointing runs it without gradients.
+        """
+        return may_begin() or (self.training and not torch.compiler.is_compiling() and graph_task_id() == -1)
 
     def _plain_weight(self) -> torch.Tensor:
         weight = self.weight
