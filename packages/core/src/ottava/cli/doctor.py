@@ -16,7 +16,7 @@ import ottava
 from ottava.cli.output import Json, console, show_json, table
 from ottava.errors import BackendError, OttavaError, text_of
 from ottava.recipes.base import get_recipe
-from ottava.recipes.ownership import FACTORY
+from ottava.recipes.plugins import FACTORY
 from ottava.recipes.registry import Provided, plugin_statuses, unknown_disabled
 from ottava.recipes.spec import Spec
 

@@ -17,8 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ottava.cli.output import console, say, table
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError
 from ottava.filesystem import check_file_target
-from ottava.recipes.options import parse_options
-from ottava.recipes.registry import list_recipes
+from ottava.recipes.registry import list_recipes, parse_options
 
 if TYPE_CHECKING:
     from ottava.checkpoint.convert import Conversion

@@ -10,7 +10,7 @@ import typer
 from ottava.cli.explain import show_explanation
 from ottava.cli.output import Json, console, say, show_json, table
 from ottava.errors import UsageError
-from ottava.recipes.ownership import FACTORY, RECIPE, PluginStatus
+from ottava.recipes.plugins import FACTORY, RECIPE, PluginStatus
 from ottava.recipes.registry import plugin_statuses, unknown_disabled
 
 
