@@ -1,5 +1,5 @@
 // Matrices on grids of scales: every operation against the scalar arithmetic of numerics.h, block by block.
-#include "test_grid.h"
+#include "subjects.h"
 
 #include <algorithm>
 #include <cmath>
