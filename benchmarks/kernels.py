@@ -17,8 +17,16 @@ from ottava.kernels import table as operations
 E4M3 = torch.float8_e4m3fn
 MX = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up")
 MX_SQUARES = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up", shared=(32, 32))
+#: Grids of float32 scales, by the names of their rows in the table. The last is nobody's, and has no instance.
+GRIDS = {
+    "1 × 128": Layout(E4M3, (1, 128), rounding="floor", columnwise="transposed", finite_as="input"),
+    "128 × 128": Layout(E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input"),
+    "by row": Layout(E4M3, (1, None)),
+    "INT8, 8 × 64": Layout(torch.int8, (8, 64), rounding="floor"),
+}
 Tensor = torch.Tensor
 Buffers = tuple[Tensor, Tensor]
+Kernel = tuple[Callable[[int], float], Callable[["Set"], Any], Callable[["Set"], Any] | None]
 
 
 @dataclass
@@ -44,6 +52,7 @@ class Set:
         self.own_scale, self.inverse, self.own_amax = (torch.zeros((), device=device) for _ in range(3))
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
         self.codes = kernels.cast(self.x, self.scale, E4M3)
+        self.grids = {name: list(kernels.grid_quantize(self.x, layout)) for name, layout in GRIDS.items()}
 
 
 def _torch_cast(s: Set) -> None:
@@ -100,6 +109,30 @@ def _torch_mx_decode(s: Set) -> None:
     torch.mul(blocks, scales.unsqueeze(2), out=s.decoded.view(blocks.shape))
 
 
+def torch_grid(x: Tensor, layout: Layout, outputs: list[Tensor]) -> None:
+    """The bytes of a grid of float32 scales, for every finite input, in both directions."""
+    limit = 127.0 if layout.element == torch.int8 else 448.0
+    finite = torch.finfo(x.dtype if layout.finite_as == "input" else torch.float32).max
+    for columnwise, (data, scales) in enumerate((outputs[:2], outputs[2:])):
+        sides = zip(layout.block_of(bool(columnwise)), x.shape, strict=True)
+        high, wide = (min(side or size, size) for side, size in sides)
+        blocks = x.view(x.shape[0] // high, high, x.shape[1] // wide, wide)
+        amax = blocks.abs().amax((1, 3), keepdim=True).float()
+        scale = torch.div(torch.full((), limit, device=x.device), amax)
+        scale = torch.where(scale.isinf(), finite, scale)
+        if layout.rounding == "floor":
+            scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+        scale = torch.where(amax == 0, 1.0, scale)
+        values = blocks.float() * scale
+        if layout.element == torch.int8:
+            encoded = values.round().clamp(-limit, limit).to(torch.int8).view(torch.uint8)
+        else:
+            encoded = values.clamp(-limit, limit).to(E4M3).view(torch.uint8)
+        turned = columnwise and layout.transposed
+        for out, made in ((data, encoded.view(x.shape)), (scales, scale.reciprocal()[:, 0, :, 0])):
+            out.copy_(made.t() if turned else made)
+
+
 def _quantize(s: Set, data: bool, turned: bool) -> None:
     out, out_t = s.out if data else None, s.turned if turned else None
     operations.quantize.into([out, out_t, s.own_scale, s.inverse, s.own_amax], s.x, E4M3, 0.0, False, data, turned)
@@ -119,9 +152,19 @@ def _mx_decode(s: Set, columnwise: bool) -> None:
     operations.grid_decode.into([s.decoded], s.codes, scales, MX.text, columnwise, s.decoded.dtype)
 
 
+def _grid(name: str) -> Kernel:
+    """The kernel of one of ``GRIDS``, rows and columns, whose scales count for as good as nothing in bytes."""
+    layout = GRIDS[name]
+    return (
+        lambda b: b + 2,
+        lambda s: operations.grid_quantize.into(s.grids[name], s.x, layout.text, True, True),
+        lambda s: torch_grid(s.x, layout, s.grids[name]),
+    )
+
+
 _BLOCKS = 1 / 32
 #: Name -> bytes moved for an element whose own size is b (read plus written, each once), ours, and plain torch's.
-KERNELS: dict[str, tuple[Callable[[int], float], Callable[[Set], Any], Callable[[Set], Any] | None]] = {
+KERNELS: dict[str, Kernel] = {
     "cast": (lambda b: b + 1, lambda s: operations.cast.into([s.out], s.x, s.scale, E4M3), _torch_cast),
     "cast, transpose": (lambda b: b + 2, lambda s: kernels.cast_transpose(s.x, s.scale, E4M3), _torch_cast_transpose),
     "cast recording amax": (lambda b: b + 1, lambda s: _record(s, False), None),
@@ -149,6 +192,7 @@ KERNELS: dict[str, tuple[Callable[[int], float], Callable[[Set], Any], Callable[
     ),
     "MX, decode": (lambda b: b + 1 + _BLOCKS, lambda s: _mx_decode(s, False), _torch_mx_decode),
     "MX, decode columns": (lambda b: b + 1 + _BLOCKS, lambda s: _mx_decode(s, True), None),
+    **{f"{name}, rows and columns": _grid(name) for name in GRIDS},
     "decode": (
         lambda b: b + 1,
         lambda s: operations.decode.into([s.decoded], s.codes, None, E4M3, s.decoded.dtype),
@@ -177,7 +221,7 @@ def _compiled(plain: Callable[[Set], Any], s: Set, compiler: str) -> Callable[[S
     """
     made, other = torch.compile(plain, backend=compiler, dynamic=False), copy.deepcopy(s)
     for each in (s, other):
-        for written in (each.out, each.turned, each.rows[0], each.columns[0], each.decoded):
+        for written in (each.out, each.turned, each.rows[0], each.columns[0], each.decoded, *tree_leaves(each.grids)):
             written.zero_()
     results = [[call(each), *tree_leaves(vars(each))] for call, each in ((plain, s), (made, other))]
     if not all(torch.equal(a, b) for a, b in zip(*results, strict=True) if isinstance(a, Tensor)):
@@ -199,6 +243,10 @@ def check_same_bytes(s: Set) -> None:
         operations.grid_quantize.into([*s.rows, *s.columns], values, MX.text, True, True)
         torch_mx(values, (own[0], own[1]), (own[2], own[3]), finite)
         assert all(torch.equal(a, b) for a, b in zip((*s.rows, *s.columns), own, strict=True))
+    for name, layout in GRIDS.items():
+        plain = [tensor.clone().zero_() for tensor in s.grids[name]]
+        torch_grid(s.x, layout, plain)
+        assert all(torch.equal(a, b) for a, b in zip(s.grids[name], plain, strict=True)), name
     _torch_cast(s)
     assert torch.equal(s.out, s.codes)
 

@@ -298,8 +298,8 @@ def _grid_decode(data: Tensor, scales: Tensor, layout: Layout, dtype: torch.dtyp
     block = layout.stored_block(columnwise)
     spread = _repeated(scales, [own or size for own, size in zip(block, data.shape, strict=True)], data.shape)
     values = data.view(layout.element)
-    if layout.element == torch.int8:  # whose -128 is NaN
-        values = torch.where(data == 0x80, torch.nan, values.double())
+    if layout.element == torch.int8:  # whose smallest stands for NaN
+        values = torch.where(values == -128, torch.nan, values.float())
     if layout.scale == F32:
         return _float32(torch.mul, values, spread).to(dtype)
     powers = torch.where(spread == 255, torch.nan, torch.exp2(spread.double() - 127))

@@ -6,7 +6,7 @@ A layout is only read here: its fields, and nothing that it works out of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -38,9 +38,9 @@ def elements(values: Array, element: torch.dtype) -> Array:
     return np.where(nan, np.uint8(0x7F), clipped.astype(NUMPY[element]).view(np.uint8))
 
 
-def amax(values: Iterable[float]) -> float:
+def amax(values: Array) -> Any:
     """The largest magnitude; NaN does not count, nothing has 0."""
-    return max((abs(value) for value in values if not math.isnan(value)), default=0.0)
+    return np.abs(values[~np.isnan(values)]).max(initial=0)
 
 
 def float_scale(largest: float, layout: Any, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -116,7 +116,7 @@ def amaxes(x: Array, layout: Any, columnwise: bool = False) -> Array:
     block = layout.shared or layout.block
     found = np.zeros(grid(x.shape, block), np.float32)
     for i, j, rows, columns in blocks(x.shape, block):
-        found[i, j] = amax(x[rows, columns].ravel().tolist())
+        found[i, j] = amax(x[rows, columns])
     return found
 
 
@@ -128,15 +128,19 @@ def same_for_both(layout: Any) -> bool:
 def quantize_rows(x: Array, layout: Any, dtype: torch.dtype) -> tuple[Array, Array]:
     """Data and stored scales of a matrix of float32 values that were of ``dtype``."""
     common, block = layout.shared or layout.block, layout.block
-    data, stored = np.zeros(x.shape, np.uint8), np.zeros(grid(x.shape, block), stored_dtype(layout))
+    factors, stored = np.zeros(x.shape, np.float32), np.zeros(grid(x.shape, block), stored_dtype(layout))
     for (_, _, rows, columns), largest in zip(blocks(x.shape, common), amaxes(x, layout).ravel(), strict=True):
-        scale, kept = scales(float(largest), layout, dtype)
-        with np.errstate(all="ignore"):
-            data[rows, columns] = elements(x[rows, columns] * scale, layout.element)
+        factors[rows, columns], kept = scales(float(largest), layout, dtype)
         down = slice(rows.start // block[0], -(-rows.stop // block[0])) if block[0] else slice(None)
         across = slice(columns.start // block[1], -(-columns.stop // block[1])) if block[1] else slice(None)
         stored[down, across] = kept
-    return data, stored
+    return multiplied(x, factors, layout.element), stored
+
+
+def multiplied(x: Array, factors: Array, element: torch.dtype) -> Array:
+    """The bytes of products, each of which a float32 holds."""
+    with np.errstate(all="ignore"):
+        return elements(x * factors, element)
 
 
 def quantize(x: Array, layout: Any, dtype: torch.dtype) -> tuple[Array, Array, Array, Array]:
@@ -154,12 +158,10 @@ def cast(x: Array, factors: Array, layout: Any, columnwise: bool) -> Array:
     """A matrix with one scale for each block, on the grid over it: float32 multipliers, or bytes of E8M0."""
     if columnwise:
         return cast(x.T, factors.T, layout, False).T
-    data = np.zeros(x.shape, np.uint8)
+    own = np.zeros(x.shape, np.float32)
     for i, j, rows, columns in blocks(x.shape, layout.block):
-        scale = factors[i, j] if layout.scale == torch.float32 else multiplier(int(factors[i, j]))
-        with np.errstate(all="ignore"):
-            data[rows, columns] = elements(x[rows, columns] * scale, layout.element)
-    return data
+        own[rows, columns] = factors[i, j] if layout.scale == torch.float32 else multiplier(int(factors[i, j]))
+    return multiplied(x, own, layout.element)
 
 
 def for_blocks(values: Array, layout: Any, shape: tuple[int, ...], columnwise: bool) -> Array:

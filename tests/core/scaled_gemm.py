@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ottava import gemm_scaled
-from ottava.gemm_scaled import scaled_products
+from ottava.gemm import scaled as gemm_scaled
+from ottava.gemm.scaled import scaled_products
 from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage, columnwise_layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

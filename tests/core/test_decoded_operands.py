@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from ottava import Layout, kernels
-from ottava.kernels import products, scaled_mm
-from ottava.kernels.products import Operand, cpu_products, decoded_mm
+from ottava.gemm import Operand
+from ottava.gemm import decoded as products
+from ottava.gemm.decoded import decoded_mm
+from ottava.kernels import scaled_mm
+from ottava.kernels.products import cpu_products
 
 E4M3, F32 = torch.float8_e4m3fn, torch.float32
 WHOLE = Layout(E4M3, (None, None), columnwise="same").text
@@ -24,7 +27,7 @@ def decoded_products(seed: int, size: int = 24) -> list[torch.Tensor]:
         a, b = (kernels.cast(values, torch.tensor(4.0), E4M3) for values in (x, w))
         scale = torch.tensor(0.25)
         operands = Operand(a, scale, WHOLE), Operand(b, scale, WHOLE)
-        made = decoded_mm(*operands, (False, True), None, F32, F32)
+        made = decoded_mm(*operands, None, F32, F32)
         exact = (a.view(E4M3).double() / 4) @ (b.view(E4M3).double() / 4).t()
         torch.testing.assert_close(made, exact.float(), rtol=1e-5, atol=1e-5)
         found.append(made)
@@ -52,9 +55,9 @@ def repeated_product(seed: int) -> torch.Tensor:
     x = torch.randn(64, 64, generator=generator)
     data, scale = kernels.cast(x, torch.tensor(4.0), E4M3), torch.tensor(0.25)
     operand = Operand(data, scale, WHOLE)
-    first = decoded_mm(operand, operand, (False, True), None, F32, F32)
+    first = decoded_mm(operand, operand, None, F32, F32)
     for _ in range(200):
-        assert torch.equal(decoded_mm(operand, operand, (False, True), None, F32, F32), first)
+        assert torch.equal(decoded_mm(operand, operand, None, F32, F32), first)
     return first
 
 
@@ -75,3 +78,25 @@ def test_scales_beyond_float32_follow_ieee() -> None:
                 made = scaled_mm(a, one, torch.tensor(scale), torch.tensor(scale), None, torch.bfloat16)
             wanted = torch.tensor([[float(value)] for value in expected]).bfloat16()
             torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("block", "count"), [((None, None), 3), ((1, None), 3), ((1, 128), 3), ((8, 32), 10)], ids=str)
+def test_partial_sums_are_those_of_blocks(
+    block: tuple[int | None, int | None], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has one scale along the summed dimension asks for no more of them."""
+    torch.manual_seed(0)
+    operands, exact = [], []
+    for rows, sides in ((5, (1, 128)), (7, block)):
+        layout = Layout(E4M3, sides)
+        data, scales, _, _ = kernels.grid_quantize(torch.randn(rows, 300), layout, columnwise=False)
+        operands.append(Operand(data, scales.reshape(()) if sides == (None, None) else scales, layout.text))
+        high, wide = (side or size for side, size in zip(sides, (rows, 300), strict=True))
+        spread = scales.double()[torch.arange(rows) // high][:, torch.arange(300) // wide]
+        exact.append(data.view(E4M3).double() * spread)
+    calls: list[torch.Size] = []
+    mm = products.mm
+    monkeypatch.setattr(products, "mm", lambda a, b: calls.append(a.shape) or mm(a, b))
+    made = decoded_mm(*operands, None, F32, F32)
+    torch.testing.assert_close(made, (exact[0] @ exact[1].t()).float(), rtol=1e-5, atol=1e-4)
+    assert len(calls) == count

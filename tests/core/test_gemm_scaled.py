@@ -16,8 +16,8 @@ from scaled_gemm import E4M3, E5M2, KINDS, PRODUCTS, SHAPES, SIZES, Recorded, St
 import ottava
 from ottava import Layout
 from ottava.errors import DTypeError, ShapeError
-from ottava.gemm import _rows, gemm
-from ottava.gemm_scaled import scaled_product, scaled_products
+from ottava.gemm import _on_grid, gemm
+from ottava.gemm.scaled import product, scaled_products
 from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage, columnwise_layout
 
 FORMATS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
@@ -262,9 +262,8 @@ def test_one_scale_for_each_row_in_torchs_own_function(library: Recorded) -> Non
 
 def test_bare_codes(strict: Strict) -> None:
     a, b = coded((16, 32), E4M3, 1.0, 0), coded((48, 32), E4M3, 1.0, 1)
-    lines = [(_rows(x, False)[0], None) for x in (a, b)]  # type: ignore[index]
-    got = scaled_product(*lines, None, torch.float32, False)
-    assert got is not None
+    bare = [_on_grid(x, False)._replace(scales=None) for x in (a, b)]  # type: ignore[union-attr]
+    got = product(*bare, None, torch.float32, False)
     check(got, a, b, "fprop", torch.float32)
 
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ottava
-from ottava import gemm_scaled
-from ottava.gemm import _rows, gemm
-from ottava.gemm_scaled import scaled_products
+from ottava.gemm import _on_grid, gemm, operand
+from ottava.gemm import scaled as gemm_scaled
+from ottava.gemm.scaled import scaled_products
 from ottava.kernels import products
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
 
@@ -87,11 +87,11 @@ def test_tensors_without_memory(strict: Strict) -> None:
 def test_operations_are_counted(library: Recorded, kind: Any, sizes: tuple[int, int, int]) -> None:
     """Those of the product, not of its padding."""
     a, b = (coded(shape, E4M3, 1.0, i) for i, shape in enumerate(SHAPES[kind](*sizes)))
-    lines = _rows(a, kind == "wgrad"), _rows(b, kind != "fprop")
-    (left, one), (right, _) = lines  # type: ignore[misc]
+    left, right = _on_grid(a, kind == "wgrad"), _on_grid(b, kind != "fprop")
+    fields = left[0], right[0], *left[1:4], *right[1:4]  # type: ignore[index]
     for product in (
         lambda: gemm(a, b, kind),
-        lambda: torch.ops.ottava.fp8_mm(left, right, one, one, None, torch.bfloat16, True),
+        lambda: torch.ops.ottava.fp8_mm(*fields, None, torch.bfloat16, True),
     ):
         with scaled_products(), FlopCounterMode(display=False) as counter:
             product()
@@ -110,7 +110,7 @@ class NoLook(TorchDispatchMode):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_value_is_looked_at(strict: Strict, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     # The mode is to see what the operator is made of.
-    monkeypatch.setattr(gemm_scaled, "unobserved", lambda: True)
+    monkeypatch.setattr(operand, "is_direct", lambda *tensors: True)
     for sizes in ((32, 48, 64), (17, 5, 9)):
         a, b = (coded(shape, E4M3, 1.0, i) for i, shape in enumerate(SHAPES[kind](*sizes)))
         with NoLook():

@@ -22,7 +22,7 @@ ROOMS = (
     "errors formats layout filesystem collectives torch_private",
     "kernels",
     "tensors",
-    "gemm gemm_blocks gemm_scaled",
+    "gemm",
     "recipes",
     "nn",
     "distributed",

@@ -65,6 +65,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         for wrong in ((1, 32), (1, None), (None, 2))
     ],
     ({"block": (1, 32), "columnwise": "same", "shared": (32, 32)}, OptionError, "same.*squares"),
+    *[
+        ({"scale": E8M0, "rounding": rounding, **wrong}, OptionError, "E8M0.*epsilon.*finite_as.*scale=torch.float32")
+        for rounding in ("up", "floor")
+        for wrong in ({"epsilon": 1e-30}, {"finite_as": "input"}, {"epsilon": 1, "finite_as": "input"})
+    ],
 ]
 
 
@@ -145,15 +150,17 @@ def layouts(draw: st.DrawFn) -> Layout:
         side = math.lcm(*block) * draw(st.integers(1, 4))
         shared = (side, side)
     columnwise = ["own", "transposed", *(["same"] if block[0] == block[1] else [])]
+    epsilons = st.just(0) | st.floats(0, torch.finfo(torch.float32).max) | st.integers(0, 10**9)
+    of_floats = scale is torch.float32
     return Layout(
         draw(st.sampled_from([E4M3, E5M2, INT8])),
         block,
         scale,
         draw(st.sampled_from(ROUNDINGS[scale])),
-        draw(st.just(0) | st.floats(0, torch.finfo(torch.float32).max) | st.integers(0, 10**9)),
+        draw(epsilons if of_floats else st.sampled_from([0, 0.0, -0.0])),
         draw(st.sampled_from(columnwise)),
         shared,
-        draw(st.sampled_from(["float32", "input"])),
+        draw(st.sampled_from(["float32", *(["input"] if of_floats else [])])),
     )
 
 
@@ -191,10 +198,10 @@ def test_equality() -> None:
         Layout(E4M3, (1, 64), E8M0, "up"),
         Layout(E4M3, (1, 32)),
         Layout(E4M3, (1, 32), E8M0, "floor"),
-        Layout(E4M3, (1, 32), E8M0, "up", 1.0),
+        Layout(E4M3, (1, 32), epsilon=1.0),
         Layout(E4M3, (1, 32), E8M0, "up", columnwise="transposed"),
         Layout(E4M3, (1, 32), E8M0, "up", shared=(32, 32)),
-        Layout(E4M3, (1, 32), E8M0, "up", finite_as="input"),
+        Layout(E4M3, (1, 32), finite_as="input"),
     ]
     assert len({MX, *others}) == 1 + len(others)
     assert len({layout.text for layout in (MX, *others)}) == 1 + len(others)

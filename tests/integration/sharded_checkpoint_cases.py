@@ -28,6 +28,8 @@ RECIPES: dict[str, tuple[str, dict[str, Any], int]] = {
     "delayed": ("delayed", {"amax_history_len": 4}, 33),
     "mxfp8": ("mxfp8", {}, 128),
     "mxfp8-2d": ("mxfp8", {"with_2d_quantization": True}, 128),
+    "blockwise": ("blockwise", {}, 512),
+    "rowwise": ("rowwise", {}, 128),
 }
 
 
@@ -39,7 +41,7 @@ def model(kind: str, seed: int) -> torch.nn.Sequential:
         return torch.nn.Sequential(
             ottava.nn.Linear(40, rows, dtype=torch.bfloat16, recipe=recipe),
             torch.nn.GELU(),
-            ottava.nn.Linear(rows, 128, dtype=torch.bfloat16, recipe=recipe),
+            ottava.nn.Linear(rows, max(rows, 128), dtype=torch.bfloat16, recipe=recipe),
         )
 
 
@@ -102,7 +104,10 @@ def local_bytes(value: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
     if not isinstance(local, QuantizedTensorStorage):
         sharded = hasattr(value, "to_local")
         return ({"": raw(local)}, {}) if sharded else ({}, {"": raw(local)})
-    held = {i: getattr(local, i.attribute) for i in local.inner_tensors if getattr(local, i.attribute) is not None}
+    # The transpose is made of the rows when it is asked for, in one process or in another.
+    made = "columnwise" if local.grid_layout.transposed else ""
+    held = {i: getattr(local, i.attribute) for i in local.inner_tensors if i.usage != made}
+    held = {i: tensor for i, tensor in held.items() if tensor is not None}
     if not hasattr(value, "to_local"):
         return {}, {i.argument: raw(t) for i, t in held.items()}
     rows = {i.argument: raw(t) for i, t in held.items() if i.gather}

@@ -24,7 +24,7 @@ from ottava.cli.main import app
 from ottava.errors import CheckpointError
 from ottava.tensors import QuantizedTensor
 
-RECIPES = ["current", "delayed", "mxfp8"]
+RECIPES = ["blockwise", "current", "delayed", "mxfp8", "rowwise"]
 
 
 def model(recipe: str, seed: int, *, primary: bool = True, **options: Any) -> Any:
@@ -193,8 +193,10 @@ def test_a_sharded_checkpoint(trained: Any, tmp_path: Path) -> None:
     checkpoint.save_sharded(net.state_dict(), tmp_path / "sharded")
     done(tmp_path / "sharded", tmp_path / "out", "--recipe", source)
     checkpoint.load_model(other := model(source, 1), tmp_path / "out")
+    # Rows alone are quantized again where columns are held as well: the same, but for the rounding of float32 scales.
+    rtol = 2.0**-22 if source == "rowwise" else 0.0
     for mine, theirs in zip(other, net, strict=True):
-        assert torch.equal(mine.weight.dequantize(), theirs.weight.dequantize())
+        torch.testing.assert_close(mine.weight.dequantize(), theirs.weight.dequantize(), rtol=rtol, atol=0.0)
 
 
 @pytest.mark.parametrize(

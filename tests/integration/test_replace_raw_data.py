@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ottava
+from ottava import GridQuantizer, Layout
 from ottava.distributed import (
     is_custom,
     post_all_gather_processing,
@@ -19,9 +20,11 @@ from ottava.distributed import (
 )
 from ottava.errors import DeviceError, DTypeError, OttavaError, ShapeError, UsageError
 from ottava.tensors import Float8QuantizerBase, columnwise_layout
+from ottava_blockwise import Float8BlockQuantizer
 from ottava_current import Float8CurrentScalingQuantizer
 from ottava_delayed import Float8Quantizer
 from ottava_mxfp8 import MXFP8Quantizer
+from ottava_rowwise import Float8RowwiseQuantizer
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -31,6 +34,10 @@ MAKERS = {
     "delayed": lambda: Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), E4M3),
     "mxfp8": lambda: MXFP8Quantizer(E4M3),
     "mxfp8 2-D": lambda: MXFP8Quantizer(E5M2, with_2d_quantization=True),
+    "blockwise": lambda: Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "blockwise 2-D": lambda: Float8BlockQuantizer(E5M2, rowwise=True, columnwise=True),
+    "rowwise": lambda: Float8RowwiseQuantizer(E4M3),
+    "a layout": lambda: GridQuantizer(Layout(E5M2, (8, 16), rounding="floor")),
 }
 
 
@@ -71,7 +78,7 @@ def test_values_and_everything_else_stay(quantizer: Any, layout: Any, shape: tup
     rest = {name: tensor for name, tensor in held(weight).items() if name not in names(weight)}
     values, usages, size, stride = weight.dequantize(), weight.get_usages(), weight.shape, weight.stride()
     buffers = buffers_for(weight)
-    given = [b.view(weight._fp8_dtype) for b in buffers] if native else buffers
+    given = [b.view(weight.grid_layout.element) for b in buffers] if native else buffers
     replace_raw_data(weight, given[0] if len(given) == 1 else given)
     assert {n: t.tolist() for n, t in held(weight).items()} == {n: t.tolist() for n, t in before.items()}
     assert weight.get_usages() == usages
@@ -231,7 +238,7 @@ def test_one_buffer_for_two_directions_is_refused() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weight.inner_list(), before, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "blockwise", "rowwise"])
 def test_training_goes_on_in_the_buffer(recipe: str, layout: Any) -> None:
     """Forward, backward, optimizer, state_dict, copies and pickles as without a buffer."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import ottava
+from ottava.checkpoint import load_sharded, save_sharded
 from ottava.distributed import gather_quantized, quantize_master_weights
-from ottava.errors import ShapeError, UsageError
+from ottava.errors import ShapeError
 from ottava_blockwise import Float8BlockQuantizer, Float8BlockScaling, Float8BlockwiseQTensor
 from tests.comparing import assert_same
 from tests.fsdp import GatheredBytes, losses, model, shard
@@ -23,21 +25,23 @@ ONE_DIMENSIONAL = Float8BlockScaling(w_block_scaling_dim=1)
 
 
 def train(mesh: Any) -> None:
-    """Square blocks are gathered as bytes."""
-    for recipe in RECIPES:
+    """Square blocks are gathered as bytes, once; others by rows for the forward pass, by columns for the backward."""
+    for recipe in (*RECIPES, ONE_DIMENSIONAL):
         alone = model(COLUMNS, ROWS, 256, recipe)
         expected = losses(alone, COLUMNS, 256)
+        square = recipe is not ONE_DIMENSIONAL
         for reshard in (True, False):
             sharded = model(COLUMNS, ROWS, 256, recipe)
             shard(sharded, mesh, reshard)
             with GatheredBytes() as gathered:
                 assert losses(sharded, COLUMNS, 256) == expected, (recipe, reshard)
             sizes = {ROWS * COLUMNS: ROWS * COLUMNS // 2 + 4 * 2 * 3, 256 * ROWS: 256 * ROWS // 2 + 4 * 4}
-            assert set(gathered.handed) == set(sizes.items()), gathered.handed
+            if square:
+                assert set(gathered.handed) == set(sizes.items()), gathered.handed
             for a, b in ((alone[0], sharded[0]), (alone[2], sharded[2])):
                 b.unshard()
                 assert type(b.weight) is Float8BlockwiseQTensor
-                for columnwise in (False, True):
+                for columnwise in (False, True) if square or not reshard else (False,):
                     assert_same(b.weight.for_usage(columnwise), a.weight.for_usage(columnwise))
                 b.reshard()
 
@@ -61,15 +65,31 @@ def gathered(mesh: Any) -> None:
 
 
 def refused(mesh: Any) -> None:
-    """What cannot be gathered as bytes is named, with what to do."""
-    net = model(COLUMNS, ROWS, 256, ONE_DIMENSIONAL)
-    shard(net, mesh, True)
-    with pytest.raises(UsageError, match="block_scaling_dim=2"):
-        net(torch.ones(1, COLUMNS, dtype=torch.bfloat16))
-    net = model(COLUMNS, 320, 256, RECIPES[0])
-    shard(net, mesh, True)
-    with pytest.raises(ShapeError, match="rows 0 to 160 of 320, which cut the blocks"):
-        net(torch.ones(1, COLUMNS, dtype=torch.bfloat16))
+    """Shards that cut blocks, of rows or of columns, are named, with what to do."""
+    for recipe in (RECIPES[0], ONE_DIMENSIONAL):
+        net = model(COLUMNS, 320, 256, recipe)
+        shard(net, mesh, True)
+        with pytest.raises(ShapeError, match="rows 0 to 160 of 320, which cut the blocks"):
+            net(torch.ones(1, COLUMNS, dtype=torch.bfloat16))
+
+
+def files(mesh: Any) -> None:
+    """Shards of rows and of columns, saved by two ranks, are loaded by them and by each as a whole."""
+    folder = [f"{tempfile.mkdtemp()}/step" if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    alone, sharded, other, whole = (model(COLUMNS, ROWS, 256, ONE_DIMENSIONAL) for _ in range(4))
+    for net in (other, whole):
+        with torch.no_grad():
+            net[0].weight.copy_(wide(ROWS, COLUMNS, seed=5))
+    shard(sharded, mesh, True)
+    shard(other, mesh, True)
+    save_sharded(sharded.state_dict(), folder[0])
+    load_sharded(other.state_dict(), folder[0])
+    x = wide(24, COLUMNS, seed=3).bfloat16()
+    assert_same(other(x), alone(x))
+    load_sharded(whole.state_dict(), folder[0])
+    for columnwise in (False, True):
+        assert_same(whole[0].weight.for_usage(columnwise), alone[0].weight.for_usage(columnwise))
 
 
 def masters(mesh: Any) -> None:

@@ -25,10 +25,6 @@ class TestRows(RecipeConformance):
     recipe = "blockwise"
     options = {"w_block_scaling_dim": 1, "force_pow_2_scales": False, "amax_epsilon": 1e-6}  # noqa: RUF012
 
-    @pytest.mark.xfail(reason="transposed columns with scales of their own are not made of the rows of a shard")
-    def test_fsdp2_quantized_weights(self) -> None:
-        super().test_fsdp2_quantized_weights()
-
 
 @pytest.mark.xdist_group("TestSquares")
 class TestSquares(RecipeConformance):

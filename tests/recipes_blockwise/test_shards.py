@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from ottava.distributed import quantize_master_weights, replace_raw_data
-from ottava.errors import UsageError
+from ottava.errors import ShapeError
 from ottava_blockwise import Float8BlockQuantizer
 from tests import ranks
 from tests.comparing import assert_same
 from tests.grids import E4M3, E5M2, inner, wide
 
-CASES = ["train", "gathered", "refused", "masters"]
+CASES = ["train", "gathered", "refused", "files", "masters"]
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,20 @@ def test_weights_of_one_batch_have_their_own_options() -> None:
                 assert_same(weight.for_usage(columnwise), expected.for_usage(columnwise))
 
 
-def test_a_shard_of_rows_cannot_hold_columns_that_no_rows_make() -> None:
-    quantizer = Float8BlockQuantizer(E4M3, block_scaling_dim=1)
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_shard_of_rows_is_that_of_the_whole(dim: int) -> None:
+    """Columns, too, of whole blocks of rows; others are refused before anything is written."""
+    quantizer = Float8BlockQuantizer(E4M3, block_scaling_dim=dim)
+    master = wide(256, 300)
     whole, part = quantizer(torch.ones(256, 300)), quantizer(torch.ones(128, 300))
-    before = [t.clone() for t in inner(part)]
-    with pytest.raises(UsageError, match="block_scaling_dim=2"):
-        quantize_master_weights([whole], [wide(128, 300)], [128 * 300], None, [part])
-    assert_same(inner(part), before)
-    square = Float8BlockQuantizer(E4M3)
-    whole, part, master = square(torch.ones(256, 300)), square(torch.ones(128, 300)), wide(256, 300)
     quantize_master_weights([whole], [master[128:]], [128 * 300], None, [part])
-    assert_same(part.for_usage(True), square(master[128:]).for_usage(True))
+    for columnwise in (False, True):
+        assert_same(part.for_usage(columnwise), quantizer(master[128:]).for_usage(columnwise))
+    part = quantizer(torch.ones(128, 300))
+    before = [t.clone() for t in inner(part)]
+    with pytest.raises(ShapeError, match="rows 100 to 228 of 256, which cut the blocks"):
+        quantize_master_weights([whole], [master[100:228]], [100 * 300], None, [part])
+    assert_same(inner(part), before)
 
 
 @pytest.mark.parametrize("dim", [1, 2])

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import ottava
-from ottava import gemm_blocks
-from ottava.gemm import gemm
+from ottava.gemm import blocks, gemm
 from ottava_mxfp8 import MXFP8Quantizer
 from tests.recipes_mxfp8.products import (
     E4M3,
@@ -60,7 +59,7 @@ class BlockHardware:
 @pytest.fixture
 def hardware(monkeypatch: pytest.MonkeyPatch) -> BlockHardware:
     made = BlockHardware()
-    monkeypatch.setattr(gemm_blocks, "multiplies_blocks", lambda operand: True)
+    monkeypatch.setattr(blocks, "capability", lambda operand: 100)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", made)
     return made
 
@@ -124,11 +123,12 @@ def test_a_layer_on_block_hardware(hardware: BlockHardware) -> None:
     grads, x.grad = (x.grad, layer.weight.grad), None
     layer.zero_grad()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm_blocks, "multiplies_blocks", lambda operand: False)
+        patch.setattr(blocks, "capability", lambda operand: 90)
         layer(x).square().sum().backward()
     for mine, theirs in zip(grads, (x.grad, layer.weight.grad), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_no_hardware_is_asked_on_a_cpu() -> None:
-    assert not gemm_blocks.multiplies_blocks(torch.ones(1))
+def test_no_hardware_is_asked_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", None)
+    assert gemm(*operands("fprop"), "fprop").shape == (96, 80)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ottava.errors import DTypeError, UsageError
-from ottava.gemm import _operand
-from ottava.gemm_blocks import _kept, swizzle
+from ottava.gemm import _on_grid
+from ottava.gemm.blocks import _kept, swizzle
 from ottava_mxfp8 import MXFP8Tensor
 from tests.recipes_mxfp8.blocks import (
     DTYPES,
@@ -188,7 +188,7 @@ def test_autograd_refuses_a_value_that_was_overwritten(kind: str) -> None:
 
 def kept_operand(q: MXFP8Tensor, columnwise: bool) -> Any:
     """What the library's GEMM is given of a direction, kept with the tensor."""
-    return _kept(_operand(q, columnwise, torch.float32), q.gemm_cache())
+    return _kept(_on_grid(q, columnwise))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -225,6 +225,6 @@ def check_that_writes_are_noticed(op: Op) -> None:
         codes = elements.view(torch.uint8)
         if columnwise:
             codes, scales = codes.t(), scales.t()
-        kept_elements, kept_scales = kept_operand(q, columnwise)
-        assert torch.equal(kept_scales.view(torch.uint8), swizzle(scales))
+        kept_elements, kept_scales, _ = kept_operand(q, columnwise)
+        assert torch.equal(kept_scales.view(torch.uint8), swizzle(scales).view(torch.uint8))
         assert torch.equal(kept_elements.view(torch.uint8)[: codes.shape[0], : codes.shape[1]], codes)

@@ -11,6 +11,7 @@ import torch
 import ottava
 from ottava import checkpoint
 from ottava.gemm import gemm
+from ottava.kernels.products import cpu_products
 from ottava.nn import Linear
 from ottava_rowwise import Float8RowwiseQuantizer, Float8RowwiseScaling, Float8RowwiseTensor
 from tests.comparing import assert_same
@@ -36,8 +37,28 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
 def test_products_are_as_exact_as_float32s(kind: str, pow_2: bool) -> None:
     quantizers = [Float8RowwiseQuantizer(fp8, force_pow_2_scales=pow_2) for fp8 in (E4M3, E5M2)]
-    for dtype in (torch.float32, torch.bfloat16):
-        check_product(kind, quantizers, [BLOCKS["input"]] * 2, False, dtype, sigma=1.5)
+    for dtype, fast in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        # A fast product of bfloat16 rounds before scales are applied, too; powers of two are part of the operands.
+        with cpu_products(torch.bfloat16 if fast else torch.float32):
+            check_product(kind, quantizers, [BLOCKS["input"]] * 2, False, dtype, 1.5, 2 if fast and not pow_2 else 1)
+
+
+@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
+def test_a_fast_product_of_bfloat16_serves_them(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result in float32 is not rounded before, so that its operands are float32."""
+    plain, seen = torch.mm, []
+
+    def mm(a: torch.Tensor, b: torch.Tensor, *more: Any) -> torch.Tensor:
+        seen.append((a.dtype, b.dtype))
+        return plain(a, b, *more)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    q = Float8RowwiseQuantizer(E4M3)(wide(48, 48, sigma=1.0))
+    with cpu_products(torch.bfloat16):
+        for dtype in (torch.bfloat16, torch.float32):
+            gemm(q, q, kind, out_dtype=dtype)
+            assert seen.pop() == (dtype, dtype)
+    assert not seen
 
 
 def test_scales_far_apart_do_not_overflow_in_products() -> None:

@@ -199,7 +199,7 @@ def test_what_a_factory_over_a_recipe_gives_is_described(recipe: Any, quantizer:
     recipe.set_quantizer_factory(lambda role: quantizer if role.tensor_type == "weight" else None)
     assert recipe.explain("weight").columnwise == "SampleQuantizer E4M3"
     assert recipe.explain("input").columnwise == "sample E4M3"
-    recipe.set_quantizer_factory(lambda role: ottava.QuantizerRequest(registry.get_recipe("plain")))
+    recipe.set_quantizer_factory(lambda role: ottava.QuantizerRequest(ottava.get_recipe("plain")))
     assert recipe.explain("input").rowwise == "plain E4M3"
 
 

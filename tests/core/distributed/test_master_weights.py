@@ -163,6 +163,17 @@ def test_an_offset_is_an_integer(quantizer: Any, start: Any) -> None:
         quantize_master_weights([quantizer.quantize(torch.ones(4, 6))], [torch.zeros(24)], [start])
 
 
+def test_a_transpose_alone_takes_no_shards(quantizer: Any) -> None:
+    """Its bytes are in another order, also where its shape is the same."""
+    with columnwise_layout("transpose"):
+        weight = quantizer.with_usage(False, True).quantize(torch.ones(8, 8))
+        before = weight._transpose.clone()
+        for outs in (None, [torch.zeros(64, dtype=torch.uint8)]):
+            with pytest.raises(UsageError, match="not in the order"):
+                quantize_master_weights([weight], [torch.randn(64)], [0], fsdp_shard_model_weights=outs)
+    assert torch.equal(weight._transpose, before)
+
+
 def test_a_transpose_follows_the_bytes(quantizer: Any) -> None:
     with columnwise_layout("transpose"):
         weight = quantizer.quantize(torch.ones(4, 6))

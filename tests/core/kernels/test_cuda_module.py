@@ -163,7 +163,7 @@ def test_a_build_without_the_module_says_why(said: str, expected: str) -> None:
 def test_doctor_says_what_was_built_and_that_it_has_not_run(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
     monkeypatch.setattr("ottava.cli.doctor._gpus", lambda: gpus)
     monkeypatch.setattr("ottava._cuda", SimpleNamespace(targets="90a-real"), raising=False)
-    check = doctor._cuda_backend("available")
+    check = doctor._backend("cuda", "available")
     assert check.ok
     assert (
         check.detail == f"built for 90a-real; {backends.UNPROVEN['cuda']}; {gpus[0] if gpus else 'torch sees no GPU'}"

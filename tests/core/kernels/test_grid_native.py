@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,19 +33,24 @@ def small_floats(mantissa: int, bias: int, codes: int) -> Array:
 VALUES = {E4M3: small_floats(3, 7, 0x7F), E5M2: small_floats(2, 15, 0x7C)}
 
 
+def thresholds(values: Array) -> Array:
+    """What a float32 has to be above for the next code: halfway between two values, which goes to the even code."""
+    halfway = ((values[:-1] + values[1:]) / 2).astype(np.float32)
+    odd = np.arange(len(halfway)) % 2 == 1
+    return np.where(odd, np.nextafter(halfway, np.float32(0)), halfway)
+
+
+THRESHOLDS = {element: thresholds(values) for element, values in VALUES.items()}
+
+
 def encoded(x: Array, element: int) -> Array:
     """Bytes of float32 values: to nearest even, saturating, NaN as the format has it."""
     nan = np.isnan(x)
     if element == INT8:
-        rounded = np.rint(np.clip(np.where(nan, 0, x).astype(np.float64), -127, 127))
-        return np.where(nan, 0x80, rounded.astype(np.int8).view(np.uint8)).astype(np.uint8)
-    values = VALUES[element]
-    magnitude = np.abs(np.where(nan, 0, x)).astype(np.float64)
-    high = np.minimum(np.searchsorted(values, magnitude), len(values) - 1)
-    low = np.maximum(high - 1, 0)
-    above, below = values[high] - magnitude, magnitude - values[low]
-    code = np.where((above < below) | ((above == below) & (high % 2 == 0)) | (above < 0), high, low)
-    return np.where(nan, 0x7F, code | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
+        rounded = np.rint(np.clip(np.where(nan, np.float32(0), x), -127, 127))
+        return np.where(nan, np.uint8(0x80), rounded.astype(np.int8).view(np.uint8))
+    code = np.searchsorted(THRESHOLDS[element], np.abs(x)).astype(np.uint8)
+    return np.where(nan, np.uint8(0x7F), code | np.signbit(x).astype(np.uint8) << 7)
 
 
 def decoded(data: Array, element: int) -> Array:
@@ -156,6 +162,7 @@ class Memory:
         assert (self.bytes[self.end :] == 0xA5).all()
 
 
+@cache
 def matrix(rows: int, cols: int, dtype: torch.dtype, offset: int = 0, seed: int = 0) -> torch.Tensor:
     """Values of very different magnitudes, some of them special, at an offset into their storage."""
     generator = torch.Generator().manual_seed(seed + rows * 1000 + cols)
@@ -374,11 +381,10 @@ def test_decode(element: int, e8m0: bool) -> None:
                 data.address, element, rows, cols, scales.ctypes.data, e8m0, block_rows, block_cols, result.data_ptr(),
                 number, 1 + rows % 2,
             )  # fmt: skip
-            torch.testing.assert_close(
-                result, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, i=isa: f"{i}: {m}"
-            )
-            same_sign = torch.signbit(result) == torch.signbit(expected)
-            assert bool((same_sign | expected.isnan()).all())
+            same = (result == expected) & (torch.signbit(result) == torch.signbit(expected))
+            same |= result.isnan() & expected.isnan()
+            note = f"{isa} {rows}x{cols} {dtype} blocks {block_rows}x{block_cols}"
+            assert bool(same.all()), (note, result[~same][:5], expected[~same][:5])
             assert out[0] == 5.0
             assert out[-1] == 5.0
 

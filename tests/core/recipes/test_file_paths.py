@@ -10,7 +10,7 @@ from fake_plugins import RECIPE, hook, plugin, run
 
 import ottava
 from ottava.errors import DuplicateRecipeError, OptionError, RecipeNotFoundError
-from ottava.recipes import loader
+from ottava.recipes import registry
 
 BUILD = "def build(file=None, extra=0):\n    made = Thing()\n    made.file, made.extra = file, extra\n    return made\n"
 READER = f"{RECIPE}\n\n{BUILD}"
@@ -54,7 +54,7 @@ def test_other_files_are_not(site: Path, path: str) -> None:
 
 
 def test_without_a_reader_the_error_says_what_to_install(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "specs", lambda kind: [])
+    monkeypatch.setattr(registry, "specs", lambda kind: [])
     with pytest.raises(RecipeNotFoundError, match="install one; Ottava's own is ottava-recipes-custom"):
         ottava.get_recipe("model.cfg")
 

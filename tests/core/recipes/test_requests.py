@@ -230,3 +230,19 @@ def test_a_checkpoint_of_another_recipes_state_is_told() -> None:
     plain.load_state_dict(model[0].state_dict())
     with pytest.raises(CheckpointError, match=r"loaded for Linear 'up' is not one of Counting.*steps, seen"):
         plain.bind(Counting("a"))
+
+
+def test_a_copy_of_a_layer_has_a_state_of_its_own() -> None:
+    """Whoever writes a state need not say how it is copied."""
+
+    class Bare(CountingState):
+        __deepcopy__ = RecipeState.__deepcopy__  # type: ignore[assignment]
+
+    state = Bare(Counting("a"), [QuantizerRole(tensor_type="input")])
+    state.step, state.amax_reduction_group = object(), object()
+    copied = copy.deepcopy(state)
+    assert copied is not state
+    assert (copied.step, copied.amax_reduction_group) == (None, None)
+    state.steps += 1
+    assert copied.steps == 0
+    assert copied.is_of(Counting("a"))

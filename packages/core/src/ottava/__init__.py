@@ -36,7 +36,7 @@ _EXPORTS = {
     "conversion_report": "ottava.nn",
     "convert": "ottava.nn",
     "get_quantizer_factory": "ottava.recipes.registry",
-    "get_recipe": "ottava.recipes.registry",
+    "get_recipe": "ottava.recipes.base",
     "hookimpl": "ottava.recipes.hookspecs",
     "list_quantizer_factories": "ottava.recipes.registry",
     "list_recipes": "ottava.recipes.registry",
@@ -88,10 +88,10 @@ if TYPE_CHECKING:
     from ottava.nn import quantized_model_init as quantized_model_init
     from ottava.recipes.base import QuantizerRequest as QuantizerRequest
     from ottava.recipes.base import Recipe as Recipe
+    from ottava.recipes.base import get_recipe as get_recipe
     from ottava.recipes.hookspecs import hookimpl as hookimpl
     from ottava.recipes.region import autocast as autocast
     from ottava.recipes.registry import get_quantizer_factory as get_quantizer_factory
-    from ottava.recipes.registry import get_recipe as get_recipe
     from ottava.recipes.registry import list_quantizer_factories as list_quantizer_factories
     from ottava.recipes.registry import list_recipes as list_recipes
     from ottava.recipes.role import QuantizerRole as QuantizerRole

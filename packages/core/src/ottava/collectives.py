@@ -1,5 +1,4 @@
-"""The two collectives that anyone may call: all-reduce(MAX) for scales, and all-gather for values; and ranks that fail
-together."""
+"""All-reduce(MAX) for scales and all-gather for values, which anyone may call; and ranks that fail together."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from ottava.torch_private import resolve_process_group
 
 _T = TypeVar("_T")
 
-# Hold the last tensors of collectives as their ``grad``. gloo's thread lets go of a tensor a moment after the
-# collective has returned; if Python's is the only reference left then, the thread needs the interpreter, and a process
-# that ends in this moment aborts. A reference held in C++ spares it that.
+# Hold the last tensors of collectives as their ``grad``, a reference in C++: gloo's thread lets go of a tensor a moment
+# after the collective has returned. With the last reference it would need the interpreter, and a process that ends in
+# this moment would abort.
 _keepers: deque[torch.Tensor] = deque(maxlen=16)
 
 
@@ -27,32 +26,18 @@ def process_groups_ready() -> bool:
 
 
 def check_group(group: Any) -> None:
-    """Refuse what is not a process group, the name of one, or None.
-
-    Raises:
-        OptionError: it is something else, a group that this process is not in included.
-    """
+    """Refuse with an OptionError what is no process group that this process is in, no name of one, and not None."""
     if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
-        raise OptionError(
-            f"amax_reduction_group is {group!r}",
-            expected="a process group that this process is in, or None",
-            remedy="pass what torch.distributed.new_group() returned on a member",
-        )
+        what = f"amax_reduction_group is {group!r}"
+        remedy = "pass what torch.distributed.new_group() returned on a member"
+        raise OptionError(what, expected="a process group that this process is in, or None", remedy=remedy)
 
 
 def find_group(group: Any) -> Any:
-    """The process group itself, of a group or the name of one; None stays None.
-
-    Raises:
-        UsageError: no process group is initialized, or none has the name.
-    """
-    if group is None:
-        return None
-    if not process_groups_ready():
-        raise UsageError(
-            f"the group {group!r} was given but no process group is initialized",
-            expected="torch.distributed.init_process_group() before, or no group",
-        )
+    """The process group itself, of a group or the name of one; None stays None. A UsageError where there is none."""
+    if group is not None and not process_groups_ready():
+        what = f"the group {group!r} was given but no process group is initialized"
+        raise UsageError(what, expected="torch.distributed.init_process_group() before, or no group")
     if not isinstance(group, str):
         return group
     try:
@@ -96,24 +81,21 @@ def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
         return values.unsqueeze(0)
     sent = values.contiguous().view(-1)
     gathered = sent.new_empty(ranks * sent.numel())
-    _keep(sent)
-    _keep(gathered)
+    _keep(sent, gathered)
     dist.all_gather_into_tensor(gathered, sent, group=group)
     return gathered.view(ranks, *values.shape)
 
 
 def _ready(group: Any) -> Any:
     if not process_groups_ready():
-        raise UsageError(
-            "a reduction over processes was asked for but no process group is initialized",
-            expected="torch.distributed.init_process_group() before training",
-            remedy="initialize it, or set with_amax_reduction=False",
-        )
+        what = "a reduction over processes was asked for but no process group is initialized"
+        expected = "torch.distributed.init_process_group() before training"
+        raise UsageError(what, expected=expected, remedy="initialize it, or set with_amax_reduction=False")
     return find_group(group)
 
 
-def _keep(tensor: torch.Tensor) -> None:
-    if not torch.compiler.is_compiling():
+def _keep(*tensors: torch.Tensor) -> None:
+    for tensor in tensors if not torch.compiler.is_compiling() else ():
         keeper = torch.empty_like(tensor)
         keeper.grad = tensor
         _keepers.append(keeper)

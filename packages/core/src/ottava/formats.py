@@ -21,42 +21,35 @@ class FloatFormat:
     Attributes:
         name: the field's name for it, for example ``"E4M3"``.
         torch_dtype: the torch dtype with the same bytes.
-        exponent_bits: width of the exponent field.
         mantissa_bits: width of the explicit mantissa field.
         bias: exponent bias.
         max: largest finite value.
         min_normal: smallest positive normal value.
         min_subnormal: smallest positive value.
-        has_inf: whether the format encodes infinities (a cast never produces them: it saturates).
-        nan_code: the byte that a cast writes for NaN.
+        nan_code: the byte that a cast writes for NaN. Infinities, which E5M2 has, it never writes: it saturates.
         code: the number by which compiled kernels know the format.
     """
 
     name: str
     torch_dtype: torch.dtype
-    exponent_bits: int
     mantissa_bits: int
     bias: int
     max: float
     min_normal: float
     min_subnormal: float
-    has_inf: bool
     nan_code: int
     code: int
 
 
-E4M3 = FloatFormat("E4M3", torch.float8_e4m3fn, 4, 3, 7, 448.0, 2.0**-6, 2.0**-9, False, 0x7F, 0)
-E5M2 = FloatFormat("E5M2", torch.float8_e5m2, 5, 2, 15, 57344.0, 2.0**-14, 2.0**-16, True, 0x7F, 1)
-E8M0 = FloatFormat("E8M0", torch.float8_e8m0fnu, 8, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, False, 0xFF, 2)
+E4M3 = FloatFormat("E4M3", torch.float8_e4m3fn, 3, 7, 448.0, 2.0**-6, 2.0**-9, 0x7F, 0)
+E5M2 = FloatFormat("E5M2", torch.float8_e5m2, 2, 15, 57344.0, 2.0**-14, 2.0**-16, 0x7F, 1)
+E8M0 = FloatFormat("E8M0", torch.float8_e8m0fnu, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, 0xFF, 2)
 
 
 @dataclass(frozen=True)
 class IntegerFormat:
-    """One integer format, symmetric: numbers lie within ``-max`` and ``max``, and the one below is NaN.
-
-    Attributes:
-        name, torch_dtype, max, nan_code, code: as of :class:`FloatFormat`.
-    """
+    """One integer format, symmetric: numbers lie within ``-max`` and ``max``, the one below is NaN; else as
+    :class:`FloatFormat`."""
 
     name: str
     torch_dtype: torch.dtype
@@ -70,13 +63,11 @@ INT8 = IntegerFormat("INT8", torch.int8, 127.0, 0x80, 3)
 #: Elements that share a scale in the MX formats.
 MX_BLOCK = 32
 
-_BY_DTYPE: dict[torch.dtype, FloatFormat] = {f.torch_dtype: f for f in (E4M3, E5M2)}
+_FP8 = {f.torch_dtype: f for f in (E4M3, E5M2)}
+#: The formats of elements by their dtypes.
+ELEMENTS: dict[torch.dtype, FloatFormat | IntegerFormat] = {**_FP8, INT8.torch_dtype: INT8}
 #: The dtypes of FP8 elements.
-FP8 = frozenset(_BY_DTYPE)
-
-
-# Inside the enum's body its own members would shadow the formats.
-_FORWARD_BACKWARD = {"E4M3": (E4M3, E4M3), "E5M2": (E5M2, E5M2), "HYBRID": (E4M3, E5M2)}
+FP8 = frozenset(_FP8)
 
 
 class Format(Enum):
@@ -89,12 +80,12 @@ class Format(Enum):
     @property
     def forward(self) -> FloatFormat:
         """Format of inputs and weights."""
-        return _FORWARD_BACKWARD[self.name][0]
+        return E5M2 if self is Format.E5M2 else E4M3
 
     @property
     def backward(self) -> FloatFormat:
         """Format of ``grad_output``."""
-        return _FORWARD_BACKWARD[self.name][1]
+        return E4M3 if self is Format.E4M3 else E5M2
 
 
 HYBRID = Format.HYBRID
@@ -106,13 +97,10 @@ def fp8_format(dtype: torch.dtype) -> FloatFormat:
     Raises:
         DTypeError: ``dtype`` is not ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
     """
-    found = _BY_DTYPE.get(dtype) if isinstance(dtype, torch.dtype) else None
+    found = _FP8.get(dtype) if isinstance(dtype, torch.dtype) else None
     if found is None:
-        raise DTypeError(
-            f"{dtype!r} is not an FP8 element format",
-            expected="torch.float8_e4m3fn or torch.float8_e5m2",
-            remedy="pass one of these as fp8_dtype",
-        )
+        what, expected = f"{dtype!r} is not an FP8 element format", "torch.float8_e4m3fn or torch.float8_e5m2"
+        raise DTypeError(what, expected=expected, remedy="pass one of these as fp8_dtype")
     return found
 
 
@@ -122,10 +110,8 @@ def element_format(dtype: torch.dtype) -> FloatFormat | IntegerFormat:
     Raises:
         DTypeError: ``dtype`` is none of ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` and ``torch.int8``.
     """
-    if dtype == INT8.torch_dtype:
-        return INT8
-    try:
-        return fp8_format(dtype)
-    except DTypeError:
+    found = ELEMENTS.get(dtype) if isinstance(dtype, torch.dtype) else None
+    if found is None:
         what = f"{dtype!r} is not a format of elements"
-        raise DTypeError(what, expected="torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8") from None
+        raise DTypeError(what, expected="torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8")
+    return found

@@ -21,7 +21,6 @@ from ottava.formats import E8M0, element_format
 Size = tuple[int, int]
 #: Rows and columns of a block; None for all.
 Block = tuple[int | None, int | None]
-_COLUMNWISE = ("own", "transposed", "same")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _ROUNDINGS = {torch.float32: ("nearest", "floor"), E8M0.torch_dtype: ("up", "floor")}
 # How a layout is written: the fields in their order, with these between them.
@@ -41,7 +40,7 @@ class Layout:
         scale: the format of stored scales: ``torch.float32`` (``scale_inv`` itself) or ``torch.float8_e8m0fnu``.
         rounding: of a float32 scale ``"nearest"``, or ``"floor"`` to a power of two; of an E8M0 scale ``"up"``, by
             which no element is clamped, or ``"floor"``.
-        epsilon: an amax below it counts as it; for float32 scales.
+        epsilon: an amax below it counts as it; for float32 scales alone.
         columnwise: how columnwise data are held: ``"own"``, of the tensor's shape; ``"transposed"``, ``[K, *leading]``;
             or ``"same"``, where one buffer serves both usages.
         shared: rows and columns whose blocks have one scale in common, if that is more than a block: whole blocks,
@@ -75,29 +74,32 @@ class Layout:
             right = len(sizes) == 2 and all(s is None or (type(s) is int and s > 0) for s in sizes)
             if not right and not (name == "shared" and value is None):
                 raise OptionError(f"{name} is {value!r}", expected="(rows, columns), each a size > 0 or None for all")
-        allowed = {"rounding": _ROUNDINGS[self.scale], "columnwise": _COLUMNWISE, "finite_as": ("float32", "input")}
+        columnwise = ("own", "transposed", "same")
+        allowed = {"rounding": _ROUNDINGS[self.scale], "columnwise": columnwise, "finite_as": ("float32", "input")}
         for name, words in allowed.items():
             if getattr(self, name) not in words:
                 raise OptionError(f"{name} is {getattr(self, name)!r}", expected=f"one of {', '.join(words)}")
         if type(self.epsilon) not in (int, float) or not 0.0 <= self.epsilon <= _FLOAT32_MAX:
             raise OptionError(f"epsilon is {self.epsilon!r}", expected="a number >= 0 that float32 holds")
+        if self.scale is not torch.float32 and (self.epsilon or self.finite_as != "float32"):
+            what = f"an E8M0 scale with epsilon {self.epsilon!r} and finite_as {self.finite_as!r}"
+            raise OptionError(what, expected="0 and 'float32'", remedy="these two are of scale=torch.float32 alone")
         # Equal layouts have one text: abs takes the sign of -0.0. Frozen, so that this is the way to set a field.
         object.__setattr__(self, "epsilon", abs(float(self.epsilon)))
-        if self.shared is not None and not self._fits(self.shared):
+        sides = [] if self.shared is None else [*zip(self.shared, self.block, strict=True)]
+        if len({side for side, _ in sides}) > 1 or not all(side and size and side % size == 0 for side, size in sides):
             raise OptionError(f"blocks of {self.block} share a scale over {self.shared}", expected="squares of blocks")
         if self.columnwise == "same" and self.block[0] != self.block[1]:
             raise OptionError(f"blocks of {self.block} with columnwise='same'", expected="squares, or one for all")
-        text = _BETWEEN.join(_written(getattr(self, f.name)) for f in fields(self) if f.init)
-        object.__setattr__(self, "text", text)
-        _KNOWN.setdefault(text, self)
+        object.__setattr__(self, "text", _BETWEEN.join(map(_written, self._values())))
+        _KNOWN.setdefault(self.text, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By the constructor, so that what is unpickled is checked.
-        return Layout, tuple(getattr(self, f.name) for f in fields(self) if f.init)
+        return Layout, self._values()
 
-    def _fits(self, shared: Block) -> bool:
-        sides = zip(shared, self.block, strict=True)
-        return shared[0] == shared[1] and all(side and size and side % size == 0 for side, size in sides)
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
     # -- what follows from the fields --
 
@@ -156,7 +158,7 @@ class Layout:
         """
         # A plain dict, which compiled code can look into.
         found = _KNOWN.get(text) if isinstance(text, str) else None
-        return _parsed(text) if found is None else found
+        return _parsed(str(text)) if found is None else found
 
 
 _KNOWN: dict[str, Layout] = {}
@@ -185,22 +187,12 @@ def _sizes(text: str) -> Any:
 
 
 # What reads each field, by its place.
-_READERS: tuple[Callable[[str], Any], ...] = (
-    torch.__dict__.get,
-    _sizes,
-    torch.__dict__.get,
-    str,
-    float,
-    str,
-    _sizes,
-    str,
-)
+_dtype = vars(torch).get
+_READERS: tuple[Callable[[str], Any], ...] = (_dtype, _sizes, _dtype, str, float, str, _sizes, str)
 
 
 def _parsed(text: str) -> Layout:
-    parts: list[str] = text.split(_BETWEEN) if isinstance(text, str) else []
     try:
-        made = Layout(*[reader(part) for reader, part in zip(_READERS, parts, strict=True)])
+        return Layout(*[reader(part) for reader, part in zip(_READERS, text.split(_BETWEEN), strict=True)])
     except ValueError as error:
         raise OptionError(f"{text!r:.80} is no layout", expected="what Layout.text gives") from error
-    return made

@@ -1,24 +1,19 @@
 """What is private in torch, asked for here and nowhere else in the packages, and what serves where it is gone.
 
 A name with an underscore may go in any version of torch. Each is looked up once, when this module is imported; where it
-is not found, what :class:`Fallbacks` has of the same name is bound in its place. :data:`PRIVATE` says what that is.
+is not found, what :class:`Fallbacks` has of the same name is bound in its place. :data:`PRIVATE` says what that is;
+where that is nothing, what needs the name is refused with a BackendError.
 
-Four have no public equivalent, and what needs them is refused with a BackendError where torch lacks them:
-``make_wrapper_subclass``, because nothing else makes a tensor without memory of its own; ``resolve_process_group``,
-because nothing else finds a group by its name; ``schema_of``, because nothing else says what an operator writes; and
-``set_local_tensor``, because nothing else replaces what a DTensor holds.
-
-One more has none, and is answered for, with a warning: without ``graph_task_id`` no code counts as inside of a
+One has no equivalent and is answered for, with a warning: without ``graph_task_id`` no code counts as inside of a
 backward pass. What is recomputed there, by activation checkpointing, counts as another forward pass: it runs under the
 region that surrounds ``backward()``, or else under the bound recipe, and where no region is open it begins a step of
 its own, so that delayed scaling recomputes with other scales than it computed with. A region that stays open around
 ``backward()`` serves both. FSDP2 gathers what rows and columns need at once, where it would take turns.
 
-Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2` (without them weights are gathered more often,
-with the same values); ``_ddp_params_and_buffers_to_ignore``, which ``ottava.convert`` sets for DistributedDataParallel
-to read (a version that does not copies the first rank's scaling state over that of the others); and what ``Module`` has
-for classes that derive from it (``_apply``, ``_parameters``, ``_modules``, ``_buffers``, ``_forward_pre_hooks``,
-``_load_from_state_dict``, ``_save_to_state_dict``).
+Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2`; ``_ddp_params_and_buffers_to_ignore``, which
+``ottava.convert`` sets for DistributedDataParallel to read (a version that does not copies the first rank's scaling
+state over that of the others); and what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``,
+``_modules``, ``_buffers``, ``_forward_pre_hooks``, ``_load_from_state_dict``, ``_save_to_state_dict``).
 """
 
 from __future__ import annotations
@@ -44,19 +39,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Fallbacks:
     """What serves instead of the private names, made of what torch documents."""
 
-    @staticmethod
-    def graph_task_id() -> int:
-        """No code is known to run inside of a backward pass."""
-        return -1
-
-    # Somebody looks on, always.
+    # No code is known to run inside of a backward pass; somebody looks on, always, at tensors with all keys.
+    graph_task_id = staticmethod(lambda: -1)
     dispatch_modes = function_modes = transforms = tracing = profiling = staticmethod(lambda: True)
-    strange_keys = None
-
-    @staticmethod
-    def dispatch_keys(tensor: torch.Tensor) -> Any:
-        """All of them."""
-        return SimpleNamespace(raw_repr=lambda: -1)
+    strange_keys, forward_ad = None, SimpleNamespace(_current_level=0)
+    dispatch_keys = staticmethod(lambda tensor: SimpleNamespace(raw_repr=lambda: -1))
+    raw_stream = staticmethod(lambda device: int(torch.cuda.current_stream(device).cuda_stream))
+    unsafe_view = staticmethod(lambda tensor, size: tensor.reshape(tuple(size)).clone())
 
     @staticmethod
     def any_autocast_enabled() -> bool:
@@ -64,20 +53,11 @@ class Fallbacks:
         return any(torch.amp.is_autocast_available(k) and torch.is_autocast_enabled(k) for k in kinds)
 
     @staticmethod
-    def scaled_mm(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scale_a: torch.Tensor,
-        scale_b: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        scale_result: None = None,
-        out_dtype: torch.dtype | None = None,
-        use_fast_accum: bool = False,
-    ) -> Any:
+    def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, _: None, out_dtype: Any, fast: bool) -> Any:
         functional: Any = torch.nn.functional
         kinds = functional.ScalingType
         kind = kinds.TensorWise if scale_a.numel() == scale_b.numel() == 1 else kinds.RowWise
-        options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": fast}
         return functional.scaled_mm(a, b, scale_a, kind, scale_b, kind, **options)
 
     @staticmethod
@@ -94,14 +74,6 @@ class Fallbacks:
     def mkldnn_bf16_supported() -> bool:
         there = torch.backends.mkldnn.is_available()
         return bool(there and torch.backends.cpu.get_cpu_capability().startswith("AVX512"))
-
-    @staticmethod
-    def raw_stream(device: int) -> int:
-        return int(torch.cuda.current_stream(device).cuda_stream)
-
-    @staticmethod
-    def unsafe_view(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-        return tensor.reshape(tuple(size)).clone()
 
     @staticmethod
     def to_copy(tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -127,11 +99,9 @@ class Fallbacks:
 
 
 def _refuse(path: str) -> NoReturn:
-    raise BackendError(
-        f"torch {torch.__version__} has no torch.{path}, for which torch documents nothing else",
-        expected="a version of torch that `ottava` was tested with (docs/building.md lists them)",
-        remedy="install such a version, or a later ottava",
-    )
+    what = f"torch {torch.__version__} has no torch.{path}, for which torch documents nothing else"
+    expected = "a version of torch that `ottava` was tested with (docs/building.md lists them)"
+    raise BackendError(what, expected=expected, remedy="install such a version, or a later ottava")
 
 
 def _ask(name: str, path: str, without: str) -> Any:
@@ -155,8 +125,8 @@ graph_task_id: Callable[[], int] = _ask(
 #: Whether :data:`graph_task_id` can tell.
 KNOWS_BACKWARD = graph_task_id is not Fallbacks.graph_task_id
 if not KNOWS_BACKWARD:
-    _lacking, _instead = PRIVATE["graph_task_id"]
-    warnings.warn(f"torch {torch.__version__} has no torch.{_lacking}: {_instead}", RuntimeWarning, stacklevel=2)
+    _lacking = "torch {} has no torch.{}: {}".format(torch.__version__, *PRIVATE["graph_task_id"])
+    warnings.warn(_lacking, RuntimeWarning, stacklevel=2)
 
 _SLOWER = "every kernel goes through its operator: slower"
 dispatch_modes: Callable[[], int] = _ask("dispatch_modes", "_C._len_torch_dispatch_stack", _SLOWER)
@@ -168,11 +138,8 @@ profiling: Callable[[], bool] = _ask("profiling", "_C._autograd._profiler_enable
 dispatch_keys: Callable[[torch.Tensor], Any] = _ask("dispatch_keys", "_C._dispatch_keys", _SLOWER)
 _key_sets = _ask("strange_keys", "_C.DispatchKeySet", _SLOWER)
 #: The module whose ``_current_level`` is -1 outside of forward-mode derivatives, and changes.
-forward_ad: Any = torch.autograd.forward_ad
-PRIVATE["forward_ad"] = ("autograd.forward_ad._current_level", "layers are autograd functions: slower")
-if getattr(forward_ad, "_current_level", None) is None:
-    MISSING["autograd.forward_ad._current_level"] = PRIVATE["forward_ad"][1]
-    forward_ad = SimpleNamespace(_current_level=0)
+_ask("forward_ad", "autograd.forward_ad._current_level", "layers are autograd functions: slower")
+forward_ad: Any = Fallbacks.forward_ad if PRIVATE["forward_ad"][0] in MISSING else torch.autograd.forward_ad
 
 any_autocast_enabled: Callable[[], bool] = _ask(
     "any_autocast_enabled", "_C._is_any_autocast_enabled", "torch.is_autocast_enabled, of each device"
@@ -188,19 +155,15 @@ mkldnn_bf16_supported: Callable[[], bool] = _ask(
 raw_stream: Callable[[int], int] = _ask("raw_stream", "_C._cuda_getCurrentRawStream", "torch.cuda: slower")
 #: A reshaped tensor that is no view for autograd.
 unsafe_view: Callable[..., torch.Tensor] = _ask("unsafe_view", "ops.aten._unsafe_view", "a reshaped copy: slower")
-#: A copy of another dtype, or on another device.
 to_copy: Callable[..., torch.Tensor] = _ask("to_copy", "ops.aten._to_copy", "Tensor.to")
 #: A tensor of a subclass, without memory of its own.
 make_wrapper_subclass: Callable[..., Any] = _ask(
-    "make_wrapper_subclass",
-    "Tensor._make_wrapper_subclass",
-    "nothing: quantized parameters are refused with an error, and layers with high-precision ones work",
+    "make_wrapper_subclass", "Tensor._make_wrapper_subclass", "nothing: quantized parameters are refused, no others"
 )
 #: ``__torch_function__`` of classes that answer below autograd only.
 disabled_torch_function: Any = _ask(
     "disabled_torch_function", "_C._disabled_torch_function_impl", "torch.DisableTorchFunctionSubclass: slower"
 )
-#: A function over the leaves of lists, tuples and dictionaries.
 tree_map: Callable[..., Any] = _ask("tree_map", "utils._pytree.tree_map", "a function of its own")
 #: The process group of a name, which keeps no group alive.
 resolve_process_group: Callable[[str], Any] = _ask(
@@ -219,10 +182,11 @@ PRIVATE |= {
     "version_of": ("Tensor._version", "what is derived from tensors is made anew for each use: slower"),
     "is_view": ("Tensor._is_view", "every output of a layer is taken for a view: slower"),
     "local_tensor": (_LOCAL, "DTensor.to_local"),
-    "set_local_tensor": (
-        _LOCAL,
-        "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused with an error",
+    "may_refuse_to_load": (
+        "nn.Module._load_state_dict_pre_hooks and _load_state_dict_post_hooks",
+        "every module counts as one with hooks: load_model keeps a copy of the model until it has succeeded",
     ),
+    "set_local_tensor": (_LOCAL, "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused"),
 }
 _numbers = itertools.count()
 
@@ -236,28 +200,20 @@ def strange_keys(plain: Sequence[str]) -> int:
 
 
 def constant_to_compiler(function: _Function) -> _Function:
-    """Have compiled code call ``function`` once, while it is traced.
-
-    This sets what ``torch.compiler.assume_constant_result`` sets, which imports the compiler, and that takes seconds.
-    """
+    """Have compiled code call ``function`` once, while it is traced, as ``torch.compiler.assume_constant_result`` does,
+    which imports the compiler, and that takes seconds."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def aten_overloads(*names: str) -> list[Any]:
     """The default overloads of private aten operators, those that there are: nobody calls the others."""
-    found = [getattr(torch.ops.aten, name, None) for name in names]
-    return [operator.default for operator in found if operator is not None]
+    return [found.default for name in names if (found := getattr(torch.ops.aten, name, None)) is not None]
 
 
 def schema_of(operator: Any) -> Any:
-    """What an operator takes and writes.
-
-    Raises:
-        BackendError: this torch does not say.
-    """
-    schema = getattr(operator, "_schema", None)
-    return _refuse("_ops.OpOverload._schema") if schema is None else schema
+    """What an operator takes and writes; a BackendError where this torch does not say."""
+    return getattr(operator, "_schema", None) or _refuse("_ops.OpOverload._schema")
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -270,12 +226,6 @@ def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a view for autograd."""
     ask = getattr(tensor, "_is_view", None)
     return ask is None or ask()
-
-
-PRIVATE["may_refuse_to_load"] = (
-    "nn.Module._load_state_dict_pre_hooks and _load_state_dict_post_hooks",
-    "every module counts as one with hooks: load_model keeps a copy of the model until it has succeeded",
-)
 
 
 def may_refuse_to_load(module: torch.nn.Module) -> bool:
@@ -294,20 +244,14 @@ def is_distributed(tensor: Any) -> bool:
 def local_tensor(tensor: Any) -> Any:
     """What a DTensor holds on this rank, by ``to_local`` where it does not show it; other tensors themselves."""
     found = getattr(tensor, "_local_tensor", None)
-    if found is not None:
-        return found
-    if not is_distributed(tensor):
-        return tensor
+    if found is not None or not is_distributed(tensor):
+        return tensor if found is None else found
     with torch.no_grad():
         return tensor.to_local()
 
 
 def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:
-    """Put another tensor in the place of what a DTensor holds on this rank.
-
-    Raises:
-        BackendError: this torch has no place for it.
-    """
+    """Put another tensor in the place of what a DTensor holds here; a BackendError where torch has no such place."""
     if not hasattr(tensor, "_local_tensor"):
         _refuse(_LOCAL)
     tensor._local_tensor = local

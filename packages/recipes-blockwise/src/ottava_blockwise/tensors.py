@@ -98,8 +98,9 @@ class Float8BlockwiseQTensor(GridTensor, Float8BlockwiseQTensorStorage):
     Args:
         shape: shape of the tensor; from the data by default.
         dtype: nominal dtype.
-        rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype, block_scaling_dim,
-            pow_2_scales, values_from_columns, quantizer: see :class:`Float8BlockwiseQTensorStorage`.
+        rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv: see
+            :class:`Float8BlockwiseQTensorStorage`.
+        fp8_dtype, block_scaling_dim, pow_2_scales, values_from_columns, quantizer: see there.
 
     Raises:
         DTypeError, ShapeError, DeviceError, OptionError: the arguments do not fit together.

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from ottava import kernels
 from ottava.collectives import check_group
-from ottava.distributed import PerTensorShards, ShardJob, ShardRule, reduce_amax, scales_by_format
+from ottava.distributed import GridShards, ShardRule, reduce_amax
 from ottava.errors import OptionError
 from ottava.kernels import check_epsilon, for_layers
+from ottava.layout import Layout
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
-
-
-def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As for whole tensors; a batch has one set of options, which the rule compares."""
-    first: Any = jobs[0].quantizer
-    return scales_by_format(jobs, amaxes, first.amax_epsilon, first.force_pow_2_scales)
 
 
 class Float8CurrentScalingQuantizer(Float8QuantizerBase):
@@ -40,7 +34,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
     """
 
     process_attributes: ClassVar[tuple[str, ...]] = ("with_amax_reduction", "amax_reduction_group", "device")
-    shards: ClassVar[ShardRule] = PerTensorShards(_scales, options=("force_pow_2_scales", "amax_epsilon"))
+    shards: ClassVar[ShardRule] = GridShards(options=("force_pow_2_scales", "amax_epsilon"))
 
     def __init__(
         self,
@@ -69,6 +63,11 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         self.force_pow_2_scales = force_pow_2_scales
         self.amax_epsilon = float(amax_epsilon)
 
+    @property
+    def layout(self) -> Layout:
+        rounding = "floor" if self.force_pow_2_scales else "nearest"
+        return Layout(self.fp8_dtype, (None, None), rounding=rounding, epsilon=self.amax_epsilon, columnwise="same")
+
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be pickled.
         return self.__dict__ | {"amax_reduction_group": None}
@@ -82,15 +81,13 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         return copied
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        with_data, with_transpose = self.needs(tensor.device)
-        if with_transpose and tensor.dim() == 0:
-            with_data, with_transpose = True, False
+        with_data, with_transpose = self.needs(tensor.device, tensor.dim())
         if self.with_amax_reduction:
             return self._quantize_reduced(tensor, dtype, with_data, with_transpose)
         data, transpose, scale_inv = for_layers.quantize(
             tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, with_data, with_transpose
         )
-        return self.wrap_made(data, transpose, scale_inv, dtype)
+        return self.wrap(data, transpose, scale_inv, dtype, checked=True)
 
     def _quantize_reduced(
         self, tensor: torch.Tensor, dtype: torch.dtype, with_data: bool, with_transpose: bool

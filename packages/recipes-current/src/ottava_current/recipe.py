@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from ottava.errors import OptionError
 from ottava.formats import E4M3, E5M2, Format
-from ottava.kernels import check_epsilon
 from ottava.recipes.base import Recipe
 from ottava.recipes.role import QuantizerRole
 from ottava_current.quantizer import Float8CurrentScalingQuantizer
@@ -43,17 +42,15 @@ class Float8CurrentScaling(Recipe):
                 f"fp8_format is {self.fp8_format!r}",
                 expected=f"one of {', '.join(f'Format.{f.name}' for f in Format)}",
             )
-        for field in ("force_pow_2_scales", "with_amax_reduction"):
-            if not isinstance(getattr(self, field), bool):
-                raise OptionError(f"{field} is {getattr(self, field)!r}", expected="True or False")
-        check_epsilon(self.amax_epsilon)
+        # The quantizer refuses other wrong values.
+        self.make_quantizer(QuantizerRole())
 
     def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Float8CurrentScalingQuantizer:
         """E4M3 or E5M2 by the direction of the tensor; weights are equal on all ranks and need no reduction."""
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
         return Float8CurrentScalingQuantizer(
             element.torch_dtype,
-            with_amax_reduction=self.with_amax_reduction and role.tensor_type != "weight",
+            with_amax_reduction=self.with_amax_reduction if role.tensor_type != "weight" else False,
             amax_reduction_group=amax_reduction_group,
             force_pow_2_scales=self.force_pow_2_scales,
             amax_epsilon=self.amax_epsilon,

@@ -14,7 +14,8 @@ from ottava import get_quantizer_factory, get_recipe, list_quantizer_factories
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
 from ottava.tensors import Quantizer
-from ottava_custom.hybrid import HybridQuantizer
+from ottava_custom.hybrid import HybridQuantizer, side_of
+from ottava_custom.hybrid_tensors import SIDES
 from ottava_custom.identity import IdentityQuantizer
 from ottava_custom.reference.quantizer import CurrentScalingQuantizerRef
 
@@ -154,13 +155,14 @@ class ByDirection:
         role = QuantizerRole.of(role)
         if role.is_gradient:
             return self.backward(role)
-        return HybridQuantizer(_answered(self.forward, role), _answered(self.backward, role))
+        sides = zip((self.forward, self.backward), SIDES, strict=True)
+        return HybridQuantizer(*(_answered(factory, role, side) for factory, side in sides))
 
 
-def _answered(factory: Factory, role: QuantizerRole) -> Quantizer:
+def _answered(factory: Factory, role: QuantizerRole, side: str) -> Quantizer:
     given = factory(role)
     if isinstance(given, QuantizerRequest):
-        given = given.recipe.quantizer(role)
+        given = side_of(given.recipe, role, side)
     if given is None:
         raise OptionError(f"the factory gives no quantizer for {role}", expected="an ottava.Quantizer")
     return given

@@ -9,8 +9,16 @@ import torch
 
 from ottava.distributed import ShardRule, rule_of
 from ottava.errors import DTypeError, OptionError
+from ottava.recipes import QuantizerRole, Recipe
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.hybrid_tensors import SIDES, hybrid_class
+from ottava_custom.identity import IdentityQuantizer
+
+
+def side_of(recipe: Recipe, role: QuantizerRole, side: str) -> Quantizer:
+    """What a recipe gives one side of a hybrid: nothing is quantized where its wgrad is in high precision."""
+    kept = recipe.wgrad_high_precision and side == "columnwise" and role.tensor_type != "weight"
+    return IdentityQuantizer() if kept else recipe.quantizer(role)
 
 
 class _BothSides(ShardRule):
@@ -53,16 +61,12 @@ class HybridQuantizer(Quantizer):
         sides = []
         for side, quantizer in zip(SIDES, (rowwise_quantizer, columnwise_quantizer), strict=True):
             if not isinstance(quantizer, Quantizer) or isinstance(quantizer, HybridQuantizer):
-                raise DTypeError(
-                    f"{side}_quantizer is a {type(quantizer).__name__}",
-                    expected="an ottava.Quantizer that is no hybrid itself",
-                )
+                what = f"{side}_quantizer is a {type(quantizer).__name__}"
+                raise DTypeError(what, expected="an ottava.Quantizer that is no hybrid itself")
             if quantizer.stateful:
-                raise OptionError(
-                    f"{side}_quantizer is a {type(quantizer).__name__}, which holds state",
-                    expected="a quantizer without state",
-                    remedy="use it for a whole role: return an ottava.QuantizerRequest from the factory",
-                )
+                what = f"{side}_quantizer is a {type(quantizer).__name__}, which holds state"
+                remedy = "use it for a whole role: return an ottava.QuantizerRequest from the factory"
+                raise OptionError(what, expected="a quantizer without state", remedy=remedy)
             copied = quantizer.copy()
             copied.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
             copied.internal = True
@@ -104,11 +108,9 @@ class HybridQuantizer(Quantizer):
             tensor = tensor.clone()
         rows = self.rowwise_quantizer.quantize_impl(tensor, dtype) if self.rowwise_usage else None
         columns = self.columnwise_quantizer.quantize_impl(tensor, dtype) if self.columnwise_usage else None
-        if columns is not None and not self.internal and not _has_elements(columns):
-            # A weight whose bytes are written or gathered by rows; a transpose alone is made of such.
-            columns = self.columnwise_quantizer.with_usage(True, True).quantize_impl(tensor, dtype)
+        if columns is not None and not self.internal:
+            held = [inner for inner in columns.inner_tensors if getattr(columns, inner.attribute) is not None]
+            if not any(inner.gather for inner in held):
+                # A weight whose bytes are written or gathered by rows; a transpose alone is made of such.
+                columns = self.columnwise_quantizer.with_usage(True, True).quantize_impl(tensor, dtype)
         return cls.around([rows, columns], tuple(tensor.shape), dtype, self)
-
-
-def _has_elements(storage: QuantizedTensorStorage) -> bool:
-    return any(inner.gather and getattr(storage, inner.attribute) is not None for inner in storage.inner_tensors)

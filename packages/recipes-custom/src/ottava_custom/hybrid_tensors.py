@@ -7,8 +7,6 @@ of storage classes, made when the pair is first met, and an attribute of this mo
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from ottava.errors import UsageError
-from ottava.recipes import list_recipes
+from ottava.recipes.registry import import_offered
 from ottava.tensors import (
     GridTensorStorage,
     InnerTensor,
@@ -104,11 +102,8 @@ class HybridTensorStorage(QuantizedTensorStorage):
         side, kind = SIDES[number], self.kinds[number]
         tensors = [getattr(self, _attribute(side, inner.attribute)) for inner in kind.inner_tensors]
         if not self.get_usages()[side]:
-            raise UsageError(
-                f"{type(self).__name__} has no {side} data",
-                expected=f"a tensor quantized with {side}=True",
-                remedy=f"call quantizer.set_usage({side}=True) before quantizing",
-            )
+            what, expected = f"{type(self).__name__} has no {side} data", f"a tensor quantized with {side}=True"
+            raise UsageError(what, expected=expected, remedy=f"call quantizer.set_usage({side}=True) before quantizing")
         static = tuple(
             self.dtype if field.attribute == "_dtype" else getattr(self, _attribute(side, field.attribute))
             for field in kind.static_fields
@@ -215,12 +210,9 @@ def __getattr__(name: str) -> Any:
     kind, _, rest = name.partition("[")
     references = rest.removesuffix("]").replace("/", ".").split(",")
     if kind in ("HybridTensor", "HybridTensorStorage") and len(references) == 2:
-        offering = {"ottava", *(spec.factory.partition(":")[0].partition(".")[0] for spec in list_recipes())}
-        for module in (reference.partition(":")[0] for reference in references if reference not in storage_classes()):
-            # One that cannot be imported is missing, and the class with it.
-            with contextlib.suppress(Exception, SystemExit):
-                if module.partition(".")[0] in offering:
-                    importlib.import_module(module)
+        for reference in references:
+            if reference not in storage_classes():
+                import_offered(reference.partition(":")[0])
         known = storage_classes()
         if set(references) <= set(known):
             return hybrid_class(known[references[0]], known[references[1]], tensor=kind == "HybridTensor")

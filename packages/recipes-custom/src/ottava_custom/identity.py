@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import torch
 
 from ottava.distributed import ShardRule
+from ottava.gemm import as_matrix
 from ottava.tensors import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer, check_values_dtype
-from ottava_custom.shared_elements import SharedElements, as_matrix
+from ottava_custom.shared_elements import SharedElements
 
 
 class IdentityTensorStorage(SharedElements):

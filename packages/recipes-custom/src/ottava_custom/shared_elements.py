@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -47,8 +46,3 @@ class SharedElements(QuantizedTensorStorage):
     def size(self, dim: int | None = None) -> Any:
         shape = self._held().shape
         return shape if dim is None else shape[dim]
-
-
-def as_matrix(values: torch.Tensor) -> torch.Tensor:
-    """``[*leading, K]`` as ``[rows, K]``."""
-    return values if values.dim() == 2 else values.reshape(math.prod(values.shape[:-1]), values.shape[-1])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ottava import kernels
-from ottava.distributed import PerTensorShards, ShardJob, ShardRule, reduce_amax, scales_by_format
+from ottava.distributed import GridShards, ShardJob, ShardRule, reduce_amax, scales_by_format
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import for_layers
@@ -62,7 +62,7 @@ class Float8Quantizer(Float8QuantizerBase):
 
     stateful: ClassVar[bool] = True
     process_attributes: ClassVar[tuple[str, ...]] = ("shard_group", "gathers", "unset")
-    shards: ClassVar[ShardRule] = PerTensorShards(_scales)
+    shards: ClassVar[ShardRule] = GridShards(_scales)
 
     def __init__(
         self,
@@ -120,9 +120,7 @@ class Float8Quantizer(Float8QuantizerBase):
         return dst
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        with_data, with_transpose = self.needs(tensor.device)
-        if with_transpose and tensor.dim() == 0:
-            with_data, with_transpose = True, False
+        with_data, with_transpose = self.needs(tensor.device, tensor.dim())
         scale = self.scale
         if self.fits and self.amax is not None:
             amax = kernels.amax(tensor)
@@ -136,7 +134,7 @@ class Float8Quantizer(Float8QuantizerBase):
         data, transpose, scale_inv = for_layers.cast(
             tensor, scale, self.amax, self.saturated, self.fp8_dtype, with_data, with_transpose
         )
-        return self.wrap_made(data, transpose, scale_inv, dtype)
+        return self.wrap(data, transpose, scale_inv, dtype, checked=True)
 
 
 def _check_state(value: Any, dtype: torch.dtype, what: str, *, optional: bool) -> None:

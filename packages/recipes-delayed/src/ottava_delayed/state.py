@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
@@ -10,13 +9,15 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from ottava.recipes.role import QuantizerRole
-from ottava.recipes.state import RecipeState, StateRecipe
+from ottava.recipes.state import RecipeState
 from ottava.tensors import Quantizer
 from ottava_delayed.quantizer import Float8Quantizer, largest
 
 
-class Settings(StateRecipe, Protocol):
+class Settings(Protocol):
     """What the state and its update read of their recipe, a :class:`~ottava_delayed.DelayedScaling`."""
+
+    _factory: Any
 
     @property
     def margin(self) -> float: ...
@@ -29,7 +30,8 @@ class Settings(StateRecipe, Protocol):
     @property
     def reduce_amax(self) -> bool: ...
     def fp8_dtype(self, role: QuantizerRole) -> torch.dtype: ...
-    def given_quantizer(self, role: QuantizerRole) -> Quantizer | None: ...
+    def given(self, role: QuantizerRole) -> Any: ...
+    def quantizer(self, role: QuantizerRole) -> Quantizer: ...
 
 
 class DelayedScalingState(torch.nn.Module, RecipeState):
@@ -46,6 +48,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
 
     stateful: ClassVar[bool] = True
     reduced_by_max: ClassVar[tuple[str, ...]] = ("amax_history",)
+    shared_by_copies: ClassVar[tuple[str, ...]] = ("recipe", "factory", "given")
 
     recipe: Settings
     scale: torch.Tensor
@@ -61,8 +64,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.slots = {role.tensor_type: slot for slot, role in enumerate(roles)}
         self.formats = tuple(recipe.fp8_dtype(role) for role in roles)
         # Quantizers that a factory put in the place of the recipe's.
-        given = {role.tensor_type: recipe.given_quantizer(role) for role in roles}
-        self.given = {tensor_type: quantizer for tensor_type, quantizer in given.items() if quantizer is not None}
+        self.given = {role.tensor_type: recipe.quantizer(role) for role in roles if recipe.given(role) is not None}
         self.maxima = tuple(largest(dtype, recipe.margin) for dtype in self.formats)
         self.register_buffer("scale", torch.ones(len(roles)))
         self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, len(roles)))
@@ -203,15 +205,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.has_run = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"amax_reduction_group": None, "step": None, "_kept": {}, "_kept_at": None}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingState:
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        kept = {"recipe": self.recipe, "factory": self.factory, "given": dict(self.given)}
-        copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__getstate__().items() if k not in kept}, memo))
-        copied.__dict__.update(kept)
-        return copied
+        return RecipeState.__getstate__(self) | {"_kept": {}, "_kept_at": None}
 
     def extra_repr(self) -> str:
         return f"slots={list(self.slots)}, amax_history_len={self.amax_history.shape[0]}"

@@ -8,10 +8,8 @@ rows; those that serve every usage are equal on all ranks; those that derive fro
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 from ottava.checkpoint.files import DTYPES, METADATA_KEY, check_dense, dtype_name
 from ottava.distributed.shards import check_blocks
 from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, named, translated
-from ottava.recipes.registry import plugin_statuses
+from ottava.recipes.registry import import_offered
 from ottava.tensors.declaration import as_data
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
 
@@ -169,16 +167,12 @@ def _decode_static(value: Any) -> Any:
 
 
 def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
-    """The class of a described tensor, which was imported or which an installed recipe brings: nothing else is imported
-    because a file says so."""
+    """The class of a described tensor, which was imported or which an installed recipe brings."""
     module, _, attribute = entry["class"].partition(":")
     if entry["class"] not in storage_classes():
-        # Neither a broken plugin nor a module that cannot be imported keeps a file from being read.
+        # A module may make its classes when asked.
         with contextlib.suppress(Exception, SystemExit):
-            factories = [spec.factory for status in plugin_statuses() for spec in status.recipes]
-            if module.partition(".")[0] in {re.split(r"[.:]", factory)[0] for factory in factories}:
-                # A module may make its classes when asked.
-                getattr(importlib.import_module(module), attribute, None)
+            getattr(import_offered(module), attribute, None)
     found = storage_classes().get(entry["class"])
     if found is None:
         what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
@@ -214,8 +208,10 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
         made = tensor if native is None else tensor.view(native)
         if sharded and declared.gather:
             rows, first = sharded_rows(name, declared, tensor, local.shape, value.shape, _begin(name, value))
-            made, begin = _sharded(name, value, made, (rows, *tensor.shape[1:]))
-            if tensor.numel() and begin[0] != first:
+            # Rows of what is transposed lie in its second dimension, before those of other leading ones.
+            dim = int(declared.transposed)
+            made, begin = _sharded(name, value, made, (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]), dim)
+            if tensor.numel() and begin[dim] != first:
                 what = f"the shards of {name!r} are no shards of {declared.argument!r}"
                 raise ShapeError(what, expected="as many blocks on each rank but the last")
         tensors[declared.argument] = made.detach()
@@ -223,10 +219,13 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
     return {f"{name}.{argument}": tensor for argument, tensor in tensors.items()}, entry
 
 
-def _sharded(name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, _Sizes]:
-    """A tensor of the mesh and placements of another one, and where in it this rank's shard begins."""
+def _sharded(
+    name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...], dim: int = 0
+) -> tuple[torch.Tensor, _Sizes]:
+    """A tensor sharded as another one, which has shards of rows, along ``dim``; and where this rank's shard begins."""
     sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
-    made = type(value).from_local(local.detach(), value.device_mesh, value.placements, run_check=False, **sizes)
+    placements = [type(p)(dim) if dim and p.is_shard() else p for p in value.placements]
+    made = type(value).from_local(local.detach(), value.device_mesh, placements, run_check=False, **sizes)
     return made, _begin(name, made)
 
 
@@ -256,6 +255,6 @@ def sharded_rows(
     # Without blocks a row is an index of the first dimension.
     each, block = (1, 1) if inner.block_rows is None else (math.prod(shape[1:-1]), inner.block_rows)
     rows, first, own = (-(-n * each // block) for n in (shape[0], offsets[0], local[0]))
-    if tensor.shape[0] != own:
-        raise ShapeError(f"{inner.argument!r} of {name!r} has {tensor.shape[0]} rows", expected=str(own))
+    if (found := inner.by_rows(tensor).shape[0]) != own:
+        raise ShapeError(f"{inner.argument!r} of {name!r} has {found} rows", expected=str(own))
     return rows, first

@@ -15,9 +15,10 @@ import typer
 import ottava
 from ottava.cli.output import Json, console, show_json, table
 from ottava.errors import BackendError, OttavaError, text_of
-from ottava.recipes.loader import Provided
-from ottava.recipes.ownership import RECIPE
-from ottava.recipes.registry import get_quantizer_factory, get_recipe, plugin_statuses, unknown_disabled
+from ottava.recipes.base import get_recipe
+from ottava.recipes.ownership import FACTORY
+from ottava.recipes.registry import Provided, plugin_statuses, unknown_disabled
+from ottava.recipes.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -51,33 +52,31 @@ def _devices() -> list[str]:
     return ["cpu", *(["cuda"] if _gpus() else [])]
 
 
-def _cuda_backend(status: str) -> Check:
+def _backend(name: str, status: str) -> Check:
     """Without its kernels a GPU is served by the reference, which is slow; without a GPU nothing is amiss."""
     from ottava.kernels.backends import UNPROVEN
 
-    gpus = ", ".join(_gpus())
-    seen = gpus or "torch sees no GPU"
-    if status == "available":
+    ok, detail, gpus = status == "available", status, ", ".join(_gpus())
+    # One that is not available cannot be imported.
+    if ok and name == "cpu":
+        from ottava.kernels import cpu
+
+        detail = f"{status}, instruction set {cpu.isa()}"
+    elif ok and name == "cuda":
         from ottava import _cuda
 
-        return Check("backend cuda", True, f"built for {_cuda.targets}; {UNPROVEN['cuda']}; {seen}")
-    if not gpus:
-        return Check("backend cuda", True, f"{status}; {seen} that would need them")
-    return Check("backend cuda", False, f"{gpus} would run the slow reference: {status}")
+        detail = f"built for {_cuda.targets}; {UNPROVEN['cuda']}; {gpus or 'torch sees no GPU'}"
+    elif name == "cuda" and gpus:
+        detail = f"{gpus} would run the slow reference: {status}"
+    elif name == "cuda":
+        ok, detail = True, f"{status}; torch sees no GPU that would need them"
+    return Check(f"backend {name}", ok, detail)
 
 
 def _backends() -> list[Check]:
     from ottava.kernels import available_backends, backend_for
 
-    checks = []
-    for name, status in available_backends().items():
-        available, detail = status == "available", status
-        if available and name == "cpu":
-            # One that is not available cannot be imported.
-            from ottava.kernels import cpu
-
-            detail = f"{status}, instruction set {cpu.isa()}"
-        checks.append(_cuda_backend(status) if name == "cuda" else Check(f"backend {name}", available, detail))
+    checks = [_backend(name, status) for name, status in available_backends().items()]
     return checks + [_examined(f"backend chosen for {d}", partial(backend_for, d)) for d in _devices()]
 
 
@@ -111,10 +110,8 @@ def _self_test(device: str) -> Check:
     scale = torch.tensor(0.37, device=device)
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
-        made = [
-            *kernels.cast_transpose(x, scale, dtype),
-            *kernels.grid_quantize(x, Layout(dtype, (1, 32), E8M0.torch_dtype, "up")),
-        ]
+        blocks = Layout(dtype, (1, 32), E8M0.torch_dtype, "up")
+        made = [*kernels.cast_transpose(x, scale, dtype), *kernels.grid_quantize(x, blocks)]
         # A NaN has many bit patterns; all of them are right.
         return [*made, kernels.decode(made[0], scale, dtype, torch.bfloat16).nan_to_num(nan=-1.0)]
 
@@ -130,17 +127,15 @@ def _self_test(device: str) -> Check:
     return _examined("kernel self-test" if device == "cpu" else f"kernel self-test on {device}", compare)
 
 
-def _recipe(name: str) -> str:
-    """The recipe is built with its defaults; one that cannot do without options only has to resolve."""
-    required = Provided(RECIPE, name).options()[1]
+def _offer(spec: Spec) -> str:
+    """A recipe is built with its defaults; one that needs options only has to resolve, as a quantizer factory has."""
+    provided = Provided(spec.kind, spec.name)
+    if spec.kind == FACTORY:
+        return "imported"
+    required = provided.options()[1]
     if required:
         return f"not built, it needs options: {', '.join(required)}"
-    return f"built, a {type(get_recipe(name)).__name__}"
-
-
-def _factory(name: str) -> str:
-    get_quantizer_factory(name)
-    return "imported"
+    return f"built, a {type(get_recipe(spec.name)).__name__}"
 
 
 def _plugins() -> list[Check]:
@@ -150,16 +145,14 @@ def _plugins() -> list[Check]:
         return [Check("plugins", False, str(error))]
     checks = []
     for status in statuses:
-        recipes, factories = ([spec.name for spec in s] for s in (status.recipes, status.quantizer_factories))
-        offers = ", ".join([*recipes, *factories]) or "nothing"
+        specs = [*status.recipes, *status.quantizer_factories]
+        offers = ", ".join(spec.name for spec in specs) or "nothing"
         detail = f"{status.distribution} {status.version}, {status.status}, offers: {offers}"
         checks.append(Check(f"plugin {status.name}", not status.problems, "\n".join(status.problems) or detail))
-        checks += [_examined(f"recipe {name}", partial(_recipe, name)) for name in recipes]
-        checks += [_examined(f"quantizer factory {name}", partial(_factory, name)) for name in factories]
+        checks += [_examined(f"{spec.kind} {spec.name}", partial(_offer, spec)) for spec in specs]
     if not statuses:
         checks.append(Check("plugins", True, "none; try: pip install ottava-recipes-current"))
-    unknown = unknown_disabled()
-    if unknown:
+    if unknown := unknown_disabled():
         checks.append(Check("OTTAVA_DISABLE_PLUGINS", False, f"names what is not installed: {', '.join(unknown)}"))
     return checks
 

@@ -7,13 +7,10 @@ from typing import Any
 
 from ottava.cli.output import console, say, show_json, table
 from ottava.errors import OptionError, UsageError
-from ottava.recipes.base import Recipe
+from ottava.recipes.base import Recipe, get_recipe
 from ottava.recipes.explanation import Explanation, RecipeRule
-from ottava.recipes.registry import get_recipe
-from ottava.recipes.role import QuantizerRole
+from ottava.recipes.role import OF_LINEAR, QuantizerRole
 
-# What a linear layer asks for.
-_TENSOR_TYPES = ("input", "weight", "grad_output")
 _WEIGHT = ".weight"
 #: The layers that the demo converts in its model, a GPT of four blocks.
 DEMO_LAYERS = tuple(f"blocks.{block}.{layer}" for block in range(4) for layer in ("qkv", "proj", "up", "down"))
@@ -26,9 +23,8 @@ def checkpoint_layers(path: Path) -> list[str]:
     state, _ = read_state(path)
     found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
     if not found:
-        raise UsageError(
-            f"{path} has no matrix named *{_WEIGHT}", expected="a checkpoint of a model with linear layers"
-        )
+        what, expected = f"{path} has no matrix named *{_WEIGHT}", "a checkpoint of a model with linear layers"
+        raise UsageError(what, expected=expected)
     return found
 
 
@@ -36,20 +32,12 @@ def _rows(recipe: Recipe, layers: list[str]) -> tuple[list[dict[str, Any]], list
     """What each role of each layer gets, and the rules that serve none of them."""
     rows, used = [], set()
     for layer in layers:
-        for tensor_type in _TENSOR_TYPES:
+        for tensor_type in OF_LINEAR:
             explained = recipe.explain(QuantizerRole("linear", tensor_type, layer))
             used.add(explained.rule)
-            rows.append(
-                {
-                    "layer": layer,
-                    "role": tensor_type,
-                    "rowwise": explained.rowwise,
-                    "columnwise": explained.columnwise,
-                    "line": explained.line,
-                    "place": _place(explained),
-                    "rule": None if explained.rule is None else explained.rule.text,
-                }
-            )
+            rule = None if explained.rule is None else explained.rule.text
+            about = vars(explained) | {"place": _place(explained), "rule": rule}
+            rows.append({"layer": layer, "role": tensor_type, **about})
     return rows, [rule for rule in recipe.rules() if rule not in used]
 
 
@@ -73,9 +61,9 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
         return show_json({"recipe": name, "layers": rows, "unused": left})
     made = table(name, ("layer", "role", "rowwise", "columnwise", "from"), ())
     for number, row in enumerate(rows, 1):
-        layer = row["layer"] if number % len(_TENSOR_TYPES) == 1 else ""
+        layer = row["layer"] if number % len(OF_LINEAR) == 1 else ""
         cells = (layer, row["role"], row["rowwise"], row["columnwise"], row["place"] or "-")
-        made.add_row(*cells, end_section=number % len(_TENSOR_TYPES) == 0)
+        made.add_row(*cells, end_section=number % len(OF_LINEAR) == 0)
     console().print(made)
     for rule in unused:
         say(f"unused: the rule in {_place(rule)}, {rule.text}, serves none of these layers")

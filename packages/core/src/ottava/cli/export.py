@@ -23,6 +23,8 @@ from ottava.recipes.registry import list_recipes
 if TYPE_CHECKING:
     from ottava.checkpoint.convert import Conversion
 
+_Texts = list[str] | None
+
 
 def grouped(names: Sequence[str]) -> list[str]:
     """Names, those that differ in numbers alone as one with ``*`` and how many they are."""
@@ -39,21 +41,19 @@ def make_model(reference: str) -> Any:
     # As of `python -m`: what is being worked on is found.
     sys.path.insert(0, os.getcwd())
     try:
-        if ":" not in reference:
-            raise ValueError("it names no callable")
-        make: Any = pkgutil.resolve_name(reference)
+        make: Any = pkgutil.resolve_name(reference) if ":" in reference else None
     except (ImportError, AttributeError, ValueError) as error:
         what = f"--model {reference!r} cannot be had: {error}"
         raise OptionError(what, expected="module:callable, what makes the model without arguments") from error
     finally:
         sys.path.remove(os.getcwd())
     if not callable(make):
-        raise OptionError(f"--model {reference!r} names no callable", expected="module:callable")
+        raise OptionError(f"--model {reference!r} cannot be had: it names no callable", expected="module:callable")
     try:
         try:
             with torch.device("meta"):
                 made = make()
-        except (RuntimeError, NotImplementedError):  # what looks at values as it makes them
+        except RuntimeError:  # what looks at values as it makes them
             made = make()
     except Exception as error:
         raise UsageError(f"--model {reference!r} fails: {type(error).__name__}: {error}") from error
@@ -83,21 +83,13 @@ def _report(done: Conversion, target: Path) -> None:
 def export(
     IN: Annotated[
         Path,
-        typer.Argument(
-            help="A safetensors file, a folder with several, a file of torch.save, or a sharded checkpoint."
-        ),
+        typer.Argument(help="A safetensors file, a folder of such, a file of torch.save, or a sharded checkpoint."),
     ],
     OUT: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     recipe: Annotated[str, typer.Option(help="An installed recipe, or bf16, fp16 or fp32.")],
-    option: Annotated[
-        list[str] | None, typer.Option(help="An option of the recipe, key=value; may be given again.")
-    ] = None,
-    include: Annotated[
-        list[str] | None, typer.Option(help="A pattern of the tensors to convert; may be given again.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="A pattern of tensors not to convert; may be given again.")
-    ] = None,
+    option: Annotated[_Texts, typer.Option(help="An option of the recipe, key=value; may be given again.")] = None,
+    include: Annotated[_Texts, typer.Option(help="A pattern of the tensors to convert; may be given again.")] = None,
+    exclude: Annotated[_Texts, typer.Option(help="A pattern of tensors not to convert; may be given again.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -144,6 +136,6 @@ def export(
         # The name may be misspelled: no command may be proposed that installs whatever has that name.
         if "no installed package" not in error.what:
             raise
-        remedy = "`ottava recipes` lists what is installed"
-        raise RecipeNotFoundError(error.what, expected=f"one of {', '.join(known)}", remedy=remedy) from error
+        expected, remedy = f"one of {', '.join(known)}", "`ottava recipes` lists what is installed"
+        raise RecipeNotFoundError(error.what, expected=expected, remedy=remedy) from error
     _report(done, OUT)

@@ -19,8 +19,7 @@ from ottava.cli.doctor import doctor
 from ottava.cli.export import export
 from ottava.cli.recipes import recipes
 from ottava.errors import OttavaError, PluginError, UsageError, text_of
-from ottava.recipes.discovery import Found, discover
-from ottava.recipes.loader import describe
+from ottava.recipes.loader import Found, describe, discover
 
 #: The group of entry points by which packages add commands.
 COMMANDS = "ottava.commands"
@@ -29,12 +28,7 @@ _ELSEWHERE = {"check-recipe": "ottava-testing", "demo": "ottava-demo", "new-reci
 
 
 def _load(name: str, offers: list[Found]) -> Callable[..., Any]:
-    """The function of a command that another package has.
-
-    Raises:
-        UsageError: no installed package has it.
-        PluginError: several have it, or it cannot be imported.
-    """
+    """The function of a command that another package has; an error of Ottava where none, or several have it."""
     if not offers:
         package = _ELSEWHERE[name]
         raise UsageError(f"the command {name!r} is not installed", expected=package, remedy=f"pip install {package}")
@@ -103,10 +97,9 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
+
+
 @app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+def main(version: _Version = False) -> None:
     """FP8 training for PyTorch."""

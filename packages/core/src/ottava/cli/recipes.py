@@ -17,8 +17,14 @@ from ottava.recipes.registry import plugin_statuses, unknown_disabled
 def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
     """One row for each that the plugin offers or is refused; a plugin without any has one among the recipes."""
 
-    def row(name: str, word: str, *, summary: str = "", capabilities: Any = (), error: str = "") -> dict[str, Any]:
-        return {
+    found = [(s.name, s.summary, getattr(s, "capabilities", ()), "ok", "") for s in status.specs(kind)]
+    found += [(r.name, "", (), "refused", str(r.error)) for r in status.refused if r.kind == kind]
+    if kind == RECIPE and not (status.recipes or status.quantizer_factories or status.refused):
+        empty = status.status == "ok"
+        word, error = ("empty", "it offers nothing") if empty else (status.status, status.error)
+        found.append(("", "", (), word, error))
+    return [
+        {
             "name": name,
             "summary": summary,
             **({"capabilities": list(capabilities)} if kind == RECIPE else {}),
@@ -28,18 +34,8 @@ def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
             "status": word,
             "error": error,
         }
-
-    rows = [
-        row(spec.name, "ok", summary=spec.summary, capabilities=getattr(spec, "capabilities", ()))
-        for spec in status.specs(kind)
+        for name, summary, capabilities, word, error in found
     ]
-    rows += [row(r.name, "refused", error=str(r.error)) for r in status.refused if r.kind == kind]
-    if kind == RECIPE and not (status.recipes or status.quantizer_factories or status.refused):
-        healthy = status.status == "ok"
-        rows.append(
-            row("", "empty" if healthy else status.status, error="it offers nothing" if healthy else status.error)
-        )
-    return rows
 
 
 def recipes(
@@ -59,22 +55,17 @@ def recipes(
     """List the installed recipes and quantizer factories, and the packages that are broken."""
     if explain is not None:
         return show_explanation(explain, layer or [], checkpoint, as_json)
-    given = [option for option, value in (("--layer", layer), ("--checkpoint", checkpoint)) if value]
-    if given:
+    if given := [option for option, value in (("--layer", layer), ("--checkpoint", checkpoint)) if value]:
         raise UsageError(f"{' and '.join(given)} without --explain", remedy="say which recipe: --explain NAME")
     statuses = plugin_statuses()
     found, factories = ([row for status in statuses for row in _rows(status, kind)] for kind in (RECIPE, FACTORY))
-    unknown = unknown_disabled()
-    if unknown:
+    if unknown := unknown_disabled():
         say(f"OTTAVA_DISABLE_PLUGINS names what is not installed: {', '.join(unknown)}", stderr=True)
     if as_json:
         return show_json({"recipes": found, "quantizer_factories": factories})
     if not found:
         say("No recipe is installed. Try: pip install ottava-recipes-current")
-    for title, rows, about in (
-        ("Recipes", found, "capabilities"),
-        ("Quantizer factories", factories, "summary"),
-    ):
+    for title, rows, about in (("Recipes", found, "capabilities"), ("Quantizer factories", factories, "summary")):
         columns = ("name", "version", "distribution", about, "status")
         cells = [[", ".join(row[c]) if c == "capabilities" else row[c] or "-" for c in columns] for row in rows]
         if rows:

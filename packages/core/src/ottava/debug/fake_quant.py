@@ -12,12 +12,14 @@ import torch
 from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, OptionError, PluginError, ShapeError
 from ottava.formats import E4M3, E5M2
-from ottava.recipes.registry import get_recipe, list_recipes
+from ottava.layout import Layout
+from ottava.recipes.base import get_recipe
+from ottava.recipes.registry import list_recipes
+from ottava.tensors import GridQuantizer
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
-_PER_TENSOR = {"FP8E4M3": E4M3, "FP8E5M2": E5M2}
-_ELEMENTS = ("E4M3", "E5M2")
+_PER_TENSOR = {f"FP8{f.name}": Layout(f.torch_dtype, (None, None), columnwise="same") for f in (E4M3, E5M2)}
 
 
 def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -26,7 +28,7 @@ def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | Non
     Args:
         tensor: float32, bfloat16 or float16, any shape.
         fp8_format: ``"FP8E4M3"`` or ``"FP8E5M2"`` for one scale a tensor, from its amax; or a format of an installed
-            recipe, ``"MXFP8E4M3"`` for example.
+            recipe, which its spec lists (``fake_quant_formats``).
             Values next to the largest of ``tensor``'s dtype may become infinite: a format rounds them up.
         out: where to write the result, of the same shape, dtype and device.
 
@@ -38,10 +40,12 @@ def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | Non
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
     kernels.check_high_precision(tensor)
-    quantizer = _quantizer(fp8_format)
+    # A bare storage will do: there is less to make, and nothing to trace.
+    quantizer = _quantizer(fp8_format).copy()
+    quantizer.internal = True
     if out is not None:
         _check_out(tensor, out)
-    result: torch.Tensor = _FakeQuantize.apply(tensor, fp8_format, quantizer)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _FakeQuantize.apply(tensor, quantizer)  # type: ignore[no-untyped-call]
     return result if out is None else out.copy_(result)
 
 
@@ -54,12 +58,12 @@ def _check_out(tensor: torch.Tensor, out: torch.Tensor) -> None:
         raise DeviceError(f"out is on {out.device}", expected=str(tensor.device))
 
 
-def _quantizer(fp8_format: str) -> Quantizer | None:
-    """The quantizer of the recipe that serves a format; None for the per-tensor formats."""
+def _quantizer(fp8_format: str) -> Quantizer:
+    """The quantizer of a per-tensor format, or of the recipe that serves the format."""
     if not isinstance(fp8_format, str):
         raise OptionError(f"fp8_format is {fp8_format!r}", expected="the name of a format, for example 'FP8E4M3'")
     if fp8_format in _PER_TENSOR:
-        return None
+        return GridQuantizer(_PER_TENSOR[fp8_format], columnwise=False)
     specs = list_recipes()
     for spec in specs:
         if fp8_format in spec.fake_quant_formats:
@@ -69,12 +73,9 @@ def _quantizer(fp8_format: str) -> Quantizer | None:
                     f"recipe {spec.name!r} lists the format {fp8_format!r} and has no quantizer for it",
                     expected="a quantizer from its fake_quantizer()",
                 )
-            # A storage will do: there is less to make, and nothing to trace.
-            quantizer = quantizer.copy()
-            quantizer.internal = True
             return quantizer
     known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
-    element = next((e for e in _ELEMENTS if fp8_format.endswith(e)), None)
+    element = next((f.name for f in (E4M3, E5M2) if fp8_format.endswith(f.name)), None)
     remedy = ""
     if element is not None and fp8_format != element:
         # A recipe's package is named after it, and so are its formats.
@@ -86,14 +87,10 @@ class _FakeQuantize(torch.autograd.Function):
     """Quantization and dequantization with the straight-through gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, fp8_format: str, quantizer: Quantizer | None) -> torch.Tensor:
-        if quantizer is None:
-            fp8_dtype = _PER_TENSOR[fp8_format].torch_dtype
-            data, _, _, scale_inv, _ = kernels.quantize(tensor, fp8_dtype)
-            return kernels.decode(data, scale_inv, fp8_dtype, tensor.dtype)
+    def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
         values: torch.Tensor = quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
         return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None, None
+        return grads[0], None

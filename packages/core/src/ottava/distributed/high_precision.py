@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ottava.distributed.fsdp2 import GatheredParameter, gathered_together
-from ottava.distributed.hooks import GatherPlan, check_shard, post_all_gather, pre_all_gather
+from ottava.distributed.hooks import GatherPlan, check_shard, padded, post_all_gather, pre_all_gather
 from ottava.distributed.rules import ShardBatches, rule_of
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError, ShapeError, UsageError
@@ -42,8 +42,8 @@ _KEEPS_CLASS = {
     *aten_overloads("_pin_memory", "_to_copy"),
 }
 
-# Module that owns a parameter -> its shard as it was quantized together with those of its group, and the version of the
-# values that it was quantized from.
+# Module that owns a parameter -> the version and the dtype of its values, and its shard as it was quantized of them
+# together with those of its group.
 _quantized: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, torch.dtype, QuantizedTensor]] = (
     weakref.WeakKeyDictionary()
 )
@@ -128,14 +128,7 @@ class HighPrecisionWeight(torch.Tensor):
         self, mesh: Any, orig_size: torch.Size, stride: Sequence[int], module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], GatherPlan | torch.Size]:
         """What this rank sends, padded to the length of the longest shard, and what the next hook needs: a plan, or the
-        size of the whole where the values themselves are sent.
-
-        The scales of all parameters that are gathered together come of one all-reduce.
-
-        Raises:
-            UsageError: no recipe is bound to the layer, or it is resharded to fewer ranks after the forward pass.
-            ShapeError: the weight is not sharded by rows.
-        """
+        size of the whole where the values themselves are sent."""
         dtype = mp_policy.param_dtype or self.dtype
         group, values = mesh.get_group(), self._plain
         world = dist.get_world_size(group)
@@ -144,12 +137,7 @@ class HighPrecisionWeight(torch.Tensor):
         if known is not None and known[:2] == (version_of(values), dtype):
             return pre_all_gather(known[2], mesh, orig_size, module)
         if not _gathers_quantized(_quantizer_of(module), orig_size, world):
-            rows = math.ceil(orig_size[0] / world)
-            missing = rows - values.shape[0]
-            values = values.to(dtype)
-            if missing:
-                values = torch.nn.functional.pad(values, [0, 0] * (values.dim() - 1) + [0, missing])
-            return (values.contiguous(),), orig_size
+            return (padded(values.to(dtype), math.ceil(orig_size[0] / world)).contiguous(),), orig_size
         others = [p for p in gathered_together(module) if p.module is not module and hasattr(p.shard, "high_precision")]
         together = [GatheredParameter(self, orig_size, module), *others]
         _quantize_together(together, mp_policy.param_dtype, group, world)
@@ -163,23 +151,17 @@ class HighPrecisionWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The whole weight, quantized, of dtype ``param_dtype`` around the bytes, or ``out`` brought up to date.
-
-        Raises:
-            UsageError: it was of another kind when it was gathered before.
-        """
-        quantized = isinstance(metadata, GatherPlan)
-        kind = metadata.spec.cls if isinstance(metadata, GatherPlan) else torch.Tensor
-        if out is not None and (isinstance(out, QuantizedTensor) != quantized or not isinstance(out, kind)):
-            raise UsageError(
-                f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}",
-                expected="one kind of weight for the life of a sharded model",
-                remedy="bind the recipe before fully_shard, and do not change it afterwards",
-            )
-        if isinstance(metadata, GatherPlan):
-            return post_all_gather(metadata, outputs, param_dtype, out)  # type: ignore[arg-type]
+        """The whole weight, quantized, of dtype ``param_dtype`` around the bytes, or ``out`` brought up to date."""
+        plan = metadata if isinstance(metadata, GatherPlan) else None
+        kind = torch.Tensor if plan is None else plan.spec.cls
+        if out is not None and (isinstance(out, QuantizedTensor) == (plan is None) or not isinstance(out, kind)):
+            what = f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}"
+            remedy = "bind the recipe before fully_shard, and do not change it afterwards"
+            raise UsageError(what, expected="one kind of weight for the life of a sharded model", remedy=remedy)
+        if plan is not None:
+            return post_all_gather(plan, outputs, param_dtype, out)  # type: ignore[arg-type]
         # FSDP fills the same memory at every gather, so that one view of it stays the weight.
-        return None if out is not None else (outputs[0][: metadata[0]].view(metadata), ())
+        return None if out is not None else (outputs[0][: metadata[0]].view(metadata), ())  # type: ignore[arg-type]
 
 
 def _unwrapped(values: Any) -> Any:
@@ -189,43 +171,33 @@ def _unwrapped(values: Any) -> Any:
 def _quantizer_of(module: Any) -> Quantizer:
     quantizer: Quantizer | None = getattr(module, "gather_quantizer", lambda: None)()
     if quantizer is None:
-        raise UsageError(
-            f"no recipe is bound to the {type(module).__name__} whose weight is gathered",
-            expected="a layer of ottava.convert(model, recipe)",
-            remedy="convert the model before ottava.distributed.gather_quantized(model)",
-        )
+        what = f"no recipe is bound to the {type(module).__name__} whose weight is gathered"
+        remedy = "convert the model before ottava.distributed.gather_quantized(model)"
+        raise UsageError(what, expected="a layer of ottava.convert(model, recipe)", remedy=remedy)
     return quantizer
 
 
 def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bool:
     """Whether shards can be quantized where they are; the same on every rank."""
-    rule = rule_of(quantizer)
+    rule, even = rule_of(quantizer), size[0] % world == 0
     independent = rule.independent_rows(quantizer)
-    if independent is not None:
-        rows = math.ceil(size[0] / world) * math.prod(size[1:-1])
-        return world == 1 or (len(size) > 1 and size[0] % world == 0 and rows % independent == 0)
-    if rule.batch_for(quantizer) is None:
-        return False
-    if size[0] % world == 0:
-        return True
-    # FSDP pads uneven shards, and gathers only inner tensors that have the shard's shape.
-    shape = (1, *size[1:])
-    example = quantizer.with_usage(True, True).make_empty(shape, dtype=torch.float32)
-    sent = [getattr(example, inner.attribute) for inner in example.inner_tensors if inner.gather]
-    return all(tensor is None or tuple(tensor.shape) == shape for tensor in sent)
+    if independent is None:
+        # FSDP pads uneven shards, of which nothing but data is gathered then.
+        return rule.batch_for(quantizer) is not None and (even or rule.one_amax(quantizer))
+    rows = size[0] // world * math.prod(size[1:-1])
+    return world == 1 or (len(size) > 1 and even and rows % independent == 0)
 
 
 def _quantize_together(
     parameters: Sequence[GatheredParameter], param_dtype: torch.dtype | None, group: Any, world: int
 ) -> None:
     """Quantize the shards of parameters that are gathered together, with one all-reduce for all that need any."""
-    jobs: list[ShardJob] = []
-    reducing: list[torch.nn.Module] = []
+    jobs: dict[torch.nn.Module, ShardJob] = {}
     made: dict[torch.nn.Module, tuple[int, torch.dtype, QuantizedTensor]] = {}
-    for parameter in parameters:
-        weight: Any = parameter.shard
-        values, dtype, size = weight.high_precision(), param_dtype or weight.dtype, parameter.size
-        quantizer = _quantizer_of(parameter.module).with_usage(True, True)
+    for shard, size, module in parameters:
+        weight: Any = shard
+        values, dtype = weight.high_precision(), param_dtype or weight.dtype
+        quantizer = _quantizer_of(module).with_usage(True, True)
         if not _gathers_quantized(quantizer, size, world):
             continue
         local: Any
@@ -235,21 +207,18 @@ def _quantize_together(
             start = min(dist.get_rank(group) * math.ceil(size[0] / world), size[0]) * math.prod(size[1:])
             local = quantizer.make_empty(values.shape, dtype=dtype, device=values.device)
             output = shard_output(local, size, start, values.numel(), "a sharded weight")
-            jobs.append(ShardJob(quantizer, values.reshape(-1), tuple(size), dtype, start, output))
-            reducing.append(parameter.module)
+            jobs[module] = ShardJob(quantizer, values.reshape(-1), tuple(size), dtype, start, output)
         if not isinstance(local, QuantizedTensor):
-            raise UsageError(
-                f"the quantizer of a {type(parameter.module).__name__} gives a {type(local).__name__}",
-                expected="a QuantizedTensor, which can be a parameter",
-            )
+            what = f"the quantizer of a {type(module).__name__} gives a {type(local).__name__}"
+            raise UsageError(what, expected="a QuantizedTensor, which can be a parameter")
         local._shard_group = group.group_name
-        made[parameter.module] = (version_of(values), dtype, local)
-    if reducing:
-        batches, versions = ShardBatches.of(jobs), [made[module][0] for module in reducing]
-        known = _amaxes.get(reducing[0])
+        made[module] = (version_of(values), dtype, local)
+    if jobs:
+        batches, versions, first = ShardBatches.of(list(jobs.values())), [made[m][0] for m in jobs], next(iter(jobs))
+        known = _amaxes.get(first)
         # A backward pass has the amaxes of the forward pass, because the values are the same.
         if graph_task_id() == -1 or known is None or known[0] != versions:
-            known = _amaxes[reducing[0]] = (versions, batches.amaxes(group))
+            known = _amaxes[first] = (versions, batches.amaxes(group))
         batches.cast(known[1])
     _quantized.update(made)
 
@@ -265,7 +234,7 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
     Args:
         model: converted, not yet sharded.
         recomputes: the forward pass is recomputed in the backward pass, by activation checkpointing. Each gather then
-            brings what serves rows and columns, where these have data of their own (one-dimensional MX blocks).
+            brings what serves rows and columns, where these have data of their own (blocks that are no squares).
 
     Raises:
         DTypeError: ``model`` is no module, or ``recomputes`` no bool.
@@ -282,11 +251,8 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
                 owners.setdefault(parameter, []).append((module, name))
     chosen = {key: places for key, places in owners.items() if all(_is_gathered(*place) for place in places)}
     if not chosen:
-        raise UsageError(
-            "no layer of the model has a recipe bound",
-            expected="layers of ottava.convert(model, recipe)",
-            remedy="convert the model first",
-        )
+        what = "no layer of the model has a recipe bound"
+        raise UsageError(what, expected="layers of ottava.convert(model, recipe)", remedy="convert the model first")
     if any(is_distributed(weight) for weight in chosen):
         raise UsageError(
             "the model is sharded already", expected="a model before fully_shard", remedy="call gather_quantized first"

@@ -28,7 +28,7 @@ from ottava.distributed.fsdp2 import (
     resharded_to_fewer,
 )
 from ottava.distributed.rules import rule_of
-from ottava.distributed.shards import check_blocks, check_rows_alone
+from ottava.distributed.shards import check_blocks
 from ottava.errors import ShapeError, UsageError
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
@@ -55,23 +55,20 @@ class GatherPlan(NamedTuple):
 
 
 def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
-    """Refuse ways of sharding that gather hooks do not allow.
-
-    Raises:
-        ShapeError: a shard of this shape is none of rows of a weight of this size.
-        UsageError: the weight is sharded over fewer ranks after the forward pass.
-    """
+    """Refuse what gather hooks do not allow: shards of columns, and fewer of them after the forward pass."""
     if tuple(shape[1:]) != tuple(size[1:]):
-        raise ShapeError(
-            f"a weight of shape {tuple(size)} has shards of {tuple(shape)}",
-            expected="shards of rows, which fully_shard makes by default",
-            remedy="leave shard_placement_fn out for quantized weights",
-        )
+        what = f"a weight of shape {tuple(size)} has shards of {tuple(shape)}"
+        expected = "shards of rows, which fully_shard makes by default"
+        raise ShapeError(what, expected=expected, remedy="leave shard_placement_fn out for quantized weights")
     if resharded_to_fewer(module):
-        raise UsageError(
-            "reshard_after_forward is a number, which torch does not support for weights with gather hooks",
-            expected="True or False",
-        )
+        what = "reshard_after_forward is a number, which torch does not support for weights with gather hooks"
+        raise UsageError(what, expected="True or False")
+
+
+def padded(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """``values`` with zeros up to ``rows`` rows."""
+    missing = rows - values.shape[0]
+    return torch.nn.functional.pad(values, [0, 0] * (values.dim() - 1) + [0, missing]) if missing else values
 
 
 def pre_all_gather(
@@ -79,30 +76,27 @@ def pre_all_gather(
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
     """What this rank sends, padded to the length of the longest shard, and the plan.
 
-    Raises:
-        ShapeError: the shards cut blocks in two, or they are uneven and an inner tensor has rows of its own kind, which
-            cannot be padded.
-        UsageError: the shards do not agree in what must be the same on all of them, or hold columns that no rows make.
+    Shards that cut blocks in two are refused, uneven ones with an inner tensor that has rows of its own kind, and those
+    that do not agree in what must be the same on all of them.
     """
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
-    check_rows_alone(tensor, f"a shard of a {type(tensor).__name__}")
     if hasattr(module, "own_shard"):
         module.own_shard(tensor)
     _agree(tensor, group, module)
     drop_flat_copies(module)
     world = dist.get_world_size(group)
     rows = math.ceil(size[0] / world)
-    gathered = _to_gather(tensor, module)
+    sent = gathered = _to_gather(tensor, module)
     if world > 1:
         _check_rows(tensor, size, world)
-    # With one rank nothing is gathered: FSDP copies the first input, and no other.
-    sent = gathered if world > 1 else dict(list(gathered.items())[:1])
+    else:
+        # With one rank nothing is gathered: FSDP copies the first input, and no other.
+        sent = dict(list(gathered.items())[:1])
     inputs, coming = [], []
     for inner, count in sent.items():
-        data: torch.Tensor = getattr(tensor, inner.attribute)
-        if inner.block_rows is None and data.shape[0] != rows:
-            data = torch.nn.functional.pad(data, [0, 0] * (data.dim() - 1) + [0, rows - data.shape[0]])
+        data = inner.by_rows(getattr(tensor, inner.attribute))
+        data = data if inner.block_rows else padded(data, rows)
         missing = count - data.numel() if world > 1 else 0
         coming.append(GatheredInner(inner, data.shape, missing > 0))
         if missing > 0:
@@ -127,7 +121,7 @@ def post_all_gather(
             # Each rank sent its shard as one row, with the padding at its end.
             output = output[:, : shape.numel()].reshape(-1, *shape[1:])
         # Only the last rank that has rows is padded, so that all padding lies at the end.
-        whole[inner.argument] = output[: plan.size[0]] if inner.block_rows is None else output
+        whole[inner.argument] = inner.as_held(output[: plan.size[0]] if inner.block_rows is None else output)
     if out is not None:
         for inner in out.inner_tensors:
             data = whole.get(inner.argument)
@@ -139,11 +133,10 @@ def post_all_gather(
                 setattr(out, inner.attribute, plan.shared[inner.argument])
         out.mark_written()
         return None
-    arguments: dict[str, Any] = plan.shared | whole
-    arguments |= {f.argument: v for f, v in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)}
-    arguments |= {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
+    fields = {f.argument: v for f, v in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)}
+    about = {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
     build: Any = plan.spec.cls
-    built: QuantizedTensor = build(**arguments)
+    built: QuantizedTensor = build(**plan.shared | whole | fields | about)
     # FSDP frees the gathered bytes after the pass, so that a transpose is made only where it is read.
     built.rebuilds_derived = False
     return built, ()
@@ -154,11 +147,9 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
     held = {i: getattr(tensor, i.attribute) for i in tensor.inner_tensors if i.gather}
     both = {inner: int(data.numel()) for inner, data in held.items() if data is not None}
     if not both:
-        raise UsageError(
-            f"{type(tensor).__name__} holds no inner tensor that can be gathered",
-            expected="one declared with gather=True",
-            remedy="keep the rowwise usage of sharded weights",
-        )
+        what = f"{type(tensor).__name__} holds no inner tensor that can be gathered"
+        expected = "one declared with gather=True"
+        raise UsageError(what, expected=expected, remedy="keep the rowwise usage of sharded weights")
     if not {"rowwise", "columnwise"} <= {inner.usage for inner in both}:
         return both
     rowwise = {inner: count for inner, count in both.items() if inner.usage != "columnwise"}
@@ -176,14 +167,13 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the first."""
     values = {inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather}
-    coming = {i: value for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise}
-    for inner, value in coming.items() if size[0] % world else ():
+    coming = [i for i, value in values.items() if value is not None or tensor.rowwise_serves_columnwise]
+    for inner in coming if size[0] % world else ():
+        value = values[inner]
         # FSDP asks for the padded size of the parameter itself.
-        if inner.block_rows or (value is not None and value.shape[1:] != tensor.shape[1:]):
-            raise ShapeError(
-                f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size",
-                expected=f"a number of rows that {world} divides",
-            )
+        if inner.block_rows or (value is not None and inner.by_rows(value).shape[1:] != tensor.shape[1:]):
+            what = f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size"
+            raise ShapeError(what, expected=f"a number of rows that {world} divides")
     # Those of the first rank, so that all ranks say the same.
     check_blocks(coming, size, range(math.ceil(size[0] / world)), f"a shard of a {type(tensor).__name__}")
 
@@ -210,22 +200,17 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
     if not any(parameter.shard is tensor for parameter in parameters):
         parameters = [GatheredParameter(tensor, tensor.size(), module)]
     shards: list[Any] = [parameter.shard for parameter in parameters]
-    shared = [
-        (shard, inner, getattr(shard, inner.attribute).float().reshape(-1))
-        for shard in shards
-        for inner in shard.shared_inner()
-    ]
+    shared = [(shard, inner) for shard in shards for inner in shard.shared_inner()]
     if shared:
-        values = torch.cat([value for _, _, value in shared])
+        scales = [getattr(shard, inner.attribute).float().reshape(-1) for shard, inner in shared]
+        values = torch.cat(scales)
         largest, smallest = all_reduce_max(torch.stack([values, -values]), group)
-        lengths = [value.numel() for _, _, value in shared]
-        for (shard, inner, _), high, low in zip(shared, largest.split(lengths), smallest.split(lengths), strict=True):
-            if not torch.equal(high, -low):
-                raise UsageError(
-                    f"the shards of a {type(shard).__name__} have different {inner.argument!r}",
-                    expected="one value for all shards of a weight",
-                    remedy="set the values of the weight before it is sharded",
-                )
+        differs = (largest != -smallest).split([each.numel() for each in scales])
+        for (shard, inner), wrong in zip(shared, differs, strict=True):
+            if wrong.any():
+                what = f"the shards of a {type(shard).__name__} have different {inner.argument!r}"
+                expected = "one value for all shards of a weight"
+                raise UsageError(what, expected=expected, remedy="set the values of the weight before it is sharded")
     for shard, parameter in zip(shards, parameters, strict=True):
         _share(shard, group)
         if isinstance(parameter.module, torch.nn.Module):
@@ -233,11 +218,7 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
 
 
 def _share(shard: QuantizedTensor, group: Any) -> None:
-    """Have the quantizer of a shard keep the scale that all of them have.
-
-    Raises:
-        UsageError: it does not know how.
-    """
+    """Have the quantizer of a shard keep the scale that all of them have, if it knows how."""
     quantizer: Any = shard._quantizer
     silent = quantizer is not None and type(quantizer).for_shards is Quantizer.for_shards
     if silent and shard.shared_inner() and rule_of(quantizer).independent_rows(quantizer) is None:

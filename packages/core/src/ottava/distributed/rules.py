@@ -10,19 +10,17 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ottava import kernels
 from ottava.collectives import all_gather, all_reduce_max, process_groups_ready
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError
 from ottava.tensors.freshness import bump_versions
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.slots import above
-from ottava.torch_private import foreach_copy_
 
 
 class ShardBatch(ABC):
@@ -43,7 +41,7 @@ class ShardBatch(ABC):
     def written(self) -> None:
         """Tell all holders that their values changed."""
         if self._written is None:
-            self._written = [t for job in self.jobs for t in job.output.written_tensors() if not t.is_inference()]
+            self._written = [tensor for job in self.jobs for tensor in job.output.written_tensors()]
         bump_versions(self._written)
         for job in self.jobs:
             job.output.holder.mark_written()
@@ -72,78 +70,17 @@ class ShardRule:
         """:attr:`batch` for this quantizer of the class."""
         return self.batch
 
+    def together(self, job: ShardJob) -> Hashable:
+        """What jobs have in common that are in one batch."""
+        return type(job.quantizer), *(getattr(job.quantizer, name) for name in self.options)
+
+    def one_amax(self, quantizer: Any) -> bool:
+        """Whether the reduced amax of all shards is all that is needed to quantize one, as if it were the weight."""
+        return False
+
     def independent_rows(self, quantizer: Any) -> int | None:
         """Rows that are quantized the same alone and in the whole by this quantizer of the class."""
         return self._rows
-
-
-class PerTensorBatch(ShardBatch):
-    """Many shards in a call of a kernel for the amaxes, and one for the casts."""
-
-    def __init__(self, jobs: Sequence[ShardJob]) -> None:
-        super().__init__(jobs)
-        rule: Any = rule_of(jobs[0].quantizer)
-        self._scales = rule.scales
-        self._shards, self._dtypes = [job.shard for job in jobs], [job.dtype for job in jobs]
-        self._formats = [job.quantizer.fp8_dtype for job in jobs]  # type: ignore[attr-defined]
-        self._data = [job.output.data[0] for job in jobs]
-        holders: list[Any] = [job.output.holder for job in jobs]
-        self._scale_invs = [holder._scale_inv for holder in holders]
-        # The arguments stay the same, so that they are checked in the first call only.
-        self._seen, self._cast = False, False
-
-    def amaxes(self) -> torch.Tensor:
-        amaxes = kernels.multi_amax(self._shards, self._dtypes, checked=self._seen)
-        self._seen = True
-        return amaxes
-
-    def cast(self, amaxes: torch.Tensor) -> None:
-        scale, scale_inv = self._scales(self.jobs, amaxes)
-        kernels.multi_cast(self._shards, self._dtypes, scale, self._formats, self._data, checked=self._cast)
-        self._cast = True
-        foreach_copy_(self._scale_invs, list(scale_inv.unbind()))
-        self.written()
-
-
-class PerTensorShards(ShardRule):
-    """Declared by quantizers with one scale a tensor, which follows from its amax or is known.
-
-    They derive from :class:`ottava.tensors.Float8QuantizerBase`. One amax of each weight is reduced, and all shards are
-    cast in one call.
-
-    Args:
-        scales: ``scales(jobs, amaxes)`` gives ``(scale, scale_inv)`` of many weights from their amaxes, float32
-            ``[jobs]`` each; :func:`scales_by_format` is one.
-        options: as of :class:`ShardRule`.
-    """
-
-    batch = PerTensorBatch
-
-    def __init__(
-        self,
-        scales: Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-        *,
-        options: Sequence[str] = (),
-    ) -> None:
-        super().__init__(options=options)
-        self.scales = scales
-
-
-def scales_by_format(
-    jobs: Sequence[ShardJob], amaxes: torch.Tensor, epsilon: float = 0.0, force_pow_2: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`ottava.kernels.scale_from_amax` of many weights, one call for each FP8 format among them."""
-    places: dict[torch.dtype, list[int]] = {}
-    for place, job in enumerate(jobs):
-        quantizer: Any = job.quantizer
-        places.setdefault(quantizer.fp8_dtype, []).append(place)
-    if len(places) == 1:
-        return kernels.scale_from_amax(amaxes, next(iter(places)), epsilon, force_pow_2)
-    scale, scale_inv = torch.empty_like(amaxes), torch.empty_like(amaxes)
-    for fp8_dtype, own in places.items():
-        index = torch.tensor(own, device=amaxes.device)
-        scale[index], scale_inv[index] = kernels.scale_from_amax(amaxes[index], fp8_dtype, epsilon, force_pow_2)
-    return scale, scale_inv
 
 
 _SILENT = ShardRule()
@@ -169,10 +106,8 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
         if isinstance(found, ShardRule):
             return found
         if found is not None:
-            raise DTypeError(
-                f"{cls.__name__}.shards is a {type(found).__name__}",
-                expected="an ottava.distributed.ShardRule, or None",
-            )
+            what = f"{cls.__name__}.shards is a {type(found).__name__}"
+            raise DTypeError(what, expected="an ottava.distributed.ShardRule, or None")
         if "quantize_impl" in vars(cls):
             break
     return _SILENT
@@ -222,26 +157,21 @@ class ShardBatches(NamedTuple):
         together: dict[Any, list[ShardJob]] = {}
         for job in jobs:
             rule = rule_of(job.quantizer)
-            options = [getattr(job.quantizer, name) for name in rule.options]
             batch = rule.batch_for(job.quantizer)
-            key = None if batch is None else (batch, type(job.quantizer), *options)
-            together.setdefault(key, []).append(job)
+            together.setdefault(batch and (batch, rule.together(job)), []).append(job)
         others = together.pop(None, None)
-        reduced = tuple(batch(own) for (batch, *_), own in together.items())
+        reduced = tuple(batch(own) for (batch, _), own in together.items())
         return cls(reduced, None if others is None else GatheredBatch(others))
 
     def quantize(self, group: Any) -> None:
         """Quantize all shards: one all-reduce over ``group`` for all amaxes, one all-gather for all values needed."""
-        if self.gathered is None:
+        if self.gathered is None or not process_groups_ready():
             self.cast(self.amaxes(group))
-            return
-        sent = self.gathered.values()
-        if not process_groups_ready():
-            self.cast(self.amaxes(group))
-            self.gathered.cast([sent])
+            if self.gathered is not None:
+                self.gathered.cast([self.gathered.values()])
             return
         # Ranks send different amounts, so that the largest is found first, in the all-reduce of the amaxes.
-        unit = self.gathered.UNIT
+        sent, unit = self.gathered.values(), self.gathered.UNIT
         units = torch.full((1,), float(math.ceil(sent.numel() / unit)), device=sent.device)
         *amaxes, units = self.amaxes(group, units)
         self.cast(amaxes)
@@ -252,11 +182,9 @@ class ShardBatches(NamedTuple):
     def amaxes(self, group: Any, *more: torch.Tensor) -> list[torch.Tensor]:
         """What the ranks of ``group`` contribute to each batch, and ``more``, in one all-reduce(MAX)."""
         own = [*(batch.amaxes() for batch in self.reduced), *more]
-        if not own:
-            return []
-        packed = own[0] if len(own) == 1 else torch.cat(own)
-        if process_groups_ready():
-            packed = all_reduce_max(packed, group)
+        if not own or not process_groups_ready():
+            return own
+        packed = all_reduce_max(own[0] if len(own) == 1 else torch.cat(own), group)
         return list(packed.split([amaxes.numel() for amaxes in own]))
 
     def cast(self, amaxes: Sequence[torch.Tensor]) -> None:
@@ -270,8 +198,7 @@ def requantize(written: Sequence[tuple[Any, torch.Tensor]]) -> None:
     together: dict[Any, list[ShardJob]] = {}
     for target, values in written:
         group, quantizer = target._shard_group, target._quantizer
-        rule = None if group is None or quantizer is None else rule_of(quantizer)
-        if not isinstance(rule, PerTensorShards):
+        if group is None or quantizer is None or not rule_of(quantizer).one_amax(quantizer):
             target.quantize_(values)
             continue
         quantizer = quantizer.with_usage(**target.get_usages())

@@ -54,19 +54,19 @@ class ShardOutput:
         if held.shape != whole.shape:
             step = inner.block_rows or 1
             leading = math.prod(self.holder.size()[1:-1]) if inner.block_rows is not None else 1
-            first = self.rows.start * leading // step
-            whole = whole[first : first + held.shape[0]]
+            first, count = self.rows.start * leading // step, inner.by_rows(held).shape[0]
+            whole = inner.as_held(inner.by_rows(whole)[first : first + count])
         held.copy_(whole)
         bump_version(held)
 
     def written_tensors(self) -> list[torch.Tensor]:
         """Whose versions change when the elements are written, so that autograd sees it."""
-        tensors = [getattr(self.holder, inner.attribute) for inner in self.holder.raw_inner()]
-        return [*tensors, self.holder] if isinstance(self.holder, torch.Tensor) else tensors
+        tensors = [self.holder, *(getattr(self.holder, inner.attribute) for inner in self.holder.raw_inner())]
+        return [each for each in tensors if isinstance(each, torch.Tensor) and not each.is_inference()]
 
     def written(self) -> None:
         """Tell the holder that its values changed, so that nothing derived from the old ones is read."""
-        bump_versions([tensor for tensor in self.written_tensors() if not tensor.is_inference()])
+        bump_versions(self.written_tensors())
         self.holder.mark_written()
 
 
@@ -100,48 +100,40 @@ class ShardJob:
         return self.shard.to(self.dtype)
 
 
+def ordered_bytes(holder: QuantizedTensorStorage, what: str) -> tuple[InnerTensor, ...]:
+    """The inner tensors that hold the elements of ``holder``; those made of others are in another order."""
+    raw = holder.raw_inner()
+    found = [getattr(holder, inner.attribute) for inner in raw if not holder.is_derived(inner)]
+    if len(found) < len(raw) or not all(t.is_contiguous() and t.shape == holder.size() for t in found):
+        what = f"the bytes of {what} are not in the order of its elements"
+        expected = "contiguous data that is not transposed"
+        raise UsageError(what, expected=expected, remedy="keep the rowwise usage of weights that are cast from shards")
+    return raw
+
+
 def shard_output(
     holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, what: str
 ) -> ShardOutput:
-    """Where a shard of ``count`` elements from ``start_offset`` on of a weight of ``shape`` goes.
-
-    Args:
-        holder: the whole weight, or the tensor that is this rank's shard of it.
-
-    Raises:
-        ShapeError, UsageError: the shard does not fit.
-    """
-    tensors = [getattr(holder, inner.attribute) for inner in holder.raw_inner()]
-    if not all(tensor.is_contiguous() and tensor.shape == holder.shape for tensor in tensors):
-        raise UsageError(
-            f"the bytes of {what} are not in the order of its elements",
-            expected="contiguous data that is not transposed",
-            remedy="keep the rowwise usage of weights that are cast from shards",
-        )
-    tensors = [tensor.view(-1) for tensor in tensors]
+    """Where ``count`` elements of a weight of ``shape`` go, from ``start_offset`` on: in the whole weight, or in the
+    tensor that is this rank's shard of it; refused where that does not fit."""
+    tensors = [getattr(holder, inner.attribute).view(-1) for inner in ordered_bytes(holder, what)]
     own, row = tuple(holder.size()), math.prod(shape[1:])
     if own == tuple(shape):
         elements = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
         return ShardOutput(holder, elements, range(shape[0] if shape else 1))
     if own[1:] != tuple(shape[1:]) or count != math.prod(own) or (count and start_offset % row):
-        raise ShapeError(
-            f"{what} has shape {own}, its share of the weight {count} elements from {start_offset} on",
-            expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has",
-        )
+        what = f"{what} has shape {own}, its share of the weight {count} elements from {start_offset} on"
+        raise ShapeError(what, expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has")
     first = start_offset // row if row else 0
     rows = range(first, first + own[0])
-    check_rows_alone(holder, what)
     if count:
         check_blocks(holder.inner_tensors, shape, rows, what)
     return ShardOutput(holder, tuple(tensors), rows)
 
 
 def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows: range, what: str) -> None:
-    """Refuse rows of a weight of ``size`` that cut blocks of those inner tensors that are gathered.
-
-    Raises:
-        ShapeError: they do, or the weight is a vector, which is one row of blocks.
-    """
+    """Refuse rows of a weight of ``size`` that cut blocks of those inner tensors that are gathered, and vectors, which
+    are one row of blocks."""
     leading = math.prod(size[1:-1])
     for inner in inner_tensors:
         step = inner.block_rows if inner.gather else None
@@ -158,30 +150,10 @@ def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows
         raise ShapeError(f"{what} {how}", expected=expected, remedy=remedy)
 
 
-def check_rows_alone(storage: Any, what: str) -> None:
-    """Refuse rows of a tensor that holds columns which are neither rows of their own nor made of rows.
-
-    Raises:
-        UsageError: it holds transposed columns with scales of their own.
-    """
-    for inner in storage.inner_tensors:
-        of_rows = inner.gather or inner.shared or storage.is_derived(inner)
-        if not of_rows and getattr(storage, inner.attribute) is not None:
-            raise UsageError(
-                f"{what} holds {inner.argument!r}, which is transposed and has scales of its own: no rows make it",
-                expected="a weight whose columns can be made of its rows",
-                remedy=f"quantize weights with {storage.squares}, or keep them whole or in high precision",
-            )
-
-
 def check_bytes(
     buffer: Any, dtypes: Collection[torch.dtype | None], count: int, device: torch.device, what: str
 ) -> torch.Tensor:
-    """``buffer`` itself, unless it cannot take ``count`` elements of 8 bits.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, UsageError: it is no contiguous tensor of such a size, dtype and device.
-    """
+    """``buffer`` itself, unless it cannot take ``count`` elements of 8 bits."""
     if not isinstance(buffer, torch.Tensor) or buffer.dtype not in dtypes:
         found = buffer.dtype if isinstance(buffer, torch.Tensor) else type(buffer).__name__
         raise DTypeError(f"{what} is of {found}", expected="torch.uint8")
@@ -194,13 +166,7 @@ def check_bytes(
 
 
 def check_places(written: Iterable[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> None:
-    """Refuse contiguous tensors that are to be written and overlap each other, or those that are read meanwhile.
-
-    A tensor that is written may be one of those that are read.
-
-    Raises:
-        ShapeError: two places overlap.
-    """
+    """Refuse contiguous tensors that are written and overlap each other, or others that are read meanwhile."""
     places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in written if t.numel()]
     places += {(t.data_ptr(), t.data_ptr() + t.nbytes) for t in read if t.numel()} - set(places)
     if any(end > start for (_, end), (start, _) in pairwise(sorted(places))):

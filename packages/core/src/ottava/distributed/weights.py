@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ottava.distributed.batch import check_batch, default_group
+from ottava.distributed.arguments import checked_weights, default_group
 from ottava.distributed.rules import ShardBatches
 from ottava.distributed.shards import check_bytes, check_places
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
@@ -117,7 +117,7 @@ class MasterWeights:
 
     def _look(self) -> None:
         with torch.no_grad():
-            weights = check_batch(*self._given)
+            weights = checked_weights(*self._given)
             self._group = default_group(weights, self._group_given)
             for weight in weights:
                 # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale.
@@ -165,12 +165,11 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
         model_weights = [model_weights]
     if not isinstance(model_weights, (list, tuple)):
         raise DTypeError(f"model_weights is a {type(model_weights).__name__}", expected="a list of weights")
-    for weight in model_weights:
-        if not isinstance(weight, (torch.Tensor, QuantizedTensorStorage)):
-            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a tensor")
+    strange = [w for w in model_weights if not isinstance(w, (torch.Tensor, QuantizedTensorStorage))]
+    if strange:
+        raise DTypeError(f"a weight is a {type(strange[0]).__name__}", expected="a tensor")
     with torch.no_grad():
-        for weight in model_weights:
-            local = local_tensor(weight)
+        for local in map(local_tensor, model_weights):
             if isinstance(local, QuantizedTensorStorage):
                 local.rebuild_derived(force=True)
                 local.rebuilds_derived = True
@@ -193,11 +192,8 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor 
         raise DTypeError(f"a {type(tensor).__name__} has no raw data", expected="a quantized tensor")
     buffers = list(new_raw_data) if isinstance(new_raw_data, (list, tuple)) else [new_raw_data]
     if tensor._whole is not None:
-        raise UsageError(
-            f"this {type(tensor).__name__} is a view of another, whose data it shares",
-            expected="a whole tensor",
-            remedy="replace the data of the whole",
-        )
+        what = f"this {type(tensor).__name__} is a view of another, whose data it shares"
+        raise UsageError(what, expected="a whole tensor", remedy="replace the data of the whole")
     raw = tensor.raw_inner()
     if not 1 <= len(buffers) <= len(raw):
         raise ShapeError(f"{len(buffers)} buffers", expected=f"one for each of {', '.join(i.argument for i in raw)}")

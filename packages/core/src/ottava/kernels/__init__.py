@@ -14,21 +14,26 @@ from collections.abc import Sequence
 
 import torch
 
-from ottava.errors import DTypeError, ShapeError
+from ottava.errors import DTypeError, OptionError, ShapeError
+from ottava.formats import fp8_format
 from ottava.kernels import products as _products
 from ottava.kernels import table as _table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
 from ottava.kernels.checks import (
     HIGH_PRECISION,
     check_bias,
+    check_cast,
+    check_data,
     check_device,
     check_dtype,
     check_epsilon,
     check_grid,
     check_high_precision,
     check_layout,
+    check_matrix,
     check_out,
     check_scalar,
+    check_tensor,
 )
 from ottava.kernels.multi import grid_amax_sizes, grid_multi_amax, grid_multi_cast, multi_amax, multi_cast
 from ottava.layout import Layout
@@ -64,7 +69,8 @@ __all__ = [
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude as a float32 scalar on the device of ``x``; NaN is ignored, an empty tensor has 0."""
-    return _table.amax.checked(x)  # type: ignore[no-any-return]
+    check_high_precision(x)
+    return _table.amax(x)  # type: ignore[no-any-return]
 
 
 def scale_from_amax(
@@ -76,17 +82,22 @@ def scale_from_amax(
     infinite or NaN; at most the largest finite float32; with ``force_pow_2`` floored to a power of two. ``scale_inv``
     is the correctly rounded ``1/scale``.
     """
-    return _table.scale_from_amax.checked(amax, fp8_dtype, epsilon, bool(force_pow_2))  # type: ignore[no-any-return]
+    check_tensor(amax, "amax", torch.float32)
+    fp8_format(fp8_dtype)
+    check_epsilon(epsilon)
+    return _table.scale_from_amax(amax, fp8_dtype, epsilon, bool(force_pow_2))  # type: ignore[no-any-return]
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     """Data of ``cast(float32(x) * scale)``: to nearest even, saturating, NaN to 0x7F, sign of zero kept."""
-    return _table.cast.checked(x, scale, fp8_dtype)  # type: ignore[no-any-return]
+    check_cast(x, scale, fp8_dtype, False)
+    return _table.cast(x, scale, fp8_dtype)  # type: ignore[no-any-return]
 
 
 def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`cast` of ``x [*leading, K]`` with its transpose ``[K, *leading]``, in one pass."""
-    return _table.cast_transpose.checked(x, scale, fp8_dtype)  # type: ignore[no-any-return]
+    check_cast(x, scale, fp8_dtype, True)
+    return _table.cast_transpose(x, scale, fp8_dtype)  # type: ignore[no-any-return]
 
 
 def quantize(
@@ -102,7 +113,12 @@ def quantize(
 
     What is not asked for comes back as an empty uint8 tensor.
     """
-    return _table.quantize.checked(x, fp8_dtype, epsilon, bool(force_pow_2), rowwise, transposed)  # type: ignore[no-any-return]
+    check_high_precision(x)
+    fp8_format(fp8_dtype)
+    check_epsilon(epsilon)
+    if transposed:
+        check_matrix(x)
+    return _table.quantize(x, fp8_dtype, epsilon, bool(force_pow_2), rowwise, transposed)  # type: ignore[no-any-return]
 
 
 def cast_amax(
@@ -122,8 +138,11 @@ def cast_amax(
             counted in a second pass, which is made only when there are any.
         transposed: whether the transpose is wanted; an empty tensor comes back otherwise.
     """
+    check_cast(x, scale, fp8_dtype, transposed)
     check_scalar(amax, x, "amax")
-    return _table.cast_amax.checked(x, scale, amax, saturated, fp8_dtype, True, transposed)  # type: ignore[no-any-return]
+    if saturated is not None:
+        check_scalar(saturated, x, "saturated", torch.int64)
+    return _table.cast_amax(x, scale, amax, saturated, fp8_dtype, True, transposed)  # type: ignore[no-any-return]
 
 
 def update_scales(
@@ -172,14 +191,21 @@ def update_scales(
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
     """Data ``[*leading, K]`` to a contiguous ``[K, *leading]``."""
-    return _table.transpose.checked(data)  # type: ignore[no-any-return]
+    check_data(data)
+    check_matrix(data)
+    return _table.transpose(data)  # type: ignore[no-any-return]
 
 
 def decode(
     data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
     """``float32(element) * scale_inv`` rounded once to ``dtype``; without ``scale_inv`` the bare element values."""
-    return _table.decode.checked(data, scale_inv, fp8_dtype, dtype)  # type: ignore[no-any-return]
+    check_data(data)
+    if scale_inv is not None:
+        check_scalar(scale_inv, data, "scale_inv")
+    fp8_format(fp8_dtype)
+    check_dtype(dtype, "cannot decode to")
+    return _table.decode(data, scale_inv, fp8_dtype, dtype)  # type: ignore[no-any-return]
 
 
 def grid_scales(
@@ -194,7 +220,8 @@ def grid_scales(
     """
     check_layout(layout)
     check_dtype(dtype)
-    scale, stored = _table.grid_scales.checked(amax, layout.text, dtype)
+    check_tensor(amax, "amax", torch.float32)
+    scale, stored = _table.grid_scales(amax, layout.text, dtype)
     return (scale if layout.stored_scale is torch.float32 else None), stored
 
 
@@ -209,7 +236,10 @@ def grid_quantize(
         of a block ignores NaN.
     """
     check_layout(layout)
-    return _table.grid_quantize.checked(x, layout.text, rowwise, columnwise)  # type: ignore[no-any-return]
+    check_high_precision(x)
+    if not (rowwise or columnwise):
+        raise OptionError("neither rowwise nor columnwise data are asked for", expected="at least one")
+    return _table.grid_quantize(x, layout.text, rowwise, columnwise)  # type: ignore[no-any-return]
 
 
 def grid_decode(
@@ -222,7 +252,7 @@ def grid_decode(
     check_grid(data, scales, layout, columnwise)
     if dtype is not torch.float64:
         check_dtype(dtype, "cannot decode to")
-    return _table.grid_decode.checked(data, scales, layout.text, columnwise, dtype)  # type: ignore[no-any-return]
+    return _table.grid_decode(data, scales, layout.text, columnwise, dtype)  # type: ignore[no-any-return]
 
 
 def scaled_mm(

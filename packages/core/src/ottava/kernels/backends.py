@@ -109,16 +109,11 @@ def backend_for(device_type: str) -> str:
 
 
 def _choose(device_type: str) -> str:
-    chosen = _forced
-    if chosen is None:
-        chosen = os.environ.get("OTTAVA_BACKEND") or None
-        if chosen is not None:
-            _check(chosen, "OTTAVA_BACKEND")
-    if chosen is not None:
-        serves = _SERVES[chosen]
-        if serves is None or device_type in serves:
-            return chosen
-    for name, serves in _SERVES.items():
+    wanted = _forced
+    if wanted is None and (asked := os.environ.get("OTTAVA_BACKEND")):
+        wanted = _check(asked, "OTTAVA_BACKEND")
+    for name in _SERVES if wanted is None else (wanted, *_SERVES):
+        serves = _SERVES[name]
         if (serves is None or device_type in serves) and _try_load(name, needed=True) is not None:
             return name
     raise BackendError(f"no kernel backend serves device type {device_type!r}")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.formats import fp8_format
 from ottava.layout import Layout, grid_of
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,43 +67,29 @@ def check_dense(x: Tensor, what: str) -> None:
         )
 
 
+def check_tensor(x: object, what: str, dtype: torch.dtype, remedy: str = "") -> None:
+    """Refuse what is not a tensor of ``dtype``."""
+    if not isinstance(x, Tensor) or x.dtype != dtype:
+        found = getattr(x, "dtype", type(x).__name__)
+        raise DTypeError(f"{what} is of {found}", expected=f"a tensor of {dtype}", remedy=remedy)
+
+
 def check_scalar(scalar: Tensor, x: Tensor, what: str, dtype: torch.dtype = torch.float32) -> None:
     """Refuse what is not a tensor of ``dtype`` with one element on the device of ``x``.
 
     Raises:
         DTypeError, ShapeError, DeviceError: it is not.
     """
-    if not isinstance(scalar, Tensor) or scalar.dtype != dtype:
-        raise DTypeError(
-            f"{what} is of {getattr(scalar, 'dtype', type(scalar).__name__)}",
-            expected=f"a tensor of {dtype} with one element",
-            remedy=f"torch.tensor(value, dtype={dtype}, device=x.device) makes one",
-        )
+    check_tensor(scalar, what, dtype, f"torch.tensor(value, dtype={dtype}, device=x.device) makes one")
     check_dense(scalar, what)
     if scalar.numel() != 1:
         raise ShapeError(f"{what} has shape {tuple(scalar.shape)}", expected="one element")
     check_device(scalar, x.device, what)
 
 
-def check_counter(counter: Tensor, x: Tensor, what: str) -> None:
-    """Refuse what is not an int64 tensor with one element on the device of ``x``."""
-    check_scalar(counter, x, what, torch.int64)
-
-
-def check_amaxes(amax: Tensor) -> None:
-    """Refuse what is not a float32 tensor."""
-    if not isinstance(amax, Tensor) or amax.dtype != torch.float32:
-        raise DTypeError("amax is not a float32 tensor", expected="a float32 tensor")
-
-
 def check_data(data: Tensor) -> None:
     """Refuse what is not a uint8 tensor."""
-    if not isinstance(data, Tensor) or data.dtype != torch.uint8:
-        raise DTypeError(
-            f"data is {getattr(data, 'dtype', type(data).__name__)}",
-            expected="torch.uint8",
-            remedy="view a float8 tensor with .view(torch.uint8)",
-        )
+    check_tensor(data, "data", torch.uint8, "view a float8 tensor with .view(torch.uint8)")
 
 
 def check_matrix(x: Tensor) -> None:
@@ -121,9 +108,7 @@ def check_grid(data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, w
     """Refuse scales that are not those of the blocks of stored ``data``."""
     check_layout(layout)
     check_data(data)
-    if not isinstance(scales, Tensor) or scales.dtype != layout.stored_scale:
-        found = getattr(scales, "dtype", type(scales).__name__)
-        raise DTypeError(f"{what} is of {found}", expected=str(layout.stored_scale))
+    check_tensor(scales, what, layout.stored_scale)
     expected = grid_of(layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise))
     if tuple(scales.shape) != expected:
         raise ShapeError(
@@ -132,10 +117,13 @@ def check_grid(data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, w
     check_device(scales, data.device, what)
 
 
-def check_wanted(rowwise: bool, columnwise: bool) -> None:
-    """Refuse a request for nothing."""
-    if not (rowwise or columnwise):
-        raise OptionError("neither rowwise nor columnwise data are asked for", expected="at least one")
+def check_cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, transposed: bool) -> None:
+    """Refuse what cannot be cast with a known scale."""
+    check_high_precision(x)
+    check_scalar(scale, x, "scale")
+    fp8_format(fp8_dtype)
+    if transposed:
+        check_matrix(x)
 
 
 def check_epsilon(epsilon: float) -> None:
@@ -170,10 +158,7 @@ def check_out(
     out: Tensor, shape: Sequence[int] | None, dtype: torch.dtype, device: torch.device, what: str = "out"
 ) -> None:
     """Refuse a result that is not a contiguous tensor of ``dtype`` on ``device``, of any shape where None is given."""
-    if not isinstance(out, Tensor):
-        raise DTypeError(f"{what} is a {type(out).__name__}", expected="a torch.Tensor")
-    if out.dtype != dtype:
-        raise DTypeError(f"{what} has dtype {out.dtype}", expected=str(dtype))
+    check_tensor(out, what, dtype)
     check_dense(out, what)
     if (shape is not None and tuple(out.shape) != tuple(shape)) or not out.is_contiguous():
         expected = "one" if shape is None else tuple(shape)

@@ -39,7 +39,7 @@ class Compiled:
 
     Attributes:
         native: the module.
-        writes_all: whether its kernels write results that nobody wants too.
+        writes_all: whether a cast that records writes results that nobody wants too.
         cast_and_record: its cast that may record.
         scratch: how many floats of scratch memory a reduction needs.
     """
@@ -78,9 +78,6 @@ class Compiled:
     ) -> None:
         data, transpose, scale, scale_inv, amax = out
         x, fmt, scratch = x.contiguous(), fp8_format(fp8_dtype).code, self.scratch_for(x)
-        if self.writes_all:
-            scale = torch.empty_like(scale_inv) if scale is None else scale  # type: ignore[arg-type]
-            amax = torch.empty_like(scale_inv) if amax is None else amax  # type: ignore[arg-type]
         addresses = pointers(*scratch, amax, scale, scale_inv, data, transpose)
         source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x)
         self.native.quantize(*source, epsilon, force_pow_2, *addresses, fmt, *self.place(x))
@@ -123,8 +120,13 @@ class Compiled:
 
     def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
         layout = Layout.of(text)
-        if layout.scale is torch.float32 or not _is_fp8(layout):
+        floats = layout.scale is torch.float32
+        if not _is_fp8(layout) or (floats and layout.finite_as == "input"):
             reference.grid_scales(amax, text, dtype, out)
+            return
+        if floats:
+            scales: Any = out
+            self.scale_from_amax(amax, layout.element, layout.epsilon, layout.rounding == "floor", scales)
             return
         amax, stored = amax.contiguous(), pointers(out[1])
         how = fp8_format(layout.element).code, layout.rounding == "floor"
@@ -168,49 +170,47 @@ class Compiled:
 
     # On many tensors: one call for all of them.
 
-    def multi_amax(self, xs: Tensors, dtypes: DTypes, out: Tensor) -> None:
-        held = [x.contiguous() for x in xs]
-        self.native.multi_amax(_sources(held, dtypes), out.data_ptr(), *self.place(out))
-
-    def multi_cast(self, xs: Tensors, dtypes: DTypes, scales: Tensor, fp8_dtypes: DTypes, outs: Tensors) -> None:
-        held, scales = [x.contiguous() for x in xs], scales.contiguous()
-        jobs = list(zip(_sources(held, dtypes), _formats(fp8_dtypes), pointers(*outs), strict=True))
-        self.native.multi_cast(jobs, scales.data_ptr(), *self.place(scales))
-
     def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor) -> None:
-        known = [_known(text) for text in texts]
-        if not all(self.serves_shards(layout) for layout, *_ in known):
+        layouts, held = [_known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
+        sources = _sources(held, shards.dtypes)
+        if all(map(_is_per_tensor, layouts)):
+            self.native.multi_amax(sources, out.data_ptr(), *self.place(out))
+        elif all(map(self.serves_shards, layouts)):
+            jobs = []
+            for source, place, text in zip(sources, _places(shards), texts, strict=True):
+                layout, _, _, (row, column) = _known(text)
+                # The blocks that have a scale in common.
+                jobs.append((source, place, row[2:4], column[2:4], layout.square))
+            self.native.grid_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
+        else:
             reference.grid_multi_amax(shards, texts, out)
-            return
-        held = [x.contiguous() for x in shards.xs]
-        # The blocks that have a scale in common.
-        how = [(row[2:4], column[2:4], layout.square) for layout, _, _, (row, column) in known]
-        sources = zip(_sources(held, shards.dtypes), _places(shards), how, strict=True)
-        jobs = [(source, place, *blocks) for source, place, blocks in sources]
-        self.native.grid_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
 
     def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
-        known = [_known(text) for text in texts]
-        if not all(self.serves_shards(layout) for layout, *_ in known):
+        layouts, held = [_known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
+        given = zip(_sources(held, shards.dtypes), _places(shards), texts, rowwise, columnwise, strict=True)
+        if all(map(_is_per_tensor, layouts)):
+            found = [(of, _known(text)[1], *p) for of, _, text, *both in given for p in both if p is not None]
+            scales = torch.cat([scale for *_, scale, _ in found]) if found else held[0]
+            tensors = [(source, code, out.data_ptr()) for source, code, _, out in found]
+            self.native.multi_cast(tensors, scales.data_ptr(), *self.place(scales))
+        elif all(map(self.serves_shards, layouts)):
+            jobs = []
+            for source, place, text, *both in given:
+                _, code, rule, sides = _known(text)
+                pairs = zip(sides, both, strict=True)
+                how = [(side[:2], *pointers(*(pair or _ABSENT))) for side, pair in pairs]
+                jobs.append((source, place, code, rule[0], *how))
+            self.native.grid_multi_cast(jobs, *self.place(held[0]))
+        else:
             reference.grid_multi_cast(shards, texts, rowwise, columnwise)
-            return
-        held = [x.contiguous() for x in shards.xs]
-        pairs = zip(rowwise, columnwise, strict=True)
-        how = [
-            (
-                code,
-                rule[0],
-                *((side[:2], *pointers(*(pair or _ABSENT))) for side, pair in zip(sides, both, strict=True)),
-            )
-            for (_, code, rule, sides), both in zip(known, pairs, strict=True)
-        ]
-        sources = zip(_sources(held, shards.dtypes), _places(shards), how, strict=True)
-        jobs = [(source, place, *rest) for source, place, rest in sources]
-        self.native.grid_multi_cast(jobs, *self.place(held[0]))
 
 
 def _is_fp8(layout: Layout) -> bool:
     return layout.element in FP8
+
+
+def _is_per_tensor(layout: Layout) -> bool:
+    return layout.block == (None, None) and _is_fp8(layout) and layout.scale is torch.float32
 
 
 @functools.lru_cache(maxsize=1024)
@@ -241,11 +241,6 @@ def _sources(held: Tensors, dtypes: DTypes) -> list[tuple[int, int, int, int]]:
     """For each its address, the code of its dtype, its size, and the code of the dtype that its elements count as."""
     codes = DTYPE_CODES
     return [(x.data_ptr(), codes[x.dtype], x.numel(), codes[dtype]) for x, dtype in zip(held, dtypes, strict=True)]
-
-
-def _formats(fp8_dtypes: DTypes) -> list[int]:
-    codes = {dtype: fp8_format(dtype).code for dtype in set(fp8_dtypes)}
-    return [codes[dtype] for dtype in fp8_dtypes]
 
 
 def _places(shards: Shards) -> list[tuple[int, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ottava.kernels import table
-from ottava.kernels.checks import check_counter, check_scalar
+from ottava.kernels.checks import check_scalar
 
 #: Data, the transpose and ``scale_inv``; None for what is not wanted.
 Quantized = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]
@@ -34,15 +34,10 @@ def cast(
         DTypeError, ShapeError, DeviceError: the scale, the amax or the counter are not what they should be. They are a
             quantizer's state, which can be replaced at any time, and are read and written by their addresses.
     """
-    device, fits = x.device, True
-    for state, dtype in ((scale, torch.float32), (amax, torch.float32), (saturated, torch.int64)):
-        fits = fits and (state is None or (state.dtype is dtype and state.device == device and state.numel() == 1))
-    if not fits:
-        check_scalar(scale, x, "scale")
-        if amax is not None:
-            check_scalar(amax, x, "amax")
-        if saturated is not None:
-            check_counter(saturated, x, "saturated")
+    device, floats = x.device, torch.float32
+    for state, what, dtype in ((scale, "scale", floats), (amax, "amax", floats), (saturated, "saturated", torch.int64)):
+        if state is not None and not (state.dtype is dtype and state.device == device and state.numel() == 1):
+            check_scalar(state, x, what, dtype)
     data, turned, scale_inv = table.cast_amax.for_layer(x, scale, amax, saturated, fp8_dtype, rowwise, transposed)
     return data if rowwise else None, turned if transposed else None, scale_inv
 

@@ -8,13 +8,14 @@ a whole is the largest of its shards' amaxes. Eager only; all the tensors of a c
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
-from ottava.formats import fp8_format
+from ottava.formats import E4M3, FP8, fp8_format
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import (
     HIGH_PRECISION,
@@ -28,11 +29,14 @@ from ottava.kernels.checks import (
     check_high_precision,
     check_layout,
     check_out,
+    check_tensor,
 )
 from ottava.layout import Layout
 
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
 _TOO_LARGE = 2**62
+# One scale for the tensor.
+_WHOLE = {dtype: Layout(dtype, (None, None)) for dtype in FP8}
 
 
 def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
@@ -47,13 +51,7 @@ def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
     Raises:
         ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together.
     """
-    _check_lengths(len(xs), dtypes=dtypes)
-    if not len(xs):
-        return torch.zeros(0, dtype=torch.float32)
-    device = xs[0].device if checked else _check_sources(xs, dtypes)
-    out = torch.zeros(len(xs), dtype=torch.float32, device=device)
-    backend_module(device.type).multi_amax(xs, dtypes, out)
-    return out
+    return grid_multi_amax(xs, dtypes, *_wholes(xs), [_WHOLE[E4M3.torch_dtype]] * len(xs), checked=checked)
 
 
 def multi_cast(
@@ -79,20 +77,12 @@ def multi_cast(
             given twice; nothing is written then.
     """
     _check_lengths(len(xs), dtypes=dtypes, fp8_dtypes=fp8_dtypes, outs=outs)
-    if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32:
-        raise DTypeError("scales are not a float32 tensor", expected="a float32 tensor with one element for each x")
+    check_tensor(scales, "scales", torch.float32)
     if tuple(scales.shape) != (len(xs),):
         raise ShapeError(f"scales have shape {tuple(scales.shape)}", expected=f"({len(xs)},)")
-    if not len(xs):
-        return
-    device = xs[0].device if checked else _check_sources(xs, dtypes)
-    check_device(scales, device, "scales")
-    if not checked:
-        _check_formats(fp8_dtypes)
-        taken: set[int] = set()
-        for i, (out, x) in enumerate(zip(outs, xs, strict=True)):
-            _check_result(out, x.numel(), device, f"outs[{i}]", taken)
-    backend_module(device.type).multi_cast(xs, dtypes, scales, fp8_dtypes, outs)
+    layouts = [_WHOLE[fp8_format(fp8_dtype).torch_dtype] for fp8_dtype in fp8_dtypes]
+    pairs = list(zip(scales.detach().view(-1, 1, 1).unbind(), outs, strict=True))
+    grid_multi_cast(xs, dtypes, *_wholes(xs), layouts, pairs, [None] * len(xs), checked=checked)
 
 
 def grid_amax_sizes(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
@@ -140,9 +130,10 @@ def grid_multi_amax(
         _check_places(xs, shapes, starts)
         for layout in layouts:
             check_layout(layout)
-    sizes = [sum(grid_amax_sizes(*shape, layout)) for shape, layout in zip(shapes, layouts, strict=True)]
-    out = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     texts = [layout.text for layout in layouts]
+    kinds = Counter((*shape, text) for shape, text in zip(shapes, texts, strict=True)).items()
+    total = sum(count * sum(grid_amax_sizes(rows, cols, Layout.of(text))) for (rows, cols, text), count in kinds)
+    out = torch.zeros(total, dtype=torch.float32, device=device)
     backend_module(device.type).grid_multi_amax(Shards(xs, dtypes, shapes, starts), texts, out)
     return out
 
@@ -195,6 +186,11 @@ def grid_multi_cast(
     backend_module(device.type).grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
+def _wholes(xs: Tensors) -> tuple[list[tuple[int, int]], list[int]]:
+    """Shapes and starts where each tensor is all of a matrix of one row."""
+    return [(1, x.numel() if isinstance(x, Tensor) else 0) for x in xs], [0] * len(xs)
+
+
 # There may be hundreds of tensors, so that what is right is to be found so with few operations.
 
 
@@ -214,11 +210,6 @@ def _check_sources(xs: Tensors, dtypes: DTypes) -> torch.device:
             check_device(x, device, f"xs[{i}]")
         check_dtype(dtype, f"dtypes[{i}] is")
     return device
-
-
-def _check_formats(fp8_dtypes: DTypes) -> None:
-    for dtype in fp8_dtypes:
-        fp8_format(dtype)
 
 
 def _check_places(xs: Tensors, shapes: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[int]:

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ottava.errors import BackendError
-from ottava.formats import FP8
 from ottava.kernels.backends import backend_module
-from ottava.kernels.direct import is_direct
-from ottava.kernels.reference import elements_of, spread
 from ottava.kernels.table import define_product
-from ottava.layout import Block, Layout
 from ottava.torch_private import constant_to_compiler, mkldnn_bf16_supported
 
 Tensor = torch.Tensor
@@ -191,152 +186,3 @@ scaled_mm = define_product(
     product,
     lambda a, b, *_: (a[0], b[1], a[1]),
 )
-
-
-# Products of operands that are decoded first.
-
-
-class Operand(NamedTuple):
-    """A matrix ``[rows, columns]`` as a product takes it.
-
-    Attributes:
-        values: high precision, or the bytes of elements; of columnwise data that a layout transposes, the transpose.
-        scales: of the elements, on a grid; of high precision a scalar that it is still to be multiplied with, or None.
-        layout: the text of the layout of elements; empty for high precision.
-        columnwise: whether these are columnwise data of it.
-    """
-
-    values: Tensor
-    scales: Tensor | None = None
-    layout: str = ""
-    columnwise: bool = False
-
-
-class _Scratch(threading.local):
-    """Memory that decoded operands take turns in: fresh memory for each costs page faults, a third of a small layer."""
-
-    # A larger operand gets memory of its own, since its product takes much longer than the page faults.
-    LARGEST = 32 << 20
-
-    def __init__(self) -> None:
-        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-
-    def empty(self, side: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for one of the two operands of a product on a CPU, until the next product of this thread."""
-        size = like.numel() * dtype.itemsize
-        if like.device.type != "cpu" or size > self.LARGEST:
-            return like.new_empty(like.shape, dtype=dtype)
-        if self.buffers[side].numel() < size:
-            with torch.inference_mode(False):
-                self.buffers[side] = torch.empty(size, dtype=torch.uint8)
-        return self.buffers[side][:size].view(dtype).view(like.shape)
-
-
-_scratch = _Scratch()
-
-
-class _Factors(NamedTuple):
-    """Scales that a product still lacks: those of a dense operand, on a grid over it."""
-
-    scales: Tensor
-    block: Block
-
-    def turned(self) -> _Factors:
-        return _Factors(self.scales.t(), (self.block[1], self.block[0]))
-
-
-class _Dense(NamedTuple):
-    """A dense operand in the order of its matrix, and what it lacks: a scalar, or scales that are no powers of two."""
-
-    values: Tensor
-    scale: Tensor | None = None
-    factors: _Factors | None = None
-
-    def turned(self) -> _Dense:
-        return _Dense(self.values.t(), self.scale, self.factors and self.factors.turned())
-
-
-def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> _Dense:
-    """Values without what would round them."""
-    values, scales, text, columnwise = operand
-    if not text or scales is None:
-        return _Dense(values, scales)
-    layout = Layout.of(text)
-    whole, turned = layout.block == (None, None), columnwise and layout.transposed
-    if whole and not values.is_contiguous() and values.t().is_contiguous():
-        return _decoded(side, operand._replace(values=values.t()), dtype).turned()
-    out, backend = _scratch.empty(side, values, dtype), backend_module(values.device.type)
-    if layout.rounding != "nearest" and not whole:
-        backend.grid_decode(values, scales, text, columnwise, out)
-        dense = _Dense(out)
-    else:
-        if layout.element in FP8:
-            backend.decode(values, None, layout.element, out)
-        else:
-            out.copy_(elements_of(values, layout.element))
-        dense = _Dense(out, scales) if whole else _Dense(out, None, _Factors(scales, layout.stored_block(columnwise)))
-    return dense.turned() if turned else dense
-
-
-def _decoded_mm(a: Tensor, b: Tensor, *others: Any) -> Tensor:
-    *fields, transpose_a, transpose_b, bias, compute_dtype, out_dtype = others
-    left = _decoded(0, Operand(a, *fields[:3]), compute_dtype)
-    right = _decoded(1, Operand(b, *fields[3:]), compute_dtype)
-    left, right = left.turned() if transpose_a else left, right.turned() if transpose_b else right
-    if left.factors is None and right.factors is None:
-        return product(left.values, right.values, left.scale, right.scale, bias, out_dtype)
-    sums = _sums_of_blocks(left.values, left.factors, right.values, right.factors)
-    return finish(sums, left.scale, right.scale, bias, out_dtype)
-
-
-def _sums_of_blocks(a: Tensor, of_a: _Factors | None, b: Tensor, of_b: _Factors | None) -> Tensor:
-    """``[M, N]`` in float32: of each block of the summed dimension the partial sum, times the scales of its rows and
-    columns, which are applied in float32."""
-    rows, inner, columns = *a.shape, b.shape[1]
-    # One factor for each row and block, and for each block and column.
-    lefts = None if of_a is None else spread(of_a.scales, (of_a.block[0], 1), (rows, of_a.scales.shape[1]))
-    rights = None if of_b is None else spread(of_b.scales, (1, of_b.block[1]), (of_b.scales.shape[0], columns))
-    sides = (None if of_a is None else of_a.block[1]) or inner, (None if of_b is None else of_b.block[0]) or inner
-    step = max(math.gcd(*sides), 1)
-    sums = a.new_zeros((rows, columns), dtype=torch.float32)
-    for start in range(0, inner, step):
-        span = slice(start, min(start + step, inner))
-        partial = mm(a[:, span].to(torch.float32), b[span].to(torch.float32))
-        if lefts is not None:
-            partial.mul_(lefts[:, start // sides[0]].unsqueeze(1))
-        if rights is not None:
-            partial.mul_(rights[start // sides[1]])
-        sums.add_(partial)
-    return sums
-
-
-def _sizes(a: Any, b: Any, *others: Any) -> tuple[Any, Any, Any]:
-    transposes = others[6:8]
-    turned = [text and columnwise and Layout.of(text).transposed for text, columnwise in (others[1:3], others[4:6])]
-    flip_a, flip_b = (transpose != bool(turn) for transpose, turn in zip(transposes, turned, strict=True))
-    return a[1 if flip_a else 0], b[0 if flip_b else 1], a[0 if flip_a else 1]
-
-
-# The fields of two operands, dense ones of compute_dtype; `transpose` says which of them is taken transposed.
-_operator = define_product(
-    "decoded_mm(Tensor a, Tensor b, Tensor? scales_a, str layout_a, bool columnwise_a, Tensor? scales_b, str layout_b,"
-    " bool columnwise_b, bool transpose_a, bool transpose_b, Tensor? bias, ScalarType compute_dtype,"
-    " ScalarType out_dtype) -> Tensor",
-    _decoded_mm,
-    _sizes,
-)
-
-
-def decoded_mm(
-    a: Operand,
-    b: Operand,
-    transposes: tuple[bool, bool],
-    bias: Tensor | None,
-    compute_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """The product of two operands, by the operator or by what stands behind it where nobody would see the operator."""
-    tensors = a.values, b.values, a.scales, b.scales, bias
-    call: Any = _decoded_mm if is_direct(*tensors) else _operator
-    result: Tensor = call(a.values, b.values, *a[1:], *b[1:], *transposes, bias, compute_dtype, out_dtype)
-    return result

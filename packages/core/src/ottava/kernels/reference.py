@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ottava.formats import E8M0, INT8, FloatFormat, IntegerFormat, element_format, fp8_format
-from ottava.kernels.checks import DTypes, Pairs, Shards, Tensor, Tensors
+from ottava.kernels.checks import Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout, as_matrix_shape
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -62,18 +62,6 @@ def _magnitudes(x: Tensor) -> Tensor:
     return torch.where(magnitude.isnan(), torch.zeros_like(magnitude), magnitude)
 
 
-def _largest(x: Tensor) -> Tensor:
-    """max |x| as a float32 scalar; NaN is ignored, an empty or all-NaN tensor has 0."""
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    return _magnitudes(x).amax()
-
-
-def _cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """``cast(float32(x) * scale)`` as data of the same shape."""
-    return encode(x.to(torch.float32) * scale.reshape(()), fp8_format(fp8_dtype)).view(x.shape)
-
-
 def _inverse(scale: Tensor) -> Tensor:
     # torch.div of two tensors is correctly rounded; a Python scalar numerator would become a reciprocal.
     return torch.div(torch.ones_like(scale), scale)
@@ -85,7 +73,7 @@ def _write(out: Tensor | None, value: Tensor) -> None:
 
 
 def amax(x: Tensor, out: Tensor) -> None:
-    out.copy_(_largest(x))
+    out.copy_(block_amax(_magnitudes(_matrix(x)), (None, None)).reshape(()))
 
 
 def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors) -> None:
@@ -94,68 +82,65 @@ def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_
     out[1].copy_(_inverse(made))
 
 
-def _float_scale(amax: Tensor, maximum: float, epsilon: float, floor: bool, largest: float) -> Tensor:
-    """``maximum / amax``, at most ``largest``, on demand floored to a power of two."""
+def _float_scale(amax: Tensor, maximum: Any, epsilon: float, floor: bool, largest: float) -> Tensor:
+    """``maximum / amax``, at most ``largest``, on demand floored to a power of two; 1 where there is no quotient."""
     # As a float32, which is infinite for a larger number.
     least = torch.tensor(epsilon, dtype=torch.float32)
     a = torch.where(amax < least, least, amax)
     usable = a.isfinite() & (a != 0)
-    made = torch.div(torch.full_like(a, maximum), torch.where(usable, a, torch.ones_like(a)))
-    made = torch.where(usable, made, torch.ones_like(a))
+    numerator = torch.as_tensor(maximum, dtype=torch.float32, device=a.device).expand_as(a)
+    made = torch.div(numerator, torch.where(usable, a, numerator))
     made = torch.where(made.isinf(), torch.full_like(a, largest), made)
     # Clearing the mantissa floors to a power of two.
     return (bits_of(made) & -0x800000).view(torch.float32).view(made.shape) if floor else made
 
 
 def cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensor) -> None:
-    out.copy_(_cast(x, scale, fp8_dtype))
+    cast_amax(x, scale, None, None, fp8_dtype, (out, None, None))
+
+
+def cast_transpose(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensors) -> None:
+    cast_amax(x, scale, None, None, fp8_dtype, (*out, None))
 
 
 def transpose(data: Tensor, out: Tensor) -> None:
     out.copy_(data.movedim(-1, 0))
 
 
-def cast_transpose(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensors) -> None:
-    made = _cast(x, scale, fp8_dtype)
-    out[0].copy_(made)
-    out[1].copy_(made.movedim(-1, 0))
-
-
 def quantize(
     x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Sequence[Tensor | None]
 ) -> None:
-    data, transpose, scale, scale_inv, amax = out
-    seen = _largest(x)
-    factor, inverse = torch.empty_like(seen), torch.empty_like(seen)
-    scale_from_amax(seen, fp8_dtype, epsilon, force_pow_2, (factor, inverse))
-    made = _cast(x, factor, fp8_dtype)
-    _write(data, made)
-    if transpose is not None:
-        transpose.copy_(made.movedim(-1, 0))
-    _write(scale, factor)
-    _write(scale_inv, inverse)
-    _write(amax, seen)
+    data, turned, *results = out
+    scale, scale_inv, seen = found = torch.empty((3,), dtype=torch.float32, device=x.device).unbind()
+    amax(x, seen)
+    scale_from_amax(seen, fp8_dtype, epsilon, force_pow_2, (scale, scale_inv))
+    cast_amax(x, scale, None, None, fp8_dtype, (data, turned, None))
+    for result, value in zip(results, found, strict=True):
+        _write(result, value)
 
 
 def cast_amax(
     x: Tensor,
     scale: Tensor,
-    amax: Tensor | None,
+    recorded: Tensor | None,
     saturated: Tensor | None,
     fp8_dtype: torch.dtype,
     out: Sequence[Tensor | None],
 ) -> None:
-    data, transpose, scale_inv = out
-    factor = scale.reshape(()).clone()
-    made = _cast(x, factor, fp8_dtype)
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, _largest(x).reshape(amax.shape)))
+    data, turned, scale_inv = out
+    # The state of a slot may be one array.
+    factor, fmt = scale.reshape(()).clone(), fp8_format(fp8_dtype)
+    scaled = x.to(torch.float32) * factor
+    if recorded is not None:
+        seen = torch.empty_like(factor)
+        amax(x, seen)
+        recorded.copy_(torch.maximum(recorded, seen))
     if saturated is not None:
-        beyond = (x.to(torch.float32) * factor).abs() > fp8_format(fp8_dtype).max
-        saturated.add_(beyond.sum())
+        saturated.add_((scaled.abs() > fmt.max).sum())
+    made = encode(scaled, fmt).view(x.shape)
     _write(data, made)
-    if transpose is not None:
-        transpose.copy_(made.movedim(-1, 0))
+    if turned is not None:
+        transpose(made, turned)
     _write(scale_inv, _inverse(factor))
 
 
@@ -167,7 +152,6 @@ def update_scales(
     for scale, history in zip(scales, histories, strict=True):
         slots = slice(done, done + scale.numel())
         seen = history[0].clone() if last is None else last[slots]
-        maximum = torch.tensor(maxima[slots], dtype=torch.float32, device=scale.device)
         done += scale.numel()
         older = torch.where(history.isnan(), torch.zeros_like(history), history)[1:]
         amax = seen
@@ -176,11 +160,9 @@ def update_scales(
             amax = torch.maximum(seen, older.amax(0))
         rolled = torch.cat([history[1:], seen.unsqueeze(0)])
         rolled[0] = 0.0
-        quotient = torch.div(maximum, torch.where(amax > 0, amax, torch.ones_like(amax)))
-        quotient = torch.where(quotient.isinf(), torch.full_like(quotient, _FLOAT32_MAX), quotient)
-        usable = amax.isfinite() & (amax > 0)
+        made = _float_scale(amax, maxima[slots], 0.0, False, _FLOAT32_MAX)
         moves = seen != 0
-        scale.copy_(torch.where(moves & usable, quotient, scale))
+        scale.copy_(torch.where(moves & amax.isfinite() & (amax > 0), made, scale))
         history.copy_(torch.where(moves, rolled, history))
 
 
@@ -293,11 +275,9 @@ def elements_of(data: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of elements without scales, float32."""
     data = data.contiguous()
     values = data.view(dtype).to(torch.float32)
-    return (
-        torch.where(data == INT8.nan_code, torch.full_like(values, float("nan")), values)
-        if dtype == torch.int8
-        else values
-    )
+    if dtype != torch.int8:
+        return values
+    return torch.where(data == INT8.nan_code, torch.full_like(values, float("nan")), values)
 
 
 def _decode_exact(data: Tensor, scales: Tensor, layout: Layout, columnwise: bool) -> Tensor:
@@ -326,16 +306,6 @@ def grid_decode(data: Tensor, scales: Tensor, text: str, columnwise: bool, out: 
 def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Every element as it counts, in one dimension."""
     return x.detach().reshape(-1).to(dtype).to(torch.float32)
-
-
-def multi_amax(xs: Tensors, dtypes: DTypes, out: Tensor) -> None:
-    for i, (x, dtype) in enumerate(zip(xs, dtypes, strict=True)):
-        out[i] = _largest(_values(x, dtype))
-
-
-def multi_cast(xs: Tensors, dtypes: DTypes, scales: Tensor, fp8_dtypes: DTypes, outs: Tensors) -> None:
-    for x, dtype, scale, fp8_dtype, out in zip(xs, dtypes, scales.detach(), fp8_dtypes, outs, strict=True):
-        out.copy_(_cast(_values(x, dtype), scale, fp8_dtype).view(out.shape))
 
 
 def grid_multi_amax(shards: Shards, texts: Sequence[str], out: Tensor) -> None:

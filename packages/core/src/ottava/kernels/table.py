@@ -1,9 +1,9 @@
-"""The table of kernels: each operation once, with its schema, what it returns and what it refuses.
+"""The table of kernels: each operation once, with its schema and what it returns.
 
 A backend (``reference``, ``cpu``, ``cuda``) has a function of the same name for each row. It writes into given outputs,
 which are contiguous, and does nothing else: ``name(*arguments, outputs)``, without the trailing arguments that only say
 which outputs there are. ``outputs`` is a tensor, or a sequence of them with None for what is not wanted. Allocations,
-checks, the choice of the backend, and the operators ``ottava::name`` with their fake implementations, so that
+the choice of the backend, and the operators ``ottava::name`` with their fake implementations, so that
 ``torch.compile(fullgraph=True)`` sees through them, are made here from the rows. Operators are defined with the
 low-level ``Library`` interface, whose calls cost a few microseconds; where nobody would see an operator, the backend is
 called without one.
@@ -18,19 +18,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from ottava.formats import fp8_format
 from ottava.kernels.backends import backend_module
-from ottava.kernels.checks import (
-    check_amaxes,
-    check_counter,
-    check_data,
-    check_dtype,
-    check_epsilon,
-    check_high_precision,
-    check_matrix,
-    check_scalar,
-    check_wanted,
-)
 from ottava.kernels.direct import is_direct
 from ottava.layout import Layout
 from ottava.torch_private import graph_task_id, schema_of
@@ -41,6 +29,15 @@ Tensor = torch.Tensor
 _DATA, _FLOATS = torch.uint8, torch.float32
 # For each device a float32 scalar to be like: sizes in a tuple take a microsecond longer than a tensor to be like.
 _scalars: dict[torch.device, Tensor] = {}
+
+
+def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """An operator, and what stands for it where there are no values."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ottava::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.ottava, name)
 
 
 # What makes outputs, still to be written, from the arguments of a call.
@@ -119,19 +116,6 @@ def _scales(amax: Tensor, text: str, *_: Any) -> tuple[Tensor | None, Tensor]:
     return (_values(amax, _FLOATS) if stored is _FLOATS else None), _values(amax, stored)
 
 
-# What is refused of an argument of a name; with words where the first argument and these are told too.
-_CHECKS: dict[str, tuple[Callable[..., object], str | None]] = {
-    "x": (check_high_precision, None),
-    "data": (check_data, None),
-    "fp8_dtype": (fp8_format, None),
-    "epsilon": (check_epsilon, None),
-    "scale": (check_scalar, "scale"),
-    "scale_inv": (check_scalar, "scale_inv"),
-    "amax": (check_scalar, "amax"),
-    "saturated": (check_counter, "saturated"),
-}
-
-
 class Operation:
     """One row.
 
@@ -140,7 +124,6 @@ class Operation:
         outputs: makes the result, or a tuple of results with None for what is not wanted, of the arguments.
         asking: how many of the last arguments only say what is wanted: backends are not given them.
         for_layers: the same as ``outputs`` without what layers have no use for.
-        check: refuses what the checks of single arguments do not, given all of them.
     """
 
     def __init__(
@@ -150,14 +133,10 @@ class Operation:
         *,
         asking: int = 0,
         for_layers: Callable[..., Any] | None = None,
-        check: Callable[..., None] | None = None,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.outputs, self._for_layers = outputs, for_layers or outputs
-        LIBRARY.define(schema)
-        LIBRARY.impl(self.name, self._written, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"ottava::{self.name}", self._fake, lib=LIBRARY)
-        self._operator: Any = getattr(torch.ops.ottava, self.name)
+        self._operator = _define(schema, self._written, self._fake)
         given = schema_of(self._operator.default).arguments
         #: The names of the arguments.
         self.arguments = tuple(argument.name for argument in given)
@@ -165,33 +144,9 @@ class Operation:
         self._single = schema.endswith("-> Tensor")
         # Tensors come first.
         self._tensors = sum("Tensor" in str(argument.type) for argument in given)
-        checks = [
-            (at, *_CHECKS[argument.name], str(argument.type).startswith("Optional"))
-            for at, argument in enumerate(given)
-            if argument.name in _CHECKS
-        ]
-        if self.arguments[0] == "amax":
-            checks[0] = (0, check_amaxes, None, False)
-        self._checks, self._check = tuple(checks), check
 
     def __call__(self, *arguments: Any) -> Any:
         """The results: a tensor, or a tuple with empty tensors for what is not wanted. Nothing is checked."""
-        return self._written(*arguments) if is_direct(*arguments[: self._tensors]) else self._operator(*arguments)
-
-    def checked(self, *arguments: Any) -> Any:
-        """The results, of arguments that anyone may have given.
-
-        Raises:
-            DTypeError, ShapeError, DeviceError, OptionError: they do not fit together.
-        """
-        for at, check, what, optional in self._checks:
-            value = arguments[at]
-            if what is None:
-                check(value)
-            elif not (optional and value is None):
-                check(value, arguments[0], what)
-        if self._check is not None:
-            self._check(*arguments)
         return self._written(*arguments) if is_direct(*arguments[: self._tensors]) else self._operator(*arguments)
 
     def for_layer(self, *arguments: Any) -> Any:
@@ -223,16 +178,6 @@ def _with_empty(made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return tuple([found.new_empty((0,), dtype=_DATA) if result is None else result for result in made])
 
 
-def _check_turned(x: Tensor, *arguments: Any) -> None:
-    """Of an operation whose last argument says whether the transpose is wanted."""
-    if arguments[-1]:
-        check_matrix(x)
-
-
-def _check_dtype(data: Tensor, *arguments: Any) -> None:
-    check_dtype(arguments[-1], "cannot decode to")
-
-
 amax = Operation("amax(Tensor x) -> Tensor", _scalar)
 scale_from_amax = Operation(
     "scale_from_amax(Tensor amax, ScalarType fp8_dtype, float epsilon, bool force_pow_2) -> (Tensor, Tensor)",
@@ -242,7 +187,6 @@ cast = Operation("cast(Tensor x, Tensor scale, ScalarType fp8_dtype) -> Tensor",
 cast_transpose = Operation(
     "cast_transpose(Tensor x, Tensor scale, ScalarType fp8_dtype) -> (Tensor, Tensor)",
     lambda x, *_: (_data(x), _transposed(x)),
-    check=lambda x, *_: check_matrix(x),
 )
 quantize = Operation(
     "quantize(Tensor x, ScalarType fp8_dtype, float epsilon, bool force_pow_2, bool rowwise, bool transposed)"
@@ -250,32 +194,25 @@ quantize = Operation(
     _quantized_anew,
     asking=2,
     for_layers=_quantized_for_layer,
-    check=_check_turned,
 )
 cast_amax = Operation(
     "cast_amax(Tensor x, Tensor scale, Tensor(a!)? amax, Tensor(b!)? saturated, ScalarType fp8_dtype, bool rowwise,"
     " bool transposed) -> (Tensor, Tensor, Tensor)",
     _quantized,
     asking=2,
-    check=_check_turned,
 )
-transpose = Operation("transpose(Tensor data) -> Tensor", _transposed, check=check_matrix)
+transpose = Operation("transpose(Tensor data) -> Tensor", _transposed)
 decode = Operation(
     "decode(Tensor data, Tensor? scale_inv, ScalarType fp8_dtype, ScalarType dtype) -> Tensor",
     _values,
     asking=1,
-    check=_check_dtype,
 )
 # A layout travels as its text.
-grid_scales = Operation(
-    "grid_scales(Tensor amax, str layout, ScalarType dtype) -> (Tensor, Tensor)",
-    _scales,
-)
+grid_scales = Operation("grid_scales(Tensor amax, str layout, ScalarType dtype) -> (Tensor, Tensor)", _scales)
 grid_quantize = Operation(
     "grid_quantize(Tensor x, str layout, bool rowwise, bool columnwise) -> (Tensor, Tensor, Tensor, Tensor)",
     _on_grid,
     asking=2,
-    check=lambda x, *arguments: check_wanted(*arguments[-2:]),
 )
 grid_decode = Operation(
     "grid_decode(Tensor data, Tensor scales, str layout, bool columnwise, ScalarType dtype) -> Tensor",
@@ -293,11 +230,6 @@ def define_product(schema: str, function: Callable[..., Tensor], sizes: Callable
         schema: with two operands first, and an argument ``out_dtype``.
         sizes: rows, columns and the reduced size of the product, from the operands' shapes and the other arguments.
     """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    operator = getattr(torch.ops.ottava, name)
-    dtype_at = [argument.name for argument in schema_of(operator.default).arguments].index("out_dtype")
 
     def fake(*arguments: Any) -> Tensor:
         a, b, *rest = arguments
@@ -308,7 +240,8 @@ def define_product(schema: str, function: Callable[..., Tensor], sizes: Callable
         # Two for each multiply-add, as torch counts its own products.
         return int(2 * rows * columns * inner)
 
-    torch.library.register_fake(f"ottava::{name}", fake, lib=LIBRARY)
+    operator = _define(schema, function, fake)
+    dtype_at = [argument.name for argument in schema_of(operator.default).arguments].index("out_dtype")
     register_flop_formula(operator)(flops)
     return operator
 
@@ -319,12 +252,8 @@ def _sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 # What a compiler would compute otherwise than eager code does, if it saw through: it adds in another order, and leaves
 # out the rounding of what it does not store.
-LIBRARY.define("sum_rows(Tensor x, ScalarType dtype) -> Tensor")
-LIBRARY.impl("sum_rows", _sum_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("ottava::sum_rows", lambda x, dtype: x.new_empty(x.shape[1:], dtype=dtype), lib=LIBRARY)
-LIBRARY.define("rounded(Tensor x) -> Tensor")
-LIBRARY.impl("rounded", torch.clone, "CompositeExplicitAutograd")
-torch.library.register_fake("ottava::rounded", torch.empty_like, lib=LIBRARY)
+_define("sum_rows(Tensor x, ScalarType dtype) -> Tensor", _sum_rows, lambda x, t: x.new_empty(x.shape[1:], dtype=t))
+_define("rounded(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -337,24 +266,20 @@ def rounded(x: Tensor) -> Tensor:
     return torch.ops.ottava.rounded(x) if torch.compiler.is_compiling() and x.dtype != _FLOATS else x
 
 
-LIBRARY.define(
-    "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, Tensor? last) -> ()"
-)
-
-
 def _update_scales(scales: list[Tensor], *rest: Any) -> None:
     # No step begins in a backward pass. Compiled code cannot tell, and is run again there by activation checkpointing.
     if scales and graph_task_id() == -1:
         backend_module(scales[0].device.type).update_scales(scales, *rest)
 
 
-LIBRARY.impl("update_scales", _update_scales, "CompositeExplicitAutograd")
-torch.library.register_fake("ottava::update_scales", lambda *_: None, lib=LIBRARY)
+_define(
+    "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, Tensor? last) -> ()",
+    _update_scales,
+    lambda *_: None,
+)
 
 
-def update_scales(
-    scales: list[Tensor], histories: list[Tensor], maxima: list[float], most_recent: bool, last: Tensor | None
-) -> None:
-    """As an :class:`Operation`, of many tensors in place."""
-    direct = is_direct(*scales, *histories, last)
-    (_update_scales if direct else torch.ops.ottava.update_scales)(scales, histories, maxima, most_recent, last)
+def update_scales(scales: list[Tensor], histories: list[Tensor], *rest: Any) -> None:
+    """As an :class:`Operation`, of many tensors in place: ``(scales, histories, maxima, most_recent, last)``."""
+    direct = is_direct(*scales, *histories, rest[-1])
+    (_update_scales if direct else torch.ops.ottava.update_scales)(scales, histories, *rest)

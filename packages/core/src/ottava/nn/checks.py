@@ -37,34 +37,24 @@ def checked_dtype(
     if not isinstance(input, torch.Tensor):
         check_high_precision(input)
     if input.is_nested:
-        raise DTypeError(
-            f"input of {layer._label()} is nested ({input.layout})",
-            expected="one tensor with a shape",
-            remedy="give input.values(), in which all rows lie one after the other, or a padded tensor",
-        )
+        what = f"input of {layer._label()} is nested ({input.layout})"
+        remedy = "give input.values(), in which all rows lie one after the other, or a padded tensor"
+        raise DTypeError(what, expected="one tensor with a shape", remedy=remedy)
     if input.dim() == 0 or input.shape[-1] != layer.in_features:
-        raise ShapeError(
-            f"input of {layer._label()} has shape {tuple(input.shape)}",
-            expected=f"a last dimension of {layer.in_features}",
-            remedy="check the layer before this one",
-        )
+        what, remedy = f"input of {layer._label()} has shape {tuple(input.shape)}", "check the layer before this one"
+        raise ShapeError(what, expected=f"a last dimension of {layer.in_features}", remedy=remedy)
     if input.device != weight.device:
-        raise DeviceError(
-            f"input of {layer._label()} is on {input.device}, its weight on {weight.device}",
-            expected="one device",
-            remedy=f"move one of them, for example input.to({str(weight.device)!r})",
-        )
+        what = f"input of {layer._label()} is on {input.device}, its weight on {weight.device}"
+        remedy = f"move one of them, for example input.to({str(weight.device)!r})"
+        raise DeviceError(what, expected="one device", remedy=remedy)
     dtype = input.dtype
     same = dtype == weight.dtype
     if dtype not in HIGH_PRECISION or not (same or weight.dtype in HIGH_PRECISION):
         check_high_precision(input, f"input of {layer._label()}")
         check_high_precision(weight, f"weight of {layer._label()}")
     if autocast_dtype is None and not same:
-        raise DTypeError(
-            f"input of {layer._label()} has dtype {dtype}, its weight {weight.dtype}",
-            expected="one dtype",
-            remedy="convert one of them, or run inside torch.autocast",
-        )
+        what = f"input of {layer._label()} has dtype {dtype}, its weight {weight.dtype}"
+        raise DTypeError(what, expected="one dtype", remedy="convert one of them, or run inside torch.autocast")
     return dtype if autocast_dtype is None else autocast_dtype
 
 
@@ -81,11 +71,9 @@ def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
     main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
     what = f"main_grad of the weight of {layer._label()}"
     if main_grad is None:
-        raise UsageError(
-            f"there is no {what}",
-            expected="a tensor, since fuse_wgrad_accumulation is True",
-            remedy="set weight.main_grad = torch.zeros(weight.shape), or fuse_wgrad_accumulation to False",
-        )
+        what = f"there is no {what}"
+        remedy = "set weight.main_grad = torch.zeros(weight.shape), or fuse_wgrad_accumulation to False"
+        raise UsageError(what, expected="a tensor, since fuse_wgrad_accumulation is True", remedy=remedy)
     check_high_precision(main_grad, what)
     if main_grad.shape != weight.shape:
         raise ShapeError(f"{what} has shape {tuple(main_grad.shape)}", expected=str(tuple(weight.shape)))

@@ -74,11 +74,9 @@ def _matcher(names: list[str], given: Filter | None, what: str) -> Predicate | N
         found = [name for name in names if fnmatchcase(name, pattern)]
         if not found:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-            raise OptionError(
-                f"{what} pattern {pattern!r} matches no module",
-                expected=f"a name such as {', '.join(near)}" if near else "the qualified name of a module",
-                remedy="names are those of model.named_modules(); * matches any characters",
-            )
+            expected = f"a name such as {', '.join(near)}" if near else "the qualified name of a module"
+            remedy = "names are those of model.named_modules(); * matches any characters"
+            raise OptionError(f"{what} pattern {pattern!r} matches no module", expected=expected, remedy=remedy)
         matched.update(found)
     # A pattern that matches a container matches all modules in it.
     return lambda name, module: any(path in matched for path in accumulate(name.split("."), "{}.{}".format))

@@ -59,7 +59,7 @@ def _product(
 ) -> tuple[torch.Tensor, Any, Any]:
     """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
     state, dtype, recording = plan.state, plan.dtype, plan.recording
-    columnwise = w_needs and not state.wgrad_high_precision
+    columnwise = w_needs and "input" not in state.wgrad_unquantized
     quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=recording)
     qx = quantizer.quantize(_as_operand(x, quantizer), dtype=dtype)
     qw: Any = weight if isinstance(weight, QuantizedTensorStorage) else plan.kept_weight
@@ -93,7 +93,7 @@ class LinearFunction(torch.autograd.Function):
         y, qx, qw = _product(x, weight, bias, plan, x_needs, w_needs)
         primary = isinstance(weight, QuantizedTensorStorage)
         x_tensors: list[torch.Tensor | None]
-        if w_needs and plan.state.wgrad_high_precision:
+        if w_needs and "input" in plan.state.wgrad_unquantized:
             x_tensors, x_spec = [as_matrix(x.detach()).to(plan.dtype)], None
         else:
             x_tensors, x_spec = qx.flatten_columnwise() if w_needs else _NOTHING
@@ -130,7 +130,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     dx = dw = db = None
     dy2 = as_matrix(dy)
     if qx is not None or qw is not None:
-        quantized = qx is not None and not state.wgrad_high_precision
+        quantized = qx is not None and "grad_output" not in state.wgrad_unquantized
         qdy: Any = None
         if quantized or qw is not None:
             quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=quantized)
@@ -138,12 +138,13 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         if qw is not None:
             dx = _as(gemm(qdy, qw, "dgrad", out_dtype=dtype), x_dtype)
             dx = dx if len(ctx.x_shape) == 2 else dx.view(ctx.x_shape)
-        dy_columns = qdy if quantized else _as(dy2, dtype)
-        if qx is not None and main_grad is not None:
-            gemm(dy_columns, qx, "wgrad", out=main_grad, accumulate=True)
-            note_added(ctx.weight)
-        elif qx is not None:
-            dw = _as(gemm(dy_columns, qx, "wgrad", out_dtype=dtype), w_dtype)
+        if qx is not None:
+            dy_columns = qdy if quantized else _as(dy2, dtype)
+            if main_grad is None:
+                dw = _as(gemm(dy_columns, qx, "wgrad", out_dtype=dtype), w_dtype)
+            else:
+                gemm(dy_columns, qx, "wgrad", out=main_grad, accumulate=True)
+                _note_added(ctx.weight)
     if b_dtype is not None and ctx.needs_input_grad[2]:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
         # float32 sum has to be asked for.
@@ -166,19 +167,13 @@ _once = once_differentiable(_gradients)
 _apply: Any = super(torch.autograd.Function, LinearFunction).apply
 
 
-def note_added(weight: Any) -> None:
+def _note_added(weight: Any) -> None:
     """Tell those who ask the weight that its gradient is in ``main_grad`` already."""
     if hasattr(weight, "grad_added_to_main_grad"):
         weight.grad_added_to_main_grad = True
 
 
-def into_main_grad(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
-    """The values of ``weight``, the gradient of which is added to ``main_grad``."""
-    # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
-    return _IntoMainGrad.apply(weight, (main_grad,))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _IntoMainGrad(torch.autograd.Function):
+class IntoMainGrad(torch.autograd.Function):
     """The values of a weight, unchanged; in the backward pass its gradient goes to ``main_grad``."""
 
     @staticmethod
@@ -189,5 +184,5 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.target[0].add_(grads[0])
-        note_added(ctx.weight)
+        _note_added(ctx.weight)
         return None, None

@@ -8,27 +8,22 @@ from typing import Any
 
 import torch
 
-from ottava.errors import CheckpointError, OptionError, UsageError
+from ottava.errors import CheckpointError, OptionError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.checks import autocast_dtype, checked_dtype, main_grad_of
-from ottava.nn.function import LinearPlan, into_main_grad, quantized_linear
+from ottava.nn.function import IntoMainGrad, LinearPlan, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.model_init import quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.mixed import layer_state
 from ottava.recipes.region import begin_ahead, current_region, enters_first
-from ottava.recipes.role import QuantizerRole
+from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
-from ottava.recipes.stepping import begin_step, may_begin
+from ottava.recipes.stepping import backward_task, begin_step, may_begin
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, local_tensor, set_local_tensor
-
-
-def _backward_task() -> int:
-    """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
-    return -1 if torch.compiler.is_compiling() else graph_task_id()
 
 
 def _moved(weight: QuantizedTensor, fn: Any) -> Any:
@@ -38,9 +33,6 @@ def _moved(weight: QuantizedTensor, fn: Any) -> Any:
         if isinstance(moved, QuantizedTensor) or moved.dtype not in HIGH_PRECISION:
             return moved
         return weight.to(moved.device).to_dtype(moved.dtype)  # type: ignore[attr-defined]
-
-
-_TENSOR_TYPES = ("input", "weight", "grad_output")
 
 
 class Linear(torch.nn.Linear):
@@ -132,7 +124,7 @@ class Linear(torch.nn.Linear):
         self._set_state(state)
 
     def _make_state(self, recipe: Recipe, group: Any) -> RecipeState:
-        roles = [QuantizerRole("linear", tensor_type, self.name) for tensor_type in _TENSOR_TYPES]
+        roles = [QuantizerRole("linear", tensor_type, self.name) for tensor_type in OF_LINEAR]
         state = layer_state(recipe, roles, amax_reduction_group=group)
         # The state's buffers follow the weight's device, because the kernels read both in one call.
         return state.to(self.weight.device) if isinstance(state, torch.nn.Module) else state
@@ -146,11 +138,9 @@ class Linear(torch.nn.Linear):
             try:
                 state.load_state_dict(self._loaded_state)
             except RuntimeError as error:
-                raise CheckpointError(
-                    f"the scaling state that was loaded for {self._label()} is not one of {state.recipe!r}",
-                    expected=f"{', '.join(state.state_dict())}",
-                    remedy="load the checkpoint into a model of the recipe that it was saved with",
-                ) from error
+                what = f"the scaling state that was loaded for {self._label()} is not one of {state.recipe!r}"
+                remedy = "load the checkpoint into a model of the recipe that it was saved with"
+                raise CheckpointError(what, expected=", ".join(state.state_dict()), remedy=remedy) from error
             self._loaded_state = None
         self.__dict__["_state"] = self._modules["recipe_state"] = state
 
@@ -163,12 +153,6 @@ class Linear(torch.nn.Linear):
         if kept is not None and kept.serves(recipe, group):
             state = kept
         else:
-            if recipe.stateful and torch.compiler.is_compiling():
-                raise UsageError(
-                    f"{self._label()} has no state for {recipe.name!r} yet, and compiled code cannot make one",
-                    expected="a layer that was converted, or bound to the recipe, or has run under it once",
-                    remedy="call ottava.convert(model, recipe) before torch.compile",
-                )
             state = self._make_state(recipe, group)
             if kept is not None and state.stateful:
                 warnings.warn(
@@ -183,7 +167,7 @@ class Linear(torch.nn.Linear):
 
     def _resolve(self) -> tuple[Recipe | None, Any, bool]:
         """Recipe (None for high precision), reduction group and whether to calibrate."""
-        region, task = current_region(), _backward_task()
+        region, task = current_region(), backward_task()
         if task != -1 and (region is None or region.module is not None or region.graph_task != task):
             # Activation checkpointing recomputes in the backward pass: whatever region surrounds backward() now, the
             # recipe is that of the forward pass.
@@ -343,14 +327,15 @@ class Linear(torch.nn.Linear):
 
     def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
-        weight = self._plain_weight() if main_grad is None else into_main_grad(self.weight, main_grad)
+        # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
+        weight: Any = self._plain_weight() if main_grad is None else IntoMainGrad.apply(self.weight, (main_grad,))  # type: ignore[no-untyped-call]
         return high_precision_linear(input, weight, self.bias, autocast_dtype(weight))
 
     def _kept_weight(
         self, state: RecipeState, dtype: torch.dtype, is_first_microbatch: bool, recording: bool
     ) -> QuantizedTensorStorage:
         """The weight as it was quantized in the first microbatch of the step."""
-        if self._quantized_weight is None or (is_first_microbatch and _backward_task() == -1):
+        if self._quantized_weight is None or (is_first_microbatch and backward_task() == -1):
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
             weight = self.weight.detach()
             with torch.no_grad():

@@ -49,11 +49,9 @@ def quantize_new_weight(layer: Any) -> None:
         quantizer.initialize(weight.detach())
         quantized = quantizer.quantize(weight.detach())
     if not isinstance(quantized, QuantizedTensor):
-        raise DTypeError(
-            f"the quantizer of recipe {recipe.name!r} returned a {type(quantized).__name__} for a weight",
-            expected="a QuantizedTensor",
-            remedy="FP8-primary weights need a quantizer whose results are tensors when internal is False",
-        )
+        what = f"the quantizer of recipe {recipe.name!r} returned a {type(quantized).__name__} for a weight"
+        remedy = "FP8-primary weights need a quantizer whose results are tensors when internal is False"
+        raise DTypeError(what, expected="a QuantizedTensor", remedy=remedy)
     parameter: Any = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
     if not weight.is_meta:
         parameter._high_precision_init_val = weight.detach().cpu().clone()

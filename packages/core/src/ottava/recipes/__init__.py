@@ -16,7 +16,7 @@ _EXPORTS = {
     "RecipeState": "ottava.recipes.state",
     "autocast": "ottava.recipes.region",
     "get_quantizer_factory": "ottava.recipes.registry",
-    "get_recipe": "ottava.recipes.registry",
+    "get_recipe": "ottava.recipes.base",
     "hookimpl": "ottava.recipes.hookspecs",
     "list_quantizer_factories": "ottava.recipes.registry",
     "list_recipes": "ottava.recipes.registry",
@@ -34,12 +34,12 @@ def __getattr__(name: str) -> Any:
 if TYPE_CHECKING:
     from ottava.recipes.base import QuantizerRequest as QuantizerRequest
     from ottava.recipes.base import Recipe as Recipe
+    from ottava.recipes.base import get_recipe as get_recipe
     from ottava.recipes.explanation import Explanation as Explanation
     from ottava.recipes.explanation import RecipeRule as RecipeRule
     from ottava.recipes.hookspecs import hookimpl as hookimpl
     from ottava.recipes.region import autocast as autocast
     from ottava.recipes.registry import get_quantizer_factory as get_quantizer_factory
-    from ottava.recipes.registry import get_recipe as get_recipe
     from ottava.recipes.registry import list_quantizer_factories as list_quantizer_factories
     from ottava.recipes.registry import list_recipes as list_recipes
     from ottava.recipes.registry import plugin_statuses as plugin_statuses

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes.explanation import Explanation, RecipeRule, words
-from ottava.recipes.loader import build_recipe, get_quantizer_factory
+from ottava.recipes.registry import build_recipe, get_quantizer_factory
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 
@@ -30,7 +30,8 @@ class Recipe(ABC):
     name: ClassVar[str] = ""
     #: Whether layers keep state for it: its :meth:`make_state` returns a stateful one.
     stateful: ClassVar[bool] = False
-    #: Whether a layer computes the gradient of its weight from an input and a gradient that are not quantized.
+    #: Whether a layer computes the gradient of its weight from values of the tensors that the recipe serves, the input
+    #: and the gradient of the output, that are not quantized.
     wgrad_high_precision: bool = False
     _factory: QuantizerFactory | None = None
 
@@ -68,45 +69,31 @@ class Recipe(ABC):
         """
         role = QuantizerRole.of(role)
         given = self.given(role)
-        if given is None:
-            return self.make_quantizer(role, amax_reduction_group=amax_reduction_group)
         if isinstance(given, QuantizerRequest):
             return given.recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
-        return given
+        return self.make_quantizer(role, amax_reduction_group=amax_reduction_group) if given is None else given
 
     def given(self, role: QuantizerRole) -> Quantizer | QuantizerRequest | None:
         """What a factory that was put over this recipe gives for ``role``; None where the recipe's own serves.
 
         Raises:
             DTypeError: the factory returned something else.
+            OptionError: it asks for what this recipe uses itself, which would lead back to it.
         """
         return None if self._factory is None else self._checked_answer(self._factory(role), role)
 
     def _checked_answer(self, answer: Any, role: QuantizerRole) -> Quantizer | QuantizerRequest | None:
-        """What a factory answered for ``role``, if it may.
-
-        Raises:
-            DTypeError: it is neither a quantizer, nor a request, nor None.
-            OptionError: it asks for what this recipe uses itself, which would lead back to its factory.
-        """
+        """What a factory answered, which may be a quantizer, a request for another recipe, or None."""
         from ottava.tensors import Quantizer
 
         if answer is not None and not isinstance(answer, (Quantizer, QuantizerRequest)):
-            raise DTypeError(
-                f"the quantizer factory returned a {type(answer).__name__} for {role}",
-                expected="an ottava.Quantizer, an ottava.QuantizerRequest or None",
-            )
+            what = f"the quantizer factory returned a {type(answer).__name__} for {role}"
+            raise DTypeError(what, expected="an ottava.Quantizer, an ottava.QuantizerRequest or None")
         if isinstance(answer, QuantizerRequest) and answer.recipe.same_as(self):
-            raise OptionError(
-                f"the quantizer factory of {self.name or type(self).__name__!r} asks for that recipe, for {role}",
-                expected="a request for another recipe",
-                remedy="return None where the recipe's own quantizer is to serve",
-            )
+            what = f"the quantizer factory of {self.name or type(self).__name__!r} asks for that recipe, for {role}"
+            remedy = "return None where the recipe's own quantizer is to serve"
+            raise OptionError(what, expected="a request for another recipe", remedy=remedy)
         return answer
-
-    def given_quantizer(self, role: QuantizerRole) -> Quantizer | None:
-        """What :meth:`given` gives, a request answered by a quantizer with a state of its own."""
-        return None if self.given(role) is None else self.quantizer(role)
 
     def fake_quantizer(self, fp8_format: str) -> Quantizer | None:
         """The quantizer of a fake-quantization format that the recipe's spec lists: by default that of inputs."""
@@ -196,9 +183,7 @@ def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
     if isinstance(recipe, (str, os.PathLike)):
         return get_recipe(recipe)
     if not isinstance(recipe, Recipe):
-        raise DTypeError(
-            f"recipe is a {type(recipe).__name__}: {recipe!r}",
-            expected="an ottava.Recipe or the name of an installed one",
-            remedy="pass an instance, for example Float8CurrentScaling(), or a name that `ottava recipes` lists",
-        )
+        what = f"recipe is a {type(recipe).__name__}: {recipe!r}"
+        remedy = "pass an instance, for example Float8CurrentScaling(), or a name that `ottava recipes` lists"
+        raise DTypeError(what, expected="an ottava.Recipe or the name of an installed one", remedy=remedy)
     return recipe

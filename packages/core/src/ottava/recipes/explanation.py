@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ottava.tensors.quantizer import Quantizer
@@ -47,15 +47,11 @@ def words(quantizer: Quantizer, name: str = "") -> str:
     """A quantizer in words: ``name``, or that of its class, and its element format if it has one."""
     import torch
 
-    from ottava.errors import DTypeError
-    from ottava.formats import fp8_format
+    from ottava.formats import ELEMENTS
 
-    dtypes: list[Any] = [getattr(quantizer, attribute, None) for attribute in ("fp8_dtype", "dtype")]
     text = name or type(quantizer).__name__
-    for dtype in dtypes:
+    for dtype in (getattr(quantizer, attribute, None) for attribute in ("fp8_dtype", "dtype")):
         if isinstance(dtype, torch.dtype):
-            try:
-                return f"{text} {fp8_format(dtype).name}"
-            except DTypeError:
-                return f"{text} {str(dtype).removeprefix('torch.')}"
+            element = ELEMENTS.get(dtype)
+            return f"{text} {str(dtype).removeprefix('torch.') if element is None else element.name}"
     return text

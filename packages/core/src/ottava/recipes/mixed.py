@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -17,38 +16,34 @@ from ottava.tensors.quantizer import Quantizer
 
 
 def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> RecipeState:
-    """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of other recipes."""
+    """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of other recipes.
+
+    Raises:
+        UsageError: in compiled code, where there is something to keep.
+    """
     given = [(recipe.given(role), role) for role in roles]
     servers = [(answer.recipe if isinstance(answer, QuantizerRequest) else recipe, role) for answer, role in given]
-    made = _served_by(servers, recipe, roles, amax_reduction_group)
-    of_wgrad = [server for server, role in servers if role.tensor_type != "weight"]
-    made.wgrad_high_precision = bool(of_wgrad) and all(server.wgrad_high_precision for server in of_wgrad)
-    return made
-
-
-def _served_by(
-    servers: Sequence[tuple[Recipe, QuantizerRole]],
-    recipe: Recipe,
-    roles: Sequence[QuantizerRole],
-    amax_reduction_group: Any,
-) -> RecipeState:
     shares = by_recipe(servers)
-    if all(server is recipe for server, _ in shares):
-        return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
-    parts = []
-    for server, together in shares:
-        make = recipe.make_state if server is recipe else partial(layer_state, server)
-        parts.append((together, make(together, amax_reduction_group=amax_reduction_group)))
-    if not any(part.stateful for _, part in parts):
-        # Quantizers without state need no parts: they are the recipe's own.
-        return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
-    if torch.compiler.is_compiling():
-        raise UsageError(
-            f"a layer has no state for {recipe.name or type(recipe).__name__!r} yet, and compiled code cannot make one",
-            expected="a layer that was converted, or bound to the recipe, or has run under it once",
-            remedy="call ottava.convert(model, recipe) before torch.compile",
-        )
-    return MixedState(recipe, parts, amax_reduction_group=amax_reduction_group)
+    parts: list[tuple[Sequence[QuantizerRole], RecipeState]] = []
+    if any(server is not recipe for server, _ in shares):
+        for server, together in shares:
+            make = recipe.make_state if server is recipe else partial(layer_state, server)
+            parts.append((together, make(together, amax_reduction_group=amax_reduction_group)))
+    # Quantizers without state need no parts: they are the recipe's own.
+    mixed = any(part.stateful for _, part in parts)
+    if torch.compiler.is_compiling() and (mixed or recipe.stateful):
+        name = recipe.name or type(recipe).__name__
+        what = f"Linear {roles[0].name!r} has no state for {name!r} yet, and compiled code cannot make one"
+        expected = "a layer that was converted, or bound to the recipe, or has run under it once"
+        raise UsageError(what, expected=expected, remedy="call ottava.convert(model, recipe) before torch.compile")
+    made: RecipeState
+    if mixed:
+        made = MixedState(recipe, parts, amax_reduction_group=amax_reduction_group)
+    else:
+        made = recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+    unquantized = [role.tensor_type for server, role in servers if server.wgrad_high_precision]
+    made.wgrad_unquantized = tuple(name for name in unquantized if name != "weight")
+    return made
 
 
 class MixedState(torch.nn.Module, RecipeState):
@@ -69,40 +64,30 @@ class MixedState(torch.nn.Module, RecipeState):
         super().__init__()
         self.recipe, self.factory = recipe, recipe._factory
         self.amax_reduction_group = amax_reduction_group
-        self.names: dict[str, str] = {}
-        # Those without state, which no checkpoint sees.
-        self.plain: dict[str, RecipeState] = {}
+        # By the tensor type. Those without state no checkpoint sees.
+        self.serving: dict[str, RecipeState] = {}
+        taken: set[str] = set()
         for roles, part in parts:
-            name = self._free_name(part.recipe.name or type(part.recipe).__name__)
+            name = free = (part.recipe.name or type(part.recipe).__name__).replace(".", "_")
+            number = 2
+            while free in taken or hasattr(self, free):
+                number, free = number + 1, f"{name}_{number}"
+            taken.add(free)
             if isinstance(part, torch.nn.Module):
-                self.add_module(name, part)
-            else:
-                self.plain[name] = part
-            self.names |= {role.tensor_type: name for role in roles}
-
-    def _free_name(self, name: str) -> str:
-        name = name.replace(".", "_")
-        number, free = 2, name
-        while free in self.plain or hasattr(self, free):
-            number, free = number + 1, f"{name}_{number}"
-        return free
-
-    def _part(self, tensor_type: str) -> RecipeState:
-        name = self.names[tensor_type]
-        part: Any = self._modules.get(name)
-        return self.plain[name] if part is None else part
+                self.add_module(free, part)
+            self.serving |= {role.tensor_type: part for role in roles}
 
     def parts(self) -> list[RecipeState]:
         parts: list[Any] = list(self._modules.values())
         return parts
 
-    def serves(self, recipe: Recipe, amax_reduction_group: Any) -> bool:
+    def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """Whether this is the state for that recipe, and its parts are for that group."""
-        everyone = [*self.parts(), *self.plain.values()]
-        return self.is_of(recipe) and all(part.serves(part.recipe, amax_reduction_group) for part in everyone)
+        of_group = all(part.serves(part.recipe, amax_reduction_group) for part in self.serving.values())
+        return of_group and self.is_of(recipe)
 
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
-        part = self._part(tensor_type)
+        part = self.serving[tensor_type]
         return part.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=recording)
 
     def reset(self) -> None:
@@ -110,25 +95,18 @@ class MixedState(torch.nn.Module, RecipeState):
             part.reset()
 
     def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
-        return self._part("weight").weight_quantizer(weight)
+        return self.serving["weight"].weight_quantizer(weight)
 
     def gather_quantizer(self) -> Quantizer:
-        return self._part("weight").gather_quantizer()
+        return self.serving["weight"].gather_quantizer()
 
     def use_gathered(self, weight: Any, *, recording: bool) -> None:
-        self._part("weight").use_gathered(weight, recording=recording)
+        self.serving["weight"].use_gathered(weight, recording=recording)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
         self.has_run = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"amax_reduction_group": None, "step": None}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MixedState:
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        kept = {"factory": self.factory, "plain": self.plain}
-        copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__getstate__().items() if k not in kept}, memo))
-        copied.__dict__.update(kept)
-        return copied
+        # Not that of a module, which would keep the process group.
+        return RecipeState.__getstate__(self)

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from ottava.errors import OptionError, OttavaError
-from ottava.recipes.registry import get_recipe
+from ottava.recipes.base import get_recipe
 
 
 class OptionDefaults:
@@ -42,26 +42,17 @@ class OptionDefaults:
         return value
 
     def parse(self, option: str, text: str) -> Any:
-        """The value that ``text`` says: JSON where that makes sense, else text; then as of :meth:`adapt`.
-
-        Raises:
-            OptionError: an enumeration has no such member.
-        """
-        if isinstance(getattr(self._recipe, option, None), (Enum, str)):
-            return self.adapt(option, text)
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
+        """The value that ``text`` says: JSON where that makes sense, else text; then as of :meth:`adapt`."""
+        value: Any = text
+        if not isinstance(getattr(self._recipe, option, None), (Enum, str)):
             value = {"True": True, "False": False, "None": None}.get(text, text)
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(text)
         return self.adapt(option, value)
 
 
 def parse_options(recipe: str | None, given: Sequence[str]) -> dict[str, Any]:
-    """Options from texts ``key=value``, each value as of :meth:`OptionDefaults.parse`.
-
-    Args:
-        recipe: the name of an installed recipe; with None the values stay texts.
-        given: the texts.
+    """Options from texts ``key=value``, each value as of :meth:`OptionDefaults.parse`; with no recipe a text.
 
     Raises:
         OptionError: one is not ``key=value``, stands there twice, or names no member of an enumeration.
@@ -72,7 +63,7 @@ def parse_options(recipe: str | None, given: Sequence[str]) -> dict[str, Any]:
         if not equals or not key.isidentifier() or key in options:
             raise OptionError(f"--option {text!r}", expected="key=value, each key once")
         options[key] = value
-    if not options or recipe is None:
-        return options
-    defaults = OptionDefaults(recipe)
-    return {key: defaults.parse(key, value) for key, value in options.items()}
+    if options and recipe is not None:
+        defaults = OptionDefaults(recipe)
+        options = {key: defaults.parse(key, value) for key, value in options.items()}
+    return options

@@ -6,14 +6,19 @@ distribution ``ottava-recipes-NAME`` owns NAME.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from ottava.errors import DuplicateRecipeError
-from ottava.recipes.discovery import canonical
 from ottava.recipes.spec import FactorySpec, RecipeSpec
 
-RECIPE, FACTORY = "recipe", "quantizer factory"
+RECIPE, FACTORY = RecipeSpec.kind, FactorySpec.kind
 OWNER_PREFIX = "ottava-recipes-"
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 @dataclass(frozen=True)
@@ -81,25 +86,20 @@ def _owner(name: str, claimants: list[PluginStatus], statuses: list[PluginStatus
 
 def settle(statuses: list[PluginStatus]) -> tuple[PluginStatus, ...]:
     """The same plugins, without what they do not get."""
-    refused: dict[str, list[Refusal]] = {status.name: [] for status in statuses}
+    taken: dict[tuple[str, str], tuple[PluginStatus | None, DuplicateRecipeError]] = {}
     for kind in (RECIPE, FACTORY):
-        for name in dict.fromkeys(spec.name for status in statuses for spec in status.specs(kind)):
+        for name in {spec.name for status in statuses for spec in status.specs(kind)}:
             claimants = [s for s in statuses if name in (spec.name for spec in s.specs(kind))]
             owner = _owner(name, claimants, statuses)
-            if len(claimants) == 1 and owner in (None, claimants[0]):
-                continue
-            error = _conflict(kind, name, claimants, owner)
-            for claimant in claimants:
-                if claimant is not owner:
-                    refused[claimant.name].append(Refusal(kind, name, error))
-    return tuple(_without(status, refused[status.name]) for status in statuses)
-
-
-def _without(status: PluginStatus, refused: list[Refusal]) -> PluginStatus:
-    taken = {(refusal.kind, refusal.name) for refusal in refused}
-    return replace(
-        status,
-        refused=tuple(refused),
-        recipes=tuple(s for s in status.recipes if (RECIPE, s.name) not in taken),
-        quantizer_factories=tuple(s for s in status.quantizer_factories if (FACTORY, s.name) not in taken),
-    )
+            if len(claimants) > 1 or owner not in (None, claimants[0]):
+                taken[kind, name] = owner, _conflict(kind, name, claimants, owner)
+    settled = []
+    for status in statuses:
+        lost = {of: error for of, (owner, error) in taken.items() if owner is not status}
+        offers = [*status.recipes, *status.quantizer_factories]
+        refused = [Refusal(s.kind, s.name, lost[s.kind, s.name]) for s in offers if (s.kind, s.name) in lost]
+        recipes = tuple(s for s in status.recipes if (RECIPE, s.name) not in lost)
+        factories = tuple(s for s in status.quantizer_factories if (FACTORY, s.name) not in lost)
+        made = replace(status, refused=tuple(refused), recipes=recipes, quantizer_factories=factories)
+        settled.append(made)
+    return tuple(settled)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -15,10 +15,10 @@ import torch
 from ottava.collectives import check_group
 from ottava.errors import OptionError
 from ottava.recipes import registry
-from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.stepping import Step, begin_step, may_begin, states_of, step_for
+from ottava.recipes.base import Recipe, as_recipe, get_recipe
+from ottava.recipes.stepping import Step, backward_task, begin_step, may_begin, states_of, step_for
 from ottava.tensors.slots import above
-from ottava.torch_private import constant_to_compiler, graph_task_id
+from ottava.torch_private import constant_to_compiler
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def current_region() -> Region | None:
     return _regions.stack[-1] if _regions.stack else None
 
 
-class autocast(ContextDecorator):
+class autocast(contextlib.ContextDecorator):
     """A region in which layers run under ``recipe``.
 
     Args:
@@ -87,14 +87,14 @@ class autocast(ContextDecorator):
     ) -> None:
         for name, value in (("enabled", enabled), ("calibrating", calibrating)):
             if not isinstance(value, bool):
-                raise OptionError(
-                    f"autocast({name}={value!r})",
-                    expected="True or False",
-                    remedy="pass the recipe as the first argument",
-                )
+                what = f"autocast({name}={value!r})"
+                raise OptionError(what, expected="True or False", remedy="pass the recipe as the first argument")
         check_group(amax_reduction_group)
         if isinstance(recipe, (str, os.PathLike)):
-            recipe = _by_name(os.fspath(recipe))
+            # The same object each time: layers keep the state that it gave them.
+            name = os.fspath(recipe)
+            _found(name)
+            recipe = registry.defaults[name][0]
         self._recipe = None if recipe is None else as_recipe(recipe)
         self._enabled = enabled
         self._group = amax_reduction_group
@@ -106,23 +106,19 @@ class autocast(ContextDecorator):
         if outer is not None:
             recipe = outer.recipe if recipe is None else recipe
             group = outer.amax_reduction_group if group is None else group
-        task = -1 if torch.compiler.is_compiling() else graph_task_id()
         step = step_for(recipe, group)
         began = self._has_begun(step)
         if self._enabled and not self._calibrating and not began and may_begin():
             begin_step(step.states(), group)
             began = True
-        region = Region(recipe, self._enabled, group, self._calibrating, task, step=step, began=began)
+        region = Region(recipe, self._enabled, group, self._calibrating, backward_task(), step=step, began=began)
         _regions.stack.append(region)
         return self
 
     def _has_begun(self, step: Step) -> bool:
         """Whether this is inside a region that has begun the step already."""
-        for region in _regions.stack:
-            changes_nothing = region.module is not None and self._recipe is None and self._group is None
-            if region.began and (region.step is step or changes_nothing):
-                return True
-        return False
+        same = self._recipe is None and self._group is None
+        return any(r.began and (r.step is step or (same and r.module is not None)) for r in _regions.stack)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -145,13 +141,10 @@ def enters_first(layer: torch.nn.Module) -> None:
     FSDP puts its hook, which gathers, before those that were there.
     """
     module = _module_of(layer)
-    if module is None or next(iter(module._forward_pre_hooks.values()), None) is enter_module:
-        return
-    hooks: Any = module._forward_pre_hooks
-    for key, hook in hooks.items():
-        if hook is enter_module:
-            hooks.move_to_end(key, last=False)
-            return
+    hooks: Any = {} if module is None else module._forward_pre_hooks
+    own = [key for key, hook in hooks.items() if hook is enter_module]
+    if own and own[0] != next(iter(hooks)):
+        hooks.move_to_end(own[0], last=False)
 
 
 def begin_ahead(layer: torch.nn.Module) -> None:
@@ -164,7 +157,7 @@ def begin_ahead(layer: torch.nn.Module) -> None:
     module = _module_of(layer)
     if module is None or _regions.stack or not module.training or module in _ahead:
         return
-    if graph_task_id() == -1:
+    if backward_task() == -1:
         begin_step(states_of(module), None)
         _ahead.add(module)
 
@@ -191,11 +184,12 @@ def enter_module(module: torch.nn.Module, args: Any = ()) -> None:
         return
     # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
     checkpointed = module.training and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    task = -1 if torch.compiler.is_compiling() else graph_task_id()
+    task = backward_task()
     began = may_begin() or (checkpointed and task == -1)
-    if began and not (module in _ahead if not torch.compiler.is_compiling() else False):
+    compiling = torch.compiler.is_compiling()
+    if began and (compiling or module not in _ahead):
         begin_step(states_of(module), None)
-    if began and not torch.compiler.is_compiling():
+    if began and not compiling:
         _ahead.discard(module)
     _regions.stack.append(Region(graph_task=task, module=module, began=began))
 
@@ -211,11 +205,17 @@ def leave_module(module: torch.nn.Module, args: Any = None, output: Any = None) 
         _regions.stack.pop()
 
 
-def _by_name(name: str) -> Recipe:
-    """The recipe ``name`` with its defaults, the same object each time: layers keep the state that it gave them."""
-    _found(name)
-    return registry.defaults[name][0]
+def _remember_default(name: str) -> bool:
+    """See that the registry's ``defaults`` has the recipe ``name``, of a file as it is now; raises as get_recipe."""
+    stamp = None
+    if registry.is_path(name):
+        with contextlib.suppress(OSError):
+            found = os.stat(name)
+            stamp = found.st_mtime_ns, found.st_size
+    if name not in registry.defaults or registry.defaults[name][1] != stamp:
+        registry.defaults[name] = get_recipe(name), stamp
+    return True
 
 
 # A compiled function may name its recipe: the registry is asked once, while the function is traced.
-_found = constant_to_compiler(registry.remember_default)
+_found = constant_to_compiler(_remember_default)

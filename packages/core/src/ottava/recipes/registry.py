@@ -1,22 +1,37 @@
-"""The registry: what the installed packages offer, and what was built of it by name."""
+"""What the installed packages offer, by name: listed, found and built.
+
+Nothing here knows what a recipe or a quantizer is, so that :mod:`ottava.recipes.base`, which does, can ask.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import importlib
+import inspect
 import os
+import pkgutil
+import re
+from collections.abc import Callable
+from typing import Any
 
+from ottava.errors import (
+    DuplicateRecipeError,
+    OptionError,
+    OttavaError,
+    PluginError,
+    RecipeNotFoundError,
+    listed,
+    text_of,
+)
 from ottava.recipes import loader
-from ottava.recipes.base import Recipe
-from ottava.recipes.base import get_recipe as get_recipe
-from ottava.recipes.discovery import canonical, disabled
-from ottava.recipes.loader import get_quantizer_factory as get_quantizer_factory
-from ottava.recipes.loader import is_path, specs
-from ottava.recipes.ownership import FACTORY, RECIPE, PluginStatus
-from ottava.recipes.spec import FactorySpec, RecipeSpec
+from ottava.recipes.loader import describe, disabled
+from ottava.recipes.ownership import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus, canonical
+from ottava.recipes.spec import FactorySpec, RecipeSpec, is_name
 
 # Recipes that were built with their defaults, for code that names a recipe again and again (a region in a loop), each
 # with what tells its file from one that was written since.
-defaults: dict[str, tuple[Recipe, tuple[int, int] | None]] = {}
+defaults: dict[str, tuple[Any, Any]] = {}
 
 
 def plugin_statuses() -> list[PluginStatus]:
@@ -27,6 +42,11 @@ def plugin_statuses() -> list[PluginStatus]:
         DuplicateRecipeError: a name is claimed twice and ``OTTAVA_STRICT_PLUGINS`` is set.
     """
     return list(loader.statuses())
+
+
+def specs(kind: str) -> list[Any]:
+    """The specs of one kind that can be used, by name. Nothing that they name is imported."""
+    return sorted((spec for status in loader.statuses() for spec in status.specs(kind)), key=lambda spec: spec.name)
 
 
 def list_recipes() -> list[RecipeSpec]:
@@ -50,13 +70,142 @@ def unknown_disabled() -> list[str]:
     return sorted(disabled() - {canonical(status.distribution) for status in loader.statuses()})
 
 
-def remember_default(name: str) -> bool:
-    """See that ``defaults`` has the recipe ``name``, of a file as it is now; raises as :func:`get_recipe`."""
-    stamp = None
+def import_offered(module: str) -> Any:
+    """A module that a file names, if it is of a package with recipes and can be imported: nothing else is imported
+    because a file says so; None where it is not."""
+    with contextlib.suppress(Exception, SystemExit):
+        if module.partition(".")[0] in {re.split(r"[.:]", spec.factory)[0] for spec in specs(RECIPE)}:
+            return importlib.import_module(module)
+    return None
+
+
+def build_recipe(name: str | os.PathLike[str], kind: type, options: dict[str, Any]) -> Any:
+    """As :func:`ottava.get_recipe`; ``kind`` is the class of recipes."""
+    name = os.fspath(name) if isinstance(name, os.PathLike) else name
     if is_path(name):
-        with contextlib.suppress(OSError):
-            found = os.stat(name)
-            stamp = found.st_mtime_ns, found.st_size
-    if name not in defaults or defaults[name][1] != stamp:
-        defaults[name] = get_recipe(name), stamp
-    return True
+        path = os.path.expanduser(name)
+        name, options = _reader(path), {"file": path, **options}
+    provided = Provided(RECIPE, name)
+    accepted, required, takes_any = provided.options()
+    expected = ", ".join(accepted) or ("" if takes_any else "no options")
+    if unknown := [option for option in options if option not in accepted and not takes_any]:
+        raise OptionError(f"{provided} has no option {listed(unknown)}", expected=expected)
+    if missing := [option for option in required if option not in options]:
+        raise OptionError(f"{provided} needs the option {', '.join(map(repr, missing))}", expected=expected)
+    try:
+        made = provided.resolved(**options)
+    except OttavaError:
+        raise  # the recipe's own word on its options
+    except (Exception, SystemExit) as error:
+        # A factory that takes any keyword may hand them to one that does not.
+        said = text_of(error) if type(error) is TypeError else ""
+        refused = re.search(r"unexpected keyword argument '(\w+)'", said)
+        if refused and refused[1] in options:
+            raise OptionError(f"{provided} has no option {refused[1]!r}", expected=expected) from error
+        raise provided.error(f"cannot be built: {describe(error)}") from error
+    if not isinstance(made, kind):
+        raise provided.error(f"gives an object of type {type(made).__name__}", expected="an ottava.Recipe")
+    return made
+
+
+def is_path(name: object) -> bool:
+    """Whether this is the path of a recipe file and no name: it has a suffix or a folder."""
+    return isinstance(name, str) and not is_name(name) and ("." in name or os.sep in name)
+
+
+def _reader(path: str) -> str:
+    """The recipe that reads files like this one."""
+    suffix = os.path.splitext(path)[1].lower()
+    offered = specs(RECIPE)
+    readers: list[str] = [spec.name for spec in offered if suffix in spec.file_suffixes]
+    if len(readers) > 1:
+        what, remedy = f"the recipes {' and '.join(readers)} read files like {path!r}", "build one by name: "
+        remedy += f"get_recipe({readers[0]!r}, file={path!r})"
+        raise DuplicateRecipeError(what, expected="one reader for each suffix", remedy=remedy)
+    if not readers:
+        suffixes = sorted({suffix for spec in offered for suffix in spec.file_suffixes})
+        expected = f"a suffix out of {', '.join(suffixes)}" if suffixes else "a package that reads recipe files"
+        remedy = "" if suffixes else f"install one; Ottava's own is {OWNER_PREFIX}custom"
+        raise RecipeNotFoundError(f"no installed recipe reads the file {path!r}", expected=expected, remedy=remedy)
+    return readers[0]
+
+
+def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
+    """The quantizer factory registered as ``name``: a ``qfactory(role)``, imported now.
+
+    Raises:
+        RecipeNotFoundError: no installed package provides it; the message has the nearest names.
+        DuplicateRecipeError: several packages claim the name.
+        PluginError: the package that provides it cannot be imported, or offers something that cannot be called.
+    """
+    return Provided(FACTORY, name).resolved
+
+
+class Provided:
+    """What a package provides under a name, with its reference resolved."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.spec, self.status = _find(kind, name)
+        try:
+            found: object = pkgutil.resolve_name(self.spec.factory)
+        except (Exception, SystemExit) as error:
+            what = f"cannot be imported from {self.spec.factory}: {describe(error)}"
+            raise self.error(what, remedy="reinstall the package") from error
+        if not callable(found):
+            raise self.error(f"is of type {type(found).__name__}, {self.spec.factory}", expected="something to call")
+        self.resolved: Callable[..., Any] = found
+
+    def __str__(self) -> str:
+        return f"{self.spec.kind} {self.spec.name!r}"
+
+    def error(self, what: str, expected: str = "", remedy: str = "report it to the package's authors") -> PluginError:
+        """An error that names the package."""
+        package = f"{self.status.distribution} {self.status.version}"
+        return PluginError(f"{self} of {package} {what}", expected=expected, remedy=remedy)
+
+    def options(self) -> tuple[list[str], list[str], bool]:
+        """The names of the options, of those without a default, and whether any other is taken as well."""
+        try:
+            parameters = inspect.signature(self.resolved).parameters.values()
+        except (TypeError, ValueError):  # some builtins have none
+            return [], [], True
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        required = [p.name for p in named if p.default is p.empty]
+        return [p.name for p in named], required, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _find(kind: str, name: str) -> tuple[RecipeSpec | FactorySpec, PluginStatus]:
+    for status in loader.statuses():
+        for spec in status.specs(kind):
+            if spec.name == name:
+                return spec, status
+    for refusal in (refusal for status in loader.statuses() for refusal in status.refused):
+        if (refusal.kind, refusal.name) == (kind, name):
+            raise refusal.error.with_traceback(None)
+    raise _not_found(kind, name)
+
+
+def _not_found(kind: str, name: object) -> RecipeNotFoundError:
+    known = [spec.name for spec in specs(kind)]
+    near = difflib.get_close_matches(str(name).lower(), known, n=3)
+    expected = f"one of {', '.join(known)}" if known else f"a package with a {kind} to be installed"
+    if near:
+        expected += f" (nearest: {', '.join(near)})"
+    remedies = []
+    idle = [status for status in loader.statuses() if status.status != "ok"]
+    # The name may be misspelled: it must not become a command that installs whatever has that name.
+    if near:
+        remedies.append(f"use {near[0]!r}, or install the package that has {name!r}")
+    elif OWNER_PREFIX + canonical(str(name)) not in (canonical(status.distribution) for status in idle):
+        own = f"were it one of Ottava's own: pip install {OWNER_PREFIX}{name}"
+        named = own if is_name(name) else f"Ottava's own are named {OWNER_PREFIX}NAME"
+        remedies.append(f"install the package that has it; {named}")
+    hints = {
+        "disabled": "take the one that has it out of OTTAVA_DISABLE_PLUGINS",
+        "broken": "mend the one that has it, `ottava recipes` says what is broken",
+    }
+    for word, hint in hints.items():
+        if plugins := [status.name for status in idle if status.status == word]:
+            remedies.append(f"{hint}: {', '.join(plugins)}")
+    what = f"no installed package provides {kind} {name!r}"
+    return RecipeNotFoundError(what, expected=expected, remedy="; ".join(remedies))

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ottava.errors import DTypeError
 
+#: The tensors for which a linear layer asks for quantizers.
+OF_LINEAR = ("input", "weight", "grad_output")
+
 
 @dataclass(frozen=True)
 class QuantizerRole:

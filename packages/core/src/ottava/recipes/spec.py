@@ -6,24 +6,20 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from ottava.errors import OptionError
 
 #: The version of the extension points; a spec for another version is reported and not used.
 API_VERSION = 1
 
-_NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+def _is_text(value: Any, pattern: str = ".*") -> bool:
+    return isinstance(value, str) and value.isprintable() and re.fullmatch(pattern, value) is not None
 
 
-def is_name(name: object) -> bool:
-    """Whether a recipe or a factory may have this name."""
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
-
-
-def _is_word(value: Any) -> bool:
-    return isinstance(value, str) and value.isprintable()
+def _are_texts(value: Any, pattern: str = ".+") -> bool:
+    return isinstance(value, tuple) and all(_is_text(each, pattern) for each in value)
 
 
 def _is_positive(value: Any) -> bool:
@@ -35,42 +31,52 @@ def _is_block(value: Any) -> bool:
     return value is None or (pair and value != (None, None))
 
 
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
-
-
-def _are_words(value: Any, pattern: str = ".+") -> bool:
-    return isinstance(value, tuple) and all(_is_word(each) and re.fullmatch(pattern, each) for each in value)
+def is_name(name: object) -> bool:
+    """Whether a recipe or a factory may have this name."""
+    return _is_text(name, r"[a-z][a-z0-9_-]*")
 
 
 _FLAG = (lambda value: isinstance(value, bool), "True or False")
-_FORMATS = (_are_words, 'a tuple of names, for example ("E4M3",)')
+_FORMATS = (_are_texts, 'a tuple of names, for example ("E4M3",)')
+_REFERENCE = partial(_is_text, pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # Field -> what it has to be. Values of any type are checked: a plugin's author need not run a type checker, and what a
 # spec holds is printed and compared by code that no plugin's failure may reach.
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "name": (is_name, "lower-case letters, digits, - and _, a letter first"),
-    "summary": (_is_word, "one line of printable text"),
-    "factory": (_is_reference, 'a reference "package.module:Object"'),
+    "summary": (_is_text, "one line of printable text"),
+    "factory": (_REFERENCE, 'a reference "package.module:Object"'),
     "api_version": (_is_positive, "a positive integer"),
     "block_size": (_is_block, "None or a tuple of two, positive integers or one None"),
     "relative_error": (lambda value: type(value) in (int, float) and 0 < value < float("inf"), "a positive number"),
-    "file_suffixes": (partial(_are_words, pattern=r"\.[a-z0-9]+"), 'a tuple of suffixes, for example (".yaml",)'),
+    "file_suffixes": (partial(_are_texts, pattern=r"\.[a-z0-9]+"), 'a tuple of suffixes, for example (".yaml",)'),
     **dict.fromkeys(("formats", "fake_quant_formats"), _FORMATS),
     **dict.fromkeys(("stateful", "needs_reduction", "quantized_weights", "deterministic", "compiles"), _FLAG),
 }
 
 
-def _check(spec: Any, kind: str) -> None:
-    for field in fields(spec):
-        value: object = getattr(spec, field.name)
-        is_right, expected = _CHECKS[field.name]
-        if not is_right(value):
-            owner = "" if field.name == "name" else f" of {kind} {spec.name!r}"
-            raise OptionError(f"{field.name} {value!r}{owner}", expected=expected)
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What is common to the specs of all kinds."""
+
+    #: What it is of, in words.
+    kind: ClassVar[str]
+
+    name: str
+    summary: str
+    factory: str
+    api_version: int = API_VERSION
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value: object = getattr(self, field.name)
+            is_right, expected = _CHECKS[field.name]
+            if not is_right(value):
+                owner = "" if field.name == "name" else f" of {self.kind} {self.name!r}"
+                raise OptionError(f"{field.name} {value!r}{owner}", expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeSpec:
+class RecipeSpec(Spec):
     """One recipe as its package announces it.
 
     Attributes:
@@ -96,23 +102,18 @@ class RecipeSpec:
         OptionError: a field has a value that is not allowed.
     """
 
-    name: str
-    summary: str
-    factory: str
+    kind: ClassVar[str] = "recipe"
+
     stateful: bool = False
     block_size: tuple[int | None, int | None] | None = None
     formats: tuple[str, ...] = ()
     needs_reduction: bool = False
-    api_version: int = API_VERSION
     fake_quant_formats: tuple[str, ...] = ()
     relative_error: float = 0.1
     quantized_weights: bool = True
     deterministic: bool = True
     compiles: bool = True
     file_suffixes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check(self, "recipe")
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -125,23 +126,15 @@ class RecipeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactorySpec:
+class FactorySpec(Spec):
     """A named quantizer factory as its package announces it.
 
     Attributes:
-        name: how users ask for it.
-        summary: one line for listings.
+        name, summary, api_version: as of :class:`RecipeSpec`.
         factory: lazy reference ``"package.module:Object"`` to a ``qfactory(role)``.
-        api_version: version of the extension points it was written for.
 
     Raises:
         OptionError: a field has a value that is not allowed.
     """
 
-    name: str
-    summary: str
-    factory: str
-    api_version: int = API_VERSION
-
-    def __post_init__(self) -> None:
-        _check(self, "quantizer factory")
+    kind: ClassVar[str] = "quantizer factory"

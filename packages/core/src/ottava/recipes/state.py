@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ottava.recipes.role import QuantizerRole
 
@@ -24,25 +25,12 @@ def is_reduced_by_max(name: str) -> bool:
     return ".recipe_state." in f".{name}" and name.rpartition(".")[2] in _REDUCED_BY_MAX
 
 
-class StateRecipe(Protocol):
-    """What a state asks of its recipe, an :class:`ottava.Recipe`, which says what each does."""
-
-    name: ClassVar[str]
-    _factory: Any
-
-    def quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Quantizer: ...
-    def same_as(self, other: Any) -> bool: ...
-    def has_factory(self, factory: Any) -> bool: ...
-    def update_states(self, states: Any, amax_reduction_group: Any) -> None: ...
-
-
-RecipeT = TypeVar("RecipeT", bound=StateRecipe)
 ItemT = TypeVar("ItemT")
 
 
-def by_recipe(pairs: Sequence[tuple[RecipeT, ItemT]]) -> list[tuple[RecipeT, list[ItemT]]]:
+def by_recipe(pairs: Sequence[tuple[Any, ItemT]]) -> list[tuple[Any, list[ItemT]]]:
     """The second of each pair, those of equal recipes together, in the order of the recipes."""
-    groups: list[tuple[RecipeT, list[ItemT]]] = []
+    groups: list[tuple[Any, list[ItemT]]] = []
     for recipe, item in pairs:
         for known, together in groups:
             if known.same_as(recipe):
@@ -67,9 +55,13 @@ class RecipeState:
     #: on another number of ranks has these for all of them; of other buffers it has those of the first rank.
     reduced_by_max: ClassVar[tuple[str, ...]] = ()
 
-    recipe: StateRecipe
-    #: Whether wgrad takes operands that are not quantized: said by the recipes that serve both of them.
-    wgrad_high_precision: bool = False
+    #: Attributes of a stateful one that a copy of it has in common with it.
+    shared_by_copies: ClassVar[tuple[str, ...]] = ("factory",)
+
+    #: The :class:`ottava.Recipe`.
+    recipe: Any
+    #: Operands of wgrad that are not quantized: those whose recipes say so.
+    wgrad_unquantized: tuple[str, ...] = ()
     # The quantizer factory that was put over the recipe when this was made.
     factory: Any = None
     amax_reduction_group: Any
@@ -86,9 +78,7 @@ class RecipeState:
         super().__init_subclass__(**kwargs)
         _REDUCED_BY_MAX.update(cls.reduced_by_max)
 
-    def __init__(
-        self, recipe: StateRecipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
-    ) -> None:
+    def __init__(self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
         self.recipe, self.factory = recipe, recipe._factory
         self.amax_reduction_group = amax_reduction_group
         self.quantizers: dict[tuple[str, bool, bool], Quantizer] = {}
@@ -107,7 +97,8 @@ class RecipeState:
 
     def is_of(self, recipe: Any) -> bool:
         """Whether it was made by an equal recipe, under the factory that the recipe has now."""
-        return self.recipe.same_as(recipe) and recipe.has_factory(self.factory)
+        same: bool = self.recipe.same_as(recipe) and recipe.has_factory(self.factory)
+        return same
 
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
         """The quantizer of ``tensor_type`` with these usages.
@@ -139,9 +130,16 @@ class RecipeState:
         gathered more often than it is used. Nothing to do without state."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group belongs to its process.
-        return self.__dict__ | {"amax_reduction_group": None}
+        # A process group belongs to its process, and a step to the states that run together.
+        return self.__dict__ | {"amax_reduction_group": None, "step": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecipeState:
-        # A process group cannot be copied, and quantizers without state need not be.
-        return self
+        # Quantizers without state need not be copied.
+        if not self.stateful:
+            return self
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        state = self.__getstate__() | {"amax_reduction_group": None, "step": None}
+        shared = {name: state.pop(name) for name in self.shared_by_copies if name in state}
+        copied.__dict__.update(copy.deepcopy(state, memo) | shared)
+        return copied

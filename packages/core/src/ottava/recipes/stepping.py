@@ -31,11 +31,14 @@ def begin_step(states: Iterable[RecipeState], amax_reduction_group: Any) -> None
                 state.backward_ran = False
 
 
+def backward_task() -> int:
+    """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
+    return -1 if torch.compiler.is_compiling() else graph_task_id()
+
+
 def may_begin() -> bool:
     """Whether a region that is entered now begins a step: not in evaluation, not in a recomputation."""
-    if not torch.is_grad_enabled():
-        return False
-    return torch.compiler.is_compiling() or graph_task_id() == -1
+    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or graph_task_id() == -1)
 
 
 class Step:
@@ -77,18 +80,13 @@ _steps: list[tuple[Recipe | None, Any, Step]] = []
 
 def step_for(recipe: Recipe | None, amax_reduction_group: Any) -> Step:
     """The states that begin a step together in regions with this recipe (None: the bound ones) and group."""
-    key = group_key(amax_reduction_group)
+    # A name can be held when the group is gone.
+    key = getattr(amax_reduction_group, "group_name", amax_reduction_group)
     for known, known_key, step in _steps:
         same = known is recipe if known is None or recipe is None else known.same_as(recipe)
         if same and known_key == key:
             return step
     made = Step()
     # Those of recipes that nothing runs under any more go.
-    _steps[:] = [entry for entry in _steps if entry[2].states()]
-    _steps.append((recipe, key, made))
+    _steps[:] = [*(entry for entry in _steps if entry[2].states()), (recipe, key, made)]
     return made
-
-
-def group_key(amax_reduction_group: Any) -> Any:
-    """A process group's name: unlike the group, it can be held when the group is gone."""
-    return getattr(amax_reduction_group, "group_name", amax_reduction_group)

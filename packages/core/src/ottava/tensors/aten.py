@@ -38,21 +38,17 @@ def implements(cls: type, *ops: Any) -> Callable[[OpImplementation], OpImplement
 
 def defines(cls: type, op: Any, *, below: type) -> bool:
     """Whether a class between ``cls`` and ``below`` has a function of its own for ``op``."""
-    return any(
-        op in _TABLES.get(ancestor, {})
-        for ancestor in cls.__mro__
-        if ancestor is not below and issubclass(ancestor, below)
-    )
+    between = (ancestor for ancestor in cls.__mro__ if ancestor is not below and issubclass(ancestor, below))
+    return any(op in _TABLES.get(ancestor, {}) for ancestor in between)
 
 
 def dispatch(cls: type, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``op`` by the table of ``cls``, else by dequantizing."""
     for ancestor in cls.__mro__:
         function = _TABLES.get(ancestor, {}).get(op)
-        if function is not None:
-            result = function(op, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
+        result = NotImplemented if function is None else function(op, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
     return dequantize_and_run(op, args, kwargs)
 
 
@@ -95,12 +91,10 @@ def dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    found: list[Any] = []
+    found: dict[int, Any] = {}
     for position, argument in enumerate(schema_of(op).arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for entry in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(entry, QuantizedTensorStorage) and not any(entry is f for f in found):
-                found.append(entry)
-    return found
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            entries = value if isinstance(value, (list, tuple)) else (value,)
+            found |= {id(entry): entry for entry in entries if isinstance(entry, QuantizedTensorStorage)}
+    return list(found.values())

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
-from ottava.tensors.freshness import WriteCount
+from ottava.tensors.freshness import GemmCache
 
 Usage = Literal["rowwise", "columnwise", "both"]
-
-
-class StorageQuantizer(Protocol):
-    """What a storage asks of the quantizer that it keeps, an :class:`ottava.Quantizer`, which says what each does."""
-
-    columnwise_usage: bool
-
-    def copy(self) -> Any: ...
-    def with_usage(self, rowwise: bool, columnwise: bool) -> Any: ...
-    def is_alike(self, other: Any) -> bool: ...
-    def update_quantized(self, src: Any, dst: Any, *, noop_flag: Any = None) -> Any: ...
-    def for_shards(self, group: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +29,7 @@ class InnerTensor:
             span the rows. So it is of what serves both usages and is not gathered.
         native: the 8-bit dtype of its bytes, or the attribute that holds it, for files that other tools read. None: the
             dtype that it has.
+        transposed: whether it is ``[K, *leading]``, so that the rows of the tensor are its columns.
     """
 
     attribute: str
@@ -50,6 +39,15 @@ class InnerTensor:
     block_rows: int | None = None
     native: torch.dtype | str | None = None
     all_rows: bool = False
+    transposed: bool = False
+
+    def by_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This inner tensor with the rows first: a view."""
+        return tensor.movedim(0, -1) if self.transposed else tensor
+
+    def as_held(self, by_rows: torch.Tensor) -> torch.Tensor:
+        """What :meth:`by_rows` gave, as it is held: a view."""
+        return by_rows.movedim(-1, 0) if self.transposed else by_rows
 
     @property
     def shared(self) -> bool:
@@ -83,6 +81,10 @@ class Declared:
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = ()
     static_fields: ClassVar[tuple[StaticField, ...]] = ()
+    #: What every instance knows by other means: quantized tensors their shape and dtype.
+    common_fields: ClassVar[tuple[StaticField, ...]] = ()
+    #: The declared static fields without :attr:`common_fields`; found when the class is.
+    own_fields: ClassVar[tuple[StaticField, ...]] = ()
     #: Whether in-place writes are counted, so that products may keep what they make of this operand.
     counts_writes: ClassVar[bool] = False
     #: Whether nothing but the declaration says how a bare storage is made; found when the class is.
@@ -92,18 +94,18 @@ class Declared:
     # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
     _whole: Any = None
     # Shared by all aliases that count writes.
-    _writes: WriteCount
+    _writes: GemmCache
 
-    def __init__(self, *, quantizer: StorageQuantizer | None = None, **declared: Any) -> None:
+    def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
         self._hold(self._checked(declared))
         self._quantizer = quantizer
 
     @classmethod
     def _checked(cls, given: dict[str, Any], **also: Any) -> dict[str, Any]:
         """What the constructor was given, with what was left out, as :meth:`check_declared` returns it."""
-        fields = {each.argument: each.default for each in cls.own_static_fields()}
-        known: dict[str, Any] = {inner.argument: None for inner in cls.inner_tensors} | fields
-        missing = [name for name, default in fields.items() if default is ... and name not in given]
+        known: dict[str, Any] = {inner.argument: None for inner in cls.inner_tensors}
+        known |= {field.argument: field.default for field in cls.own_fields}
+        missing = [name for name, default in known.items() if default is ... and name not in given]
         unknown = sorted(set(given) - set(known))
         if unknown or missing:
             what = f"no {missing[0]!r}" if missing else f"an unknown keyword {unknown[0]!r}"
@@ -125,22 +127,25 @@ class Declared:
 
     def _hold(self, declared: dict[str, Any]) -> None:
         if self.counts_writes:
-            self._writes = WriteCount()
-        for field in self.own_static_fields():
+            self._writes = GemmCache()
+        for field in self.own_fields:
             setattr(self, field.attribute, declared[field.argument])
         self._declare()
-        for inner in self.inner_tensors:
-            setattr(self, inner.attribute, declared[inner.argument])
+        self._put_inner([declared[inner.argument] for inner in self.inner_tensors])
 
     def _declare(self) -> None:
         """Called when the static fields have values, from which a class may take what its inner tensors are."""
+
+    def _put_inner(self, tensors: Sequence[Any]) -> None:
+        for inner, tensor in zip(self.inner_tensors, tensors, strict=True):
+            setattr(self, inner.attribute, tensor)
 
     @classmethod
     def unchecked(cls, tensors: Sequence[Any], static: Sequence[Any], quantizer: Any) -> Self:
         """A bare storage of what fits together because a kernel made it, in the order of the declaration."""
         made = object.__new__(cls)
         if cls.counts_writes:
-            made._writes = WriteCount()
+            made._writes = GemmCache()
         made._quantizer = quantizer
         for field, value in zip(cls.static_fields, static, strict=True):
             setattr(made, field.attribute, value)
@@ -153,20 +158,13 @@ class Declared:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
         cls.declares_all = cls.__init__ is Declared.__init__
-
-    @classmethod
-    def own_static_fields(cls) -> tuple[StaticField, ...]:
-        """The declared static fields, without those that every tensor has."""
-        return cls.static_fields
+        common = {field.attribute for field in cls.common_fields}
+        cls.own_fields = tuple(field for field in cls.static_fields if field.attribute not in common)
 
     @classmethod
     def all_static_fields(cls) -> tuple[StaticField, ...]:
         """The declared static fields; quantized tensors add those that every tensor has."""
-        return cls.static_fields
-
-    def declared(self) -> list[InnerTensor | StaticField]:
-        """All that the constructor takes besides shape, dtype and quantizer."""
-        return [*self.inner_tensors, *self.own_static_fields()]
+        return cls.common_fields + cls.own_fields
 
     def inner_list(self) -> list[torch.Tensor | None]:
         """The inner tensors in the order of the declaration; None for those not held."""
@@ -174,7 +172,7 @@ class Declared:
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
-        declared: list[InnerTensor | StaticField] = [*self.inner_tensors, *type(self).all_static_fields()]
+        declared: tuple[Any, ...] = (*self.inner_tensors, *self.all_static_fields())
         return {each.argument: getattr(self, each.attribute) for each in declared} | {"quantizer": self._quantizer}
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
@@ -194,14 +192,12 @@ class Declared:
             raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
         if len(tensors) < count:
             raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
-        for inner, tensor in zip(self.inner_tensors, tensors[:count], strict=True):
-            setattr(self, inner.attribute, tensor)
+        self._put_inner(tensors[:count])
         return list(tensors[count:])
 
     def clear(self) -> None:
         """Drop all data; the object can be filled again by :meth:`restore_from_saved`."""
-        for inner in self.inner_tensors:
-            setattr(self, inner.attribute, None)
+        self._put_inner([None] * len(self.inner_tensors))
 
     def _empty(self, what: str = "") -> UsageError:
         return UsageError(f"{type(self).__name__} holds no data{what}", remedy="it was cleared or saved")
@@ -224,6 +220,12 @@ def as_data(data: Any, float_dtype: torch.dtype, what: str) -> torch.Tensor | No
     )
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raises OptionError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}", expected="True or False")
+
+
 def check_values_dtype(dtype: torch.dtype | None) -> None:
     """Refuse what values cannot be dequantized to.
 
@@ -241,9 +243,8 @@ def same_kind(one: Any, other: Any, *, nominal: bool = True) -> bool:
     """
     if one.inner_tensors != other.inner_tensors or (nominal and one.dtype != other.dtype):
         return False
-    mine, theirs = one.get_usages(), other.get_usages()
-    fields = {each for cls in (type(one), type(other)) for each in cls.own_static_fields()}
-    names = {f.attribute for f in fields if f.usage == "both" or (mine[f.usage] and theirs[f.usage])}
+    both = {"both", *(usage for usage, held in one.get_usages().items() if held and other.get_usages()[usage])}
+    names = {field.attribute for field in (*one.own_fields, *other.own_fields) if field.usage in both}
     return all(getattr(one, name, None) == getattr(other, name, None) for name in names - {"_dtype"})
 
 

@@ -5,16 +5,15 @@ Invariant: ``original ≈ float32(data) * scale_inv``.
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
 
 from ottava import kernels
-from ottava.errors import DeviceError, DTypeError, ShapeError
+from ottava.errors import ShapeError
 from ottava.formats import FP8, fp8_format
-from ottava.kernels.checks import check_dtype
-from ottava.layout import Layout, as_matrix_shape
+from ottava.kernels.checks import check_dtype, check_scalar
+from ottava.layout import Layout
 from ottava.tensors.columnwise import columnwise_is_transpose
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
 from ottava.tensors.grid import Direction, GridTensor, GridTensorStorage, columns
@@ -63,7 +62,7 @@ class Float8TensorStorage(GridTensorStorage):
     _scale_inv: torch.Tensor
     _fp8_dtype: torch.dtype
     #: The transposed data if it is held and still that of ``_data``, else None.
-    _transpose = columns("_transpose")
+    _transpose = columns("_transpose", "_data")
 
     @property
     def grid_layout(self) -> Layout:
@@ -81,29 +80,19 @@ class Float8TensorStorage(GridTensorStorage):
         fp8_format(fp8_dtype)  # type: ignore[arg-type]
         check_dtype(declared["dtype"])
         data, transposed = (as_data(declared[name], fp8_dtype, name) for name in ("data", "data_transpose"))  # type: ignore[arg-type]
+        held = transposed if data is None else data
         if data is not None and transposed is not None:
-            expected = (data.shape[-1], *data.shape[:-1]) if data.dim() else ()
+            expected = _LAYOUTS[fp8_dtype, True].data_shape(data.shape, True)  # type: ignore[index]
             if tuple(transposed.shape) != expected:
                 raise ShapeError(f"data_transpose has shape {tuple(transposed.shape)}", expected=str(expected))
-        held = data if data is not None else transposed
         if held is not None or scale_inv is not None:
-            if not isinstance(scale_inv, torch.Tensor) or scale_inv.dtype != torch.float32:
-                raise DTypeError("fp8_scale_inv is not a float32 tensor", expected="a float32 tensor with one element")
-            if scale_inv.numel() != 1:
-                raise ShapeError(f"fp8_scale_inv has shape {tuple(scale_inv.shape)}", expected="one element")
-            if held is not None and held.device != scale_inv.device:
-                raise DeviceError(
-                    f"data is on {held.device}, fp8_scale_inv on {scale_inv.device}", expected="one device"
-                )
+            check_scalar(scale_inv, scale_inv if held is None else held, "fp8_scale_inv")
             scale_inv = scale_inv if scale_inv.dim() == 0 else scale_inv.reshape(())
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
 
-    def _decoded(
-        self, data: torch.Tensor, scales: torch.Tensor | None, columnwise: bool, dtype: torch.dtype
-    ) -> torch.Tensor:
-        if dtype not in kernels.HIGH_PRECISION:
-            return kernels.decode(data, scales, self._fp8_dtype, torch.float32).to(dtype)
-        return kernels.decode(data, scales, self._fp8_dtype, dtype)
+    def _decoded(self, data: torch.Tensor, scales: torch.Tensor, columnwise: bool, dtype: torch.dtype) -> torch.Tensor:
+        wanted = dtype if dtype in kernels.HIGH_PRECISION else torch.float32
+        return kernels.decode(data, scales, self._fp8_dtype, wanted)
 
     @property
     def layout_text(self) -> str:  # type: ignore[override]
@@ -118,25 +107,16 @@ class Float8TensorStorage(GridTensorStorage):
             # A subclass whose operands are something else.
             return None
         turned = self._transpose if columnwise else None
-        if turned is not None:
-            return turned.reshape(turned.shape[0], math.prod(turned.shape[1:])), self._scale_inv
-        held = self._data
-        if held is None:
-            held = self._in_order()
-        return held if held.dim() == 2 else held.reshape(as_matrix_shape(held.shape)), self._scale_inv
+        data: Any = self._data if turned is None else turned
+        data = self._in_order() if data is None else data
+        matrix = _LAYOUTS[self._fp8_dtype, turned is not None].stored_matrix(data.shape, columnwise)
+        return (data if data.dim() == 2 else data.reshape(matrix)), self._scale_inv
 
 
 class Float8Tensor(GridTensor, Float8TensorStorage):
     """FP8 data with one scale as a ``torch.Tensor``.
 
-    Args:
-        shape: shape of the tensor; from the data by default.
-        dtype: nominal dtype.
-        data, fp8_dtype, fp8_scale_inv, data_transpose, quantizer: see :class:`Float8TensorStorage`.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, OptionError: see :class:`Float8TensorStorage`.
-        UsageError: there is neither ``data`` nor ``data_transpose``.
+    Arguments and errors: :class:`Float8TensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
     """
 
     @classmethod
@@ -152,9 +132,14 @@ class Float8QuantizerBase(Quantizer):
         fp8_format(fp8_dtype)
         self.fp8_dtype = fp8_dtype
 
-    def needs(self, device: torch.device) -> tuple[bool, bool]:
-        """``(data, transpose)``: which buffers the usages set need on ``device``."""
-        transposed = self.columnwise_usage and columnwise_is_transpose(device)
+    @property
+    def layout(self) -> Layout:
+        """One scale for all elements; transposes are made of the data."""
+        return _LAYOUTS[self.fp8_dtype, False]
+
+    def needs(self, device: torch.device, dims: int = 1) -> tuple[bool, bool]:
+        """``(data, transpose)``: which buffers the usages set need on ``device``; without ``dims`` data alone."""
+        transposed = self.columnwise_usage and dims > 0 and columnwise_is_transpose(device)
         return self.rowwise_usage or not transposed, transposed
 
     def wrap(
@@ -163,35 +148,25 @@ class Float8QuantizerBase(Quantizer):
         transpose: torch.Tensor | None,
         scale_inv: torch.Tensor,
         dtype: torch.dtype,
+        *,
+        checked: bool = False,
     ) -> QuantizedTensorStorage:
-        """Data as a storage when ``internal``, else as a :class:`Float8Tensor`."""
-        cls = Float8TensorStorage if self.internal else Float8Tensor
-        return cls(
-            data=data,
-            fp8_scale_inv=scale_inv,
-            fp8_dtype=self.fp8_dtype,
-            dtype=dtype,
-            data_transpose=transpose,
-            quantizer=self,
-        )
+        """Data as a storage when ``internal``, else as a :class:`Float8Tensor`.
 
-    def wrap_made(
-        self,
-        data: torch.Tensor | None,
-        transpose: torch.Tensor | None,
-        scale_inv: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> QuantizedTensorStorage:
-        """:meth:`wrap` of what one call of a kernel made, which fits together: a bare storage is not checked."""
-        if self.internal:
+        Args:
+            checked: a kernel made them in one call, so that they fit together: a bare storage is not checked again.
+        """
+        if self.internal and checked:
             return Float8TensorStorage.unchecked((data, transpose, scale_inv), (dtype, self.fp8_dtype), self)
-        return self.wrap(data, transpose, scale_inv, dtype)
+        cls = Float8TensorStorage if self.internal else Float8Tensor
+        given: dict[str, Any] = {"data": data, "data_transpose": transpose, "fp8_scale_inv": scale_inv}
+        return cls(**given, fp8_dtype=self.fp8_dtype, dtype=dtype, quantizer=self)
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
-        with_data, with_transpose = self.needs(device)
-        if with_transpose and len(shape) == 0:
-            with_data, with_transpose = True, False
-        data = torch.empty(shape, dtype=torch.uint8, device=device) if with_data else None
-        turned = (*shape[-1:], *shape[:-1])
-        transpose = torch.empty(turned, dtype=torch.uint8, device=device) if with_transpose else None
+        with_data, with_transpose = self.needs(device, len(shape))
+        layout = _LAYOUTS[self.fp8_dtype, True]
+        data, transpose = (
+            torch.empty(layout.data_shape(shape, turned), dtype=torch.uint8, device=device) if wanted else None
+            for turned, wanted in ((False, with_data), (True, with_transpose))
+        )
         return self.wrap(data, transpose, torch.ones((), dtype=torch.float32, device=device), dtype)

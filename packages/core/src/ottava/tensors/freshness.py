@@ -1,27 +1,17 @@
 """What is derived from a tensor's bytes and kept (transposes, operands of products), and never read when stale.
 
-Aliases of one buffer share a :class:`WriteCount`; every in-place write counts. What is kept remembers the count and the
+Aliases of one buffer share a :class:`GemmCache`; every in-place write counts. What is kept remembers the count and the
 version of the buffer that it was computed from, so its validity belongs to it and not to whoever holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ottava.torch_private import version_of
-
-
-class WriteCount:
-    """Counts the in-place writes to one buffer, shared by all its aliases."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
 
 
 def _version(source: torch.Tensor | None) -> int:
@@ -34,42 +24,42 @@ def _version(source: torch.Tensor | None) -> int:
 class DerivedTensor:
     """A tensor computed from a buffer, with the state of the buffer that it was computed from."""
 
-    __slots__ = ("_count", "_seen", "_source", "tensor")
+    __slots__ = ("_source", "_state", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None, writes: WriteCount) -> None:
+    def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None, writes: GemmCache) -> None:
         self.tensor = tensor
         self.refresh(source, writes)
 
-    def refresh(self, source: torch.Tensor | None, writes: WriteCount) -> None:
+    def refresh(self, source: torch.Tensor | None, writes: GemmCache) -> None:
         """Declare the tensor up to date with ``source`` as it is now; aliases that share this object see it."""
-        self._source = source
-        self._count = writes.value
-        self._seen = _version(source)
+        self._source, self._state = source, (writes.writes, _version(source))
 
-    def fresh(self, source: torch.Tensor | None, writes: WriteCount) -> bool:
+    def fresh(self, source: torch.Tensor | None, writes: GemmCache) -> bool:
         """Whether it was computed from ``source`` and nothing was written to it since."""
-        return self._source is source and self._count == writes.value and self._seen == _version(source)
+        return self._source is source and self._state == (writes.writes, _version(source))
 
 
-@dataclass
 class GemmCache:
-    """What products keep of an operand.
+    """What products keep of an operand, and the count of writes to it, shared by all aliases.
 
     Attributes:
         entries: by whether it serves the columnwise usage: the state of the tensors that it was made of, these tensors,
             whose addresses are nobody else's while they are held, and what was made.
-        writes: counts the writes to the operand, through whichever alias: what is kept is outdated by one.
+        writes: how often the operand was written to in place, through whichever alias: what is kept is outdated by one.
     """
 
-    entries: dict[bool, tuple[Hashable, Sequence[torch.Tensor], Any]] = field(default_factory=dict)
-    writes: WriteCount = field(default_factory=WriteCount)
+    __slots__ = ("entries", "writes")
+
+    def __init__(self) -> None:
+        self.entries: dict[bool, tuple[Hashable, Sequence[torch.Tensor], Any]] = {}
+        self.writes = 0
 
     def get(
         self, columnwise: bool, tensors: Sequence[torch.Tensor], make: Callable[[], Any], option: Any = None
     ) -> Any:
         """What ``make`` gives, made again when ``tensors`` are others or were written to, or ``option`` is another."""
         found = [(t.data_ptr(), t.shape, t.stride(), _version(t)) for t in tensors]
-        state = (*found, self.writes.value, option)
+        state = (*found, self.writes, option)
         kept = self.entries.get(columnwise)
         if kept is None or kept[0] != state:
             kept = self.entries[columnwise] = (state, tensors, make())
@@ -78,11 +68,10 @@ class GemmCache:
 
 def bump_version(tensor: torch.Tensor) -> None:
     """Tell autograd of a write below its level, so that a backward pass that saved the old values refuses."""
-    if not torch.compiler.is_compiling() and not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+    bump_versions([tensor])
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
-    """:func:`bump_version` of many tensors, none of them made in inference mode."""
+    """:func:`bump_version` of many tensors; those made in inference mode have no version."""
     if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(tensors)
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ottava import kernels
-from ottava.errors import DeviceError, OptionError, ShapeError, UsageError
+from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels.checks import check_dtype
 from ottava.layout import Layout
-from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_values_dtype
+from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_flag, check_values_dtype
 from ottava.tensors.freshness import DerivedTensor
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
@@ -52,11 +52,12 @@ def _inner(layout: Layout | None, columnwise: bool) -> list[InnerTensor]:
     of_scales: dict[str, Any] = {"block_rows": 1}
     if layout is not None:
         rows = layout.block_of(columnwise)[0]
-        # What is transposed has no rows of the tensor, and is made of what has.
-        gather = not (columnwise and layout.transposed)
-        about = {"native": layout.element, "gather": gather}
+        turned = columnwise and layout.transposed
+        # Transposed squares are made of rows.
+        gather = not (turned and layout.square)
+        about = {"native": layout.element, "gather": gather, "transposed": turned}
         native = None if layout.scale is torch.float32 else layout.scale
-        of_scales = {"native": native, "block_rows": rows, "all_rows": rows is None}
+        of_scales = {"native": native, "block_rows": rows, "all_rows": rows is None, "transposed": turned}
         of_scales["gather"] = gather and rows is not None
     return [
         InnerTensor(f"_{usage}_data", f"{usage}_data", usage=usage, **about),
@@ -64,36 +65,30 @@ def _inner(layout: Layout | None, columnwise: bool) -> list[InnerTensor]:
     ]
 
 
-def in_order(direction: Direction, layout: Layout, columnwise: bool) -> Direction:
-    """Data in the order of the tensor, and scales on the grid over it: views of what is stored; and back again."""
+def in_order(direction: Direction, layout: Layout, columnwise: bool, *, back: bool = False) -> Direction:
+    """Data in the order of the tensor, and scales on the grid over it: views of what is stored, or ``back`` again."""
     if not (columnwise and layout.transposed):
         return direction
     data, scales = direction
-    return (data.movedim(0, -1) if data.dim() else data), scales.t()
+    source, target = (-1, 0) if back else (0, -1)
+    return (data.movedim(source, target) if data.dim() else data), scales.t()
 
 
-def stored(direction: Direction, layout: Layout, columnwise: bool) -> Direction:
-    """What is stored of data and scales in the order of the tensor: views."""
-    if not (columnwise and layout.transposed):
-        return direction
-    data, scales = direction
-    return (data.movedim(-1, 0) if data.dim() else data), scales.t()
-
-
-def columns(name: str) -> Any:
-    """An attribute for columnwise data or scales: if they are made of rows, they are given as long as these stay."""
+def columns(name: str, rows: str) -> Any:
+    """Columnwise data or scales: if they are made of ``rows``, they are given as long as these stay as they are."""
     kept = f"_kept{name}"
 
     def get(self: GridTensorStorage) -> torch.Tensor | None:
         held = getattr(self, kept, None)
         if not isinstance(held, DerivedTensor):
             return held
-        return held.tensor if held.fresh(self._rows(), self._writes) else None
+        return held.tensor if held.fresh(getattr(self, rows), self._writes) else None
 
-    def put(self: GridTensorStorage, value: torch.Tensor | None) -> None:
-        rows, layout = self._rows(), self.grid_layout
-        derives = value is not None and rows is not None and layout.square and layout.transposed
-        setattr(self, kept, DerivedTensor(value, rows, self._writes) if derives else value)  # type: ignore[arg-type]
+    def put(self: GridTensorStorage, value: Any) -> None:
+        source = None if value is None else getattr(self, rows)
+        if source is not None and self.grid_layout.square and self.grid_layout.transposed:
+            value = DerivedTensor(value, source, self._writes)
+        setattr(self, kept, value)
 
     return property(get, put)
 
@@ -151,22 +146,19 @@ class GridTensorStorage(QuantizedTensorStorage):
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
         layout = cls.layout_of(declared)
         check_dtype(declared["dtype"])
-        if not isinstance(declared["values_from_columns"], bool):
-            what = f"values_from_columns is {declared['values_from_columns']!r}"
-            raise OptionError(what, expected="True or False")
+        check_flag("values_from_columns", declared["values_from_columns"])
         sides = [_checked(usage, declared, layout) for usage in _USAGES]
-        places = [side[0] for side in sides if side is not None]
-        if len(places) == 2:
-            rows, columns = places
-            if rows.shape != columns.shape:
-                what = f"columnwise_data has shape {tuple(columns.shape)} in the order of the tensor"
-                raise ShapeError(what, expected=f"{tuple(rows.shape)}")
-            if rows.device != columns.device:
-                raise DeviceError(f"data is on {rows.device} and {columns.device}", expected="one device")
+        rows, columns = sides
+        if rows is not None and columns is not None:
+            data = in_order(columns, layout, True)[0]
+            if rows[0].shape != data.shape:
+                what = f"columnwise_data has shape {tuple(data.shape)} in the order of the tensor"
+                raise ShapeError(what, expected=f"{tuple(rows[0].shape)}")
+            if rows[0].device != data.device:
+                raise DeviceError(f"data is on {rows[0].device} and {data.device}", expected="one device")
         checked: dict[str, Any] = {"layout": layout.text} if "layout" in declared else {}
-        for columnwise, (usage, side) in enumerate(zip(_USAGES, sides, strict=True)):
-            data, scales = (None, None) if side is None else stored(side, layout, bool(columnwise))
-            checked |= {f"{usage}_data": data, f"{usage}_scale_inv": scales}
+        for usage, side in zip(_USAGES, sides, strict=True):
+            checked[f"{usage}_data"], checked[f"{usage}_scale_inv"] = (None, None) if side is None else side
         return declared | checked
 
     def _declare(self) -> None:
@@ -174,8 +166,8 @@ class GridTensorStorage(QuantizedTensorStorage):
         layout = Layout.of(self.layout_text)
         self.__dict__["grid_layout"], self.inner_tensors = layout, inner_tensors_of(layout)  # type: ignore[misc]
 
-    _columnwise_data = columns("_columnwise_data")
-    _columnwise_scale_inv = columns("_columnwise_scale_inv")
+    _columnwise_data = columns("_columnwise_data", "_rowwise_data")
+    _columnwise_scale_inv = columns("_columnwise_scale_inv", "_rowwise_data")
 
     # -- directions --
 
@@ -195,22 +187,21 @@ class GridTensorStorage(QuantizedTensorStorage):
         held = self.direction(columnwise=columnwise)
         return None if held is None else in_order(held, self.grid_layout, columnwise)
 
-    def _put(self, rows: Direction | None, columns: Direction | None) -> None:
-        """Hold these directions and no other. Rows first: columns may be kept as made of them."""
-        for side, held in enumerate((rows, None if self.grid_layout.columnwise == "same" else columns)):
-            setattr(self, self.data_names[side], None if held is None else held[0])
-            if self.scale_names[0] != self.scale_names[1]:
-                setattr(self, self.scale_names[side], None if held is None else held[1])
-
     @classmethod
-    def arguments_of(cls, rows: Direction | None, columns: Direction | None) -> dict[str, Any]:
-        """Directions by the arguments of the constructor."""
-        by_attribute: dict[str, Any] = {}
+    def _by_attribute(cls, rows: Direction | None, columns: Direction | None) -> dict[str, Any]:
+        """Rows first: columns may be kept as made of them."""
+        found: dict[str, Any] = {}
         for side, held in enumerate((rows, columns)):
-            by_attribute[cls.data_names[side]] = None if held is None else held[0]
-            if held is not None or cls.scale_names[side] not in by_attribute:
-                by_attribute[cls.scale_names[side]] = None if held is None else held[1]
-        return {inner.argument: by_attribute[inner.attribute] for inner in cls.inner_tensors}
+            found[cls.data_names[side]] = None if held is None else held[0]
+            if held is not None or cls.scale_names[side] not in found:
+                found[cls.scale_names[side]] = None if held is None else held[1]
+        return found
+
+    def _put(self, rows: Direction | None, columns: Direction | None) -> None:
+        """Hold these directions and no other."""
+        columns = None if self.grid_layout.columnwise == "same" else columns
+        for attribute, tensor in self._by_attribute(rows, columns).items():
+            setattr(self, attribute, tensor)
 
     def _held(self) -> tuple[Direction, bool]:
         """The direction that the values are taken from, and whether it is that of the columns."""
@@ -243,39 +234,36 @@ class GridTensorStorage(QuantizedTensorStorage):
         other = self.ordered(columnwise=not columnwise) if layout.square else None
         if other is None:
             self._held()
-            name = _USAGES[columnwise]
-            without = _WITHOUT[name].format(self.squares)
-            raise UsageError(
-                f"{type(self).__name__} has no {name} data",
-                expected=f"a tensor quantized with {name}=True",
-                remedy=f"call quantizer.set_usage({name}=True) before quantizing; {without}",
-            )
-        data, scales = stored((other[0], _other_scales(other, layout, columnwise)), layout, columnwise)
+            raise self._without(_USAGES[columnwise], f"; {_WITHOUT[_USAGES[columnwise]].format(self.squares)}")
+        made = other[0], _other_scales(other, layout, columnwise)
+        data, scales = in_order(made, layout, columnwise, back=True)
         if not layout.transposed:
             return data, scales
         # What lies the other way in memory is copied by a kernel.
         return (kernels.transpose(other[0]) if columnwise and data.dim() else data.contiguous()), scales.contiguous()
 
     def get_usages(self) -> dict[str, bool]:
-        rows, same = self._rows() is not None, self.grid_layout.columnwise == "same"
-        return {"rowwise": rows, "columnwise": rows if same else getattr(self, self.data_names[1]) is not None}
+        rows = getattr(self, self.data_names[0]) is not None
+        same = rows and self.grid_layout.columnwise == "same"
+        return {"rowwise": rows, "columnwise": same or getattr(self, self.data_names[1]) is not None}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
-        if self.grid_layout.columnwise == "same" and self._rows() is not None:
+        if self.grid_layout.columnwise == "same" and getattr(self, self.data_names[0]) is not None:
             return
         # Before anything is dropped: either may be made of the other.
         rows = self.for_usage(False) if rowwise else None
-        held = self.for_usage(True) if columnwise else None
-        self._put(rows, held)
+        self._put(rows, self.for_usage(True) if columnwise else None)
+
+    def _kept_names(self) -> set[str]:
+        return {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}
 
     def _derived(self) -> list[DerivedTensor]:
         """What is kept as made of rows, fresh or not."""
-        names = {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}
-        return [kept for kept in (getattr(self, name, None) for name in names) if isinstance(kept, DerivedTensor)]
+        kept = [getattr(self, name, None) for name in self._kept_names()]
+        return [each for each in kept if isinstance(each, DerivedTensor)]
 
     def is_derived(self, inner: InnerTensor) -> bool:
-        # Transposed columns with scales of their own cannot be made of rows.
         return super().is_derived(inner) and self.grid_layout.square
 
     def rebuild_derived(self, *, force: bool = False) -> None:
@@ -304,7 +292,7 @@ class GridTensorStorage(QuantizedTensorStorage):
     # -- values --
 
     def size(self, dim: int | None = None) -> Any:
-        rows = self._rows()
+        rows = getattr(self, self.data_names[0])
         shape = (self._in_order() if rows is None or self._values_from_columns else rows).shape
         return shape if dim is None else shape[dim]
 
@@ -328,30 +316,23 @@ class GridTensorStorage(QuantizedTensorStorage):
         return (data if data.dim() == 2 else data.reshape(matrix)), scales
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
-        if (
-            isinstance(src, GridTensorStorage)
-            and self.grid_layout.shared is not None
-            and src.grid_layout.shared is None
-        ):
+        shared = self.grid_layout.shared
+        if shared is not None and isinstance(src, GridTensorStorage) and src.grid_layout.shared is None:
             raise UsageError(
                 "the source has scales for rows and for columns, the destination one for both",
-                expected=f"a source whose blocks share scales over {self.grid_layout.shared}",
+                expected=f"a source whose blocks share scales over {shared}",
                 remedy="quantize it with the quantizer of the destination",
             )
-        # The write reaches transposed data where ``src`` has it too, or where a view is one of it.
-        whole = self._whole if isinstance(self._whole, GridTensorStorage) else None
-        holder = self if whole is None else whole
-        reached = whole is None or whole._rows() is None
-        fresh = [kept for kept in holder._derived() if reached and kept.fresh(holder._rows(), holder._writes)]
+        # The write reaches transposed data, too, which ``src`` has to have: it is fresh again, for every alias.
+        derived = self._derived() if self._whole is None else []
+        fresh = [kept for kept in derived if kept.fresh(self._rows(), self._writes)]
         super().copy_from_storage(src, noop_flag=noop_flag)
         for kept in fresh:
-            # It is fresh again, for every alias.
-            kept.refresh(holder._rows(), holder._writes)
+            kept.refresh(self._rows(), self._writes)
 
 
 def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction | None:
-    """Data and scales of one direction in the order of the tensor, or a typed error for what does not fit together."""
-    columnwise = usage == "columnwise"
+    """Data and scales of one direction, or a typed error for what does not fit together."""
     data = as_data(declared[f"{usage}_data"], layout.element, f"{usage}_data")
     scales = declared[f"{usage}_scale_inv"]
     if (data is None) != (scales is None):
@@ -363,8 +344,8 @@ def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction 
         scales = as_data(scales, layout.scale, f"{usage}_scale_inv")
     if isinstance(scales, torch.Tensor) and data.device != scales.device:
         raise DeviceError(f"{usage}_data is on {data.device}, its scales on {scales.device}", expected="one device")
-    kernels.check_grid(data, scales, layout, columnwise, f"{usage}_scale_inv")
-    return in_order((data, scales), layout, columnwise)
+    kernels.check_grid(data, scales, layout, usage == "columnwise", f"{usage}_scale_inv")
+    return data, scales
 
 
 def _other_scales(other: Direction, layout: Layout, columnwise: bool) -> torch.Tensor:
@@ -383,17 +364,8 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
     """Quantized data with scales on a grid, as a ``torch.Tensor`` of its nominal dtype.
 
     Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks, in every direction
-    held, and share the data; elsewhere they give the dequantized values.
-
-    Args:
-        shape: shape of the tensor; from the data by default.
-        dtype: nominal dtype.
-        rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv: see :class:`GridTensorStorage`.
-        layout, values_from_columns, quantizer: see :class:`GridTensorStorage`.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, OptionError: the arguments do not fit together.
-        UsageError: there is no data, or data without scales.
+    held, and share the data; elsewhere they give the dequantized values. Arguments and errors:
+    :class:`GridTensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
     """
 
     @classmethod
@@ -406,14 +378,18 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         transposed = held.dim() and cls.layout_of(declared).transposed
         return held.movedim(0, -1) if transposed else held  # type: ignore[no-any-return]
 
+    def around(self, rows: Direction | None, columns: Direction | None, **replaced: Any) -> Any:
+        """A tensor of this kind around other data and scales, as they are stored."""
+        held = self._by_attribute(rows, columns)
+        given = {inner.argument: held[inner.attribute] for inner in self.inner_tensors}
+        return type(self)(**(self.get_metadata() | {"shape": None} | given | replaced))
+
     def _share_freshness(self, other: QuantizedTensor) -> None:
-        rows = self._rows()
-        if isinstance(other, GridTensor) and rows is not None and rows is other._rows():
-            self._whole, self._writes = other._whole, other._writes
-            for name in (f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])):
-                setattr(self, name, getattr(other, name, None))
-        else:
-            super()._share_freshness(other)
+        if self._rows() is None or not isinstance(other, GridTensor) or self._rows() is not other._rows():
+            return super()._share_freshness(other)
+        self._whole, self._writes = other._whole, other._writes
+        for name in self._kept_names():
+            setattr(self, name, getattr(other, name, None))
 
     def for_usage(self, columnwise: bool) -> Direction:
         if columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None:
@@ -431,7 +407,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         with torch.no_grad():
             made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
         rows, held = made.direction(columnwise=False), self.direction(columnwise=False)
-        if held is not None and all(torch.equal(mine, own) for mine, own in zip(rows, held, strict=True)):
+        if held is not None and all(map(torch.equal, rows, held)):
             self._put(held, made.direction(columnwise=True))
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
@@ -441,7 +417,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         # Data of one direction would not do for the other, but what shares more scales may serve what shares fewer.
         if self.grid_layout not in (other.grid_layout, dataclasses.replace(other.grid_layout, shared=None)):
             return False
-        held = [
-            self.direction(columnwise=c) is None or other.direction(columnwise=c) is not None for c in (False, True)
-        ]
-        return all(held) and (self._whole is None or self.shares_scales(other))
+        for columnwise in (False, True):
+            if self.direction(columnwise=columnwise) is not None and other.direction(columnwise=columnwise) is None:
+                return False
+        return self._whole is None or self.shares_scales(other)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ottava.layout import Block, as_matrix_shape
+from ottava.layout import as_matrix_shape
 from ottava.tensors.aten import OpImplementation, implements
-from ottava.tensors.grid import Direction, GridTensor, in_order, stored
-from ottava.tensors.tensor_ops import bounds, new_dtype
+from ottava.tensors.grid import Direction, GridTensor, in_order
+from ottava.tensors.tensor_ops import all_or_none, blocks, bounds, new_dtype, on_meta
 from ottava.torch_private import aten_overloads
 
 _aten = torch.ops.aten
@@ -52,15 +52,12 @@ def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
 def _alias(tensor: GridTensor, held: Direction, data: torch.Tensor, op: Any) -> GridTensor:
     """A view of ``tensor`` around ``data``, a view of its data: writes to either reach both."""
     rows = tensor._rows()
-    metadata = tensor.get_metadata() | tensor.arguments_of((data, held[1]), None) | {"shape": None}
-    view: Any = type(tensor)(**metadata)
-    view._writes = tensor._writes
-    view.mark_view(tensor)
-    less = rows is None or data.numel() != tensor.numel()
+    view: Any = tensor.around((data, held[1]), None)
+    part = rows is None or data.numel() != tensor.numel()
     if op is _aten.as_strided.default and rows is not None:
-        less |= data.stride() != rows.stride() or data.storage_offset() != rows.storage_offset()
+        part |= data.stride() != rows.stride() or data.storage_offset() != rows.storage_offset()
     # The scale is that of the rest of the tensor too.
-    view._whole = tensor if tensor._whole is None and less else tensor._whole
+    view.mark_view(tensor, part=part)
     columns = tensor.direction(columnwise=True)
     keeps = op in _VIEWS and rows is not None and columns is not None and data.dim() > 0 and tensor.dim() > 0
     if keeps and tensor.grid_layout.transposed and data.shape[-1] == tensor.shape[-1] and columns[0].is_contiguous():  # type: ignore[index]
@@ -69,9 +66,10 @@ def _alias(tensor: GridTensor, held: Direction, data: torch.Tensor, op: Any) -> 
     return view  # type: ignore[no-any-return]
 
 
-def _changed(tensor: GridTensor, change: _Change, *, swap: bool = False, alias: bool = True) -> Any:
+def _changed(tensor: GridTensor, change: _Change, *, swap: bool = False, alias: bool = True, part: bool = False) -> Any:
     """``tensor`` with every direction changed; ``swap`` exchanges the two."""
-    layout, made_of = tensor.grid_layout, []
+    layout = tensor.grid_layout
+    made_of: list[Direction | None] = []
     rows = tensor.ordered(columnwise=False)
     for columnwise in (False, True):
         # One buffer that serves both usages is that of the rows.
@@ -79,23 +77,21 @@ def _changed(tensor: GridTensor, change: _Change, *, swap: bool = False, alias: 
         held = rows if not source else tensor.ordered(columnwise=True)
         # Columns that are made of rows are made again when they are asked for.
         derived = layout.transposed and layout.square and rows is not None and source
-        derived |= layout.columnwise == "same" and columnwise
-        result = None if held is None or derived else change(held, source)
-        if held is not None and result is None and not derived:
+        if held is None or derived or (layout.columnwise == "same" and columnwise):
+            made_of.append(None)
+            continue
+        result = change(held, source)
+        if result is None:
             return NotImplemented
-        made_of.append(None if result is None else stored(result, layout, columnwise))
-    metadata = tensor.get_metadata() | tensor.arguments_of(*made_of) | {"shape": None}
-    if swap:
-        metadata["values_from_columns"] = not tensor._values_from_columns
-    made = type(tensor)(**metadata)
+        made_of.append(in_order(result, layout, columnwise, back=True))
+    turned = {"values_from_columns": not tensor._values_from_columns} if swap else {}
+    made = tensor.around(made_of[0], made_of[1], **turned)
     if alias:
-        made.share_writes(tensor)
-        made.mark_view(tensor)
-        made._whole = tensor._whole
+        made.mark_view(tensor, part=part)
     return made
 
 
-def _viewed(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
+def _viewed(scales: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
     """A view of the scales of this shape, if there is one."""
     if tuple(scales.shape) == shape:
         return scales
@@ -130,88 +126,51 @@ def _reshaped(tensor: GridTensor, function: Callable[[torch.Tensor], torch.Tenso
 
 
 _VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
+_SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 
 
-@_on_grid(*_VIEWS)
-def _view(op: Any, tensor: GridTensor, shape: Any) -> Any:
-    return _reshaped(tensor, lambda data: op(data, shape))
-
-
-@_on_grid(
-    _aten.unsqueeze.default,
-    _aten.squeeze.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.expand.default,
-)
+@_on_grid(*_VIEWS, *_SQUEEZES, _aten.unsqueeze.default, _aten.expand.default)
 def _same_elements(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
-    shape = op(torch.empty(tensor.shape, device="meta"), *args, **kwargs).shape
-    if shape.numel() != tensor.numel():
+    if op(on_meta(tensor), *args, **kwargs).numel() != tensor.numel():
         return NotImplemented
     return _reshaped(tensor, lambda data: op(data, *args, **kwargs))
 
 
-def _blocks(side: int | None, start: int, stop: int, size: int) -> slice | None:
-    """The blocks of entries [start, stop) of a side of a matrix; None where they cut one in two."""
-    if side is None:
-        return slice(None)
-    if start % side or (stop % side and stop != size):
-        return None
-    return slice(start // side, -(-stop // side))
-
-
 def _narrowed(tensor: GridTensor, dim: int, start: int, stop: int) -> Any:
     """Entries [start, stop) of a dimension."""
-    layout, last = tensor.grid_layout, tensor.dim() - 1
-    each, before = math.prod(tensor.shape[dim + 1 : -1]), math.prod(tensor.shape[:dim])
-    size, at = tensor.shape[dim], int(dim == last)
-    whole = start == 0 and stop == size
+    layout, size, last = tensor.grid_layout, tensor.shape[dim], dim == tensor.dim() - 1
+    if (start, stop) == (0, size):
+        return _changed(tensor, lambda held, _: held)
+    at, step = int(last), 1 if last else math.prod(tensor.shape[dim + 1 : -1])
+    place = start * step, stop * step, size * step
 
     def change(held: Direction, columnwise: bool) -> Direction | None:
-        data, scales = held
-        if whole:
-            return held
-        cut = data.narrow(dim, start, stop - start)
-        # Squares have to stay whole, whatever is stored of each.
-        common: Block = layout.block_of(columnwise, shared=True)
-        block: Block = layout.block_of(columnwise)
-        step = 1 if dim == last else each
-        if _blocks(common[at], start * step, stop * step, size * step) is None:
+        data, scales = held[0].narrow(dim, start, stop - start), held[1]
+        # What shares a scale has to stay whole, whatever is stored of each block in it.
+        block = layout.block_of(columnwise)
+        span = blocks(block[at], *place)
+        if span is None or blocks(layout.block_of(columnwise, shared=True)[at], *place) is None:
             return None
-        span = _blocks(block[at], start * step, stop * step, size * step)
-        if span is None:
-            return None
-        if dim == last:
-            return cut, scales[:, span]
-        if before == 1 or block[0] is None:
-            return cut, scales[span]
-        by_entry = None if block[0] != 1 else _leading(scales, tensor)
-        rows = None if by_entry is None else by_entry.narrow(dim, start, stop - start)
-        viewed = None if rows is None else _viewed(rows, layout.grid(as_matrix_shape(cut.shape), columnwise))
-        return None if viewed is None else (cut, viewed)
+        if last:
+            return data, scales[:, span]
+        if block[0] is None or math.prod(tensor.shape[:dim]) == 1:
+            return data, scales[span]
+        by_entry = _viewed(scales, (*tensor.shape[:-1], scales.shape[1])) if block[0] == 1 else None
+        if by_entry is not None:
+            by_entry = by_entry.narrow(dim, start, stop - start)
+            by_entry = _viewed(by_entry, layout.grid(as_matrix_shape(data.shape), columnwise))
+        return None if by_entry is None else (data, by_entry)
 
-    made = _changed(tensor, change)
-    if made is not NotImplemented and not whole and made._whole is None:
-        held = [c for c in (False, True) if made.direction(columnwise=c) is not None]
-        if any(layout.block_of(columnwise)[at] is None for columnwise in held):
-            # A write to the part with another scale would change what the rest means.
-            made._whole = tensor
-    return made
-
-
-def _leading(scales: torch.Tensor, tensor: GridTensor) -> torch.Tensor | None:
-    """Scales of rows ``[M, blocks]`` with the tensor's leading dimensions."""
-    try:
-        return scales.view(*tensor.shape[:-1], scales.shape[1])
-    except RuntimeError:
-        return None
+    # A write to the part with another scale would change what the rest means.
+    spanned = [c for c in (False, True) if layout.block_of(c)[at] is None and tensor.direction(columnwise=c)]
+    return _changed(tensor, change, part=bool(spanned))
 
 
 @_on_grid(_aten.slice.Tensor)
 def _slice(
     op: Any, tensor: GridTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
-    op(torch.empty(tensor.shape, device="meta"), dim, start, end, step)  # refuses what torch refuses
+    op(on_meta(tensor), dim, start, end, step)  # refuses what torch refuses
     dim %= tensor.dim()
     first, stop, _ = slice(start, end).indices(tensor.shape[dim])
     if step != 1:
@@ -221,7 +180,7 @@ def _slice(
 
 @_on_grid(_aten.select.int)
 def _select(op: Any, tensor: GridTensor, dim: int, index: int) -> Any:
-    op(torch.empty(tensor.shape, device="meta"), dim, index)
+    op(on_meta(tensor), dim, index)
     dim %= tensor.dim()
     if dim == tensor.dim() - 1:
         return NotImplemented
@@ -230,20 +189,15 @@ def _select(op: Any, tensor: GridTensor, dim: int, index: int) -> Any:
     return entry if entry is NotImplemented else _reshaped(entry, lambda data: data.squeeze(dim))
 
 
-def _all_or_none(views: list[Any]) -> Any:
-    return NotImplemented if any(view is NotImplemented for view in views) else views
-
-
 @_on_grid(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
 def _split(op: Any, tensor: GridTensor, sizes: Any, dim: int = 0) -> Any:
-    cuts = bounds(op, tensor.shape[dim], sizes)
-    return _all_or_none([_narrowed(tensor, dim % tensor.dim(), *own) for own in cuts])
+    return all_or_none([_narrowed(tensor, dim % tensor.dim(), *own) for own in bounds(op, tensor, sizes, dim)])
 
 
 @_on_grid(_aten.unbind.int)
 def _unbind(op: Any, tensor: GridTensor, dim: int = 0) -> Any:
-    op(torch.empty(tensor.shape, device="meta"), dim)
-    return _all_or_none([_select(_aten.select.int, tensor, dim, index) for index in range(tensor.shape[dim])])
+    op(on_meta(tensor), dim)
+    return all_or_none([_select(_aten.select.int, tensor, dim, index) for index in range(tensor.shape[dim])])
 
 
 @_on_grid(_aten.t.default, _aten.transpose.int, _aten.permute.default)
@@ -272,8 +226,7 @@ def _as_strided(
     if data.stride() != tensor.stride():
         # Its rowwise data was dropped since.
         return NotImplemented
-    view = op(data, size, stride, data.storage_offset() + offset - tensor.storage_offset())
-    return _alias(tensor, tensor._held()[0], view, op)
+    return _moved(op, tensor, size, stride, data.storage_offset() + offset - tensor.storage_offset())
 
 
 def _strided_rows(tensor: GridTensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:
@@ -290,9 +243,8 @@ def _strided_rows(tensor: GridTensor, size: tuple[int, ...], stride: tuple[int, 
     return rows if rows is NotImplemented else _reshaped(rows, lambda data: data.view(size))
 
 
-@_on_grid(_aten.diagonal.default)
-def _diagonal(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
-    return NotImplemented
+# Where one scale serves all; no diagonal is made of blocks.
+_on_grid(_aten.diagonal.default)(lambda *args, **kwargs: NotImplemented)
 
 
 @implements(GridTensor, _aten.clone.default)
@@ -304,7 +256,7 @@ def _clone(op: Any, tensor: GridTensor, *, memory_format: Any = None) -> Any:
         return held[0].clone(memory_format=memory_format), held[1].clone()
 
     copied = _changed(tensor, cloned, alias=False)
-    copied.update_quantizer(None if tensor._quantizer is None else tensor._quantizer.copy())
+    copied.update_quantizer(tensor._copied_quantizer())
     return copied
 
 
@@ -333,14 +285,12 @@ def _new(op: Any, tensor: GridTensor, shape: Sequence[int], *strides: Any, **kwa
             sides.append(None)
             continue
         data = made(layout.data_shape(shape, columnwise), torch.uint8, *(strides if whole else ()))
-        old, size = held[1], () if whole and not held[1].dim() else layout.scale_shape(shape, columnwise)
+        old, size = held[1], tuple(held[1].shape) if whole else layout.scale_shape(shape, columnwise)
         # What all rows have in common stays: rows of this tensor can be copied into rows of the new one.
         spans = layout.block_of(columnwise)[0] is None and tuple(old.shape) == size
         kept = spans and (device.type == "meta" or not old.is_meta)
-        scales = old.to(device, copy=True) if kept else made(size, layout.stored_scale).fill_(1)
-        sides.append((data, scales))
-    metadata = tensor.get_metadata() | tensor.arguments_of(*sides) | {"shape": None, "dtype": dtype}
-    return type(tensor)(**(metadata | {"quantizer": None if tensor._quantizer is None else tensor._quantizer.copy()}))
+        sides.append((data, old.to(device, copy=True) if kept else made(size, layout.stored_scale).fill_(1)))
+    return tensor.around(*sides, dtype=dtype, quantizer=tensor._copied_quantizer())
 
 
 # zeros_like is not here: optimizers make their moments with it, and moments in FP8 are wrong.

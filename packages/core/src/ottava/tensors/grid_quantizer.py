@@ -12,7 +12,7 @@ from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.grid import GridTensor, GridTensorStorage, inner_tensors_of, stored
+from ottava.tensors.grid import GridTensor, GridTensorStorage, in_order, inner_tensors_of
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -92,7 +92,7 @@ class GridQuantizer(Quantizer):
             scale, scale_inv = kernels.grid_scales(amax, layout, tensor.dtype)
             data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
             pairs[columnwise] = [((scale_inv if scale is None else scale).contiguous(), data)]
-            made += stored((data, scale_inv), layout, columnwise)
+            made += in_order((data, scale_inv), layout, columnwise, back=True)
         kernels.grid_multi_cast(*place, *pairs)
         return [None if part is None else part.contiguous() for part in made]
 

@@ -11,6 +11,7 @@ import torch
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.kernels.checks import check_dtype, check_scalar
+from ottava.tensors.declaration import check_flag
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import StraightThrough
 
@@ -44,8 +45,9 @@ class Quantizer(ABC):
     shards: ClassVar[Any] = None
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
-        self.rowwise_usage = _flag("rowwise", rowwise)
-        self.columnwise_usage = _flag("columnwise", columnwise)
+        check_flag("rowwise", rowwise)
+        check_flag("columnwise", columnwise)
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
         self.internal = False
         self.optimize_for_gemm = False
 
@@ -91,9 +93,9 @@ class Quantizer(ABC):
         Raises:
             ShapeError, DTypeError, DeviceError, OptionError: an argument is not what it should be.
         """
-        sizes = tuple(shape) if isinstance(shape, Sequence) else ()
-        if not isinstance(shape, Sequence) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+        if not (isinstance(shape, Sequence) and all(isinstance(size, (int, torch.SymInt)) for size in shape)):
             raise ShapeError(f"shape {shape!r}", expected="a sequence of integers")
+        sizes = tuple(shape)
         if any(size < 0 for size in sizes):
             raise ShapeError(f"shape {sizes}", expected="sizes >= 0")
         check_dtype(dtype)
@@ -202,12 +204,11 @@ class Quantizer(ABC):
         Raises:
             OptionError: a usage is neither a bool nor None.
         """
-        if columnwise is not None:
-            _flag("columnwise", columnwise)
-        if rowwise is not None:
-            self.rowwise_usage = _flag("rowwise", rowwise)
-        if columnwise is not None:
-            self.columnwise_usage = columnwise
+        rowwise = self.rowwise_usage if rowwise is None else rowwise
+        columnwise = self.columnwise_usage if columnwise is None else columnwise
+        check_flag("rowwise", rowwise)
+        check_flag("columnwise", columnwise)
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
 
     def get_usages(self) -> dict[str, bool]:
         """The usages set, ``{"rowwise": …, "columnwise": …}``."""
@@ -245,25 +246,20 @@ class Quantizer(ABC):
         return None if self.stateful or _holds_tensors(list(held.values())) else held
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if type(self) is not type(other) or not isinstance(other, Quantizer) or self._configuration() is None:
-            return False
-        flags = all(getattr(self, name) == getattr(other, name) for name in _USAGE_FLAGS)
-        return flags and self._configuration() == other._configuration()
+        if self is other or type(self) is not type(other) or self._configuration() is None:
+            return self is other
+        return vars(self) == vars(other)
 
     def is_alike(self, other: Quantizer) -> bool:
         """Whether ``other`` is of this class and has the same options, whatever the state of either.
 
         What belongs to the process, such as a group, may differ: a copy may have lost it.
         """
-        if type(self) is not type(other):
-            return False
-        mine, theirs = (
-            {k: v for k, v in vars(q).items() if k not in self.process_attributes and not isinstance(v, torch.Tensor)}
-            for q in (self, other)
-        )
-        return mine == theirs
+        return type(self) is type(other) and self._options() == other._options()
+
+    def _options(self) -> dict[str, Any]:
+        left_out = self.process_attributes
+        return {k: v for k, v in vars(self).items() if k not in left_out and not isinstance(v, torch.Tensor)}
 
     def __hash__(self) -> int:
         configuration = self._configuration()
@@ -301,14 +297,10 @@ class Quantizer(ABC):
             m_params, sx, sw: for quantizers that need them; unused here.
             qresult_x, qresult_w: the quantized tensors that ``qx`` and ``qw`` came from, when these are bare.
         """
-        left, right = (_dense(q, r) for q, r in ((qx, qresult_x), (qw, qresult_w)))
-        if gemm_type == "fprop":
-            right = right.t()
-        elif gemm_type == "wgrad":
-            left = left.t()
-        elif gemm_type != "dgrad":
+        if gemm_type not in ("fprop", "dgrad", "wgrad"):
             raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
-        result = left @ right
+        left, right = (_dense(q, r) for q, r in ((qx, qresult_x), (qw, qresult_w)))
+        result = (left.t() if gemm_type == "wgrad" else left) @ (right.t() if gemm_type == "fprop" else right)
         if bias is not None:
             result = result + bias.to(torch.float32)
         if out is None:
@@ -342,15 +334,8 @@ def _plain(tensor: Any, what: str) -> torch.Tensor:
     return tensor  # type: ignore[no-any-return]
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} is {value!r}", expected="True or False")
-    return value
-
-
 def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return _holds_tensors(list(value.values()))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(_holds_tensors(entry) for entry in value)
+    values = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return any(_holds_tensors(entry) for entry in values)
     return isinstance(value, torch.Tensor)

@@ -31,14 +31,13 @@ def prepare_for_saving(*tensors: Saveable) -> tuple[list[torch.Tensor | None], l
     for tensor in tensors:
         if isinstance(tensor, QuantizedTensorStorage):
             inner, spec = tensor.flatten_storage()
-            flat.extend(inner)
-            objects.append(spec)
         elif tensor is None or isinstance(tensor, torch.Tensor):
-            flat.append(tensor)
-            objects.append(None)
+            inner, spec = [tensor], None
         else:
             what = f"cannot save a {type(tensor).__name__}"
             raise DTypeError(what, expected="quantized or plain tensors, storages, or None")
+        flat += inner
+        objects.append(spec)
     return flat, objects
 
 
@@ -66,11 +65,8 @@ def rebuild_saved(tensors: Sequence[Any], objects: Sequence[StorageSpec | None])
     restored: list[Any] = []
     position = 0
     for spec in objects:
-        if spec is None:
-            restored.append(tensors[position])
-            position += 1
-        else:
-            end = position + len(spec.cls.inner_tensors)
-            restored.append(spec.rebuild(tensors[position:end]))
-            position = end
+        end = position + (1 if spec is None else len(spec.cls.inner_tensors))
+        own = tensors[position:end]
+        restored.append(own[0] if spec is None else spec.rebuild(own))
+        position = end
     return restored

@@ -11,10 +11,10 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
-from ottava.tensors.declaration import Declared, StorageQuantizer, Usage, equal_scales
+from ottava.tensors.declaration import Declared, Usage, equal_scales
 from ottava.tensors.declaration import InnerTensor as InnerTensor
 from ottava.tensors.declaration import native_dtype as native_dtype
-from ottava.tensors.freshness import GemmCache, bump_version
+from ottava.tensors.freshness import GemmCache, bump_versions
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class StorageSpec:
 
     cls: type[QuantizedTensorStorage]
     static: tuple[Any, ...]
-    quantizer: StorageQuantizer | None
+    quantizer: Any
     whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
 
     def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
@@ -31,8 +31,7 @@ class StorageSpec:
         declared: tuple[Any, ...] = (*self.cls.inner_tensors, *self.cls.all_static_fields())
         arguments = {each.argument: value for each, value in zip(declared, (*tensors, *self.static), strict=True)}
         built = self.cls(**arguments, quantizer=self.quantizer)
-        if self.whole is not None:
-            built._whole = self.whole
+        built._whole = self.whole
         return built
 
     def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
@@ -65,8 +64,6 @@ class QuantizedTensorStorage(Declared):
     rowwise_serves_columnwise: bool = False
     #: Whether the next forward pass makes what derives from the elements and is outdated.
     rebuilds_derived: bool = True
-
-    _gemm_cache: GemmCache | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -114,34 +111,33 @@ class QuantizedTensorStorage(Declared):
 
     def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
         """The inner tensors and what builds a storage around them again. Nothing is changed."""
-        static = tuple([getattr(self, field.attribute) for field in type(self).all_static_fields()])
+        static = tuple([getattr(self, field.attribute) for field in self.all_static_fields()])
         return self.inner_list(), StorageSpec(type(self), static, self._quantizer, self._whole)
 
     def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
         """A new storage with ``function`` applied to each inner tensor held; the quantizer is copied."""
         tensors, spec = self.flatten_storage()
-        quantizer = None if spec.quantizer is None else spec.quantizer.copy()
         with torch.no_grad():
             changed = [None if t is None else function(t) for t in tensors]
-            return StorageSpec(spec.cls, spec.static, quantizer).build(changed)
+            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)
+
+    def _copied_quantizer(self) -> Any:
+        return None if self._quantizer is None else self._quantizer.copy()
 
     def clone_storage(self) -> QuantizedTensorStorage:
         """A copy that shares nothing."""
         return self.apply_to_inner(lambda t: t.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        tensors, spec = self._for_pickling().flatten_storage()
+        if all(tensor is None for tensor in self.inner_list()):
+            raise self._empty(" to pickle")
+        # A view is copied, because unpickled it would not know of its whole.
+        tensors, spec = (self if self._whole is None else self.clone_storage()).flatten_storage()
         return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer, self._extra())
 
     def _extra(self) -> dict[str, Any]:
         """Attributes that copies and pickles carry along."""
         return {}
-
-    def _for_pickling(self) -> QuantizedTensorStorage:
-        """This storage, or a copy of a view: unpickled, it would not know of its whole."""
-        if all(tensor is None for tensor in self.inner_list()):
-            raise self._empty(" to pickle")
-        return self if self._whole is None else self.clone_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = self.clone_storage()
@@ -152,32 +148,31 @@ class QuantizedTensorStorage(Declared):
 
     def flatten_columnwise(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
         """:meth:`flatten_storage` after the rowwise usage was dropped: what a backward pass reads of an operand."""
-        self.update_usage(rowwise_usage=False)
+        self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
 
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
         held = {i.usage for i, t in zip(self.inner_tensors, self.inner_list(), strict=True) if t is not None}
-        both = not any(i.usage != "both" for i in self.inner_tensors) and "both" in held
-        return {"rowwise": both or "rowwise" in held, "columnwise": both or "columnwise" in held}
+        both = {i.usage for i in self.inner_tensors} == held == {"both"}
+        return {usage: both or usage in held for usage in ("rowwise", "columnwise")}
 
-    def _requested_usages(
-        self, rowwise_usage: bool | None, columnwise_usage: bool | None, have: tuple[bool, ...] | None = None
-    ) -> tuple[bool, bool]:
-        """Rowwise and columnwise usage after an update, ``have`` those of before, if they are known already."""
-        had = tuple(self.get_usages().values()) if have is None else have
-        rowwise = had[0] if rowwise_usage is None else rowwise_usage
-        columnwise = had[1] if columnwise_usage is None else columnwise_usage
-        for name, value in (("rowwise", rowwise), ("columnwise", columnwise)):
+    def _requested_usages(self, rowwise_usage: bool | None, columnwise_usage: bool | None) -> tuple[bool, bool]:
+        """Rowwise and columnwise usage after an update."""
+        if rowwise_usage is None or columnwise_usage is None:
+            had = self.get_usages()
+            rowwise_usage = had["rowwise"] if rowwise_usage is None else rowwise_usage
+            columnwise_usage = had["columnwise"] if columnwise_usage is None else columnwise_usage
+        for name, value in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
             if not isinstance(value, bool):
                 raise OptionError(f"{name}_usage is {value!r}", expected="True, False or None")
-        if not (rowwise or columnwise):
+        if not (rowwise_usage or columnwise_usage):
             raise OptionError(
                 "update_usage would leave neither usage",
                 expected="rowwise_usage or columnwise_usage to stay",
                 remedy="call clear() to drop all data",
             )
-        return rowwise, columnwise
+        return rowwise_usage, columnwise_usage
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drop the data of a usage (False), ask for one (True), or leave it (None).
@@ -187,17 +182,20 @@ class QuantizedTensorStorage(Declared):
             OptionError: neither usage would be left.
         """
         have = self.get_usages()
-        rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
-        for name, wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
-            if wanted and not have[name]:
-                raise UsageError(
-                    f"{type(self).__name__} has no {name} data",
-                    expected=f"a tensor quantized with {name}=True",
-                    remedy=f"call quantizer.set_usage({name}=True) before quantizing",
-                )
+        wanted = dict(zip(have, self._requested_usages(rowwise_usage, columnwise_usage), strict=True))
+        for usage, want in wanted.items():
+            if want and not have[usage]:
+                raise self._without(usage)
         for inner in self.inner_tensors:
-            if (inner.usage == "rowwise" and not rowwise) or (inner.usage == "columnwise" and not columnwise):
+            if not wanted.get(inner.usage, True):
                 setattr(self, inner.attribute, None)
+
+    def _without(self, usage: str, also: str = "") -> UsageError:
+        return UsageError(
+            f"{type(self).__name__} has no {usage} data",
+            expected=f"a tensor quantized with {usage}=True",
+            remedy=f"call quantizer.set_usage({usage}=True) before quantizing{also}",
+        )
 
     # -- values --
 
@@ -233,7 +231,7 @@ class QuantizedTensorStorage(Declared):
             raise DTypeError(f"cannot copy a {type(src).__name__} into a {type(self).__name__}", expected="one kind")
         if tuple(src.size()) != tuple(self.size()):
             raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
-        if self._whole is not None and not self.shares_scales(src) and not self._rest_is_zero():
+        if self._whole is not None and not (self.shares_scales(src) or self._rest_is_zero()):
             raise UsageError(
                 f"a write to a view of a {type(self).__name__} would change the scale of the rest of the tensor",
                 expected="values that are quantized with the scale that it has",
@@ -261,23 +259,21 @@ class QuantizedTensorStorage(Declared):
             check_scalar(noop_flag, pairs[0][0], "noop_flag")
         for mine, theirs in pairs:
             mine.copy_(theirs if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, mine, theirs))
-            bump_version(mine)
-        if isinstance(self, torch.Tensor):
-            bump_version(self)
-        for written in (self, self._whole):
-            if written is not None:
-                written.mark_written()
+        written = [mine for mine, _ in pairs]
+        bump_versions([*written, self] if isinstance(self, torch.Tensor) else written)
+        self.mark_written()
+        if self._whole is not None:
+            self._whole.mark_written()
 
     # -- views, which share scales with the rest of their tensor --
 
     def shared_inner(self) -> list[InnerTensor]:
         """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
-        held = zip(self.inner_tensors, self.inner_list(), strict=True)
-        return [inner for inner, tensor in held if inner.shared and tensor is not None]
+        return [inner for inner in self.inner_tensors if inner.shared and getattr(self, inner.attribute) is not None]
 
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
         """Whether what all rows have in common is equal in ``other``, so that its rows mean the same here."""
-        shared = [inner.attribute for inner in self.shared_inner()]
+        shared = (inner.attribute for inner in self.shared_inner())
         return all(equal_scales(getattr(self, name), getattr(other, name)) for name in shared)
 
     def _rest_is_zero(self) -> bool:
@@ -291,7 +287,7 @@ class QuantizedTensorStorage(Declared):
     def mark_written(self) -> None:
         """Called after the values changed in place: what is kept of them is outdated."""
         if self.counts_writes:
-            self._writes.value += 1
+            self._writes.writes += 1
 
     def share_writes(self, other: QuantizedTensorStorage) -> None:
         """Count writes together with ``other``, an alias."""
@@ -331,20 +327,15 @@ class QuantizedTensorStorage(Declared):
     def gemm_cache(self) -> GemmCache | None:
         """Where products keep what they make of this operand; None where nobody counts the writes to it."""
         # A graph has no place for it.
-        if not self.counts_writes or torch.compiler.is_compiling():
-            return None
-        # It counts the writes with the aliases of today.
-        if self._gemm_cache is None or self._gemm_cache.writes is not self._writes:
-            self._gemm_cache = GemmCache(writes=self._writes)
-        return self._gemm_cache
+        return None if not self.counts_writes or torch.compiler.is_compiling() else self._writes
 
     # -- the elements as bytes --
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
-        """The inner tensors held that are the elements themselves: for each usage the first one that is gathered."""
+        """The inner tensors held that are the elements in their order: for each usage the first that is gathered."""
         found: dict[Usage, InnerTensor] = {}
         for inner in self.inner_tensors:
-            if inner.gather and getattr(self, inner.attribute) is not None:
+            if inner.gather and not inner.transposed and getattr(self, inner.attribute) is not None:
                 found.setdefault(inner.usage, inner)
         if not found:
             raise UsageError(
@@ -368,7 +359,7 @@ class QuantizedTensorStorage(Declared):
         With ``force`` also what looks up to date: a collective may write bytes without counting it as a write.
         """
 
-    def update_quantizer(self, quantizer: StorageQuantizer | None) -> None:
+    def update_quantizer(self, quantizer: Any) -> None:
         """Replace the quantizer used by in-place updates.
 
         Raises:
@@ -395,7 +386,7 @@ def rebuild_storage(
     cls: type[QuantizedTensorStorage],
     tensors: Sequence[torch.Tensor | None],
     static: Sequence[Any],
-    quantizer: StorageQuantizer | None,
+    quantizer: Any,
     extra: Mapping[str, Any] | None = None,
 ) -> Any:
     """What a pickle calls: it runs no code but the constructor of a registered storage class."""

@@ -11,7 +11,7 @@ from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
 from ottava.tensors import aten
-from ottava.tensors.declaration import StaticField, StorageQuantizer, check_values_dtype, same_kind
+from ottava.tensors.declaration import StaticField, check_values_dtype, same_kind
 from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass
@@ -40,7 +40,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         UsageError: it was given no inner tensor, or no ``shape`` and not the first one.
     """
 
-    _base_static_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
+    common_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
     # The group on which this tensor's shards agreed on their scales.
     _shard_group: Any = None
     # An alias of the tensor that this one is a view of; for torch both lie in one storage.
@@ -52,46 +52,39 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         *,
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
-        quantizer: StorageQuantizer | None = None,
+        quantizer: Any = None,
         requires_grad: bool = False,
         **declared: Any,
     ) -> Any:
         check_dtype(dtype)
         declared = cls._checked(declared, dtype=dtype)
-        held: list[torch.Tensor | None] = [declared[inner.argument] for inner in cls.inner_tensors]
-        of_device = next((tensor for tensor in held if tensor is not None), None)
+        held: list[Any] = [declared[inner.argument] for inner in cls.inner_tensors]
+        given = [tensor for tensor in held if tensor is not None]
         like = cls.laid_out_like(declared)
-        if of_device is None or (shape is None and like is None and held[0] is None):
+        if not given or (shape is None and like is None and held[0] is None):
             elements = [i.argument for i in cls.inner_tensors if i.usage != "both" and i.block_rows is None]
             raise UsageError(f"a {cls.__name__} needs data", expected=" or ".join(elements) or "an inner tensor")
         if like is not None and shape is not None and tuple(shape) != tuple(like.shape):
             raise ShapeError(f"the data has shape {tuple(like.shape)}", expected=str(tuple(shape)))
-        sizes = tuple(held[0].shape if shape is None else shape) if like is None else like.shape  # type: ignore[union-attr]
         if like is None:
+            shape = tuple(held[0].shape if shape is None else shape)
             # Elements that begin later than their storage does are those of a view.
-            views = (t for t in held if t is not None and t.storage_offset() and tuple(t.shape) == sizes)
-            like = next((t for t in views if t.is_contiguous()), None)
+            views = (t for t in given if t.storage_offset() and tuple(t.shape) == shape and t.is_contiguous())
+            like = next(views, None)
         # It owns no memory: who asks for its storage (FSDP2 compares addresses) finds one of no bytes, at address 0.
         return make_wrapper_subclass(
             cls,
-            sizes,
+            shape if like is None else like.shape,
             strides=None if like is None else like.stride(),
             storage_offset=None if like is None else like.storage_offset(),
             dtype=dtype,
-            device=of_device.device,
+            device=given[0].device,
             requires_grad=requires_grad,
             storage_size=0,
         )
 
-    def __init__(
-        self,
-        *,
-        shape: Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
-        quantizer: StorageQuantizer | None = None,
-        requires_grad: bool = False,
-        **declared: Any,
-    ) -> None:
+    def __init__(self, *, dtype: Any = None, quantizer: Any = None, **given: Any) -> None:
+        declared = {name: value for name, value in given.items() if name not in ("shape", "requires_grad")}
         self._hold(self._checked(declared, dtype=dtype))
         self._quantizer = quantizer
 
@@ -103,15 +96,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         tensor's.
         """
         return None
-
-    @classmethod
-    def own_static_fields(cls) -> tuple[StaticField, ...]:
-        common = {field.attribute for field in QuantizedTensor._base_static_fields}
-        return tuple(field for field in cls.static_fields if field.attribute not in common)
-
-    @classmethod
-    def all_static_fields(cls) -> tuple[StaticField, ...]:
-        return QuantizedTensor._base_static_fields + cls.own_static_fields()
 
     # torch.Tensor answers these; the storage's answers are for bare storages.
     shape = torch.Tensor.shape
@@ -145,7 +129,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [i.attribute for i in self.inner_tensors if getattr(self, i.attribute) is not None]
-        static = tuple(getattr(self, field.attribute) for field in type(self).own_static_fields())
+        static = tuple(getattr(self, field.attribute) for field in self.own_fields)
         return names, (type(self), static, self.dtype, self._quantizer)
 
     @classmethod
@@ -159,7 +143,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> QuantizedTensor:
         cls, static, dtype, quantizer = context
         arguments = {i.argument: inner.get(i.attribute) for i in cls.inner_tensors}
-        arguments |= {f.argument: value for f, value in zip(cls.own_static_fields(), static, strict=True)}
+        arguments |= {f.argument: value for f, value in zip(cls.own_fields, static, strict=True)}
         built: QuantizedTensor = cls(**arguments, shape=size, dtype=dtype, quantizer=quantizer)
         return built
 
@@ -196,8 +180,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """The same quantized values (shared) presented as another nominal dtype; differentiable."""
         if torch.is_grad_enabled() and self.requires_grad:
-            made: QuantizedTensor = StraightThrough.apply(self, lambda t, d: t.make_like(t, dtype=d), dtype)  # type: ignore[no-untyped-call]
-            return made
+            return StraightThrough.apply(self, lambda t, d: t.make_like(t, dtype=d), dtype)  # type: ignore[no-any-return,no-untyped-call]
         return self.make_like(self, dtype=dtype)  # type: ignore[no-any-return]
 
     @classmethod
@@ -213,19 +196,23 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """A tensor around the inner tensors of ``tensor`` (shared), with some of its arguments replaced."""
         if not isinstance(tensor, QuantizedTensor):
             raise DTypeError(f"make_like of a {type(tensor).__name__}", expected="a quantized tensor")
-        metadata = tensor.get_metadata() | replaced
-        metadata["shape"] = tuple(tensor.shape) if shape is None else tuple(shape)
-        metadata["dtype"] = dtype or tensor.dtype
+        given = {"shape": tuple(tensor.shape if shape is None else shape), "dtype": dtype or tensor.dtype}
         build: Any = type(tensor)
-        made = build(**metadata, requires_grad=requires_grad)
+        made = build(**(tensor.get_metadata() | replaced | given), requires_grad=requires_grad)
         made._share_freshness(tensor)
         if shape is None and not replaced:
             made._view_of = tensor._view_of
         return made
 
-    def mark_view(self, of: QuantizedTensor) -> None:
-        """Note that this tensor is a view of another one, with which it shares memory."""
+    def mark_view(self, of: QuantizedTensor, *, part: bool = False) -> None:
+        """Note that this tensor is a view of another one, with which it shares memory.
+
+        Args:
+            part: what a write to it would change, a scale, belongs to more of ``of`` than the view has.
+        """
+        self.share_writes(of)
         self._view_of = of.detach() if of._view_of is None else of._view_of
+        self._whole = of if part and of._whole is None else of._whole
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
         """Whether copying from ``other`` can copy inner tensors instead of quantizing again: both mean the same."""
@@ -266,7 +253,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if mine != its:
             # What torch itself keeps of this tensor follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
-        self._hold({each.argument: getattr(value, each.attribute) for each in value.declared()})
+        self._hold(value.get_metadata())
         self._whole, self._view_of = value._whole, value._view_of
         if value._quantizer is not None:
             self._quantizer = value._quantizer

@@ -5,7 +5,7 @@ A view of rows shares its inner tensors with the whole. Classes that define an o
 
 from __future__ import annotations
 
-import itertools
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from ottava.errors import DeviceError, ShapeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
 from ottava.tensors.aten import defines, implements
-from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import aten_overloads, to_copy
@@ -93,14 +92,13 @@ def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
 # -- rows --
 
 
-def _span(tensor: QuantizedTensor, inner: InnerTensor, start: int, stop: int) -> slice | None:
-    """The rows of an inner tensor that belong to these rows of the tensor; None where they cut a block."""
-    if inner.block_rows is None:
-        return slice(start, stop)
-    step = inner.block_rows
-    if tensor.dim() != 2 or start % step or (stop % step and stop != tensor.shape[0]):
+def blocks(side: int | None, start: int, stop: int, size: int) -> slice | None:
+    """The blocks of entries [start, stop) of a side of a matrix; None where they cut one in two."""
+    if side is None:
+        return slice(None)
+    if start % side or (stop % side and stop != size):
         return None
-    return slice(start // step, -(-stop // step))
+    return slice(start // side, -(-stop // side))
 
 
 def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
@@ -115,20 +113,29 @@ def rows_of(tensor: QuantizedTensor, start: int, stop: int) -> Any:
         elif tensor.is_derived(inner):
             taken[inner.argument] = None
         else:
-            span = _span(tensor, inner, start, stop)
-            if span is None or (inner.block_rows is None and value.shape[:1] != tensor.shape[:1]):
+            of_blocks, value = inner.block_rows is not None, inner.by_rows(value)
+            span = blocks(inner.block_rows or 1, start, stop, tensor.shape[0])
+            if span is None or (tensor.dim() != 2 if of_blocks else value.shape[:1] != tensor.shape[:1]):
                 return NotImplemented
-            taken[inner.argument] = value[span]
+            taken[inner.argument] = inner.as_held(value[span])
     rows = tensor.make_like(tensor, shape=(stop - start, *tensor.shape[1:]), **taken)
-    rows._whole = tensor if tensor._whole is None else tensor._whole
-    rows.mark_view(tensor)
+    rows.mark_view(tensor, part=True)
     return rows
 
 
-def bounds(op: Any, length: int, sizes: Any) -> list[tuple[int, int]]:
-    """Where each view begins and ends that ``op`` cuts a dimension into, as torch says, which refuses wrong sizes."""
-    stops = list(itertools.accumulate(len(own) for own in op(torch.arange(length), sizes)))
-    return list(zip([0, *stops[:-1]], stops, strict=True))
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape without memory, by which torch says what an op gives, and refuses what it refuses."""
+    return torch.empty(tensor.shape, device="meta")
+
+
+def bounds(op: Any, tensor: torch.Tensor, sizes: Any, dim: int) -> list[tuple[int, int]]:
+    """Where each view begins and ends that ``op`` cuts a dimension into."""
+    return list(pairwise(accumulate((own.shape[dim] for own in op(on_meta(tensor), sizes, dim)), initial=0)))
+
+
+def all_or_none(views: list[Any]) -> Any:
+    """The views, if the class allows all of them."""
+    return NotImplemented if any(view is NotImplemented for view in views) else views
 
 
 def _allowed(op: Any, tensor: QuantizedTensor, dim: int) -> bool:
@@ -147,8 +154,7 @@ def _slice(op: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, en
 def _split(op: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if not _allowed(op, tensor, dim):
         return NotImplemented
-    views = [rows_of(tensor, *own) for own in bounds(op, tensor.shape[0], sizes)]
-    return NotImplemented if any(view is NotImplemented for view in views) else views
+    return all_or_none([rows_of(tensor, *own) for own in bounds(op, tensor, sizes, 0)])
 
 
 @implements(QuantizedTensor, _aten.new_zeros.default, _aten.new_empty.default)

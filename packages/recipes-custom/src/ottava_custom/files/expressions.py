@@ -14,7 +14,7 @@ from ottava.recipes.explanation import words
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import Quantizer
 from ottava_custom.files.source import Place, Source
-from ottava_custom.hybrid import HybridQuantizer
+from ottava_custom.hybrid import HybridQuantizer, side_of
 from ottava_custom.identity import IdentityQuantizer
 
 #: What keeps high precision.
@@ -41,12 +41,12 @@ class Expression(ABC):
     def words(self, role: QuantizerRole) -> tuple[str, str]:
         """What serves ``role`` along rows and along columns, for a role that is served."""
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
-        """A quantizer by itself, for one direction of a hybrid; none, or one that keeps state, is refused."""
+    def quantizer(self, role: QuantizerRole, side: str) -> Quantizer:
+        """A quantizer by itself, for one side of a hybrid; none, or one that keeps state, is refused."""
         served = self.serve(role)
         if isinstance(served, QuantizerRequest):
             with self.source.at(self.place):
-                served = served.recipe.quantizer(role)
+                served = side_of(served.recipe, role, side)
         if served is None:
             what = f"nothing is given for {role.tensor_type!r} of layer {role.name!r}"
             raise self.source.error(self.place, what, expected="a quantizer, for either direction")
@@ -139,7 +139,7 @@ class Hybrid(Expression):
                 raise side.keeps_state()
 
     def serve(self, role: QuantizerRole) -> Quantizer:
-        rowwise, columnwise = self.rowwise.quantizer(role), self.columnwise.quantizer(role)
+        rowwise, columnwise = self.rowwise.quantizer(role, "rowwise"), self.columnwise.quantizer(role, "columnwise")
         with self.source.at(self.place):
             return HybridQuantizer(rowwise, columnwise)
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ottava.errors import OptionError, RecipeNotFoundError
-from ottava.recipes.base import Recipe
+from ottava.recipes.base import Recipe, get_recipe
 from ottava.recipes.options import OptionDefaults
-from ottava.recipes.registry import get_quantizer_factory, get_recipe, list_quantizer_factories, list_recipes
+from ottava.recipes.registry import get_quantizer_factory, list_quantizer_factories, list_recipes
 from ottava.recipes.spec import is_name
 from ottava_custom.files.expressions import IDENTITY, Expression, Identity, OfFactory, OfRecipe
 from ottava_custom.files.nodes import Node, shown
@@ -42,11 +42,8 @@ class Lookup:
             near = difflib.get_close_matches(name, known, n=3)
             # The name may be misspelled: it must not become a command that installs whatever has that name.
             remedy = f"use {near[0]!r}, or install the package that has {name!r}" if near else missing.remedy
-            raise RecipeNotFoundError(
-                f"{self._source.where(place)}: no installed recipe or quantizer factory is named {name!r}",
-                expected=f"one of {', '.join(known)}",
-                remedy=remedy,
-            ) from missing
+            what = f"{self._source.where(place)}: no installed recipe or quantizer factory is named {name!r}"
+            raise RecipeNotFoundError(what, expected=f"one of {', '.join(known)}", remedy=remedy) from missing
 
     def factory(self, place: Place, name: str) -> Expression:
         """A published quantizer factory."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ottava.recipes.explanation import RecipeRule
-from ottava.recipes.role import QuantizerRole
+from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava_custom.factories import TENSOR_TYPES, matches
 from ottava_custom.files.expressions import Expression, Served
 from ottava_custom.files.source import Place, Source
@@ -17,8 +17,6 @@ from ottava_custom.files.source import Place, Source
 SERVING = ("all", "forward", "backward", *TENSOR_TYPES)
 # How many patterns with wildcards are looked at, to tell whether they take all layers of a later one.
 _COMPARED = 64
-# What layers ask for.
-_ASKED = ("input", "weight", "grad_output")
 
 
 def keys_of(role: QuantizerRole) -> tuple[str, ...]:
@@ -147,7 +145,7 @@ class Rules:
                 if rule.server(QuantizerRole("linear", name)) is not None:
                     taken.add(rule.patterns, number)
         everywhere = [rule for rule in self.rules if any(not pattern.strip("*") for pattern in rule.patterns)]
-        left = [n for n in _ASKED if not any(rule.server(QuantizerRole("linear", n)) for rule in everywhere)]
+        left = [n for n in OF_LINEAR if not any(rule.server(QuantizerRole("linear", n)) for rule in everywhere)]
         if left and self.default is None:
             raise self.source.error(
                 Place(""),

@@ -9,13 +9,13 @@ import torch
 from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
+from ottava.gemm import as_matrix
 from ottava.kernels import check_epsilon, check_high_precision
 from ottava.kernels.checks import check_bias
 from ottava.kernels.products import mm
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.reference.arithmetic import amax, cast, scale_from_amax
 from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage
-from ottava_custom.shared_elements import as_matrix
 
 # GEMM -> (columnwise usage of the left, of the right), (transpose the left, the right).
 _GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {
@@ -148,11 +148,8 @@ def _operand(x: Any, scale: Any, columnwise: bool) -> tuple[torch.Tensor, torch.
         return x.gemm_operand(columnwise=columnwise, dtype=torch.float32)
     if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
         found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise DTypeError(
-            f"an operand is of {found}",
-            expected="a quantized tensor, or elements of a floating-point dtype",
-            remedy="view bytes as their dtype: data.view(torch.float8_e4m3fn)",
-        )
+        what, expected = f"an operand is of {found}", "a quantized tensor, or elements of a floating-point dtype"
+        raise DTypeError(what, expected=expected, remedy="view bytes as their dtype: data.view(torch.float8_e4m3fn)")
     if scale is not None and (not isinstance(scale, torch.Tensor) or scale.numel() != 1):
         raise DTypeError("the scale of an operand is no tensor with one element", expected="a float32 tensor, or None")
     return as_matrix(x.detach().to(torch.float32)), scale if scale is None else scale.reshape(())

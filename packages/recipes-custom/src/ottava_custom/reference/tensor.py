@@ -14,9 +14,10 @@ import torch
 
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
+from ottava.gemm import as_matrix
 from ottava.tensors import InnerTensor, QuantizedTensor, Quantizer, StaticField, as_data, check_values_dtype
 from ottava.torch_private import make_wrapper_subclass
-from ottava_custom.shared_elements import SharedElements, as_matrix
+from ottava_custom.shared_elements import SharedElements
 
 
 class CurrentScalingTensorRefStorage(SharedElements):
@@ -133,11 +134,9 @@ class CurrentScalingTensorRefStorage(SharedElements):
             UsageError: rows are asked for, and only columns are held.
         """
         if not self._rowwise and not columnwise:
-            raise UsageError(
-                f"a {type(self).__name__} without rowwise data in a product that reads it",
-                expected="an operand quantized for the usage",
-                remedy="call quantizer.set_usage(rowwise=True) before quantizing",
-            )
+            what = f"a {type(self).__name__} without rowwise data in a product that reads it"
+            expected = "an operand quantized for the usage"
+            raise UsageError(what, expected=expected, remedy="call quantizer.set_usage(rowwise=True) before quantizing")
         return as_matrix(self.elements().to(dtype)), self._scale
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:

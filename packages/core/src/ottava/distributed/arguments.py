@@ -1,4 +1,4 @@
-"""A batch of weights and shards of their master weights, checked as a whole before anything is written."""
+"""Weights and shards of their master weights, as they are given, checked as a whole before anything is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ottava.collectives import check_group, find_group
 from ottava.distributed.rules import rule_of
-from ottava.distributed.shards import ShardJob, ShardOutput, check_bytes, check_places, shard_output
+from ottava.distributed.shards import ShardJob, ShardOutput, check_bytes, check_places, ordered_bytes, shard_output
 from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
 from ottava.kernels.checks import check_device, check_high_precision
 from ottava.tensors import QuantizedTensorStorage, Quantizer
@@ -20,7 +20,7 @@ from ottava.torch_private import is_distributed, local_tensor
 
 
 class ShardedWeight(NamedTuple):
-    """One weight of a batch: what errors call it, and what its quantizer is told.
+    """One weight: what errors call it, and what its quantizer is told.
 
     Attributes:
         storage: the quantized data that this rank has: the whole weight, or its rows.
@@ -33,14 +33,14 @@ class ShardedWeight(NamedTuple):
     group: Any
 
 
-def check_batch(
+def checked_weights(
     model_weights: Sequence[Any],
     master_weights: Sequence[torch.Tensor | None],
     quantizers: Sequence[Quantizer | None] | Quantizer | None,
     start_offsets: Sequence[int | None] | None,
     outs: Sequence[Any] | None,
 ) -> list[ShardedWeight]:
-    """The batch, or a typed error for the first thing in it that does not fit."""
+    """All of them, or a typed error for the first thing that does not fit."""
     count = len(model_weights) if isinstance(model_weights, (list, tuple)) else 0
     given = [quantizers] * count if quantizers is None or isinstance(quantizers, Quantizer) else quantizers
     lists = {
@@ -75,11 +75,8 @@ def _weight(
         storage = local_tensor(weight)
         rows, group = _rows_of(weight, what)
     if not isinstance(storage, QuantizedTensorStorage):
-        raise DTypeError(
-            f"{what} is a {type(storage).__name__}",
-            expected="a quantized tensor",
-            remedy="leave weights in high precision out: their optimizer writes them itself",
-        )
+        remedy = "leave weights in high precision out: their optimizer writes them itself"
+        raise DTypeError(f"{what} is a {type(storage).__name__}", expected="a quantized tensor", remedy=remedy)
     quantizer = storage._quantizer if quantizer is None else quantizer
     if quantizer is None:
         raise UsageError(f"{what} has no quantizer", remedy="pass quantizers, or set one with update_quantizer()")
@@ -88,12 +85,16 @@ def _weight(
     shape = tuple(weight.size())
     shard = _shard(master, storage.device, what)
     start = _offset(offset, master is not None, offsets_given, shard.numel(), shape, rows, what)
-    if not any(storage.get_usages().values()):
-        raise UsageError(f"{what} holds no data to write to", remedy="it was cleared or saved")
+    _check_holds(storage, what)
     if storage._whole is not None and storage is weight:
         raise UsageError(f"{what} is a view of another tensor, whose scale it has", remedy="give the whole tensor")
     output = _output(out, storage, shape, start, shard.numel(), what)
     return ShardedWeight(what, storage, ShardJob(quantizer, shard, shape, storage.dtype, start, output), group)
+
+
+def _check_holds(storage: QuantizedTensorStorage, what: str) -> None:
+    if not any(storage.get_usages().values()):
+        raise UsageError(f"{what} holds no data to write to", remedy="it was cleared or saved")
 
 
 def _shard(master: Any, device: torch.device, what: str) -> torch.Tensor:
@@ -118,20 +119,19 @@ def _offset(
             raise OptionError(f"the start offset of {what} is {offset!r}", expected="an integer, or None for no shard")
         offset = operator.index(offset)
     elif held and rows is None and (offsets_given or count != numel):
-        raise OptionError(
-            f"{what} has a master of {count} elements and no start offset",
-            expected=f"the index of its first element among the {numel} of the weight",
-            remedy="pass start_offsets, with None only where the master is None",
-        )
+        what = f"{what} has a master of {count} elements and no start offset"
+        expected = f"the index of its first element among the {numel} of the weight"
+        raise OptionError(what, expected=expected, remedy="pass start_offsets, with None only where the master is None")
     first = 0 if rows is None else rows.start * row
     start: int = first if offset is None else offset
     kind: type[OttavaError] = ShapeError
     if rows is None:
         fits, expected = 0 <= start <= numel - count, f"a range inside the {numel} of the weight"
     else:
-        fits = not held or (count == len(rows) * row and (not count or start == first))
-        kind = OptionError if count == len(rows) * row else ShapeError
-        expected = f"{len(rows) * row} from {first} on, its rows here"
+        own = len(rows) * row
+        kind = OptionError if count == own else ShapeError
+        fits = not held or (count == own and (not count or start == first))
+        expected = f"{own} from {first} on, its rows here"
     if not fits:
         raise kind(f"the master of {what} has {count} elements from {start} on", expected=expected)
     return start if held and rows is None else first
@@ -144,14 +144,11 @@ def _rows_of(weight: Any, what: str) -> tuple[range, Any]:
         return range(weight.shape[0]), None
     placement = weight.placements[sharded[0]]
     if len(sharded) > 1 or not placement.is_shard(0):
-        raise ShapeError(
-            f"{what} is placed as {weight.placements}",
-            expected="rows sharded along one dimension of the mesh, as fully_shard does",
-        )
+        what = f"{what} is placed as {weight.placements}"
+        raise ShapeError(what, expected="rows sharded along one dimension of the mesh, as fully_shard does")
     mesh, rows = weight.device_mesh, weight.shape[0]
-    size, rank = mesh.size(sharded[0]), mesh.get_local_rank(sharded[0])
-    chunk = math.ceil(rows / size)
-    start = min(rank * chunk, rows)
+    chunk = math.ceil(rows / mesh.size(sharded[0]))
+    start = min(mesh.get_local_rank(sharded[0]) * chunk, rows)
     return range(start, min(start + chunk, rows)), mesh.get_group(sharded[0])
 
 
@@ -163,26 +160,20 @@ def _check_agreement(weights: Sequence[ShardedWeight]) -> None:
     for weight in weights:
         twin = places.setdefault(id(weight.storage), weight)
         if twin is not weight:
-            raise OptionError(
-                f"{weight.what} is {twin.what} again",
-                expected="each weight once, with one shard on a rank",
-                remedy="list weights that several layers share once",
-            )
+            what = f"{weight.what} is {twin.what} again"
+            expected = "each weight once, with one shard on a rank"
+            raise OptionError(what, expected=expected, remedy="list weights that several layers share once")
         _check_quantizer(weight, fitting)
         if weight.storage.device != weights[0].storage.device:
-            raise DeviceError(
-                f"{weight.what} is on {weight.storage.device}, {weights[0].what} on {weights[0].storage.device}",
-                expected="one device for a batch",
-            )
-        first = seen.setdefault(type(weight.job.quantizer), weight)
-        for name in rule_of(weight.job.quantizer).options:
-            own, other = getattr(weight.job.quantizer, name), getattr(first.job.quantizer, name)
+            what = f"{weight.what} is on {weight.storage.device}, {weights[0].what} on {weights[0].storage.device}"
+            raise DeviceError(what, expected="one device for a batch")
+        quantizer, first = weight.job.quantizer, seen.setdefault(type(weight.job.quantizer), weight)
+        for name in rule_of(quantizer).options:
+            own, other = getattr(quantizer, name), getattr(first.job.quantizer, name)
             if own != other:
-                raise OptionError(
-                    f"{name} is {own!r} for {weight.what} and {other!r} for {first.what}",
-                    expected="one value for all weights of a batch",
-                    remedy="quantize them in two batches",
-                )
+                what = f"{name} is {own!r} for {weight.what} and {other!r} for {first.what}"
+                expected = "one value for all weights of a batch"
+                raise OptionError(what, expected=expected, remedy="quantize them in two batches")
 
 
 def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
@@ -197,13 +188,9 @@ def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
         )
         fitting[key] = same_kind(example, storage)
     if not fitting[key]:
-        names = [f.attribute for f in type(storage).static_fields if not f.attribute.startswith(("_shape", "_dtype"))]
-        raise DTypeError(
-            f"the quantizer of {weight.what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}",
-            expected="a quantizer of its format and options"
-            + (f", which gives the same {', '.join(names)} for any shape" if names else ""),
-            remedy="leave quantizers out, or make the weight with this quantizer",
-        )
+        what = f"the quantizer of {weight.what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}"
+        expected = "a quantizer of its format and options, whatever the shape"
+        raise DTypeError(what, expected=expected, remedy="leave quantizers out, or make the weight with this quantizer")
 
 
 def _output(
@@ -212,19 +199,16 @@ def _output(
     """Where a shard goes: into the weight itself, into another tensor that is the shard, or into bytes."""
     out = storage if out is None else out
     if isinstance(out, QuantizedTensorStorage):
-        if not any(out.get_usages().values()):
-            raise UsageError(f"the shard of {what} holds no data to write to", remedy="it was cleared or saved")
+        _check_holds(out, f"the shard of {what}")
         if not same_kind(out, storage):
             raise DTypeError(f"the shard of {what} is of another kind", expected=f"a {type(storage).__name__} like it")
         if out.device != storage.device:
             raise DeviceError(f"the shard of {what} is on {out.device}, the weight on {storage.device}")
         return shard_output(out, shape, start, count, what)
-    raw, given = storage.raw_inner(), list(out) if isinstance(out, (list, tuple)) else [out]
+    raw, given = ordered_bytes(storage, what), list(out) if isinstance(out, (list, tuple)) else [out]
     if len(given) != len(raw):
-        raise ShapeError(
-            f"the shard of {what} has {len(given)} tensors of bytes",
-            expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}",
-        )
+        what = f"the shard of {what} has {len(given)} tensors of bytes"
+        raise ShapeError(what, expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}")
     dtypes = {native_dtype(storage, inner) for inner in raw} | {torch.uint8}
     what = f"the buffer for the shard of {what}"
     buffers = [check_bytes(buffer, dtypes, count, storage.device, what) for buffer in given]
@@ -239,9 +223,7 @@ def default_group(weights: Sequence[ShardedWeight], group: Any) -> Any:
         return find_group(group)
     groups = {weight.group.group_name: weight.group for weight in weights if weight.group is not None}
     if len(groups) > 1:
-        raise OptionError(
-            f"the weights are sharded over {len(groups)} groups",
-            expected="one group for a batch",
-            remedy="quantize the weights of each group by themselves, or pass a group that contains them all",
-        )
+        what = f"the weights are sharded over {len(groups)} groups"
+        remedy = "quantize the weights of each group by themselves, or pass a group that contains them all"
+        raise OptionError(what, expected="one group for a batch", remedy=remedy)
     return next(iter(groups.values()), None)
