@@ -7,14 +7,14 @@ How a quantized tensor becomes a matrix is its own affair (``grid_operand`` for 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ottava.errors import DeviceError, OptionError, ShapeError
-from ottava.gemm import blocks, scaled
 from ottava.gemm.decoded import decoded_mm
 from ottava.gemm.operand import Operand
+from ottava.gemm.scaled import product_of
 from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision
 from ottava.kernels.checks import check_bias, check_device, check_dtype
 from ottava.kernels.products import product_dtype, returns_float32, without_autocast
@@ -28,9 +28,6 @@ GemmType = Literal["fprop", "dgrad", "wgrad"]
 # A tensor in high precision, or a quantized one.
 _Matrix = torch.Tensor | QuantizedTensorStorage
 
-#: What multiplies elements with scales as they are, by ``product`` where it ``takes`` both operands. Where none does,
-#: operands are decoded.
-PRODUCTS: tuple[Any, ...] = (scaled, blocks)
 # GEMM -> whether the rows of a are what is summed over, and whether those of b are: their columnwise usage.
 _GEMMS: dict[str, tuple[bool, bool]] = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 
@@ -108,18 +105,18 @@ def _as_they_are(
 
     Every training step comes here three times for each layer: nothing is looked at twice.
     """
-    for way in PRODUCTS:
-        if way.takes(a, b):
-            rows, columns = a.rows().shape, b.rows().shape
-            if rows[1] != columns[1] or a.values.device != b.values.device:
-                return None
-            if out is not None and (out.shape != (rows[0], columns[0]) or out.device != a.values.device):
-                return None
-            if bias is not None:
-                check_bias(bias, columns[0], b.values.device)
-                bias = bias.detach() if bias.requires_grad and torch.is_grad_enabled() else bias
-            return way.product(a, b, bias, dtype, fast)  # type: ignore[no-any-return]
-    return None
+    multiply = product_of(a, b)
+    if multiply is None:
+        return None
+    (rows, inner), (columns, reduced), device = a.rows().shape, b.rows().shape, a.values.device
+    if inner != reduced or device != b.values.device:
+        return None
+    if out is not None and (out.shape != (rows, columns) or out.device != device):
+        return None
+    if bias is not None:
+        check_bias(bias, columns, device)
+        bias = bias.detach() if bias.requires_grad and torch.is_grad_enabled() else bias
+    return multiply(a, b, bias, dtype, fast)
 
 
 def _compute_dtype(a: _Matrix, b: _Matrix, out_dtype: torch.dtype) -> torch.dtype:

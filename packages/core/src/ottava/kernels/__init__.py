@@ -35,7 +35,7 @@ from ottava.kernels.checks import (
     check_scalar,
     check_tensor,
 )
-from ottava.kernels.multi import grid_amax_sizes, grid_multi_amax, grid_multi_cast, multi_amax, multi_cast
+from ottava.kernels.multi import WHOLE, grid_amax_sizes, grid_multi_amax, grid_multi_cast, multi_amax, multi_cast
 from ottava.layout import Layout
 
 __all__ = [
@@ -91,13 +91,13 @@ def scale_from_amax(
 def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     """Data of ``cast(float32(x) * scale)``: to nearest even, saturating, NaN to 0x7F, sign of zero kept."""
     check_cast(x, scale, fp8_dtype, False)
-    return _table.cast(x, scale, fp8_dtype)  # type: ignore[no-any-return]
+    return _table.cast_amax(x, scale, None, None, fp8_dtype, True, False)[0]  # type: ignore[no-any-return]
 
 
 def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`cast` of ``x [*leading, K]`` with its transpose ``[K, *leading]``, in one pass."""
     check_cast(x, scale, fp8_dtype, True)
-    return _table.cast_transpose(x, scale, fp8_dtype)  # type: ignore[no-any-return]
+    return _table.cast_amax(x, scale, None, None, fp8_dtype, True, True)[:2]  # type: ignore[no-any-return]
 
 
 def quantize(
@@ -205,7 +205,7 @@ def decode(
         check_scalar(scale_inv, data, "scale_inv")
     fp8_format(fp8_dtype)
     check_dtype(dtype, "cannot decode to")
-    return _table.decode(data, scale_inv, fp8_dtype, dtype)  # type: ignore[no-any-return]
+    return _table.grid_decode(data, scale_inv, WHOLE[fp8_dtype].text, False, dtype)  # type: ignore[no-any-return]
 
 
 def grid_scales(
