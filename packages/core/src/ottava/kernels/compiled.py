@@ -108,7 +108,7 @@ class Compiled:
     def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
         layout = Layout.of(text)
         floats = layout.scale is torch.float32
-        if not _is_fp8(layout) or (floats and layout.finite_as == "input"):
+        if layout.element not in FP8 or (floats and layout.finite_as == "input"):
             reference.grid_scales(amax, text, dtype, out)
             return
         if floats:
@@ -196,19 +196,15 @@ class Compiled:
             reference.grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
-def _is_fp8(layout: Layout) -> bool:
-    return layout.element in FP8
-
-
 def _is_per_tensor(layout: Layout) -> bool:
-    return layout.block == (None, None) and _is_fp8(layout) and layout.scale is torch.float32
+    return layout.block == _ABSENT and layout.element in FP8 and layout.scale is torch.float32
 
 
 @functools.lru_cache(maxsize=1024)
 def is_mx(layout: Layout) -> bool:
     """Whether the kernels of MX blocks serve a layout."""
     of_blocks = layout.block == (1, MX_BLOCK) and layout.shared in (None, (MX_BLOCK, MX_BLOCK))
-    return of_blocks and _is_fp8(layout) and layout.scale != torch.float32 and layout.columnwise == "own"
+    return of_blocks and layout.element in FP8 and layout.scale != torch.float32 and layout.columnwise == "own"
 
 
 def _block(block: Block) -> tuple[int, int]:
