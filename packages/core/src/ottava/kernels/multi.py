@@ -16,27 +16,15 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import E4M3, FP8, fp8_format
+from ottava.kernels import checks
 from ottava.kernels.backends import backend_module
-from ottava.kernels.checks import (
-    HIGH_PRECISION,
-    DTypes,
-    Pairs,
-    Shards,
-    Tensor,
-    Tensors,
-    check_device,
-    check_dtype,
-    check_high_precision,
-    check_layout,
-    check_out,
-    check_tensor,
-)
+from ottava.kernels.checks import HIGH_PRECISION, DTypes, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Layout
 
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
 _TOO_LARGE = 2**62
 # One scale for the tensor.
-_WHOLE = {dtype: Layout(dtype, (None, None)) for dtype in FP8}
+WHOLE = {dtype: Layout(dtype, (None, None)) for dtype in FP8}
 
 
 def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
@@ -51,7 +39,7 @@ def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
     Raises:
         ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together.
     """
-    return grid_multi_amax(xs, dtypes, *_wholes(xs), [_WHOLE[E4M3.torch_dtype]] * len(xs), checked=checked)
+    return grid_multi_amax(xs, dtypes, *_wholes(xs), [WHOLE[E4M3.torch_dtype]] * len(xs), checked=checked)
 
 
 def multi_cast(
@@ -77,10 +65,10 @@ def multi_cast(
             given twice; nothing is written then.
     """
     _check_lengths(len(xs), dtypes=dtypes, fp8_dtypes=fp8_dtypes, outs=outs)
-    check_tensor(scales, "scales", torch.float32)
+    checks.check_tensor(scales, "scales", torch.float32)
     if tuple(scales.shape) != (len(xs),):
         raise ShapeError(f"scales have shape {tuple(scales.shape)}", expected=f"({len(xs)},)")
-    layouts = [_WHOLE[fp8_format(fp8_dtype).torch_dtype] for fp8_dtype in fp8_dtypes]
+    layouts = [WHOLE[fp8_format(fp8_dtype).torch_dtype] for fp8_dtype in fp8_dtypes]
     pairs = list(zip(scales.detach().view(-1, 1, 1).unbind(), outs, strict=True))
     grid_multi_cast(xs, dtypes, *_wholes(xs), layouts, pairs, [None] * len(xs), checked=checked)
 
@@ -125,16 +113,14 @@ def grid_multi_amax(
     _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
     if not len(xs):
         return torch.zeros(0, dtype=torch.float32)
-    device = xs[0].device if checked else _check_sources(xs, dtypes)
+    shards = Shards(xs, dtypes, shapes, starts)
     if not checked:
-        _check_places(xs, shapes, starts)
-        for layout in layouts:
-            check_layout(layout)
+        _check_shards(shards, layouts)
     texts = [layout.text for layout in layouts]
     kinds = Counter((*shape, text) for shape, text in zip(shapes, texts, strict=True)).items()
     total = sum(count * sum(grid_amax_sizes(rows, cols, Layout.of(text))) for (rows, cols, text), count in kinds)
-    out = torch.zeros(total, dtype=torch.float32, device=device)
-    backend_module(device.type).grid_multi_amax(Shards(xs, dtypes, shapes, starts), texts, out)
+    out = torch.zeros(total, dtype=torch.float32, device=xs[0].device)
+    backend_module(out.device.type).grid_multi_amax(shards, texts, out)
     return out
 
 
@@ -167,23 +153,21 @@ def grid_multi_cast(
     _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, **given)
     if not len(xs):
         return
-    device = xs[0].device
+    shards = Shards(xs, dtypes, shapes, starts)
     if not checked:
-        _check_sources(xs, dtypes)
-        counts = _check_places(xs, shapes, starts)
+        _check_shards(shards, layouts)
         taken: set[int] = set()
         for side, (name, pairs) in enumerate((("rowwise", rowwise), ("columnwise", columnwise))):
-            for i, (pair, count, shape, layout) in enumerate(zip(pairs, counts, shapes, layouts, strict=True)):
-                check_layout(layout)
+            for i, (pair, x, shape, layout) in enumerate(zip(pairs, xs, shapes, layouts, strict=True)):
                 if pair is None:
                     continue
                 if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                     raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
-                of = layout.grid(shape, bool(side)), layout.stored_scale, device, f"the scales of {name}[{i}]"
-                check_out(pair[0], *of)
-                _check_result(pair[1], count, device, f"{name}[{i}]", taken)
-    shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
-    backend_module(device.type).grid_multi_cast(shards, texts, rowwise, columnwise)
+                of = layout.grid(shape, bool(side)), layout.stored_scale, x.device, f"the scales of {name}[{i}]"
+                checks.check_out(pair[0], *of)
+                _check_result(pair[1], x, f"{name}[{i}]", taken)
+    texts = [layout.text for layout in layouts]
+    backend_module(xs[0].device.type).grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
 def _wholes(xs: Tensors) -> tuple[list[tuple[int, int]], list[int]]:
@@ -200,22 +184,15 @@ def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
             raise ShapeError(f"{len(values)} {name} for {count} tensors", expected="one for each tensor")
 
 
-def _check_sources(xs: Tensors, dtypes: DTypes) -> torch.device:
-    check_high_precision(xs[0], "xs[0]")
-    allowed, strided, device = HIGH_PRECISION, torch.strided, xs[0].device
-    for i, (x, dtype) in enumerate(zip(xs, dtypes, strict=True)):
-        if not isinstance(x, torch.Tensor) or x.dtype not in allowed or x.layout is not strided:
-            check_high_precision(x, f"xs[{i}]")
+def _check_shards(shards: Shards, layouts: Sequence[Layout]) -> None:
+    device: Any = getattr(shards.xs[0], "device", None)
+    for i, (x, dtype, shape, start, layout) in enumerate(zip(*shards, layouts, strict=True)):
+        if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION or x.layout is not torch.strided:
+            checks.check_high_precision(x, f"xs[{i}]")
         if x.device != device:
-            check_device(x, device, f"xs[{i}]")
-        check_dtype(dtype, f"dtypes[{i}] is")
-    return device
-
-
-def _check_places(xs: Tensors, shapes: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[int]:
-    """How many elements each has."""
-    counts = [x.numel() for x in xs]
-    for i, (count, shape, start) in enumerate(zip(counts, shapes, starts, strict=True)):
+            checks.check_device(x, device, f"xs[{i}]")
+        checks.check_dtype(dtype, f"dtypes[{i}] is")
+        checks.check_layout(layout)
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="(rows, columns)")
         rows, cols = shape
@@ -223,20 +200,19 @@ def _check_places(xs: Tensors, shapes: Sequence[tuple[int, int]], starts: Sequen
             raise DTypeError(f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers")
         if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
-        if not 0 <= start <= rows * cols - count:
+        if not 0 <= start <= rows * cols - x.numel():
             raise ShapeError(
-                f"xs[{i}] has {count} elements from {start} on, its matrix {rows} x {cols}",
+                f"xs[{i}] has {x.numel()} elements from {start} on, its matrix {rows} x {cols}",
                 expected="a range within the matrix",
             )
-    return counts
 
 
-def _check_result(out: Tensor, count: int, device: torch.device, what: str, taken: set[int]) -> None:
+def _check_result(out: Tensor, x: Tensor, what: str, taken: set[int]) -> None:
     """Refuse what is not uint8, not contiguous, of another size, or another result's, whose addresses are ``taken``."""
-    check_out(out, None, torch.uint8, device, what)
-    if out.numel() != count:
-        raise ShapeError(f"{what} has {out.numel()} elements", expected=f"{count}, as its tensor has")
-    if count and out.data_ptr() in taken:
+    checks.check_out(out, None, torch.uint8, x.device, what)
+    if out.numel() != x.numel():
+        raise ShapeError(f"{what} has {out.numel()} elements", expected=f"{x.numel()}, as its tensor has")
+    if x.numel() and out.data_ptr() in taken:
         raise OptionError(f"{what} is a buffer that another result has", expected="a buffer of its own")
-    if count:
+    if x.numel():
         taken.add(out.data_ptr())
