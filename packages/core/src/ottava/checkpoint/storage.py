@@ -7,6 +7,7 @@ folder without it, with a damaged one, or with files that are not as long as it 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from ottava.checkpoint.files import CHECKSUM_KEY, DTYPES, INDEX_NAME, RESAVE, dt
 from ottava.checkpoint.flatten import check_entry, described
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
-from ottava.filesystem import AnyPath, Partial, as_path, folders_made, locked, sync
+from ottava.filesystem import AnyPath, Partial, as_path, folders_made, opened, sync
 
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
 _VERSION = 2
@@ -168,7 +169,10 @@ def publish(partial: Partial, overwrite: bool) -> None:
         if not (target / INDEX_NAME).exists():
             raise
         check_target(target, overwrite)
-        with locked(target):
+        with opened(target) as descriptor:
+            # Without locks, one writer at a time is up to the user.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             files = {name for name in os.listdir(source) if name != INDEX_NAME}
             for name in files:
                 os.replace(source / name, target / name)
