@@ -18,7 +18,6 @@ import torch
 from ottava.collectives import all_gather, all_reduce_max, process_groups_ready
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError
-from ottava.tensors.freshness import bump_versions
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.slots import above
 
@@ -42,7 +41,7 @@ class ShardBatch(ABC):
         """Tell all holders that their values changed."""
         if self._written is None:
             self._written = [tensor for job in self.jobs for tensor in job.output.written_tensors()]
-        bump_versions(self._written)
+        torch.autograd.graph.increment_version(self._written)
         for job in self.jobs:
             job.output.holder.mark_written()
 
