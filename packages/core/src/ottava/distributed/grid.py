@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -135,9 +135,6 @@ class GridShards(ShardRule):
         # A range of the weight is no range of transposed columns that have scales of their own.
         scattered = quantizer.columnwise_usage and layout.transposed and not layout.square
         return None if scattered else self.batch
-
-    def together(self, job: ShardJob) -> Hashable:
-        return super().together(job), job.quantizer.layout.text, job.dtype  # type: ignore[attr-defined]
 
     def one_amax(self, quantizer: Any) -> bool:
         return bool(quantizer.layout.block == (None, None))
