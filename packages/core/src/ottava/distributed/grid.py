@@ -10,10 +10,9 @@ import torch
 
 from ottava import kernels
 from ottava.distributed.rules import ShardBatch, ShardRule, rule_of
-from ottava.distributed.shards import ShardJob, ShardOutput
+from ottava.distributed.shards import ShardJob
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, Size
-from ottava.tensors.declaration import InnerTensor
 from ottava.torch_private import foreach_copy_
 
 Scales = Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -60,10 +59,8 @@ class GridBatch(ShardBatch):
         # Of a layout whose blocks have scales in common: those of blocks, those in common, and which they are.
         self._spread: list[tuple[torch.Tensor, torch.Tensor, bool, Size]] = []
         self._pairs: tuple[list[Any], list[Any]] = [None] * len(jobs), [None] * len(jobs)
-        # Where scales go: to a tensor that has those of the whole weight, if there is one.
-        self._held: list[torch.Tensor] = []
-        self._new: list[torch.Tensor] = []
-        self._others: list[tuple[ShardOutput, InnerTensor, torch.Tensor]] = []
+        # Where scales go, and those that go there.
+        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         for at, job in enumerate(jobs):
             holder = job.output.holder
             data = {inner.usage: own for inner, own in zip(holder.raw_inner(), job.output.data, strict=True)}
@@ -74,13 +71,8 @@ class GridBatch(ShardBatch):
                 place = len(sides) * at + columnwise * (len(sides) - 1)
                 own = [self._of_blocks(each[place], bool(columnwise), matrices[at]) for each in made]
                 self._pairs[columnwise][at] = own[0], data[usage]
-                inner = scales[usage] if usage in scales else scales["both"]
-                held: torch.Tensor | None = getattr(holder, inner.attribute)
-                if held is None or held.numel() != own[-1].numel():
-                    self._others.append((job.output, inner, own[-1]))
-                else:
-                    self._held.append(held)
-                    self._new.append(own[-1].view(held.shape))
+                target = job.output.target(scales[usage] if usage in scales else scales["both"], own[-1])
+                self._held += [] if target is None else [target]
         # After a call that raised nothing the same arguments are not looked at again.
         self._seen, self._cast = False, False
 
@@ -103,9 +95,7 @@ class GridBatch(ShardBatch):
         for spread, common, columnwise, matrix in self._spread:
             spread.copy_(for_blocks(common, self._layout, columnwise, matrix))
         if self._held:
-            foreach_copy_(self._held, self._new)
-        for output, inner, scales in self._others:
-            output.write_inner(inner, scales)
+            foreach_copy_(*map(list, zip(*self._held, strict=True)))
         kernels.grid_multi_cast(*self._places, *self._pairs, checked=self._cast)
         self._cast = True
         self.written()
