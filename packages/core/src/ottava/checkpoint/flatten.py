@@ -82,12 +82,11 @@ def flatten_values(
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
             raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
         with torch.no_grad():
-            made, entry = _flatten_value(name, value, derived)
+            made, entries = _flatten_value(name, value, derived)
         if taken := made.keys() & tensors.keys():
             raise UsageError(f"two tensors would have the name {min(taken)!r}", remedy="rename one of them")
         tensors |= made
-        if entry is not None:
-            quantized[name] = entry
+        quantized |= entries
     return tensors, quantized
 
 
@@ -242,8 +241,8 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
     return found
 
 
-def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], Entry | None]:
-    """A tensor as plain ones by name, sharded as it is, and its entry where it is quantized; nothing is copied."""
+def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
+    """A tensor as plain ones by name, sharded as it is, and its entry if it is quantized; nothing is copied."""
     sharded = hasattr(value, "to_local")
     local: Any = value.to_local() if sharded else value
     # The plain tensor in which a wrapper keeps a weight in high precision that it gathers quantized.
@@ -251,7 +250,7 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
     local = unwrap() if callable(unwrap) and isinstance(local, torch.Tensor) else local
     if not isinstance(local, QuantizedTensorStorage):
         check_dense(name, local)
-        return {name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()}, None
+        return {name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()}, {}
     inner, spec = local.flatten_storage()
     held = [(declared, t) for declared, t in zip(local.inner_tensors, inner, strict=True) if t is not None]
     derived = derived and not sharded
@@ -278,7 +277,7 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
                 raise ShapeError(what, expected="as many blocks on each rank but the last")
         tensors[declared.argument] = made.detach()
     entry = {"class": f"{spec.cls.__module__}:{spec.cls.__qualname__}", "tensors": list(tensors), "static": fields}
-    return {f"{name}.{argument}": tensor for argument, tensor in tensors.items()}, entry
+    return {f"{name}.{argument}": tensor for argument, tensor in tensors.items()}, {name: entry}
 
 
 def _sharded(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import as_bytes
 from ottava.checkpoint.flatten import held_tensors, load_file, save_file
 from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, listed, named, of_any_class, translated
 from ottava.filesystem import AnyPath, as_path, uninterrupted
@@ -153,6 +152,11 @@ def _on_the_cpu(tensor: Any) -> Any:
     return tensor.to("cpu", copy=True)
 
 
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of an 8-bit float format as uint8, sharing memory, since few ops know such formats; others as is."""
+    return tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else tensor
+
+
 def check_writable(name: str, value: Any) -> None:
     """Write one element of what a tensor holds, as it is: what torch refuses is known before any value changes."""
     for tensor in held_tensors(value):
@@ -164,13 +168,13 @@ def check_writable(name: str, value: Any) -> None:
             if not tensor.untyped_storage().nbytes():
                 raise UsageError(f"{name!r} has no memory: its storage was resized to nothing", expected="memory")
             # Of an alias with a count of writes of its own: what autograd has saved of the tensor is still right.
-            first = as_bytes(tensor.data)[(0,) * tensor.dim()]
+            first = _as_bytes(tensor.data)[(0,) * tensor.dim()]
             first.copy_(first.clone())
 
 
 def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy into each tensor its new value, by one call into torch: no code of Python's runs in it, and no interrupt."""
     if pairs:
-        targets, values = zip(*[(as_bytes(target), as_bytes(value)) for target, value in pairs], strict=True)
+        targets, values = zip(*[(_as_bytes(target), _as_bytes(value)) for target, value in pairs], strict=True)
         with uninterrupted(), torch.no_grad():
             foreach_copy_(targets, values)
