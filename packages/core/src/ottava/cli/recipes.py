@@ -73,7 +73,7 @@ def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
 
     found = [(s.name, s.summary, getattr(s, "capabilities", ()), "ok", "") for s in status.specs(kind)]
     found += [(r.name, "", (), "refused", str(r.error)) for r in status.refused if r.kind == kind]
-    if kind == RECIPE and not (status.recipes or status.quantizer_factories or status.refused):
+    if kind == RECIPE and not (status.offers or status.refused):
         empty = status.status == "ok"
         word, error = ("empty", "it offers nothing") if empty else (status.status, status.error)
         found.append(("", "", (), word, error))
