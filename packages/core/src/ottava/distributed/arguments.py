@@ -15,7 +15,7 @@ from ottava.distributed.shards import ShardJob, ShardOutput, check_bytes, check_
 from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
 from ottava.kernels.checks import check_device, check_high_precision
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava.tensors.declaration import native_dtype, same_kind
+from ottava.tensors.declaration import same_kind
 from ottava.torch_private import is_distributed, local_tensor
 
 
@@ -201,9 +201,8 @@ def _output(
     if len(given) != len(raw):
         what = f"the shard of {what} has {len(given)} tensors of bytes"
         raise ShapeError(what, expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}")
-    dtypes = {native_dtype(storage, inner) for inner in raw} | {torch.uint8}
     what = f"the buffer for the shard of {what}"
-    buffers = [check_bytes(buffer, dtypes, count, storage.device, what) for buffer in given]
+    buffers = [check_bytes(buffer, storage, inner, count, what) for buffer, inner in zip(given, raw, strict=True)]
     data = tuple(buffer.view(-1).view(torch.uint8) for buffer in buffers)
     return ShardOutput(storage, data, range(shape[0] if shape else 1))
 

@@ -71,8 +71,7 @@ class GridBatch(ShardBatch):
                 place = len(sides) * at + columnwise * (len(sides) - 1)
                 own = [self._of_blocks(each[place], bool(columnwise), matrices[at]) for each in made]
                 self._pairs[columnwise][at] = own[0], data[usage]
-                target = job.output.target(scales[usage] if usage in scales else scales["both"], own[-1])
-                self._held += [] if target is None else [target]
+                self._held += job.output.places(scales[usage] if usage in scales else scales["both"], own[-1])
         # After a call that raised nothing the same arguments are not looked at again.
         self._seen, self._cast = False, False
 

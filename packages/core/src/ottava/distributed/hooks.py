@@ -38,7 +38,7 @@ from ottava.torch_private import KNOWS_BACKWARD, graph_task_id
 
 
 class GatheredInner(NamedTuple):
-    """One inner tensor that comes: its declaration, the shape of a rank's shard of it, and whether that is padded."""
+    """An inner tensor that comes, the shape of a rank's shard of it, and whether that is padded."""
 
     inner: InnerTensor
     shape: torch.Size
