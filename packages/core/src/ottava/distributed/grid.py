@@ -120,9 +120,8 @@ class GridShards(ShardRule):
         self.scales = scales
 
     def batch_for(self, quantizer: Any) -> type[ShardBatch] | None:
-        layout: Layout = quantizer.layout
         # A range of the weight is no range of transposed columns that have scales of their own.
-        scattered = quantizer.columnwise_usage and layout.transposed and not layout.square
+        scattered = quantizer.columnwise_usage and quantizer.layout.transposed and not quantizer.layout.square
         return None if scattered else self.batch
 
     def one_amax(self, quantizer: Any) -> bool:
