@@ -127,10 +127,16 @@ class GridShards(ShardRule):
     def one_amax(self, quantizer: Any) -> bool:
         return bool(quantizer.layout.block == (None, None))
 
-    def independent_rows(self, quantizer: Any) -> int | None:
+    def _heights(self, quantizer: Any) -> list[int | None]:
+        """Rows that have a scale in common, in each direction."""
         sides = (False, True) if quantizer.columnwise_usage else (False,)
-        rows = [quantizer.layout.block_of(columnwise, shared=True)[0] for columnwise in sides]
-        return None if None in rows else math.lcm(*rows)
+        return [quantizer.layout.block_of(columnwise, shared=True)[0] for columnwise in sides]
+
+    def independent_rows(self, quantizer: Any) -> int | None:
+        return None if None in self._heights(quantizer) else self.rows_of_blocks(quantizer)
+
+    def rows_of_blocks(self, quantizer: Any) -> int:
+        return math.lcm(*(rows for rows in self._heights(quantizer) if rows is not None))
 
 
 #: The rule of quantizers with one scale a tensor that a function of their own gives.

@@ -177,11 +177,13 @@ def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bo
     """Whether shards can be quantized where they are; the same on every rank."""
     rule, even = rule_of(quantizer), size[0] % world == 0
     independent = rule.independent_rows(quantizer)
-    if independent is None:
+    if independent is None and rule.batch_for(quantizer) is None:
+        return False
+    if world == 1 or (independent is None and rule.one_amax(quantizer)):
         # FSDP pads uneven shards, of which nothing but data is gathered then.
-        return rule.batch_for(quantizer) is not None and (even or rule.one_amax(quantizer))
+        return True
     rows = size[0] // world * math.prod(size[1:-1])
-    return world == 1 or (len(size) > 1 and even and rows % independent == 0)
+    return even and rows % rule.rows_of_blocks(quantizer) == 0 and (independent is None or len(size) > 1)
 
 
 def _quantize_together(parameters: Sequence[GatheredParameter], param_dtype: torch.dtype | None, group: Any) -> None:

@@ -99,8 +99,12 @@ def pre_all_gather(
         if missing > 0:
             data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
         inputs.append(data.contiguous().view(torch.uint8) if data.element_size() == 1 else data.contiguous())
+    # Scales without the data that they are of say nothing.
+    usages = {"both", *(inner.usage for inner in gathered)}
     shared = {
-        inner.argument: getattr(tensor, inner.attribute) if inner.shared or inner in gathered else None
+        inner.argument: getattr(tensor, inner.attribute)
+        if (inner.shared and inner.usage in usages) or inner in gathered
+        else None
         for inner in tensor.inner_tensors
         if inner not in sent
     }
@@ -169,7 +173,8 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
         # FSDP asks for the padded size of the parameter itself.
         if inner.block_rows or (value is not None and inner.by_rows(value).shape[1:] != tensor.shape[1:]):
             what = f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size"
-            raise ShapeError(what, expected=f"a number of rows that {world} divides")
+            remedy = "keep the weight in high precision, or choose its rows so"
+            raise ShapeError(what, expected=f"a number of rows that {world} divides", remedy=remedy)
     # Those of the first rank, so that all ranks say the same.
     check_blocks(coming, size, range(math.ceil(size[0] / world)), f"a shard of a {type(tensor).__name__}")
 

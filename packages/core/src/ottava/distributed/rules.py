@@ -75,6 +75,10 @@ class ShardRule:
         """Rows that are quantized the same alone and in the whole by this quantizer of the class."""
         return self._rows
 
+    def rows_of_blocks(self, quantizer: Any) -> int:
+        """Shards of which whole quantized ones are made have a multiple of this number of rows."""
+        return self.independent_rows(quantizer) or 1
+
 
 _SILENT = ShardRule()
 

@@ -35,7 +35,7 @@ from ottava.layout import Layout
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
 _TOO_LARGE = 2**62
 # One scale for the tensor.
-_WHOLE = {dtype: Layout(dtype, (None, None)) for dtype in FP8}
+WHOLE = {dtype: Layout(dtype, (None, None)) for dtype in FP8}
 
 
 def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
@@ -50,7 +50,7 @@ def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
     Raises:
         ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together.
     """
-    return grid_multi_amax(xs, dtypes, *_wholes(xs), [_WHOLE[E4M3.torch_dtype]] * len(xs), checked=checked)
+    return grid_multi_amax(xs, dtypes, *_wholes(xs), [WHOLE[E4M3.torch_dtype]] * len(xs), checked=checked)
 
 
 def multi_cast(
@@ -79,7 +79,7 @@ def multi_cast(
     check_tensor(scales, "scales", torch.float32)
     if tuple(scales.shape) != (len(xs),):
         raise ShapeError(f"scales have shape {tuple(scales.shape)}", expected=f"({len(xs)},)")
-    layouts = [_WHOLE[fp8_format(fp8_dtype).torch_dtype] for fp8_dtype in fp8_dtypes]
+    layouts = [WHOLE[fp8_format(fp8_dtype).torch_dtype] for fp8_dtype in fp8_dtypes]
     pairs = list(zip(scales.detach().view(-1, 1, 1).unbind(), outs, strict=True))
     grid_multi_cast(xs, dtypes, *_wholes(xs), layouts, pairs, [None] * len(xs), checked=checked)
 
