@@ -62,9 +62,8 @@ struct LineCast {
         return line;
     }
     // The multipliers of a line's elements, as `scaled` takes them.
-    static OTTAVA_INLINE void arrange(const float* in_order, float* arranged) {
-        memcpy(arranged, in_order, kLine * sizeof(float));
-    }
+    static constexpr bool arranges = false;
+    static OTTAVA_INLINE void arrange(const float*, float*) {}
 };
 #endif
 

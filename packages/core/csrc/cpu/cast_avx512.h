@@ -153,11 +153,9 @@ struct LineCast {
     }
 
     // The multipliers of a line's elements, as `scaled` takes them.
+    // Whether multipliers are wanted in another order than that of the elements, and that order.
+    static constexpr bool arranges = std::is_same<Element, BFloat16>::value;
     static OTTAVA_INLINE void arrange(const float* in_order, float* arranged) {
-        if constexpr (!std::is_same<Element, BFloat16>::value) {
-            memcpy(arranged, in_order, kLine * sizeof(float));
-            return;
-        }
         const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
         for (int k = 0; k < kLine; k += 32) {

@@ -62,9 +62,11 @@ class EachOfRow {
     EachOfRow(const GridPanel& panel, const GridBlocks& blocks) : panel_(panel), blocks_(blocks) {}
     OTTAVA_INLINE ColumnLines begin(int64_t r) {
         const int64_t row = row_of_blocks(panel_, blocks_, r);
-        if (row == known_) return {in_order_, arranged_};
-        known_ = row;
         const float* values = blocks_.values + row * blocks_.stride;
+        if (!Arrange::arranges && blocks_.cols == 1) return {values + panel_.col, values + panel_.col};
+        const ColumnLines made{in_order_, Arrange::arranges ? arranged_ : in_order_};
+        if (row == known_) return made;
+        known_ = row;
         if (blocks_.cols == 1)
             memcpy(in_order_, values + panel_.col, static_cast<size_t>(panel_.cols) * sizeof(float));
         else
@@ -73,8 +75,9 @@ class EachOfRow {
             });
         int64_t end = panel_.cols;
         for (; end % kLine != 0; ++end) in_order_[end] = 1.0f;
-        for (int64_t col = 0; col < end; col += kLine) Arrange::arrange(in_order_ + col, arranged_ + col);
-        return {in_order_, arranged_};
+        for (int64_t col = 0; Arrange::arranges && col < end; col += kLine)
+            Arrange::arrange(in_order_ + col, arranged_ + col);
+        return made;
     }
 };
 

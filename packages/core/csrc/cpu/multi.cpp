@@ -308,7 +308,7 @@ void grid_multi_cast(const GridMultiCast* jobs, int64_t count, int threads) {
             sides.back().positive = job.e8m0 || !sides.back().multipliers.negative();
         }
         // Rounded elements are cast a few rows at a time, which stay in the caches.
-        constexpr int64_t kRoundedRows = 16;
+        constexpr int64_t kRoundedRows = 4;
         const bool rounded = rounds(source);
         std::vector<float> values(rounded ? static_cast<size_t>(kRoundedRows * kPanelCols) : 0);
         cells.over(cell, [&](Rectangle held, int64_t first) {

@@ -16,9 +16,20 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import E4M3, FP8, fp8_format
-from ottava.kernels import checks
 from ottava.kernels.backends import backend_module
-from ottava.kernels.checks import HIGH_PRECISION, DTypes, Pairs, Shards, Tensor, Tensors
+from ottava.kernels.checks import (
+    DTypes,
+    Pairs,
+    Shards,
+    Tensor,
+    Tensors,
+    check_device,
+    check_dtype,
+    check_high_precision,
+    check_layout,
+    check_out,
+    check_tensor,
+)
 from ottava.layout import Layout
 
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
@@ -65,7 +76,7 @@ def multi_cast(
             given twice; nothing is written then.
     """
     _check_lengths(len(xs), dtypes=dtypes, fp8_dtypes=fp8_dtypes, outs=outs)
-    checks.check_tensor(scales, "scales", torch.float32)
+    check_tensor(scales, "scales", torch.float32)
     if tuple(scales.shape) != (len(xs),):
         raise ShapeError(f"scales have shape {tuple(scales.shape)}", expected=f"({len(xs)},)")
     layouts = [WHOLE[fp8_format(fp8_dtype).torch_dtype] for fp8_dtype in fp8_dtypes]
@@ -110,17 +121,15 @@ def grid_multi_amax(
         ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together, or a range does not lie
             within its matrix.
     """
-    _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
+    if not checked:
+        _check_shards(xs, dtypes, shapes, starts, layouts)
     if not len(xs):
         return torch.zeros(0, dtype=torch.float32)
-    shards = Shards(xs, dtypes, shapes, starts)
-    if not checked:
-        _check_shards(shards, layouts)
     texts = [layout.text for layout in layouts]
     kinds = Counter((*shape, text) for shape, text in zip(shapes, texts, strict=True)).items()
     total = sum(count * sum(grid_amax_sizes(rows, cols, Layout.of(text))) for (rows, cols, text), count in kinds)
     out = torch.zeros(total, dtype=torch.float32, device=xs[0].device)
-    backend_module(out.device.type).grid_multi_amax(shards, texts, out)
+    backend_module(out.device.type).grid_multi_amax(Shards(xs, dtypes, shapes, starts), texts, out)
     return out
 
 
@@ -149,24 +158,27 @@ def grid_multi_cast(
         ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, a range does not
             lie within its matrix, or one buffer is given twice; nothing is written then.
     """
-    given = {"layouts": layouts, "rowwise": rowwise, "columnwise": columnwise}
-    _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, **given)
-    if not len(xs):
-        return
-    shards = Shards(xs, dtypes, shapes, starts)
     if not checked:
-        _check_shards(shards, layouts)
-        taken: set[int] = set()
+        _check_lengths(len(xs), rowwise=rowwise, columnwise=columnwise)
+        counts, taken = _check_shards(xs, dtypes, shapes, starts, layouts), set[int]()
         for side, (name, pairs) in enumerate((("rowwise", rowwise), ("columnwise", columnwise))):
-            for i, (pair, x, shape, layout) in enumerate(zip(pairs, xs, shapes, layouts, strict=True)):
+            for i, (pair, count, shape, layout) in enumerate(zip(pairs, counts, shapes, layouts, strict=True)):
                 if pair is None:
                     continue
+                what, device = f"{name}[{i}]", xs[0].device
                 if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                    raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
-                of = layout.grid(shape, bool(side)), layout.stored_scale, x.device, f"the scales of {name}[{i}]"
-                checks.check_out(pair[0], *of)
-                _check_result(pair[1], x, f"{name}[{i}]", taken)
-    texts = [layout.text for layout in layouts]
+                    raise ShapeError(f"{what} is no pair", expected="None or (scales, out)")
+                scales, out = pair
+                check_out(scales, layout.grid(shape, bool(side)), layout.stored_scale, device, f"the scales of {what}")
+                check_out(out, None, torch.uint8, device, what)
+                if out.numel() != count:
+                    raise ShapeError(f"{what} has {out.numel()} elements", expected=f"{count}, as its tensor has")
+                if count and out.data_ptr() in taken:
+                    raise OptionError(f"{what} is a buffer that another result has", expected="a buffer of its own")
+                taken.add(out.data_ptr())
+    if not len(xs):
+        return
+    shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
     backend_module(xs[0].device.type).grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
@@ -175,44 +187,29 @@ def _wholes(xs: Tensors) -> tuple[list[tuple[int, int]], list[int]]:
     return [(1, x.numel() if isinstance(x, Tensor) else 0) for x in xs], [0] * len(xs)
 
 
-# There may be hundreds of tensors, so that what is right is to be found so with few operations.
-
-
 def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
     for name, values in lists.items():
         if len(values) != count:
             raise ShapeError(f"{len(values)} {name} for {count} tensors", expected="one for each tensor")
 
 
-def _check_shards(shards: Shards, layouts: Sequence[Layout]) -> None:
-    device: Any = getattr(shards.xs[0], "device", None)
-    for i, (x, dtype, shape, start, layout) in enumerate(zip(*shards, layouts, strict=True)):
-        if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION or x.layout is not torch.strided:
-            checks.check_high_precision(x, f"xs[{i}]")
-        if x.device != device:
-            checks.check_device(x, device, f"xs[{i}]")
-        checks.check_dtype(dtype, f"dtypes[{i}] is")
-        checks.check_layout(layout)
+def _check_shards(
+    xs: Tensors, dtypes: DTypes, shapes: Sequence[tuple[int, int]], starts: Sequence[int], layouts: Sequence[Layout]
+) -> list[int]:
+    """How many elements each has."""
+    _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
+    for i, (x, dtype, shape, start, layout) in enumerate(zip(xs, dtypes, shapes, starts, layouts, strict=True)):
+        check_high_precision(x, f"xs[{i}]")
+        check_device(x, xs[0].device, f"xs[{i}]")
+        check_dtype(dtype, f"dtypes[{i}] is")
+        check_layout(layout)
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="(rows, columns)")
-        rows, cols = shape
-        if not (isinstance(rows, int) and isinstance(cols, int) and isinstance(start, int)):
+        if not all(isinstance(number, int) for number in (*shape, start)):
             raise DTypeError(f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers")
-        if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
+        if not all(0 <= size < _TOO_LARGE for size in (*shape, math.prod(shape))):
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
-        if not 0 <= start <= rows * cols - x.numel():
-            raise ShapeError(
-                f"xs[{i}] has {x.numel()} elements from {start} on, its matrix {rows} x {cols}",
-                expected="a range within the matrix",
-            )
-
-
-def _check_result(out: Tensor, x: Tensor, what: str, taken: set[int]) -> None:
-    """Refuse what is not uint8, not contiguous, of another size, or another result's, whose addresses are ``taken``."""
-    checks.check_out(out, None, torch.uint8, x.device, what)
-    if out.numel() != x.numel():
-        raise ShapeError(f"{what} has {out.numel()} elements", expected=f"{x.numel()}, as its tensor has")
-    if x.numel() and out.data_ptr() in taken:
-        raise OptionError(f"{what} is a buffer that another result has", expected="a buffer of its own")
-    if x.numel():
-        taken.add(out.data_ptr())
+        if not 0 <= start <= math.prod(shape) - x.numel():
+            what = f"xs[{i}] has {x.numel()} elements from {start} on, its matrix {shape[0]} x {shape[1]}"
+            raise ShapeError(what, expected="a range within the matrix")
+    return [x.numel() for x in xs]

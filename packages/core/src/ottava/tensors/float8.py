@@ -116,7 +116,7 @@ class Float8TensorStorage(GridTensorStorage):
 class Float8Tensor(GridTensor, Float8TensorStorage):
     """FP8 data with one scale as a ``torch.Tensor``.
 
-    Arguments and errors: :class:`Float8TensorStorage`'s, and those of every :class:`QuantizedTensor`.
+    Arguments and errors: :class:`Float8TensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
     """
 
     @classmethod

@@ -187,22 +187,21 @@ class GridTensorStorage(QuantizedTensorStorage):
         held = self.direction(columnwise=columnwise)
         return None if held is None else in_order(held, self.grid_layout, columnwise)
 
-    def _put(self, rows: Direction | None, columns: Direction | None) -> None:
-        """Hold these directions and no other. Rows first: columns may be kept as made of them."""
-        for side, held in enumerate((rows, None if self.grid_layout.columnwise == "same" else columns)):
-            setattr(self, self.data_names[side], None if held is None else held[0])
-            if self.scale_names[0] != self.scale_names[1]:
-                setattr(self, self.scale_names[side], None if held is None else held[1])
-
     @classmethod
-    def arguments_of(cls, rows: Direction | None, columns: Direction | None) -> dict[str, Any]:
-        """Directions by the arguments of the constructor."""
-        by_attribute: dict[str, Any] = {}
+    def _by_attribute(cls, rows: Direction | None, columns: Direction | None) -> dict[str, Any]:
+        """Rows first: columns may be kept as made of them."""
+        found: dict[str, Any] = {}
         for side, held in enumerate((rows, columns)):
-            by_attribute[cls.data_names[side]] = None if held is None else held[0]
-            if held is not None or cls.scale_names[side] not in by_attribute:
-                by_attribute[cls.scale_names[side]] = None if held is None else held[1]
-        return {inner.argument: by_attribute[inner.attribute] for inner in cls.inner_tensors}
+            found[cls.data_names[side]] = None if held is None else held[0]
+            if held is not None or cls.scale_names[side] not in found:
+                found[cls.scale_names[side]] = None if held is None else held[1]
+        return found
+
+    def _put(self, rows: Direction | None, columns: Direction | None) -> None:
+        """Hold these directions and no other."""
+        columns = None if self.grid_layout.columnwise == "same" else columns
+        for attribute, tensor in self._by_attribute(rows, columns).items():
+            setattr(self, attribute, tensor)
 
     def _held(self) -> tuple[Direction, bool]:
         """The direction that the values are taken from, and whether it is that of the columns."""
@@ -366,7 +365,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
 
     Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks, in every direction
     held, and share the data; elsewhere they give the dequantized values. Arguments and errors:
-    :class:`GridTensorStorage`'s, and those of every :class:`QuantizedTensor`.
+    :class:`GridTensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
     """
 
     @classmethod
@@ -378,6 +377,12 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         # Transposed data alone lie in memory as a transposed tensor does.
         transposed = held.dim() and cls.layout_of(declared).transposed
         return held.movedim(0, -1) if transposed else held  # type: ignore[no-any-return]
+
+    def around(self, rows: Direction | None, columns: Direction | None, **replaced: Any) -> Any:
+        """A tensor of this kind around other data and scales, as they are stored."""
+        held = self._by_attribute(rows, columns)
+        given = {inner.argument: held[inner.attribute] for inner in self.inner_tensors}
+        return type(self)(**(self.get_metadata() | {"shape": None} | given | replaced))
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         if self._rows() is None or not isinstance(other, GridTensor) or self._rows() is not other._rows():

@@ -16,7 +16,7 @@ import torch
 from ottava.layout import as_matrix_shape
 from ottava.tensors.aten import OpImplementation, implements
 from ottava.tensors.grid import Direction, GridTensor, in_order
-from ottava.tensors.tensor_ops import blocks, bounds, new_dtype, on_meta
+from ottava.tensors.tensor_ops import all_or_none, blocks, bounds, new_dtype, on_meta
 from ottava.torch_private import aten_overloads
 
 _aten = torch.ops.aten
@@ -52,8 +52,7 @@ def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
 def _alias(tensor: GridTensor, held: Direction, data: torch.Tensor, op: Any) -> GridTensor:
     """A view of ``tensor`` around ``data``, a view of its data: writes to either reach both."""
     rows = tensor._rows()
-    metadata = tensor.get_metadata() | tensor.arguments_of((data, held[1]), None) | {"shape": None}
-    view: Any = type(tensor)(**metadata)
+    view: Any = tensor.around((data, held[1]), None)
     part = rows is None or data.numel() != tensor.numel()
     if op is _aten.as_strided.default and rows is not None:
         part |= data.stride() != rows.stride() or data.storage_offset() != rows.storage_offset()
@@ -85,10 +84,8 @@ def _changed(tensor: GridTensor, change: _Change, *, swap: bool = False, alias: 
         if result is None:
             return NotImplemented
         made_of.append(in_order(result, layout, columnwise, back=True))
-    metadata = tensor.get_metadata() | tensor.arguments_of(*made_of) | {"shape": None}
-    if swap:
-        metadata["values_from_columns"] = not tensor._values_from_columns
-    made = type(tensor)(**metadata)
+    turned = {"values_from_columns": not tensor._values_from_columns} if swap else {}
+    made = tensor.around(made_of[0], made_of[1], **turned)
     if alias:
         made.mark_view(tensor, part=part)
     return made
@@ -192,19 +189,15 @@ def _select(op: Any, tensor: GridTensor, dim: int, index: int) -> Any:
     return entry if entry is NotImplemented else _reshaped(entry, lambda data: data.squeeze(dim))
 
 
-def _all_or_none(views: list[Any]) -> Any:
-    return NotImplemented if any(view is NotImplemented for view in views) else views
-
-
 @_on_grid(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
 def _split(op: Any, tensor: GridTensor, sizes: Any, dim: int = 0) -> Any:
-    return _all_or_none([_narrowed(tensor, dim % tensor.dim(), *own) for own in bounds(op, tensor, sizes, dim)])
+    return all_or_none([_narrowed(tensor, dim % tensor.dim(), *own) for own in bounds(op, tensor, sizes, dim)])
 
 
 @_on_grid(_aten.unbind.int)
 def _unbind(op: Any, tensor: GridTensor, dim: int = 0) -> Any:
     op(on_meta(tensor), dim)
-    return _all_or_none([_select(_aten.select.int, tensor, dim, index) for index in range(tensor.shape[dim])])
+    return all_or_none([_select(_aten.select.int, tensor, dim, index) for index in range(tensor.shape[dim])])
 
 
 @_on_grid(_aten.t.default, _aten.transpose.int, _aten.permute.default)
@@ -297,8 +290,7 @@ def _new(op: Any, tensor: GridTensor, shape: Sequence[int], *strides: Any, **kwa
         spans = layout.block_of(columnwise)[0] is None and tuple(old.shape) == size
         kept = spans and (device.type == "meta" or not old.is_meta)
         sides.append((data, old.to(device, copy=True) if kept else made(size, layout.stored_scale).fill_(1)))
-    metadata = tensor.get_metadata() | tensor.arguments_of(*sides) | {"shape": None, "dtype": dtype}
-    return type(tensor)(**(metadata | {"quantizer": tensor._copied_quantizer()}))
+    return tensor.around(*sides, dtype=dtype, quantizer=tensor._copied_quantizer())
 
 
 # zeros_like is not here: optimizers make their moments with it, and moments in FP8 are wrong.

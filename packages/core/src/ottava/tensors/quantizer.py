@@ -93,9 +93,9 @@ class Quantizer(ABC):
         Raises:
             ShapeError, DTypeError, DeviceError, OptionError: an argument is not what it should be.
         """
-        sizes = tuple(shape) if isinstance(shape, Sequence) else ()
-        if not isinstance(shape, Sequence) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+        if not (isinstance(shape, Sequence) and all(isinstance(size, (int, torch.SymInt)) for size in shape)):
             raise ShapeError(f"shape {shape!r}", expected="a sequence of integers")
+        sizes = tuple(shape)
         if any(size < 0 for size in sizes):
             raise ShapeError(f"shape {sizes}", expected="sizes >= 0")
         check_dtype(dtype)

@@ -196,11 +196,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """A tensor around the inner tensors of ``tensor`` (shared), with some of its arguments replaced."""
         if not isinstance(tensor, QuantizedTensor):
             raise DTypeError(f"make_like of a {type(tensor).__name__}", expected="a quantized tensor")
-        metadata = tensor.get_metadata() | replaced
-        metadata["shape"] = tuple(tensor.shape) if shape is None else tuple(shape)
-        metadata["dtype"] = dtype or tensor.dtype
+        given = {"shape": tuple(tensor.shape if shape is None else shape), "dtype": dtype or tensor.dtype}
         build: Any = type(tensor)
-        made = build(**metadata, requires_grad=requires_grad)
+        made = build(**(tensor.get_metadata() | replaced | given), requires_grad=requires_grad)
         made._share_freshness(tensor)
         if shape is None and not replaced:
             made._view_of = tensor._view_of

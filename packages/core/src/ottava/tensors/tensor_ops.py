@@ -133,6 +133,11 @@ def bounds(op: Any, tensor: torch.Tensor, sizes: Any, dim: int) -> list[tuple[in
     return list(pairwise(accumulate((own.shape[dim] for own in op(on_meta(tensor), sizes, dim)), initial=0)))
 
 
+def all_or_none(views: list[Any]) -> Any:
+    """The views, if the class allows all of them."""
+    return NotImplemented if any(view is NotImplemented for view in views) else views
+
+
 def _allowed(op: Any, tensor: QuantizedTensor, dim: int) -> bool:
     return tensor.dim() > 0 and dim in (0, -tensor.dim()) and not defines(type(tensor), op, below=QuantizedTensor)
 
@@ -149,8 +154,7 @@ def _slice(op: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, en
 def _split(op: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if not _allowed(op, tensor, dim):
         return NotImplemented
-    views = [rows_of(tensor, *own) for own in bounds(op, tensor, sizes, 0)]
-    return NotImplemented if any(view is NotImplemented for view in views) else views
+    return all_or_none([rows_of(tensor, *own) for own in bounds(op, tensor, sizes, 0)])
 
 
 @implements(QuantizedTensor, _aten.new_zeros.default, _aten.new_empty.default)
