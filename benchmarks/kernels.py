@@ -15,6 +15,7 @@ from ottava import Layout, kernels
 from ottava.kernels import table as operations
 
 E4M3 = torch.float8_e4m3fn
+TENSOR = Layout(E4M3, (None, None))
 MX = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up")
 MX_SQUARES = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up", shared=(32, 32))
 #: Grids of float32 scales, by the names of their rows in the table. The last is nobody's, and has no instance.
@@ -165,7 +166,11 @@ def _grid(name: str) -> Kernel:
 _BLOCKS = 1 / 32
 #: Name -> bytes moved for an element whose own size is b (read plus written, each once), ours, and plain torch's.
 KERNELS: dict[str, Kernel] = {
-    "cast": (lambda b: b + 1, lambda s: operations.cast.into([s.out], s.x, s.scale, E4M3), _torch_cast),
+    "cast": (
+        lambda b: b + 1,
+        lambda s: operations.cast_amax.into([s.out, None, None], s.x, s.scale, None, None, E4M3),
+        _torch_cast,
+    ),
     "cast, transpose": (lambda b: b + 2, lambda s: kernels.cast_transpose(s.x, s.scale, E4M3), _torch_cast_transpose),
     "cast recording amax": (lambda b: b + 1, lambda s: _record(s, False), None),
     "cast recording amax, transpose": (lambda b: b + 2, lambda s: _record(s, True), None),
@@ -195,7 +200,7 @@ KERNELS: dict[str, Kernel] = {
     **{f"{name}, rows and columns": _grid(name) for name in GRIDS},
     "decode": (
         lambda b: b + 1,
-        lambda s: operations.decode.into([s.decoded], s.codes, None, E4M3, s.decoded.dtype),
+        lambda s: operations.grid_decode.into([s.decoded], s.codes, None, TENSOR.text, False, s.decoded.dtype),
         lambda s: s.decoded.copy_(s.codes.view(E4M3)),
     ),
     "transpose": (

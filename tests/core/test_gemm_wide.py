@@ -41,7 +41,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return (a.double() @ b.double() + bias.double()).to(a.dtype)
 
     cpu = backend_module("cpu")
-    backend = SimpleNamespace(decode=cpu.decode, epilogue32=epilogue32)
+    backend = SimpleNamespace(grid_decode=cpu.grid_decode, epilogue32=epilogue32)
     for module in (products, importlib.import_module("ottava.gemm")):
         monkeypatch.setattr(module, "returns_float32", lambda device: True)
     monkeypatch.setattr(products, "_bfloat16_is_fast", True)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
-from ottava.cli.explain import DEMO_LAYERS
+from ottava.cli.recipes import DEMO_LAYERS
 from ottava.errors import DeviceError, OptionError, RecipeNotFoundError, UsageError
 from ottava.kernels.products import cpu_products
 from ottava_demo import command, training

@@ -85,7 +85,7 @@ def into_the_input(results: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             (kernel, flipped)
             for kernel in ("cast", "cast_transpose", "quantize", "grid_quantize", "grid_decode", "multi_amax")
         ],
-        *[("multi_cast", written), ("decode into", written)],
+        *[("multi_cast", written), ("grid_decode into", written)],
         *[("transpose", unwritten), ("transpose into", beyond), ("amax", into_the_input)],
     ],
 )

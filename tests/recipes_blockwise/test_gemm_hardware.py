@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import ottava
-from ottava.gemm import blocks, gemm
+from ottava.gemm import gemm
+from ottava.gemm import scaled as blocks
 from ottava_blockwise import Float8BlockQuantizer, Float8BlockScaling
 from tests.comparing import assert_same
 from tests.grids import E4M3, E5M2, close, decoded, wide

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ottava
-from ottava.gemm import blocks, gemm
+from ottava.gemm import gemm
+from ottava.gemm import scaled as blocks
 from ottava_mxfp8 import MXFP8Quantizer
 from tests.recipes_mxfp8.products import (
     E4M3,

@@ -39,17 +39,6 @@ void scale_from_amax(Address amax, int64_t n, float fp8_max, float epsilon, bool
                              at<float>(scale_inv));
 }
 
-void cast(Address src, int dtype, int64_t n, Address scale, Address out, int format, int threads) {
-    ottava::cast(at<const void>(src), dtype_of(dtype), size_of(n), at<const float>(scale), at<uint8_t>(out),
-                 fp8_of(format), threads_of(threads));
-}
-
-void cast_transpose(Address src, int dtype, int64_t rows, int64_t cols, Address scale, Address out, Address out_t,
-                    int format, int threads) {
-    ottava::cast_transpose(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), at<const float>(scale),
-                           at<uint8_t>(out), at<uint8_t>(out_t), fp8_of(format), threads_of(threads));
-}
-
 void quantize(Address src, int dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2, Address amax,
               Address scale, Address scale_inv, Address out, Address out_t, int format, int threads) {
     ottava::quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), epsilon, force_pow_2,
@@ -57,11 +46,11 @@ void quantize(Address src, int dtype, int64_t rows, int64_t cols, float epsilon,
                      fp8_of(format), threads_of(threads));
 }
 
-void cast_amax(Address src, int dtype, int64_t rows, int64_t cols, Address scale, Address amax, Address saturated,
-               Address scale_inv, Address out, Address out_t, int format, int threads) {
-    ottava::cast_amax(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), at<const float>(scale),
-                      at<float>(amax), at<int64_t>(saturated), at<float>(scale_inv), at<uint8_t>(out),
-                      at<uint8_t>(out_t), fp8_of(format), threads_of(threads));
+void cast(Address src, int dtype, int64_t rows, int64_t cols, Address scale, Address amax, Address saturated,
+          Address scale_inv, Address out, Address out_t, int format, int threads) {
+    ottava::cast(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), at<const float>(scale),
+                 at<float>(amax), at<int64_t>(saturated), at<float>(scale_inv), at<uint8_t>(out), at<uint8_t>(out_t),
+                 fp8_of(format), threads_of(threads));
 }
 
 void update_scales(const std::vector<ottava::SlotArguments>& tensors, int64_t length, const std::vector<float>& maxima,
@@ -161,9 +150,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("amax", &amax, Unlocked());
     m.def("scale_from_amax", &scale_from_amax, Unlocked());
     m.def("cast", &cast, Unlocked());
-    m.def("cast_transpose", &cast_transpose, Unlocked());
     m.def("quantize", &quantize, Unlocked());
-    m.def("cast_amax", &cast_amax, Unlocked());
     m.def("update_scales", &update_scales, Unlocked());
     m.def("transpose", &transpose, Unlocked());
     m.def("decode", &decode, Unlocked());

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import ottava
 from ottava import checkpoint
-from ottava.cli.explain import DEMO_LAYERS, checkpoint_layers
 from ottava.cli.main import app
+from ottava.cli.recipes import DEMO_LAYERS, checkpoint_layers
 from ottava.errors import OptionError, UsageError
 from ottava.recipes import registry
 from ottava.recipes.explanation import Explanation

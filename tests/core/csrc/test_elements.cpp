@@ -84,7 +84,7 @@ void test_cast(Dtype dtype, Fp8 format) {
     Buffer<uint8_t> out(src.count);
     const std::string label = name("cast", dtype, format);
     for (const float scale : scales) {
-        cast(src.raw.address(), dtype, src.count, &scale, out.data(), format, 2);
+        cast(src.raw.address(), dtype, 1, src.count, &scale, nullptr, nullptr, nullptr, out.data(), nullptr, format, 2);
         for (int64_t i = 0; i < src.count; ++i)
             check(label, i, out.get(i), scalar_cast(src.get(i), scale, format));
     }
@@ -126,7 +126,8 @@ void test_shape(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t offs
         check(label + " scale_inv", 0, bits_as<uint32_t>(scale_inv), bits_as<uint32_t>(expected.scale_inv));
         quantize(src.raw.address(), dtype, rows, cols, 0.0f, false, nullptr, nullptr, &scale_inv, only.data(), nullptr,
                  format, threads);
-        cast_transpose(src.raw.address(), dtype, rows, cols, &expected.scale, nullptr, only_t.data(), format, threads);
+        cast(src.raw.address(), dtype, rows, cols, &expected.scale, nullptr, nullptr, nullptr, nullptr, only_t.data(),
+             format, threads);
         transpose(out.data(), rows, cols, again.data(), threads);
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t col = 0; col < cols; ++col) {
@@ -156,10 +157,10 @@ void test_recording(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t 
             float amax = 0.25f, expected_amax = 0.25f, scale_inv = -1;
             int64_t saturated = 5, expected_saturated = 5;
             Buffer<uint8_t> out(n, offset), only(n, offset), out_t(n, offset);
-            cast_amax(src.raw.address(), dtype, rows, cols, &scale, &amax, &saturated, &scale_inv, out.data(),
+            cast(src.raw.address(), dtype, rows, cols, &scale, &amax, &saturated, &scale_inv, out.data(),
                       out_t.data(), format, threads);
             float again = 0;
-            cast_amax(src.raw.address(), dtype, rows, cols, &scale, &again, nullptr, &scale_inv, only.data(), nullptr,
+            cast(src.raw.address(), dtype, rows, cols, &scale, &again, nullptr, &scale_inv, only.data(), nullptr,
                       format, threads);
             for (int64_t row = 0; row < rows; ++row)
                 for (int64_t col = 0; col < cols; ++col) {

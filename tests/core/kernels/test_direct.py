@@ -24,10 +24,12 @@ from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.kernels import for_layers
 from ottava.kernels.direct import is_direct
+from ottava.layout import Layout
 from tests.core.conftest import FP8_DTYPES
 from tests.core.sequential_grid import serving_cpu
 
 E4M3 = torch.float8_e4m3fn
+WHOLE = Layout(E4M3, (None, None)).text
 
 
 def scalar(value: float = 1.0) -> torch.Tensor:
@@ -41,11 +43,6 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], A
         lambda x: kernels.scale_from_amax(x.abs(), E4M3),
         lambda x: torch.ops.ottava.scale_from_amax(x.abs(), E4M3, 0.0, False),
     ),
-    "cast": (lambda x: kernels.cast(x, scalar(3.0), E4M3), lambda x: torch.ops.ottava.cast(x, scalar(3.0), E4M3)),
-    "cast_transpose": (
-        lambda x: kernels.cast_transpose(x, scalar(3.0), E4M3),
-        lambda x: torch.ops.ottava.cast_transpose(x, scalar(3.0), E4M3),
-    ),
     "quantize": (
         lambda x: kernels.quantize(x, E4M3, transposed=True),
         lambda x: torch.ops.ottava.quantize(x, E4M3, 0.0, False, True, True),
@@ -58,9 +55,9 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], A
         lambda x: kernels.transpose(x.to(torch.uint8)),
         lambda x: torch.ops.ottava.transpose(x.to(torch.uint8)),
     ),
-    "decode": (
+    "grid_decode": (
         lambda x: kernels.decode(x.to(torch.uint8), scalar(0.5), E4M3, torch.bfloat16),
-        lambda x: torch.ops.ottava.decode(x.to(torch.uint8), scalar(0.5), E4M3, torch.bfloat16),
+        lambda x: torch.ops.ottava.grid_decode(x.to(torch.uint8), scalar(0.5), WHOLE, False, torch.bfloat16),
     ),
 }
 FOR_LAYERS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -68,7 +65,12 @@ FOR_LAYERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "cast_amax": lambda x: for_layers.cast(x, scalar(3.0), scalar(0.0), None, E4M3, True, True),
     "grid_quantize": lambda x: for_layers.grid_quantize(x, mx(E4M3).text, True, True),
 }
-EVERY = [*((name, calls[0]) for name, calls in CALLS.items()), *FOR_LAYERS.items()]
+# Other functions of the same operators.
+SAME: list[tuple[str, Callable[[torch.Tensor], Any]]] = [
+    ("cast_amax", lambda x: kernels.cast(x, scalar(3.0), E4M3)),
+    ("cast_amax", lambda x: kernels.cast_transpose(x, scalar(3.0), E4M3)),
+]
+EVERY = [*((name, calls[0]) for name, calls in CALLS.items()), *FOR_LAYERS.items(), *SAME]
 every_call = pytest.mark.parametrize(("name", "call"), EVERY, ids=[f"{n}-{i}" for i, (n, _) in enumerate(EVERY)])
 
 

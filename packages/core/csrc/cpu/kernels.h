@@ -142,23 +142,17 @@ bool set_active_kernels(const char* name);
 void amax(const void* src, Dtype dtype, int64_t n, float* out, int threads);
 void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2, float* scale,
                       float* scale_inv);
-void cast(const void* src, Dtype dtype, int64_t n, const float* scale, uint8_t* out, Fp8 format, int threads);
-void cast_transpose(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale,
-                    uint8_t* out,  // optional
-                    uint8_t* out_t, Fp8 format, int threads);
 void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2,
               float* amax_out,                 // optional
               float* scale,                    // optional
               float* scale_inv, uint8_t* out,  // out is optional
               uint8_t* out_t,                  // optional
               Fp8 format, int threads);
-// A cast with a known scale that raises `amax` to the largest magnitude of its source, in the same pass.
-// `saturated` grows by the number of clamped elements; only when there are any is the source read again for it.
-void cast_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, float* amax,
-               int64_t* saturated,  // optional
-               float* scale_inv, uint8_t* out,
-               uint8_t* out_t,  // optional; out is, with it
-               Fp8 format, int threads);
+// A cast with a known scale, whose results are all optional. `amax` is raised to the largest magnitude of the source, in
+// the same pass. `saturated` grows by the number of clamped elements; only when there are any is the source read again
+// for it.
+void cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, float* amax, int64_t* saturated,
+          float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format, int threads);
 // The scales of the next step, for every slot in which the first row of its history is not zero (see numerics.h).
 // `maxima` holds what an amax is scaled to, one for each slot of all tensors.
 void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,

@@ -122,15 +122,6 @@ void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon
     }
 }
 
-void cast(const void* src, Dtype dtype, int64_t n, const float* scale, uint8_t* out, Fp8 format, int threads) {
-    cast_with(active_kernels().cast, src, dtype, n, *scale, out, format, threads);
-}
-
-void cast_transpose(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, uint8_t* out,
-                    uint8_t* out_t, Fp8 format, int threads) {
-    cast_transpose_with(active_kernels().cast_tile, src, dtype, rows, cols, *scale, out, out_t, format, threads);
-}
-
 void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2,
               float* amax_out, float* scale, float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format, int threads) {
     const float largest = amax_of(src, dtype, rows * cols, threads);
@@ -145,17 +136,23 @@ void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float ep
         cast_with(active_kernels().cast, src, dtype, rows * cols, result.scale, out, format, threads);
 }
 
-void cast_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, float* amax,
-               int64_t* saturated, float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format, int threads) {
+void cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, float* amax, int64_t* saturated,
+          float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format, int threads) {
     const Kernels& kernels = active_kernels();
+    const bool observes = amax != nullptr || saturated != nullptr;
     // Read before anything is written: the state of a slot may be one array.
     const float factor = *scale;
-    *scale_inv = divide(1.0f, factor);
-    const float seen =
-        out_t != nullptr
-            ? cast_transpose_with(kernels.cast_tile_amax, src, dtype, rows, cols, factor, out, out_t, format, threads)
-            : cast_with(kernels.cast_amax, src, dtype, rows * cols, factor, out, format, threads);
-    *amax = std::max(*amax, seen);
+    if (scale_inv != nullptr) *scale_inv = divide(1.0f, factor);
+    float seen = 0.0f;
+    if (out_t != nullptr)
+        seen = cast_transpose_with(observes ? kernels.cast_tile_amax : kernels.cast_tile, src, dtype, rows, cols, factor,
+                                   out, out_t, format, threads);
+    else if (out != nullptr)
+        seen = cast_with(observes ? kernels.cast_amax : kernels.cast, src, dtype, rows * cols, factor, out, format,
+                         threads);
+    else if (observes)
+        seen = amax_of(src, dtype, rows * cols, threads);
+    if (amax != nullptr) *amax = std::max(*amax, seen);
     // Rounding keeps the order of products: none is larger than that of the amax.
     if (saturated != nullptr && !(std::fabs(multiply(seen, factor)) <= max_of(format)))
         *saturated += saturated_of(src, dtype, rows * cols, factor, format, threads);

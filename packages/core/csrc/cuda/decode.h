@@ -106,6 +106,8 @@ struct Decode {
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
         const float factor = scale_inv == nullptr ? 1.0f : *scale_inv;
+        // A negative one turns all signs around, which are put on last.
+        const uint32_t turned = bits_as<uint32_t>(factor) >> 31 != 0 ? 0x80808080u : 0u;
         const int64_t first = thread.block() * kChunk + thread.index() * kGroup;
         Words2 data[kUnroll];
 #pragma unroll
@@ -124,7 +126,8 @@ struct Decode {
                 bits[n] = clean(multiply(a, factor));
                 bits[n + 1] = clean(multiply(b, factor));
             }
-            DecodedStore<Target>::put(out, i, count - i, wide, bits, data[k]);
+            const Words2 signs{{data[k].w[0] ^ turned, data[k].w[1] ^ turned}};
+            DecodedStore<Target>::put(out, i, count - i, wide, bits, signs);
         }
     }
 };

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <type_traits>
 
 #include "grid_decode.h"
 #include "launch.h"
@@ -15,25 +14,14 @@ namespace {
 
 int64_t count_of(int64_t size, int64_t block) { return block == 0 ? 1 : ceil_div(size, block); }
 
-// What blocks a side has; along columns they are those along rows with rows and columns exchanged.
-Blocks blocks_of(const GridSide& side) {
-    const int64_t narrow = std::min(side.block_rows, side.block_cols), wide = std::max(side.block_rows, side.block_cols);
-    if (narrow == kTile && wide == kTile) return Blocks::square;
-    if (narrow == 1 && wide == kTile) return Blocks::of_line;
-    if (narrow == 0 && wide == 1) return Blocks::line;
-    throw std::invalid_argument("the CUDA kernels have no such blocks");
-}
-
+// Calls body(blocks) for those of a side; along columns they are those along rows with rows and columns exchanged.
 template <class Body>
-void with_blocks(Blocks blocks, const Body& body) {
-    switch (blocks) {
-        case Blocks::square:
-            return body(std::integral_constant<Blocks, Blocks::square>{});
-        case Blocks::of_line:
-            return body(std::integral_constant<Blocks, Blocks::of_line>{});
-        default:
-            return body(std::integral_constant<Blocks, Blocks::line>{});
-    }
+void with_blocks(const GridSide& side, const Body& body) {
+    const int64_t narrow = std::min(side.block_rows, side.block_cols), wide = std::max(side.block_rows, side.block_cols);
+    if (narrow == kTile && wide == kTile) return body(SquareBlocks{});
+    if (narrow == 1 && wide == kTile) return body(LineBlocks{});
+    if (narrow == 0 && wide == 1) return body(WholeLines{});
+    throw std::invalid_argument("the CUDA kernels have no such blocks");
 }
 
 GridResult result_of(const GridSide& side, int64_t rows, int64_t cols, const float* amaxes) {
@@ -68,14 +56,15 @@ void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8
     const TileSource from{src, wide, rows, cols, tiles.across};
     const TurnedOut turned{by_column.turned ? by_column.data : nullptr, rows, cols,
                            aligned(by_column.data, 16) && rows % 16 == 0};
-    const Blocks blocks = blocks_of(any);
-    float* const amaxes[] = {by_row.data == nullptr ? nullptr : scratch, by_column.data == nullptr ? nullptr : scratch + rows};
+    float* const amaxes[] = {by_row.data == nullptr ? nullptr : scratch,
+                             by_column.data == nullptr ? nullptr : scratch + rows};
     with_source(dtype, [&](auto source) {
         typedef decltype(source) Source;
-        if (blocks == Blocks::line) launch(LineAmaxes<Source>{from, amaxes[0], amaxes[1]}, tiles.count, stream);
-        with_format(format, [&](auto element) {
-            with_blocks(blocks, [&](auto constant) {
-                const GridQuantize<Source, decltype(element), decltype(constant)::value> kernel{
+        with_blocks(any, [&](auto blocks) {
+            typedef decltype(blocks) Blocks;
+            if (Blocks::whole) launch(LineAmaxes<Source>{from, amaxes[0], amaxes[1]}, tiles.count, stream);
+            with_format(format, [&](auto element) {
+                const GridQuantize<Source, decltype(element), Blocks> kernel{
                     from, rule, result_of(by_row, rows, cols, amaxes[0]), result_of(by_column, rows, cols, amaxes[1]),
                     turned};
                 launch(kernel, tiles.count, stream);

@@ -13,7 +13,16 @@
 
 namespace ottava::cuda {
 
-enum class Blocks { of_line, square, line };  // 1 x 128 (128 x 1), 128 x 128, and 1 x all (all x 1)
+// Blocks of 1 x 128 (128 x 1), of 128 x 128, and of 1 x all (all x 1).
+struct LineBlocks {
+    static constexpr bool square = false, whole = false;
+};
+struct SquareBlocks {
+    static constexpr bool square = true, whole = false;
+};
+struct WholeLines {
+    static constexpr bool square = false, whole = true;
+};
 
 // The largest magnitudes of a tile's rows, and of its columns within each warp's rows.
 template <class Source>
@@ -88,9 +97,11 @@ struct GridResult {
     const float* amaxes;  // of whole rows or columns
 };
 
-template <class Source, class Format, Blocks kBlocks>
+template <class Source, class Format, class Blocks>
 struct GridQuantize {
-    static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = kCastTiles<Source>;
+    static constexpr int kThreads = kTileThreads;
+    // Amaxes and scales of lines need more registers for each.
+    static constexpr int kBlocksPerMultiprocessor = Blocks::square || Blocks::whole ? kCastTiles<Source> : 2;
     struct Shared {
         // One after the other.
         union {
@@ -111,7 +122,7 @@ struct GridQuantize {
         const TileRows tile(thread, from, thread.blocks() - 1 - thread.block());
         Group<Source> groups[kGroup];
         tile.load(from.src, groups);
-        if (kBlocks == Blocks::square)
+        if (Blocks::square)
             find_square(thread, shared, tile, groups);
         else
             find_lines(thread, shared, tile, groups);
@@ -163,7 +174,7 @@ struct GridQuantize {
     template <class Thread>
     OTTAVA_DEVICE void find_lines(const Thread& thread, Shared& shared, const TileRows& tile,
                                   const Group<Source> (&groups)[kGroup]) const {
-        if (kBlocks == Blocks::of_line) {
+        if (!Blocks::whole) {
             shared.amaxes.leave(thread, groups);
             thread.barrier();
         }
@@ -173,14 +184,14 @@ struct GridQuantize {
         const int64_t line = of_row ? tile.tile_row + index : tile.tile_col + index - kTile;
         const bool wanted = to.data != nullptr && line < (of_row ? tile.rows : tile.cols);
         float amax = 0.0f;
-        if (kBlocks == Blocks::of_line)
+        if (!Blocks::whole)
             amax = shared.amaxes.of(index);
         else if (wanted)
             amax = to.amaxes[line];
         const float found = scale(amax);
         shared.factors[index] = found;
         const int64_t other = (of_row ? tile.tile_col : tile.tile_row) / kTile;
-        if (!wanted || (kBlocks == Blocks::line && other != 0)) return;  // the first tile leaves what all of them have
+        if (!wanted || (Blocks::whole && other != 0)) return;  // the first tile leaves what all of them have
         if (of_row)
             put_scale(to, line, other, found);
         else

@@ -7,10 +7,6 @@ def amax(src: int, dtype: int, n: int, out: int, threads: int) -> None: ...
 def scale_from_amax(
     amax: int, n: int, fp8_max: float, epsilon: float, force_pow_2: bool, scale: int, scale_inv: int
 ) -> None: ...
-def cast(src: int, dtype: int, n: int, scale: int, out: int, fmt: int, threads: int) -> None: ...
-def cast_transpose(
-    src: int, dtype: int, rows: int, cols: int, scale: int, out: int, out_t: int, fmt: int, threads: int
-) -> None: ...
 def quantize(
     src: int,
     dtype: int,
@@ -26,7 +22,7 @@ def quantize(
     fmt: int,
     threads: int,
 ) -> None: ...
-def cast_amax(
+def cast(
     src: int,
     dtype: int,
     rows: int,

@@ -33,35 +33,29 @@ def as_path(path: AnyPath) -> Path:
 
 def check_file_target(path: AnyPath) -> Path:
     """Where a file of that name is written, which is what a link leads to; UsageError where that is no regular file."""
-    with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError):
+    with translated(f"{path} cannot be written", "a new name in a folder, or a file to replace", to=UsageError):
         place = Path(os.path.realpath(as_path(path)))
-        folder = stat.S_ISDIR(os.stat(place.parent).st_mode)
-        mode = os.stat(place).st_mode if os.path.lexists(place) else stat.S_IFREG
-    if not folder:
-        raise UsageError(f"{path} cannot be written: {place.parent} is no folder", expected="a file in a folder")
-    if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-        raise UsageError(f"{path} cannot be written: it is {what}", expected="a new name, or a file to replace")
+        if not place.parent.is_dir():
+            raise NotADirectoryError(f"{place.parent} is no folder")
+        if os.path.lexists(place) and not place.is_file():
+            raise FileExistsError(f"it is {'a folder' if place.is_dir() else 'no regular file'}")
     return place
 
 
 @contextlib.contextmanager
 def unreplaced(path: Path) -> Iterator[None]:
     """Read a regular file in the block; CheckpointError where it is none, or is another one at the end."""
-    before = _identity(path)
+    before, failure = _identity(path), None
     try:
         yield
-    except Exception:
+    except Exception as error:
         # What looks like damage may be two files; an interrupt stays one.
-        _check_same(path, before)
-        raise
-    _check_same(path, before)
-
-
-def _check_same(path: Path, before: tuple[int, ...]) -> None:
+        failure = error
     if _identity(path) != before:
         what = f"{path} was replaced while it was read"
-        raise CheckpointError(what, expected="one file", remedy="load it again")
+        raise CheckpointError(what, expected="one file", remedy="load it again") from failure
+    if failure is not None:
+        raise failure
 
 
 def _identity(path: Path) -> tuple[int, ...]:
@@ -82,15 +76,6 @@ def opened(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep others out that lock the file or folder; without locks, one writer at a time is up to the user."""
-    with opened(path) as descriptor:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager
@@ -158,10 +143,7 @@ class Partial(contextlib.AbstractContextManager["Partial"]):
                 self._lock = os.open(self.path, os.O_RDONLY)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
 
-    def __exit__(self, *error: object) -> None:
-        self.discard()
-
-    def discard(self) -> None:
+    def discard(self, *error: object) -> None:
         """Remove the folder and give the lock up."""
         if self.path.name:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -170,7 +152,7 @@ class Partial(contextlib.AbstractContextManager["Partial"]):
             os.close(descriptor)
 
     # An interrupt may come before the block begins, or as it ends.
-    __del__ = discard
+    __exit__ = __del__ = discard
 
     def put_file(self, name: str) -> None:
         """Give a file in the folder, which is on the disk, the name of the target."""

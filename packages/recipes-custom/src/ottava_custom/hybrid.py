@@ -27,8 +27,7 @@ class _BothSides(ShardRule):
     def independent_rows(self, quantizer: Any) -> int | None:
         sides = (quantizer.rowwise_quantizer, quantizer.columnwise_quantizer)
         rows = [rule_of(side).independent_rows(side) for side in sides]
-        known = [count for count in rows if count is not None]
-        return math.lcm(*known) if len(known) == 2 else None
+        return None if None in rows else math.lcm(*filter(None, rows))
 
 
 class HybridQuantizer(Quantizer):
@@ -72,21 +71,13 @@ class HybridQuantizer(Quantizer):
             copied.internal = True
             sides.append(copied)
         self.rowwise_quantizer, self.columnwise_quantizer = sides
+        self.keeps_operands = any(quantizer.keeps_operands for quantizer in sides)
+        self.keeps_values = all(quantizer.keeps_values for quantizer in sides)
         # The storage class of each side, also where only the other is asked.
         self.kinds = tuple(type(quantizer.make_empty((1, 1), device="cpu")) for quantizer in sides)
         for tensor in (False, True):
             # From now on a file may hold one.
             hybrid_class(*self.kinds, tensor=tensor)
-
-    @property
-    def keeps_operands(self) -> bool:  # type: ignore[override]
-        """Whether an internal result may hold the operand itself, of one side."""
-        return self.rowwise_quantizer.keeps_operands or self.columnwise_quantizer.keeps_operands
-
-    @property
-    def keeps_values(self) -> bool:  # type: ignore[override]
-        """Whether results hold the values as they are, on both sides."""
-        return self.rowwise_quantizer.keeps_values and self.columnwise_quantizer.keeps_values
 
     def for_usage(self, columnwise: bool) -> Quantizer:
         return self.columnwise_quantizer if columnwise else self.rowwise_quantizer

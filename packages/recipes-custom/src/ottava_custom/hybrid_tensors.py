@@ -157,12 +157,11 @@ def _own_fields(kind: _Kind) -> tuple[StaticField, ...]:
 
 def _declared(side: str, inner: InnerTensor) -> InnerTensor:
     """The declaration of a side's inner tensor in a hybrid: it serves that side, whatever it serves by itself."""
-    shared = inner.shared
     return replace(
         inner,
         attribute=_attribute(side, inner.attribute),
         argument=f"{side}_{inner.argument}",
-        usage="both" if shared else side,  # type: ignore[arg-type]
+        usage="both" if inner.shared else side,  # type: ignore[arg-type]
         native=_attribute(side, inner.native) if isinstance(inner.native, str) else inner.native,
     )
 
@@ -177,11 +176,8 @@ _made: dict[tuple[_Kind, _Kind, bool], type[HybridTensorStorage]] = {}
 
 def hybrid_class(rowwise: _Kind, columnwise: _Kind, *, tensor: bool) -> type[HybridTensorStorage]:
     """The class for a pair of storage classes: a tensor, or a bare storage."""
-    found = _made.get((rowwise, columnwise, tensor))
-    return _make_class(rowwise, columnwise, tensor) if found is None else found
-
-
-def _make_class(rowwise: _Kind, columnwise: _Kind, tensor: bool) -> type[HybridTensorStorage]:
+    if (rowwise, columnwise, tensor) in _made:
+        return _made[rowwise, columnwise, tensor]
     kinds = (rowwise, columnwise)
     pairs = list(zip(SIDES, kinds, strict=True))
     own = tuple(

@@ -8,8 +8,48 @@ import torch
 
 from ottava.distributed import ShardRule
 from ottava.gemm import as_matrix
-from ottava.tensors import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer, check_values_dtype
-from ottava_custom.shared_elements import SharedElements
+from ottava.tensors import (
+    InnerTensor,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+    StaticField,
+    check_values_dtype,
+)
+
+
+class SharedElements(QuantizedTensorStorage):
+    """A storage whose first inner tensor, in the order of rows, serves rows and columns; it says which it is for."""
+
+    static_fields: ClassVar[tuple[StaticField, ...]] = (
+        StaticField("_dtype", "dtype"),
+        StaticField("_rowwise", "rowwise"),
+        StaticField("_columnwise", "columnwise"),
+    )
+    rowwise_serves_columnwise = True
+
+    _rowwise: bool
+    _columnwise: bool
+
+    def get_usages(self) -> dict[str, bool]:
+        held = getattr(self, self.inner_tensors[0].attribute) is not None
+        return {"rowwise": held and self._rowwise, "columnwise": held and self._columnwise}
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop a usage (False), ask for one (True), or leave it (None). The elements serve both, and stay.
+
+        Raises:
+            UsageError: it holds no data.
+            OptionError: neither usage would be left.
+        """
+        self._held()
+        self._rowwise, self._columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
+
+    def _held(self) -> torch.Tensor:
+        held = getattr(self, self.inner_tensors[0].attribute)
+        if held is None:
+            raise self._empty()
+        return held  # type: ignore[no-any-return]
 
 
 class IdentityTensorStorage(SharedElements):

@@ -135,12 +135,12 @@ def save_sharded(state: Mapping[str, Any], path: AnyPath, *, group: Any = None, 
     from ottava.checkpoint.storage import FolderWriter
 
     ranks = Ranks(group)
-    flat = ranks.each(lambda: _Flat(state))
+    folder, flat = ranks.each(lambda: (as_path(path), _Flat(state)))
     per_rank = _differing(flat, ranks)
     largest = [name for name in per_rank if is_reduced_by_max(name)]
     description = {"state": flat.tree, "quantized": flat.quantized, "per_rank": per_rank, "largest": largest}
-    writer = ranks.each(lambda: FolderWriter(path, overwrite, description))
-    writer.save({per_rank[n][ranks.rank] if n in per_rank else n: t for n, t in flat.tensors.items()}, ranks)
+    tensors = {per_rank[n][ranks.rank] if n in per_rank else n: t for n, t in flat.tensors.items()}
+    ranks.each(lambda: FolderWriter(folder, overwrite, description).save(tensors, ranks))
 
 
 def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
@@ -207,8 +207,8 @@ def load_sharded(
     # Scaling state that each of another number of ranks had of its own: for all of these, the largest values.
     about = reader.index.description
     largest = [name for name in about["largest"] if name in stored and len(about["per_rank"][name]) != ranks.world]
-    pairs = ranks.each(lambda: [(flat.tensors[name], reader.whole(name)) for name in largest])
-    pairs += reader.load({there: flat.tensors[name] for name, there in stored.items() if name not in largest}, ranks)
+    shards = {there: flat.tensors[name] for name, there in stored.items() if name not in largest}
+    pairs = ranks.each(lambda: reader.pairs(shards) + [(flat.tensors[name], reader.whole(name)) for name in largest])
     # What derives from the bytes of quantized tensors is outdated now.
     for storage in (local_tensor(flat.values[name]) for name in flat.quantized):
         storage.mark_written()

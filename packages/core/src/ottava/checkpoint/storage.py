@@ -7,6 +7,7 @@ folder without it, with a damaged one, or with files that are not as long as it 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import re
 import secrets
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,16 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ottava.checkpoint.files import CHECKSUM_KEY, DTYPES, INDEX_NAME, RESAVE, dtype_name, read_tensors, write_tensors
 from ottava.checkpoint.flatten import check_entry, described
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
-from ottava.filesystem import AnyPath, Partial, as_path, folders_made, locked, sync
+from ottava.filesystem import AnyPath, Partial, as_path, folders_made, opened, sync
 
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
 _VERSION = 2
@@ -169,7 +169,10 @@ def publish(partial: Partial, overwrite: bool) -> None:
         if not (target / INDEX_NAME).exists():
             raise
         check_target(target, overwrite)
-        with locked(target):
+        with opened(target) as descriptor:
+            # Without locks, one writer at a time is up to the user.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             files = {name for name in os.listdir(source) if name != INDEX_NAME}
             for name in files:
                 os.replace(source / name, target / name)
@@ -182,8 +185,25 @@ def publish(partial: Partial, overwrite: bool) -> None:
     sync(target.parent)
 
 
-class _OfOnePath:
-    """What DCP asks of storages that it makes for a ``checkpoint_id``, or that change its plans."""
+class FolderWriter(StorageWriter):
+    """Writes tensors, and a description of all else, on a file system that all ranks share: whole or not at all."""
+
+    def __init__(self, path: Path, overwrite: bool, description: Mapping[str, Any]) -> None:
+        self.path, self.overwrite, self.description = path, overwrite, description
+
+    def save(self, tensors: Mapping[str, Any], ranks: Ranks) -> None:
+        """Save the tensors of this rank, as all ranks do theirs; raises what this one failed in alone."""
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        to: dict[str, Any] = {"storage_writer": self, "process_group": ranks.group, "no_dist": ranks.alone}
+        with contextlib.ExitStack() as self._stack, warnings.catch_warnings():
+            # One process alone is what is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            try:
+                save({**tensors}, planner=planner, **to)
+            except CheckpointException as error:
+                if ranks.rank in error.failures:
+                    failure = error.failures[ranks.rank][0]
+                    raise failure from failure.__cause__
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -192,43 +212,7 @@ class _OfOnePath:
     def _unchanged(self, *given: Any, **options: Any) -> Any:
         return given[0] if given else None
 
-    reset = set_up_storage_reader = set_up_storage_writer = prepare_local_plan = prepare_global_plan = _unchanged
-
-
-def _run(ranks: Ranks, function: Callable[..., object], tensors: Mapping[str, Any], **options: Any) -> None:
-    """A function of DCP, which fails on all ranks where it fails on one."""
-
-    def call() -> None:
-        try:
-            function(tensors, process_group=ranks.group, no_dist=ranks.alone, **options)
-        except CheckpointException as error:
-            if ranks.rank in error.failures:
-                failure = error.failures[ranks.rank][0]
-                raise failure from failure.__cause__
-
-    with warnings.catch_warnings():
-        # One process alone is what is meant.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        ranks.each(call)
-
-
-def _done(result: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
-
-
-class FolderWriter(_OfOnePath, StorageWriter):
-    """Writes tensors, and a description of all else, on a file system that all ranks share: whole or not at all."""
-
-    def __init__(self, path: AnyPath, overwrite: bool, description: Mapping[str, Any]) -> None:
-        self.path, self.overwrite, self.description = as_path(path), overwrite, description
-
-    def save(self, tensors: Mapping[str, Any], ranks: Ranks) -> None:
-        """Save the tensors of this rank, as all ranks do theirs."""
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with contextlib.ExitStack() as self._stack:
-            _run(ranks, save, tensors, storage_writer=self, planner=planner)
+    reset = set_up_storage_writer = prepare_local_plan = _unchanged
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with _written(self.path):
@@ -259,7 +243,9 @@ class FolderWriter(_OfOnePath, StorageWriter):
             with _written(path):
                 checksum = write_tensors(path, tensors, described({}))
                 file = (path.stat().st_size, checksum)
-        return _done([WriteResult(index, tensors[shard.key].nbytes, (shard, file)) for index, shard in stored])
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([WriteResult(i, tensors[shard.key].nbytes, (shard, file)) for i, shard in stored])
+        return written
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         tensors: dict[str, Any] = metadata.state_dict_metadata
@@ -276,20 +262,25 @@ def _written(path: Path) -> contextlib.AbstractContextManager[None]:
     return translated(f"{path} cannot be written", "a folder to write to, and room in it", of=(OSError, ValueError))
 
 
-class FolderReader(_OfOnePath, StorageReader):
+class FolderReader:
     """Maps what :class:`FolderWriter` wrote; CheckpointError where it is not whole, or was replaced meanwhile."""
 
     def __init__(self, path: AnyPath) -> None:
         self.path = as_path(path)
         self.index = read_index(self.path)
         self._files: dict[str, dict[str, torch.Tensor]] = {}
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def load(self, tensors: Mapping[str, Any], ranks: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def pairs(self, tensors: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What goes where: tensors to write, and their new values, mapped, of the same shapes and dtypes."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        _run(ranks, load, tensors, storage_reader=self, planner=planner)
-        return self._pairs
+        planner.set_up_planner({**tensors}, dcp.Metadata({**self.index.tensors}))
+        pairs = []
+        for item in planner.create_local_plan().items:
+            name, offsets = item.storage_index.fqn, item.storage_index.offset
+            shards: list[Any] = self.index.tensors[name].chunks
+            stored = self.shard(name, next(shard for shard in shards if shard.offsets == offsets))
+            pairs.append((planner.resolve_tensor(item).detach(), stored[_box(item.storage_offsets, item.lengths)]))
+        return pairs
 
     def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of one file, mapped, which is the one that the index speaks of."""
@@ -328,18 +319,6 @@ class FolderReader(_OfOnePath, StorageReader):
         for other in about["per_rank"][name][1:] if name in about["largest"] else ():
             made = torch.maximum(made, self.whole(other))
         return made
-
-    def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
-        return dcp.Metadata({**self.index.tensors})
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            name, offsets = item.storage_index.fqn, item.storage_index.offset
-            shards: list[Any] = self.index.tensors[name].chunks
-            stored = self.shard(name, next(shard for shard in shards if shard.offsets == offsets))
-            value = stored[_box(item.storage_offsets, item.lengths)]
-            self._pairs.append((planner.resolve_tensor(item).detach(), value))
-        return _done(None)
 
 
 def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

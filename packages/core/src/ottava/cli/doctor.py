@@ -145,11 +145,10 @@ def _plugins() -> list[Check]:
         return [Check("plugins", False, str(error))]
     checks = []
     for status in statuses:
-        specs = [*status.recipes, *status.quantizer_factories]
-        offers = ", ".join(spec.name for spec in specs) or "nothing"
+        offers = ", ".join(spec.name for spec in status.offers) or "nothing"
         detail = f"{status.distribution} {status.version}, {status.status}, offers: {offers}"
         checks.append(Check(f"plugin {status.name}", not status.problems, "\n".join(status.problems) or detail))
-        checks += [_examined(f"{spec.kind} {spec.name}", partial(_offer, spec)) for spec in specs]
+        checks += [_examined(f"{spec.kind} {spec.name}", partial(_offer, spec)) for spec in status.offers]
     if not statuses:
         checks.append(Check("plugins", True, "none; try: pip install ottava-recipes-current"))
     if unknown := unknown_disabled():

@@ -19,7 +19,8 @@ from ottava.cli.doctor import doctor
 from ottava.cli.export import export
 from ottava.cli.recipes import recipes
 from ottava.errors import OttavaError, PluginError, UsageError, text_of
-from ottava.recipes.loader import Found, describe, discover
+from ottava.recipes.loader import describe, discover
+from ottava.recipes.ownership import PluginStatus
 
 #: The group of entry points by which packages add commands.
 COMMANDS = "ottava.commands"
@@ -27,7 +28,7 @@ COMMANDS = "ottava.commands"
 _ELSEWHERE = {"check-recipe": "ottava-testing", "demo": "ottava-demo", "new-recipe": "ottava-testing"}
 
 
-def _load(name: str, offers: list[Found]) -> Callable[..., Any]:
+def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
     """The function of a command that another package has; an error of Ottava where none, or several have it."""
     if not offers:
         package = _ELSEWHERE[name]

@@ -1,17 +1,71 @@
-"""``ottava recipes``: what is installed, what is broken, and which layer gets what."""
+"""``ottava recipes``: what is installed, what is broken, and which layer gets what, from a recipe's own word."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ottava.cli.explain import show_explanation
 from ottava.cli.output import Json, console, say, show_json, table
-from ottava.errors import UsageError
+from ottava.errors import OptionError, UsageError
+from ottava.recipes.base import get_recipe
+from ottava.recipes.explanation import Explanation, RecipeRule
 from ottava.recipes.ownership import FACTORY, RECIPE, PluginStatus
 from ottava.recipes.registry import plugin_statuses, unknown_disabled
+from ottava.recipes.role import OF_LINEAR, QuantizerRole
+
+_WEIGHT = ".weight"
+#: The layers that the demo converts in its model, a GPT of four blocks.
+DEMO_LAYERS = tuple(f"blocks.{block}.{layer}" for block in range(4) for layer in ("qkv", "proj", "up", "down"))
+
+
+def checkpoint_layers(path: Path) -> list[str]:
+    """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or not."""
+    from ottava.checkpoint.convert import read_state
+
+    state, _ = read_state(path)
+    found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
+    if not found:
+        what, expected = f"{path} has no matrix named *{_WEIGHT}", "a checkpoint of a model with linear layers"
+        raise UsageError(what, expected=expected)
+    return found
+
+
+def _place(found: Explanation | RecipeRule) -> str | None:
+    """Where a recipe's file says it, in words."""
+    return found.place or (None if found.line is None else f"line {found.line}")
+
+
+def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_json: bool) -> None:
+    """Print what each role of each layer gets under a recipe, and the rules of its file that serve none of them.
+
+    Without ``layers`` and a checkpoint these are the layers of the demo's model.
+    """
+    if not all(layers):
+        raise OptionError("--layer ''", expected="the qualified name of a layer")
+    recipe = get_recipe(name)
+    asked = [*layers, *(checkpoint_layers(checkpoint) if checkpoint is not None else [])] or DEMO_LAYERS
+    rows: list[dict[str, Any]] = []
+    used = set()
+    for layer, tensor_type in itertools.product(dict.fromkeys(asked), OF_LINEAR):
+        explained = recipe.explain(QuantizerRole("linear", tensor_type, layer))
+        used.add(explained.rule)
+        about = vars(explained) | {"place": _place(explained), "rule": explained.rule and explained.rule.text}
+        rows.append({"layer": layer, "role": tensor_type, **about})
+    unused = [rule for rule in recipe.rules() if rule not in used]
+    if as_json:
+        left = [{"line": rule.line, "place": _place(rule), "rule": rule.text} for rule in unused]
+        return show_json({"recipe": name, "layers": rows, "unused": left})
+    made = table(name, ("layer", "role", "rowwise", "columnwise", "from"), ())
+    for number, row in enumerate(rows, 1):
+        layer = row["layer"] if number % len(OF_LINEAR) == 1 else ""
+        cells = (layer, row["role"], row["rowwise"], row["columnwise"], row["place"] or "-")
+        made.add_row(*cells, end_section=number % len(OF_LINEAR) == 0)
+    console().print(made)
+    for rule in unused:
+        say(f"unused: the rule in {_place(rule)}, {rule.text}, serves none of these layers")
 
 
 def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
@@ -19,7 +73,7 @@ def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
 
     found = [(s.name, s.summary, getattr(s, "capabilities", ()), "ok", "") for s in status.specs(kind)]
     found += [(r.name, "", (), "refused", str(r.error)) for r in status.refused if r.kind == kind]
-    if kind == RECIPE and not (status.recipes or status.quantizer_factories or status.refused):
+    if kind == RECIPE and not (status.offers or status.refused):
         empty = status.status == "ok"
         word, error = ("empty", "it offers nothing") if empty else (status.status, status.error)
         found.append(("", "", (), word, error))
@@ -74,4 +128,3 @@ def recipes(
         if row["error"]:
             name = f" {row['name']}" if row["name"] else ""
             say(f"{row['plugin']} {row['version']}{name} is {row['status']}: {row['error']}")
-    return None

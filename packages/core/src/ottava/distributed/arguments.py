@@ -42,11 +42,10 @@ def checked_weights(
 ) -> list[ShardedWeight]:
     """All of them, or a typed error for the first thing that does not fit."""
     count = len(model_weights) if isinstance(model_weights, (list, tuple)) else 0
-    given = [quantizers] * count if quantizers is None or isinstance(quantizers, Quantizer) else quantizers
     lists = {
         "model_weights": model_weights,
         "master_weights": master_weights,
-        "quantizers": given,
+        "quantizers": [quantizers] * count if quantizers is None or isinstance(quantizers, Quantizer) else quantizers,
         "start_offsets": [None] * count if start_offsets is None else start_offsets,
         "fsdp_shard_model_weights": [None] * count if outs is None else outs,
     }
@@ -56,7 +55,7 @@ def checked_weights(
         if len(entries) != count:
             raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
     numbered = enumerate(zip(*lists.values(), strict=True))
-    weights = [_weight(place, start_offsets is not None, *entries) for place, entries in numbered]
+    weights = [_weight(f"weight {place}", start_offsets is not None, *entries) for place, entries in numbered]
     _check_agreement(weights)
     if outs is not None:
         check_places([data for weight in weights for data in weight.job.output.data])
@@ -64,16 +63,9 @@ def checked_weights(
 
 
 def _weight(
-    place: int, offsets_given: bool, weight: Any, master: Any, quantizer: Any, offset: Any, out: Any
+    what: str, offsets_given: bool, weight: Any, master: Any, quantizer: Any, offset: Any, out: Any
 ) -> ShardedWeight:
-    what = f"weight {place}"
-    if isinstance(out, (list, tuple)):
-        # TransformerEngine's users write a pair with None for what there is no shard of.
-        out = [buffer for buffer in out if buffer is not None] or None
-    storage, rows, group = weight, None, None
-    if is_distributed(weight):
-        storage = local_tensor(weight)
-        rows, group = _rows_of(weight, what)
+    storage, (rows, group) = local_tensor(weight), _rows_of(weight, what)
     if not isinstance(storage, QuantizedTensorStorage):
         remedy = "leave weights in high precision out: their optimizer writes them itself"
         raise DTypeError(f"{what} is a {type(storage).__name__}", expected="a quantized tensor", remedy=remedy)
@@ -82,12 +74,18 @@ def _weight(
         raise UsageError(f"{what} has no quantizer", remedy="pass quantizers, or set one with update_quantizer()")
     if not isinstance(quantizer, Quantizer):
         raise DTypeError(f"the quantizer of {what} is a {type(quantizer).__name__}", expected="an ottava.Quantizer")
-    shape = tuple(weight.size())
-    shard = _shard(master, storage.device, what)
-    start = _offset(offset, master is not None, offsets_given, shard.numel(), shape, rows, what)
+    shape, held = tuple(weight.size()), None if master is None else local_tensor(master)
+    if isinstance(held, QuantizedTensorStorage):
+        raise DTypeError(f"the master of {what} is quantized", expected="a dense tensor, or None for no shard")
+    if held is not None:
+        check_high_precision(held, f"the master of {what}")
+        check_device(held, storage.device, f"the master of {what}")
+    start = _offset(offset, offsets_given, None if held is None else held.numel(), shape, rows, what)
     _check_holds(storage, what)
     if storage._whole is not None and storage is weight:
         raise UsageError(f"{what} is a view of another tensor, whose scale it has", remedy="give the whole tensor")
+    empty = torch.empty(0, dtype=torch.float32, device=storage.device)
+    shard = empty if held is None else held.detach().reshape(-1)
     output = _output(out, storage, shape, start, shard.numel(), what)
     return ShardedWeight(what, storage, ShardJob(quantizer, shard, shape, storage.dtype, start, output), group)
 
@@ -97,48 +95,39 @@ def _check_holds(storage: QuantizedTensorStorage, what: str) -> None:
         raise UsageError(f"{what} holds no data to write to", remedy="it was cleared or saved")
 
 
-def _shard(master: Any, device: torch.device, what: str) -> torch.Tensor:
-    if master is None:
-        return torch.empty(0, dtype=torch.float32, device=device)
-    local = local_tensor(master)
-    what = f"the master of {what}"
-    if isinstance(local, QuantizedTensorStorage) or getattr(local, "is_nested", False):
-        raise DTypeError(f"{what} is quantized, or nested", expected="a dense tensor, or None for no shard")
-    check_high_precision(local, what)
-    check_device(local, device, what)
-    return local.detach().reshape(-1)  # type: ignore[no-any-return]
-
-
 def _offset(
-    offset: Any, held: bool, offsets_given: bool, count: int, shape: Sequence[int], rows: range | None, what: str
+    offset: Any, offsets_given: bool, held: int | None, shape: Sequence[int], rows: range | None, what: str
 ) -> int:
-    """Where a shard starts; it must lie in the weight, or be the rows of it that are here."""
-    numel, row = math.prod(shape), math.prod(shape[1:])
+    """Where a shard of so many elements starts; it must lie in the weight, or be the rows of it that are here."""
+    numel, row, count = math.prod(shape), math.prod(shape[1:]), held or 0
+    first, own = (0, numel) if rows is None else (rows.start * row, len(rows) * row)
     if offset is not None:
         if isinstance(offset, bool) or not hasattr(offset, "__index__"):
             raise OptionError(f"the start offset of {what} is {offset!r}", expected="an integer, or None for no shard")
         offset = operator.index(offset)
-    elif held and rows is None and (offsets_given or count != numel):
+    elif held is not None and rows is None and (offsets_given or count != numel):
         what = f"{what} has a master of {count} elements and no start offset"
         expected = f"the index of its first element among the {numel} of the weight"
         raise OptionError(what, expected=expected, remedy="pass start_offsets, with None only where the master is None")
-    first = 0 if rows is None else rows.start * row
     start: int = first if offset is None else offset
-    kind: type[OttavaError] = ShapeError
+    whole = rows is not None and count == own
     if rows is None:
         fits, expected = 0 <= start <= numel - count, f"a range inside the {numel} of the weight"
     else:
-        own = len(rows) * row
-        kind = OptionError if count == own else ShapeError
-        fits = not held or (count == own and (not count or start == first))
-        expected = f"{own} from {first} on, its rows here"
+        fits, expected = (
+            held is None or (whole and (start == first or not count)),
+            f"{own} from {first} on, its rows here",
+        )
     if not fits:
+        kind: type[OttavaError] = OptionError if whole else ShapeError
         raise kind(f"the master of {what} has {count} elements from {start} on", expected=expected)
-    return start if held and rows is None else first
+    return start if held is not None and rows is None else first
 
 
-def _rows_of(weight: Any, what: str) -> tuple[range, Any]:
+def _rows_of(weight: Any, what: str) -> tuple[range | None, Any]:
     """The rows of a DTensor that are here, and the group that has them all."""
+    if not is_distributed(weight):
+        return None, None
     sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if not sharded:
         return range(weight.shape[0]), None
@@ -158,45 +147,48 @@ def _check_agreement(weights: Sequence[ShardedWeight]) -> None:
     places: dict[int, ShardedWeight] = {}
     fitting: dict[Any, bool] = {}
     for weight in weights:
-        twin = places.setdefault(id(weight.storage), weight)
+        what, storage, quantizer = weight.what, weight.storage, weight.job.quantizer
+        twin, first = places.setdefault(id(storage), weight), seen.setdefault(type(quantizer), weight)
         if twin is not weight:
-            what = f"{weight.what} is {twin.what} again"
-            expected = "each weight once, with one shard on a rank"
-            raise OptionError(what, expected=expected, remedy="list weights that several layers share once")
-        _check_quantizer(weight, fitting)
-        if weight.storage.device != weights[0].storage.device:
-            what = f"{weight.what} is on {weight.storage.device}, {weights[0].what} on {weights[0].storage.device}"
+            expected, remedy = (
+                "each weight once, with one shard on a rank",
+                "list weights that several layers share once",
+            )
+            raise OptionError(f"{what} is {twin.what} again", expected=expected, remedy=remedy)
+        if not _fits(weight, fitting):
+            what = f"the quantizer of {what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}"
+            remedy = "leave quantizers out, or make the weight with this quantizer"
+            raise DTypeError(what, expected="a quantizer of its format and options, whatever the shape", remedy=remedy)
+        if storage.device != weights[0].storage.device:
+            what = f"{what} is on {storage.device}, {weights[0].what} on {weights[0].storage.device}"
             raise DeviceError(what, expected="one device for a batch")
-        quantizer, first = weight.job.quantizer, seen.setdefault(type(weight.job.quantizer), weight)
         for name in rule_of(quantizer).options:
             own, other = getattr(quantizer, name), getattr(first.job.quantizer, name)
             if own != other:
-                what = f"{name} is {own!r} for {weight.what} and {other!r} for {first.what}"
+                what = f"{name} is {own!r} for {what} and {other!r} for {first.what}"
                 expected = "one value for all weights of a batch"
                 raise OptionError(what, expected=expected, remedy="quantize them in two batches")
 
 
-def _check_quantizer(weight: ShardedWeight, fitting: dict[Any, bool]) -> None:
-    """Refuse a quantizer whose results are of another kind than the weight; ``fitting`` has what was found before."""
-    storage, quantizer = weight.storage, weight.job.quantizer
+def _fits(weight: ShardedWeight, known: dict[Any, bool]) -> bool:
+    """Whether what the quantizer makes is of the weight's kind; ``known`` has what was found before."""
+    storage, quantizer, usages = weight.storage, weight.job.quantizer, weight.storage.get_usages()
     static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
-    usages = storage.get_usages()
-    key = (type(storage), static, tuple(usages.values()), storage.dtype, len(weight.job.shape), quantizer)
-    if key not in fitting:
-        example = quantizer.with_usage(**usages).make_empty(
-            (1,) * len(weight.job.shape), dtype=storage.dtype, device=storage.device
-        )
-        fitting[key] = same_kind(example, storage)
-    if not fitting[key]:
-        what = f"the quantizer of {weight.what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}"
-        expected = "a quantizer of its format and options, whatever the shape"
-        raise DTypeError(what, expected=expected, remedy="leave quantizers out, or make the weight with this quantizer")
+    shape = (1,) * len(weight.job.shape)
+    key = (type(storage), static, tuple(usages.values()), storage.dtype, shape, quantizer)
+    if key not in known:
+        example = quantizer.with_usage(**usages).make_empty(shape, dtype=storage.dtype, device=storage.device)
+        known[key] = same_kind(example, storage)
+    return known[key]
 
 
 def _output(
     out: Any, storage: QuantizedTensorStorage, shape: tuple[int, ...], start: int, count: int, what: str
 ) -> ShardOutput:
     """Where a shard goes: into the weight itself, into another tensor that is the shard, or into bytes."""
+    if isinstance(out, (list, tuple)):
+        # TransformerEngine's users write a pair with None for what there is no shard of.
+        out = [buffer for buffer in out if buffer is not None] or None
     out = storage if out is None else out
     if isinstance(out, QuantizedTensorStorage):
         _check_holds(out, f"the shard of {what}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,6 @@ from ottava.distributed.rules import ShardBatch, ShardRule, rule_of
 from ottava.distributed.shards import ShardJob
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, Size
-from ottava.tensors.declaration import InnerTensor
 from ottava.torch_private import foreach_copy_
 
 Scales = Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -46,35 +45,43 @@ class GridBatch(ShardBatch):
         rule: Any = rule_of(quantizer)
         self._scales: Scales = rule.scales
         self._layout: Layout = quantizer.layout
-        matrices, starts = [job.matrix for job in jobs], [job.start_offset for job in jobs]
+        layout, matrices = self._layout, [job.matrix for job in jobs]
         sources = [job.shard for job in jobs], [job.dtype for job in jobs]
-        self._places = (*sources, matrices, starts, [self._layout] * len(jobs))
-        # How many amaxes there are of each direction. For each that is written: the number of the job, whether it is
-        # columnwise, its place among those amaxes, their grid, and where its data and scales go: to a tensor that has
-        # those of the whole weight, if there is one.
-        self._lengths: list[int] = []
-        self._sides: list[tuple[int, bool, int, Size, torch.Tensor, InnerTensor, torch.Tensor | None]] = []
-        for at, matrix in enumerate(matrices):
-            self._look(at, matrix)
-        self._held = [held for *_, held in self._sides if held is not None]
+        self._places = (*sources, matrices, [job.start_offset for job in jobs], [layout] * len(jobs))
+        sides = (False,) if layout.square else (False, True)
+        grids = [layout.grid(matrix, side, shared=True) for matrix in matrices for side in sides]
+        lengths = [math.prod(grid) for grid in grids]
+        # What elements are multiplied by, and what is stored: of E8M0 one for both. Each cast writes into them, because
+        # a view of them for each weight takes longer to make than a small weight to cast.
+        count = 2 if layout.scale is torch.float32 else 1
+        self._made = [jobs[0].shard.new_empty(sum(lengths), dtype=layout.stored_scale) for _ in range(count)]
+        made = [[part.view(grid) for part, grid in zip(m.split(lengths), grids, strict=True)] for m in self._made]
+        # Of a layout whose blocks have scales in common: those of blocks, those in common, and which they are.
+        self._spread: list[tuple[torch.Tensor, torch.Tensor, bool, Size]] = []
+        self._pairs: tuple[list[Any], list[Any]] = [None] * len(jobs), [None] * len(jobs)
+        # Where scales go, and those that go there.
+        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for at, job in enumerate(jobs):
+            holder = job.output.holder
+            data = {inner.usage: own for inner, own in zip(holder.raw_inner(), job.output.data, strict=True)}
+            scales = {inner.usage: inner for inner in holder.inner_tensors if inner.argument.endswith("scale_inv")}
+            for columnwise, usage in enumerate(("rowwise", "columnwise")):
+                if usage not in data:
+                    continue
+                place = len(sides) * at + columnwise * (len(sides) - 1)
+                own = [self._of_blocks(each[place], bool(columnwise), matrices[at]) for each in made]
+                self._pairs[columnwise][at] = own[0], data[usage]
+                target = job.output.target(scales[usage] if usage in scales else scales["both"], own[-1])
+                self._held += [] if target is None else [target]
         # After a call that raised nothing the same arguments are not looked at again.
         self._seen, self._cast = False, False
 
-    def _look(self, at: int, matrix: Size) -> None:
-        layout, output, first = self._layout, self.jobs[at].output, len(self._lengths)
-        data = {inner.usage: own for inner, own in zip(output.holder.raw_inner(), output.data, strict=True)}
-        scales = {inner.usage: inner for inner in output.holder.inner_tensors if inner.argument.endswith("scale_inv")}
-        grids = [layout.grid(matrix, columnwise, shared=True) for columnwise in (False, True)]
-        self._lengths += [math.prod(grid) for grid in (grids[:1] if layout.square else grids)]
-        for columnwise, usage in ((False, "rowwise"), (True, "columnwise")):
-            if usage not in data:
-                continue
-            inner = scales[usage] if usage in scales else scales["both"]
-            held: torch.Tensor | None = getattr(output.holder, inner.attribute)
-            if held is not None and held.numel() != math.prod(layout.grid(matrix, columnwise)):
-                held = None
-            side = int(columnwise and not layout.square)
-            self._sides.append((at, columnwise, first + side, grids[side], data[usage], inner, held))
+    def _of_blocks(self, common: torch.Tensor, columnwise: bool, matrix: Size) -> torch.Tensor:
+        if self._layout.shared is None:
+            return common
+        spread = common.new_empty(self._layout.grid(matrix, columnwise))
+        self._spread.append((spread, common, columnwise, matrix))
+        return spread
 
     def amaxes(self) -> torch.Tensor:
         amaxes = kernels.grid_multi_amax(*self._places, checked=self._seen)
@@ -82,22 +89,14 @@ class GridBatch(ShardBatch):
         return amaxes
 
     def cast(self, amaxes: torch.Tensor) -> None:
-        factors, stored = (values.split(self._lengths) for values in self._scales(self.jobs, amaxes))
-        pairs: tuple[list[Any], list[Any]] = [None] * len(self.jobs), [None] * len(self.jobs)
-        found: list[torch.Tensor] = []
-        for at, columnwise, part, grid, data, inner, held in self._sides:
-            own, scales = factors[part].view(grid), stored[part]
-            if self._layout.shared is not None:
-                about = self._layout, columnwise, self._places[2][at]
-                own, scales = (for_blocks(each.view(grid), *about).contiguous() for each in (own, scales))
-            pairs[columnwise][at] = own, data
-            if held is None:
-                self.jobs[at].output.write_inner(inner, scales.view(own.shape))
-            else:
-                found.append(scales.view(held.shape))
-        if found:
-            foreach_copy_(self._held, found)
-        kernels.grid_multi_cast(*self._places, *pairs, checked=self._cast)
+        factors, stored = self._scales(self.jobs, amaxes)
+        self._made[0].copy_(factors)
+        self._made[-1].copy_(stored)
+        for spread, common, columnwise, matrix in self._spread:
+            spread.copy_(for_blocks(common, self._layout, columnwise, matrix))
+        if self._held:
+            foreach_copy_(*map(list, zip(*self._held, strict=True)))
+        kernels.grid_multi_cast(*self._places, *self._pairs, checked=self._cast)
         self._cast = True
         self.written()
 
@@ -127,16 +126,19 @@ class GridShards(ShardRule):
         scattered = quantizer.columnwise_usage and layout.transposed and not layout.square
         return None if scattered else self.batch
 
-    def together(self, job: ShardJob) -> Hashable:
-        return super().together(job), job.quantizer.layout.text, job.dtype  # type: ignore[attr-defined]
-
     def one_amax(self, quantizer: Any) -> bool:
         return bool(quantizer.layout.block == (None, None))
 
-    def independent_rows(self, quantizer: Any) -> int | None:
+    def _heights(self, quantizer: Any) -> list[int | None]:
+        """Rows that have a scale in common, in each direction."""
         sides = (False, True) if quantizer.columnwise_usage else (False,)
-        rows = [quantizer.layout.block_of(columnwise, shared=True)[0] for columnwise in sides]
-        return None if None in rows else math.lcm(*rows)
+        return [quantizer.layout.block_of(columnwise, shared=True)[0] for columnwise in sides]
+
+    def independent_rows(self, quantizer: Any) -> int | None:
+        return None if None in self._heights(quantizer) else self.rows_of_blocks(quantizer)
+
+    def rows_of_blocks(self, quantizer: Any) -> int:
+        return math.lcm(*(rows for rows in self._heights(quantizer) if rows is not None))
 
 
 #: The rule of quantizers with one scale a tensor that a function of their own gives.

@@ -84,7 +84,7 @@ class HighPrecisionWeight(torch.Tensor):
 
     @property
     def data(self) -> Any:
-        """An alias without gradient; setting it takes over other values of the same shape, as of ``torch.Tensor``."""
+        """An alias without gradient; setting it takes over other values of the same shape."""
         return self.detach()
 
     @data.setter
@@ -109,7 +109,10 @@ class HighPrecisionWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        result = func(*_unwrapped(args), **_unwrapped(kwargs or {}))
+        plain_args, plain_kwargs = tree_map(
+            lambda v: v._plain if isinstance(v, HighPrecisionWeight) else v, (args, kwargs or {})
+        )
+        result = func(*plain_args, **plain_kwargs)
         if func in _KEEPS_CLASS:
             return tree_map(lambda r: cls(r) if isinstance(r, torch.Tensor) else r, result)
         if args and isinstance(args[0], cls) and result is args[0]._plain:
@@ -118,8 +121,7 @@ class HighPrecisionWeight(torch.Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        values = self._plain.detach().requires_grad_(self.requires_grad)
-        return values.__reduce_ex__(protocol)
+        return self._plain.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HighPrecisionWeight({self._plain!r})"
@@ -134,14 +136,14 @@ class HighPrecisionWeight(torch.Tensor):
         world = dist.get_world_size(group)
         check_shard(values.shape, orig_size, module)
         known = _quantized.pop(module, None)
-        if known is not None and known[:2] == (version_of(values), dtype):
-            return pre_all_gather(known[2], mesh, orig_size, module)
-        if not _gathers_quantized(_quantizer_of(module), orig_size, world):
-            return (padded(values.to(dtype), math.ceil(orig_size[0] / world)).contiguous(),), orig_size
-        others = [p for p in gathered_together(module) if p.module is not module and hasattr(p.shard, "high_precision")]
-        together = [GatheredParameter(self, orig_size, module), *others]
-        _quantize_together(together, mp_policy.param_dtype, group, world)
-        return pre_all_gather(_quantized.pop(module)[2], mesh, orig_size, module)
+        if known is None or known[:2] != (version_of(values), dtype):
+            if not _gathers_quantized(_quantizer_of(module), orig_size, world):
+                return (padded(values.to(dtype), math.ceil(orig_size[0] / world)).contiguous(),), orig_size
+            others = [p for p in gathered_together(module) if p.module is not module]
+            together = [p for p in others if isinstance(p.shard, HighPrecisionWeight)]
+            _quantize_together([GatheredParameter(self, orig_size, module), *together], mp_policy.param_dtype, group)
+            known = _quantized.pop(module)
+        return pre_all_gather(known[2], mesh, orig_size, module)
 
     def fsdp_post_all_gather(
         self,
@@ -164,10 +166,6 @@ class HighPrecisionWeight(torch.Tensor):
         return None if out is not None else (outputs[0][: metadata[0]].view(metadata), ())  # type: ignore[arg-type]
 
 
-def _unwrapped(values: Any) -> Any:
-    return tree_map(lambda value: value._plain if isinstance(value, HighPrecisionWeight) else value, values)
-
-
 def _quantizer_of(module: Any) -> Quantizer:
     quantizer: Quantizer | None = getattr(module, "gather_quantizer", lambda: None)()
     if quantizer is None:
@@ -181,17 +179,18 @@ def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bo
     """Whether shards can be quantized where they are; the same on every rank."""
     rule, even = rule_of(quantizer), size[0] % world == 0
     independent = rule.independent_rows(quantizer)
-    if independent is None:
+    if independent is None and rule.batch_for(quantizer) is None:
+        return False
+    if world == 1 or (independent is None and rule.one_amax(quantizer)):
         # FSDP pads uneven shards, of which nothing but data is gathered then.
-        return rule.batch_for(quantizer) is not None and (even or rule.one_amax(quantizer))
+        return True
     rows = size[0] // world * math.prod(size[1:-1])
-    return world == 1 or (len(size) > 1 and even and rows % independent == 0)
+    return even and rows % rule.rows_of_blocks(quantizer) == 0 and (independent is None or len(size) > 1)
 
 
-def _quantize_together(
-    parameters: Sequence[GatheredParameter], param_dtype: torch.dtype | None, group: Any, world: int
-) -> None:
+def _quantize_together(parameters: Sequence[GatheredParameter], param_dtype: torch.dtype | None, group: Any) -> None:
     """Quantize the shards of parameters that are gathered together, with one all-reduce for all that need any."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
     jobs: dict[torch.nn.Module, ShardJob] = {}
     made: dict[torch.nn.Module, tuple[int, torch.dtype, QuantizedTensor]] = {}
     for shard, size, module in parameters:
@@ -204,7 +203,7 @@ def _quantize_together(
         if rule_of(quantizer).independent_rows(quantizer) is not None:
             local = quantizer.quantize_impl(values.to(dtype), dtype)
         else:
-            start = min(dist.get_rank(group) * math.ceil(size[0] / world), size[0]) * math.prod(size[1:])
+            start = min(rank * math.ceil(size[0] / world), size[0]) * math.prod(size[1:])
             local = quantizer.make_empty(values.shape, dtype=dtype, device=values.device)
             output = shard_output(local, size, start, values.numel(), "a sharded weight")
             jobs[module] = ShardJob(quantizer, values.reshape(-1), tuple(size), dtype, start, output)
@@ -249,14 +248,21 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(parameter, []).append((module, name))
-    chosen = {key: places for key, places in owners.items() if all(_is_gathered(*place) for place in places)}
+    # The weights of layers that quantize them.
+    chosen = {
+        key: places
+        for key, places in owners.items()
+        if all(
+            n == "weight" and hasattr(m, "gather_quantizer") and getattr(m, "recipe", None) is not None
+            for m, n in places
+        )
+    }
     if not chosen:
         what = "no layer of the model has a recipe bound"
         raise UsageError(what, expected="layers of ottava.convert(model, recipe)", remedy="convert the model first")
-    if any(is_distributed(weight) for weight in chosen):
-        raise UsageError(
-            "the model is sharded already", expected="a model before fully_shard", remedy="call gather_quantized first"
-        )
+    if any(map(is_distributed, chosen)):
+        what, expected = "the model is sharded already", "a model before fully_shard"
+        raise UsageError(what, expected=expected, remedy="call gather_quantized first")
     for weight, places in chosen.items():
         if not isinstance(weight, (QuantizedTensorStorage, HighPrecisionWeight)):
             weight = torch.nn.Parameter(HighPrecisionWeight(weight.detach()), requires_grad=weight.requires_grad)
@@ -264,8 +270,3 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
             module.recomputes = recomputes  # type: ignore[assignment]
             module._parameters[name] = weight
     return model
-
-
-def _is_gathered(module: torch.nn.Module, name: str) -> bool:
-    """Whether a parameter is the weight of a layer that quantizes it."""
-    return name == "weight" and hasattr(module, "gather_quantizer") and getattr(module, "recipe", None) is not None

@@ -76,8 +76,8 @@ def pre_all_gather(
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
     """What this rank sends, padded to the length of the longest shard, and the plan.
 
-    Shards that cut blocks in two are refused, uneven ones with an inner tensor that has rows of its own kind, and those
-    that do not agree in what must be the same on all of them.
+    Raises:
+        ShapeError, UsageError: as of :meth:`ottava.QuantizedTensor.fsdp_pre_all_gather`.
     """
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
@@ -85,30 +85,30 @@ def pre_all_gather(
         module.own_shard(tensor)
     _agree(tensor, group, module)
     drop_flat_copies(module)
-    world = dist.get_world_size(group)
-    rows = math.ceil(size[0] / world)
-    sent = gathered = _to_gather(tensor, module)
+    world, gathered = dist.get_world_size(group), _to_gather(tensor, module)
     if world > 1:
         _check_rows(tensor, size, world)
-    else:
-        # With one rank nothing is gathered: FSDP copies the first input, and no other.
-        sent = dict(list(gathered.items())[:1])
+    # With one rank nothing is gathered: FSDP copies the first input, and no other.
+    sent = dict(list(gathered.items())[: None if world > 1 else 1])
     inputs, coming = [], []
     for inner, count in sent.items():
         data = inner.by_rows(getattr(tensor, inner.attribute))
-        data = data if inner.block_rows else padded(data, rows)
+        data = data if inner.block_rows else padded(data, math.ceil(size[0] / world))
         missing = count - data.numel() if world > 1 else 0
         coming.append(GatheredInner(inner, data.shape, missing > 0))
         if missing > 0:
             data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
         inputs.append(data.contiguous().view(torch.uint8) if data.element_size() == 1 else data.contiguous())
+    # Scales without the data that they are of say nothing.
+    usages = {"both", *(inner.usage for inner in gathered)}
     shared = {
-        inner.argument: getattr(tensor, inner.attribute) if inner.shared or inner in gathered else None
+        inner.argument: getattr(tensor, inner.attribute)
+        if (inner.shared and inner.usage in usages) or inner in gathered
+        else None
         for inner in tensor.inner_tensors
         if inner not in sent
     }
-    spec = tensor.flatten_storage()[1]
-    return tuple(inputs), GatherPlan(tuple(coming), shared, spec, size)
+    return tuple(inputs), GatherPlan(tuple(coming), shared, tensor.flatten_storage()[1], size)
 
 
 def post_all_gather(
@@ -150,12 +150,12 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
         what = f"{type(tensor).__name__} holds no inner tensor that can be gathered"
         expected = "one declared with gather=True"
         raise UsageError(what, expected=expected, remedy="keep the rowwise usage of sharded weights")
-    if not {"rowwise", "columnwise"} <= {inner.usage for inner in both}:
+    sides = ({i: count for i, count in both.items() if i.usage != other} for other in ("columnwise", "rowwise"))
+    rowwise, columnwise = sides
+    if both in (rowwise, columnwise):
         return both
-    rowwise = {inner: count for inner, count in both.items() if inner.usage != "columnwise"}
     if tensor.rowwise_serves_columnwise:
         return rowwise
-    columnwise = {inner: count for inner, count in both.items() if inner.usage != "rowwise"}
     # FSDP allocates once, so that what is gathered in turns must have the same dtypes and lengths.
     alike = [held[inner].dtype for inner in rowwise] == [held[inner].dtype for inner in columnwise]
     if not alike or getattr(module, "recomputes", False) or not resharded_after_forward(module) or not KNOWS_BACKWARD:
@@ -173,7 +173,8 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
         # FSDP asks for the padded size of the parameter itself.
         if inner.block_rows or (value is not None and inner.by_rows(value).shape[1:] != tensor.shape[1:]):
             what = f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size"
-            raise ShapeError(what, expected=f"a number of rows that {world} divides")
+            remedy = "keep the weight in high precision, or choose its rows so"
+            raise ShapeError(what, expected=f"a number of rows that {world} divides", remedy=remedy)
     # Those of the first rank, so that all ranks say the same.
     check_blocks(coming, size, range(math.ceil(size[0] / world)), f"a shard of a {type(tensor).__name__}")
 
@@ -188,13 +189,13 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
     One all-reduce serves all parameters that are gathered together.
     """
     # The name is kept, not the group, because a tensor must not keep a destroyed group alive.
-    if tensor._shard_group == group.group_name:
-        return
     name = group.group_name
+    if tensor._shard_group == name:
+        return
     if isinstance(module, torch.nn.Module) and _agreed.get(module) == name:
         # FSDP pads the last shard again after a load, so that one rank may have a new tensor where the others have not:
         # a comparison here would wait for them forever.
-        _share(tensor, group)
+        _share(tensor, name)
         return
     parameters = [p for p in gathered_together(module) if getattr(p.shard, "_shard_group", name) != name]
     if not any(parameter.shard is tensor for parameter in parameters):
@@ -212,24 +213,22 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
                 expected = "one value for all shards of a weight"
                 raise UsageError(what, expected=expected, remedy="set the values of the weight before it is sharded")
     for shard, parameter in zip(shards, parameters, strict=True):
-        _share(shard, group)
+        _share(shard, name)
         if isinstance(parameter.module, torch.nn.Module):
             _agreed[parameter.module] = name
 
 
-def _share(shard: QuantizedTensor, group: Any) -> None:
+def _share(shard: QuantizedTensor, group: str) -> None:
     """Have the quantizer of a shard keep the scale that all of them have, if it knows how."""
     quantizer: Any = shard._quantizer
-    silent = quantizer is not None and type(quantizer).for_shards is Quantizer.for_shards
-    if silent and shard.shared_inner() and rule_of(quantizer).independent_rows(quantizer) is None:
-        raise UsageError(
-            f"the shards of a {type(shard).__name__} share {shard.shared_inner()[0].argument!r}, and a "
-            f"{type(quantizer).__name__} does not say how they are to keep one value",
-            expected="a quantizer that defines for_shards(group)",
-            remedy="define it, or keep the weights in high precision",
-        )
     if quantizer is not None:
-        shard.update_quantizer(quantizer.for_shards(group.group_name))
-    shard._shard_group = group.group_name
+        silent, shared = type(quantizer).for_shards is Quantizer.for_shards, shard.shared_inner()
+        if silent and shared and rule_of(quantizer).independent_rows(quantizer) is None:
+            what = f"the shards of a {type(shard).__name__} share {shared[0].argument!r}, and a "
+            what += f"{type(quantizer).__name__} does not say how they are to keep one value"
+            remedy = "define it, or keep the weights in high precision"
+            raise UsageError(what, expected="a quantizer that defines for_shards(group)", remedy=remedy)
+        shard.update_quantizer(quantizer.for_shards(group))
+    shard._shard_group = group
     # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale, so that it may have its own.
     shard._whole = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ import torch
 from ottava.collectives import all_gather, all_reduce_max, process_groups_ready
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError
-from ottava.tensors.freshness import bump_versions
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.slots import above
 
@@ -42,7 +41,7 @@ class ShardBatch(ABC):
         """Tell all holders that their values changed."""
         if self._written is None:
             self._written = [tensor for job in self.jobs for tensor in job.output.written_tensors()]
-        bump_versions(self._written)
+        torch.autograd.graph.increment_version(self._written)
         for job in self.jobs:
             job.output.holder.mark_written()
 
@@ -70,10 +69,6 @@ class ShardRule:
         """:attr:`batch` for this quantizer of the class."""
         return self.batch
 
-    def together(self, job: ShardJob) -> Hashable:
-        """What jobs have in common that are in one batch."""
-        return type(job.quantizer), *(getattr(job.quantizer, name) for name in self.options)
-
     def one_amax(self, quantizer: Any) -> bool:
         """Whether the reduced amax of all shards is all that is needed to quantize one, as if it were the weight."""
         return False
@@ -81,6 +76,10 @@ class ShardRule:
     def independent_rows(self, quantizer: Any) -> int | None:
         """Rows that are quantized the same alone and in the whole by this quantizer of the class."""
         return self._rows
+
+    def rows_of_blocks(self, quantizer: Any) -> int:
+        """Shards of which whole quantized ones are made have a multiple of this number of rows."""
+        return self.independent_rows(quantizer) or 1
 
 
 _SILENT = ShardRule()
@@ -156,11 +155,14 @@ class ShardBatches(NamedTuple):
         """The jobs by what their quantizers declare, those with other values of its options apart."""
         together: dict[Any, list[ShardJob]] = {}
         for job in jobs:
-            rule = rule_of(job.quantizer)
-            batch = rule.batch_for(job.quantizer)
-            together.setdefault(batch and (batch, rule.together(job)), []).append(job)
+            quantizer: Any = job.quantizer
+            rule = rule_of(quantizer)
+            batch = rule.batch_for(quantizer)
+            options = (getattr(quantizer, name) for name in rule.options)
+            key = batch and (batch, type(quantizer), job.dtype, getattr(quantizer, "layout", None), *options)
+            together.setdefault(key, []).append(job)
         others = together.pop(None, None)
-        reduced = tuple(batch(own) for (batch, _), own in together.items())
+        reduced = tuple(batch(own) for (batch, *_), own in together.items())
         return cls(reduced, None if others is None else GatheredBatch(others))
 
     def quantize(self, group: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels.checks import check_device
 from ottava.tensors.declaration import InnerTensor
-from ottava.tensors.freshness import bump_version, bump_versions
+from ottava.tensors.freshness import bump_versions
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -46,18 +46,23 @@ class ShardOutput:
                 self.write_inner(inner, getattr(whole, inner.attribute))
         self.written()
 
-    def write_inner(self, inner: InnerTensor, whole: torch.Tensor | None) -> None:
-        """Copy an inner tensor of the whole weight that is not its elements, or the rows of it that are held."""
+    def target(self, inner: InnerTensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Where an inner tensor of the whole weight that is not its elements goes, and what of it: the rows held."""
         held: torch.Tensor | None = getattr(self.holder, inner.attribute)
-        if held is None or whole is None:
-            return
-        if held.shape != whole.shape:
+        if held is None:
+            return None
+        if held.numel() != whole.numel():
             step = inner.block_rows or 1
             leading = math.prod(self.holder.size()[1:-1]) if inner.block_rows is not None else 1
             first, count = self.rows.start * leading // step, inner.by_rows(held).shape[0]
             whole = inner.as_held(inner.by_rows(whole)[first : first + count])
-        held.copy_(whole)
-        bump_version(held)
+        return held, whole.view(held.shape)
+
+    def write_inner(self, inner: InnerTensor, whole: torch.Tensor | None) -> None:
+        """Copy an inner tensor of the whole weight that is not its elements, or the rows of it that are held."""
+        target = None if whole is None else self.target(inner, whole)
+        if target is not None:
+            target[0].copy_(target[1])
 
     def written_tensors(self) -> list[torch.Tensor]:
         """Whose versions change when the elements are written, so that autograd sees it."""

@@ -7,14 +7,14 @@ How a quantized tensor becomes a matrix is its own affair (``grid_operand`` for 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ottava.errors import DeviceError, OptionError, ShapeError
-from ottava.gemm import blocks, scaled
 from ottava.gemm.decoded import decoded_mm
 from ottava.gemm.operand import Operand
+from ottava.gemm.scaled import product_of
 from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision
 from ottava.kernels.checks import check_bias, check_device, check_dtype
 from ottava.kernels.products import product_dtype, returns_float32, without_autocast
@@ -28,9 +28,6 @@ GemmType = Literal["fprop", "dgrad", "wgrad"]
 # A tensor in high precision, or a quantized one.
 _Matrix = torch.Tensor | QuantizedTensorStorage
 
-#: What multiplies elements with scales as they are, by ``product`` where it ``takes`` both operands. Where none does,
-#: operands are decoded.
-PRODUCTS: tuple[Any, ...] = (scaled, blocks)
 # GEMM -> whether the rows of a are what is summed over, and whether those of b are: their columnwise usage.
 _GEMMS: dict[str, tuple[bool, bool]] = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 
@@ -78,20 +75,21 @@ def gemm(
     dtype = torch.float32 if accumulate else result_dtype
     columnwise = _GEMMS[gemm_type]
     owner = _custom_owner(a, b)
-    left = right = None
+    left = right = multiply = None
     if owner is None and isinstance(a, QuantizedTensorStorage) and isinstance(b, QuantizedTensorStorage):
         left, right = _on_grid(a, columnwise[0]), _on_grid(b, columnwise[1])
-    result = None
+    bias = bias.detach() if isinstance(bias, torch.Tensor) else bias
+    _check_operands(a, b, gemm_type, bias, out)
     if left is not None and right is not None:
-        result = _as_they_are(left, right, bias, out, dtype, not use_split_accumulator)
-    if result is None:
-        bias = bias.detach() if isinstance(bias, torch.Tensor) else bias
-        _check_operands(a, b, gemm_type, bias, out)
-        if owner is not None:
-            scales = getattr(a, "_scale_inv", None), getattr(b, "_scale_inv", None)
-            with without_autocast(a.device.type):
-                made = owner.qgemm(a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b)
-            return rounded(made) if out is None else made
+        multiply = product_of(left, right)
+    if multiply is not None:
+        result = multiply(left, right, bias, dtype, not use_split_accumulator)
+    elif owner is not None:
+        scales = getattr(a, "_scale_inv", None), getattr(b, "_scale_inv", None)
+        with without_autocast(a.device.type):
+            made = owner.qgemm(a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b)
+        return rounded(made) if out is None else made
+    else:
         compute = _compute_dtype(a, b, dtype)
         left = _operand(a, columnwise[0], compute) if left is None else left
         right = _operand(b, columnwise[1], compute) if right is None else right
@@ -99,27 +97,6 @@ def gemm(
     if out is None:
         return result
     return out.add_(result) if accumulate else out.copy_(result)
-
-
-def _as_they_are(
-    a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor | None, dtype: torch.dtype, fast: bool
-) -> torch.Tensor | None:
-    """The product of elements with scales, or None: then it is decoded operands', or an error.
-
-    Every training step comes here three times for each layer: nothing is looked at twice.
-    """
-    for way in PRODUCTS:
-        if way.takes(a, b):
-            rows, columns = a.rows().shape, b.rows().shape
-            if rows[1] != columns[1] or a.values.device != b.values.device:
-                return None
-            if out is not None and (out.shape != (rows[0], columns[0]) or out.device != a.values.device):
-                return None
-            if bias is not None:
-                check_bias(bias, columns[0], b.values.device)
-                bias = bias.detach() if bias.requires_grad and torch.is_grad_enabled() else bias
-            return way.product(a, b, bias, dtype, fast)  # type: ignore[no-any-return]
-    return None
 
 
 def _compute_dtype(a: _Matrix, b: _Matrix, out_dtype: torch.dtype) -> torch.dtype:
@@ -164,25 +141,27 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 def _check_operands(
     a: _Matrix, b: _Matrix, gemm_type: GemmType, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> None:
-    for name, x in (("a", a), ("b", b)):
+    sizes = []
+    for name, x, summed in zip("ab", (a, b), _GEMMS[gemm_type], strict=True):
         if not isinstance(x, QuantizedTensorStorage):
             check_high_precision(x, f"operand {name}")
-        if len(x.size()) == 0:
+        size = tuple(x.size())
+        if not size:
             raise ShapeError(f"operand {name} has no dimensions", expected="at least one")
-    if a.device != b.device:
-        raise DeviceError(f"operands on {a.device} and {b.device}", expected="one device")
-    (rows, inner), (columns, reduced) = (
-        (math.prod(x.size()[:-1]), x.size()[-1])[:: -1 if turned else 1]
-        for x, turned in zip((a, b), _GEMMS[gemm_type], strict=True)
-    )
+        kept, reduced = math.prod(size[:-1]), size[-1]
+        sizes += [reduced, kept] if summed else [kept, reduced]
+    rows, inner, columns, reduced = sizes
+    device = a.device
+    if device != b.device:
+        raise DeviceError(f"operands on {device} and {b.device}", expected="one device")
     if inner != reduced:
         raise ShapeError(
             f"{gemm_type} of {tuple(a.size())} and {tuple(b.size())}: reduced dimensions {inner} and {reduced}",
             expected="equal ones",
         )
     if bias is not None:
-        check_bias(bias, columns, a.device)
+        check_bias(bias, columns, device)
     if out is not None:
         if tuple(out.shape) != (rows, columns):
             raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str((rows, columns)))
-        check_device(out, a.device, "out")
+        check_device(out, device, "out")

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from ottava.formats import FP8
 from ottava.gemm.operand import Operand, define
 from ottava.kernels.backends import backend_module
 from ottava.kernels.products import finish, mm, product, product_dtype, returns_float32
-from ottava.kernels.reference import elements_of, spread
+from ottava.kernels.reference import spread
 from ottava.layout import Block, Layout
 
 Tensor = torch.Tensor
@@ -66,12 +65,7 @@ def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> _Rows:
         values, turned = values.t(), not turned
     out, backend = _scratch.empty(side, values, dtype), backend_module(values.device.type)
     folded = layout.rounding != "nearest" and not whole
-    if folded:
-        backend.grid_decode(values, scales, text, columnwise, out)
-    elif layout.element in FP8:
-        backend.decode(values, None, layout.element, out)
-    else:
-        out.copy_(elements_of(values, layout.element))
+    backend.grid_decode(values, scales if folded else None, text, columnwise, out)
     rows = out.t() if turned else out
     if whole or folded:
         return _Rows(rows, None if folded else scales)

@@ -1,33 +1,30 @@
-"""Products of FP8 operands on hardware that multiplies them (NVIDIA's compute capability 8.9 and later).
+"""Products of FP8 operands on hardware that multiplies them, by torch's ``scaled_mm``: a table of which scales where.
 
-torch's ``_scaled_mm`` is called on rows along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give
-``a · bᵀ``. (Its public form ``torch.nn.functional.scaled_mm`` takes lists and costs a fifth more host time.) What that
-function asks for is made here:
+It is called on rows along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give ``a · bᵀ``. What it asks for is
+made here: zeros are added up to the sizes that it wants, at addresses that are multiples of 16, and the result is cut;
+scales of blocks are brought into an order of their own. A bias is added in float32 before the one rounding, unless the
+library adds it as it is. It has no product of two E5M2 operands: there is none here either.
 
-- K and N are multiples of 16, and every address too; zeros are added, and the result is cut. M is free.
-- Rows are contiguous, or (compute capability 10 and 11) a transposed view of contiguous ones, whose outer size is then
-  a multiple of 16; anything else is transposed by a kernel.
-- A bias is fused if it has the dtype of the result, bfloat16 or float16; else it is added in float32 before the one
-  rounding.
-- One scale for each row goes to the library for a bfloat16 result and ``b`` in E4M3; else the bare product is scaled
-  in float32 before the one rounding.
-- It has no product of two E5M2 operands: there is none here either.
+One scale for the tensor, or for each row, is the private ``_scaled_mm``'s, because the public function takes lists and
+costs a fifth more host time. It takes rows that are contiguous, or (compute capability 10 and 11) a transposed view of
+contiguous ones; scales of rows for a bfloat16 result and ``b`` in E4M3, else the bare product is scaled in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ottava.formats import FP8
+from ottava.formats import E8M0, FP8, MX_BLOCK
 from ottava.gemm.operand import Operand, define, fitted, kept
 from ottava.kernels.products import capability, finish
-from ottava.layout import Layout
+from ottava.layout import Block, Layout
 from ottava.torch_private import scaled_mm
 
 Tensor = torch.Tensor
@@ -36,8 +33,55 @@ _E4M3, _E5M2, _FLOAT32, _BFLOAT16 = torch.float8_e4m3fn, torch.float8_e5m2, torc
 # The multiple that the library wants of sizes and addresses.
 _MULTIPLE = 16
 _UNALIGNED = _MULTIPLE - 1
-# One scale for the tensor, or for each row.
-_BLOCKS = ((None, None), (1, None))
+_SIDE = 128
+
+
+def swizzle(scales: Tensor) -> Tensor:
+    """E8M0 scales ``[outer, blocks]`` padded with zeros to multiples of 128 and 4, in the library's order, flat.
+
+    Tiles of 128 by 4 follow each other row by row of tiles; in a tile, scale ``(r, c)`` is at
+    ``(r % 32) * 16 + (r // 32) * 4 + c``. Source: cuBLAS documentation, layout of block scaling factors.
+    """
+    rows, columns = scales.shape
+    padded: Tensor = F.pad(scales, [0, -columns % 4, 0, -rows % 128])
+    tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(3, (-1, 4))
+    ordered: Tensor = tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+    return ordered.view(torch.float8_e8m0fnu)
+
+
+def _by_row(scales: Tensor) -> Tensor:
+    """float32 scales ``[outer, blocks]`` padded to a multiple of 16 rows, which lie next to each other."""
+    return _by_square(scales.t(), _MULTIPLE)
+
+
+def _by_square(scales: Tensor, multiple: int = 4) -> Tensor:
+    """float32 scales ``[outer blocks, blocks]`` as ``[L4, outer blocks]`` with strides ``[1, L4]``, where L4 is the
+    number of blocks rounded up to a multiple of 4."""
+    rows, columns = scales.shape
+    # Not as contiguous makes them: the strides of sizes of 1 are looked at, too.
+    made = scales.new_zeros((rows, columns + -columns % multiple))
+    made[:, :columns] = scales
+    return made.t()
+
+
+class _Blocks(NamedTuple):
+    """What the library asks for of a kind of blocks: multiples of both sizes, and the order of scales."""
+
+    recipe: Any
+    outer: int
+    inner: int
+    order: Callable[[Tensor], Tensor]
+    swizzle: Any = None
+
+
+_Scales = tuple[Block, torch.dtype]
+_TENSOR, _ROW = ((None, None), _FLOAT32), ((1, None), _FLOAT32)
+_LINE, _SQUARE, _MX = ((1, _SIDE), _FLOAT32), ((_SIDE, _SIDE), _FLOAT32), ((1, MX_BLOCK), E8M0.torch_dtype)
+_BLOCKS: dict[_Scales, _Blocks] = {
+    _LINE: _Blocks(F.ScalingType.BlockWise1x128, _MULTIPLE, _SIDE, _by_row),
+    _SQUARE: _Blocks(F.ScalingType.BlockWise128x128, _SIDE, _SIDE, _by_square),
+    _MX: _Blocks(F.ScalingType.BlockWise1x32, _MULTIPLE, MX_BLOCK, swizzle, F.SwizzleType.SWIZZLE_32_4_4),
+}
 
 _forced: bool | None = None
 
@@ -45,11 +89,6 @@ _forced: bool | None = None
 def multiplies_fp8(operand: Tensor) -> bool:
     """Whether FP8 operands where ``operand`` is are multiplied as such."""
     return capability(operand) >= 89 if _forced is None else _forced
-
-
-def may_multiply_fp8() -> bool:
-    """Whether there can be such a device at all: a cheaper question."""
-    return torch.version.cuda is not None if _forced is None else _forced
 
 
 @contextmanager
@@ -66,27 +105,35 @@ def scaled_products(wanted: bool = True) -> Iterator[None]:
         _forced = previous
 
 
-def takes(a: Operand, b: Operand) -> bool:
-    """Whether the library has the product, of operands that fit together."""
-    if not (may_multiply_fp8() and multiplies_fp8(a.values)):
-        return False
+def product_of(a: Operand, b: Operand) -> Callable[..., Tensor] | None:
+    """What multiplies two operands, which fit together, as they are; None where they are to be decoded."""
+    if not multiplies_fp8(a.values):
+        return None
     layouts = Layout.of(a.layout), Layout.of(b.layout)
-    return all(
-        layout.block in _BLOCKS and layout.scale is _FLOAT32 and layout.element in FP8 for layout in layouts
-    ) and not all(layout.element is _E5M2 for layout in layouts)
+    elements = {layout.element for layout in layouts}
+    if not elements <= FP8 or elements == {_E5M2}:
+        return None
+    left, right = ((layout.block, layout.scale) for layout in layouts)
+    hardware = capability(a.values)
+    for oldest, newest, scales, multiply in PRODUCTS:
+        if oldest <= hardware <= newest and (left, right) in scales:
+            return multiply
+    return None
 
 
-def product(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
-    """``round(a[M, K] · b[N, K]ᵀ * scales + bias)``."""
+def product(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """``round(a[M, K] · b[N, K]ᵀ * scales + bias)`` of one scale for the tensor, or for each row; with ``fast``
+    accumulation where the hardware has it."""
     # What is not a tensor of memory (a traced or a fake one) has no address to look at: its operator has.
     plain = type(a.values) is Tensor and not torch.compiler.is_compiling()
-    made = _direct(a, b, bias, out_dtype, fast_accumulation) if plain else None
-    return _fitting(a, b, bias, out_dtype, fast_accumulation) if made is None else made
+    made = _direct(a, b, bias, out_dtype, fast) if plain else None
+    return _fitting(a, b, bias, out_dtype, fast) if made is None else made
 
 
-def _rows(operand: Operand) -> tuple[Tensor, Tensor | None]:
-    """FP8 elements ``[outer, reduced]``, best contiguous, and scales: one for each of these rows, one, or None."""
-    scales = None if operand.scales is None else operand.scales.reshape(-1)
+def _rows(operand: Operand) -> tuple[Tensor, Tensor]:
+    """FP8 elements ``[outer, reduced]``, best contiguous, and scales: one for each of these rows, or one."""
+    values, scales = operand[:2]
+    scales = torch.ones(1, dtype=_FLOAT32, device=values.device) if scales is None else scales.reshape(-1)
     return operand.rows().view(Layout.of(operand.layout).element), scales
 
 
@@ -102,8 +149,6 @@ def _direct(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype,
         and not (inner | columns | left.data_ptr() | right.data_ptr()) & _UNALIGNED
         and left.is_contiguous()
         and right.is_contiguous()
-        and scale_a is not None
-        and scale_b is not None
         and scale_a.numel() == scale_b.numel() == 1
         and (bias is None or _fuses(bias, out_dtype))
     ):
@@ -118,36 +163,44 @@ def _fuses(bias: Tensor, out_dtype: torch.dtype) -> bool:
 
 def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """Of any sizes, strides, addresses, scales and bias."""
+    (rows, inner), columns = a.rows().shape, b.rows().shape[0]
+    if not (rows and columns and inner):
+        return finish(a.values.new_zeros((rows, columns), dtype=_FLOAT32), None, None, bias, out_dtype)
+    in_blocks = _blocks(a) is not None
+    if in_blocks:
+        narrow = bias is not None or out_dtype is torch.float16
+    else:
+        narrow = bias is not None and (out_dtype is _FLOAT32 or bias.dtype is not out_dtype)
+    if narrow:
+        # What the library would round before the bias is added, or not in this dtype.
+        return finish(_multiply(a, b, None, _FLOAT32, fast), None, None, bias, out_dtype)
+    made = _in_blocks(a, b, out_dtype, fast) if in_blocks else _by_rows(a, b, bias, out_dtype, fast)
+    return made if made.shape == (rows, columns) else made[:rows, :columns].contiguous()
+
+
+def _by_rows(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     made = _direct(a, b, bias, out_dtype, fast)
     if made is not None:
         return made
     (left, scale_a), (right, scale_b) = _rows(a), _rows(b)
-    (rows, inner), columns = left.shape, right.shape[0]
-    if not rows or not columns or not inner:
-        return finish(left.new_zeros((rows, columns), dtype=_FLOAT32), None, None, bias, out_dtype)
-    if bias is not None and (out_dtype is _FLOAT32 or bias.dtype is not out_dtype):
-        return finish(_multiply(a, b, None, _FLOAT32, fast), None, None, bias, out_dtype)
-    one = torch.ones((), dtype=_FLOAT32, device=left.device) if scale_a is None or scale_b is None else None
-    a_scale: Any = one if scale_a is None else scale_a
-    b_scale: Any = one if scale_b is None else scale_b
-    by_row = a_scale.numel() != 1 or b_scale.numel() != 1
+    rows, columns = len(left), len(right)
+    by_row = scale_a.numel() != 1 or scale_b.numel() != 1
     if by_row:
-        a_scale, b_scale = a_scale.reshape(-1).expand(rows).unsqueeze(1), b_scale.reshape(-1).expand(columns)
+        scale_a, scale_b = scale_a.expand(rows).unsqueeze(1), scale_b.expand(columns)
         if out_dtype is not _BFLOAT16 or right.dtype is not _E4M3 or not _scales_rows(left):
             bare = _multiply(a._replace(scales=None), b._replace(scales=None), None, _FLOAT32, fast)
-            return finish(bare * (a_scale * b_scale), None, None, bias, out_dtype)
+            return finish(bare * (scale_a * scale_b), None, None, bias, out_dtype)
     views = not by_row and _takes_views(left)
     left = fitted(left, 1, _MULTIPLE, views)
     make = partial(fitted, right, _MULTIPLE, _MULTIPLE, views)
     # Only a weight, which is no operand of a product with columnwise data of both, is met again as it was.
     right = make() if a.columnwise else kept(b, make, views)
-    padding = [0, right.shape[0] - columns]
+    padding = [0, len(right) - columns]
     if by_row:
-        a_scale, b_scale = a_scale.contiguous(), F.pad(b_scale, padding).unsqueeze(0)
+        scale_a, scale_b = scale_a.contiguous(), F.pad(scale_b, padding).unsqueeze(0)
     if bias is not None:
         bias = F.pad(bias, padding) if padding[1] else bias if _fuses(bias, out_dtype) else bias.clone()
-    result = scaled_mm(left, right.t(), a_scale, b_scale, bias, None, out_dtype, fast)
-    return result if result.shape == (rows, columns) else result[:rows, :columns].contiguous()
+    return scaled_mm(left, right.t(), scale_a, scale_b, bias, None, out_dtype, fast)
 
 
 def _scales_rows(operand: Tensor) -> bool:
@@ -160,4 +213,37 @@ def _takes_views(operand: Tensor) -> bool:
     return 100 <= capability(operand) < 120
 
 
+def _blocks(operand: Operand) -> _Blocks | None:
+    layout = Layout.of(operand.layout)
+    return _BLOCKS.get((layout.block, layout.scale))
+
+
+def _in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    left, left_scales, of_a = _for_library(a)
+    right, right_scales, of_b = _for_library(b) if a.columnwise else _kept(b)
+    options: dict[str, Any] = {"swizzle_a": of_a.swizzle, "swizzle_b": of_b.swizzle, "output_dtype": out_dtype}
+    options["use_fast_accum"] = fast and of_a.swizzle is not None
+    return F.scaled_mm(left, right.t(), left_scales, of_a.recipe, right_scales, of_b.recipe, **options)
+
+
+def _for_library(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:
+    """Elements ``[outer, reduced]``, padded, and their scales, in order."""
+    blocks, scales = _blocks(operand), operand.scales
+    assert blocks is not None
+    assert scales is not None
+    data = fitted(operand.rows(), blocks.outer, blocks.inner)
+    ordered = blocks.order(scales.t() if operand.is_turned() else scales)
+    return data.view(Layout.of(operand.layout).element), ordered, blocks
+
+
+def _kept(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:
+    return kept(operand, partial(_for_library, operand))  # type: ignore[no-any-return]
+
+
 _fitting = define("fp8_mm", "bool fast_accumulation", _multiply)
+#: The oldest and the newest hardware, by compute capability, the scales of both operands, and what multiplies them.
+PRODUCTS: tuple[tuple[int, float, list[tuple[_Scales, _Scales]], Callable[..., Tensor]], ...] = (
+    (0, inf, [(_TENSOR, _TENSOR), (_TENSOR, _ROW), (_ROW, _TENSOR), (_ROW, _ROW)], product),
+    (90, 90, [(_LINE, _LINE), (_LINE, _SQUARE), (_SQUARE, _LINE)], _fitting),
+    (100, inf, [(_MX, _MX)], _fitting),
+)

@@ -16,26 +16,12 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
+from ottava.kernels import checks as _checks
 from ottava.kernels import products as _products
 from ottava.kernels import table as _table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
-from ottava.kernels.checks import (
-    HIGH_PRECISION,
-    check_bias,
-    check_cast,
-    check_data,
-    check_device,
-    check_dtype,
-    check_epsilon,
-    check_grid,
-    check_high_precision,
-    check_layout,
-    check_matrix,
-    check_out,
-    check_scalar,
-    check_tensor,
-)
-from ottava.kernels.multi import grid_amax_sizes, grid_multi_amax, grid_multi_cast, multi_amax, multi_cast
+from ottava.kernels.checks import HIGH_PRECISION, check_epsilon, check_grid, check_high_precision
+from ottava.kernels.multi import WHOLE, grid_amax_sizes, grid_multi_amax, grid_multi_cast, multi_amax, multi_cast
 from ottava.layout import Layout
 
 __all__ = [
@@ -82,7 +68,7 @@ def scale_from_amax(
     infinite or NaN; at most the largest finite float32; with ``force_pow_2`` floored to a power of two. ``scale_inv``
     is the correctly rounded ``1/scale``.
     """
-    check_tensor(amax, "amax", torch.float32)
+    _checks.check_tensor(amax, "amax", torch.float32)
     fp8_format(fp8_dtype)
     check_epsilon(epsilon)
     return _table.scale_from_amax(amax, fp8_dtype, epsilon, bool(force_pow_2))  # type: ignore[no-any-return]
@@ -90,14 +76,14 @@ def scale_from_amax(
 
 def cast(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     """Data of ``cast(float32(x) * scale)``: to nearest even, saturating, NaN to 0x7F, sign of zero kept."""
-    check_cast(x, scale, fp8_dtype, False)
-    return _table.cast(x, scale, fp8_dtype)  # type: ignore[no-any-return]
+    _checks.check_cast(x, scale, fp8_dtype, False)
+    return _table.cast_amax(x, scale, None, None, fp8_dtype, True, False)[0]  # type: ignore[no-any-return]
 
 
 def cast_transpose(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`cast` of ``x [*leading, K]`` with its transpose ``[K, *leading]``, in one pass."""
-    check_cast(x, scale, fp8_dtype, True)
-    return _table.cast_transpose(x, scale, fp8_dtype)  # type: ignore[no-any-return]
+    _checks.check_cast(x, scale, fp8_dtype, True)
+    return _table.cast_amax(x, scale, None, None, fp8_dtype, True, True)[:2]  # type: ignore[no-any-return]
 
 
 def quantize(
@@ -117,7 +103,7 @@ def quantize(
     fp8_format(fp8_dtype)
     check_epsilon(epsilon)
     if transposed:
-        check_matrix(x)
+        _checks.check_matrix(x)
     return _table.quantize(x, fp8_dtype, epsilon, bool(force_pow_2), rowwise, transposed)  # type: ignore[no-any-return]
 
 
@@ -138,10 +124,10 @@ def cast_amax(
             counted in a second pass, which is made only when there are any.
         transposed: whether the transpose is wanted; an empty tensor comes back otherwise.
     """
-    check_cast(x, scale, fp8_dtype, transposed)
-    check_scalar(amax, x, "amax")
+    _checks.check_cast(x, scale, fp8_dtype, transposed)
+    _checks.check_scalar(amax, x, "amax")
     if saturated is not None:
-        check_scalar(saturated, x, "saturated", torch.int64)
+        _checks.check_scalar(saturated, x, "saturated", torch.int64)
     return _table.cast_amax(x, scale, amax, saturated, fp8_dtype, True, transposed)  # type: ignore[no-any-return]
 
 
@@ -182,17 +168,17 @@ def update_scales(
         raise ShapeError("a history has no rows", expected="at least one")
     for scale, history in zip(scales, histories, strict=True):
         slots = scale.numel()
-        check_out(scale, (slots,), torch.float32, device, "scale")
-        check_out(history, (length, slots), torch.float32, device, "amax history")
+        _checks.check_out(scale, (slots,), torch.float32, device, "scale")
+        _checks.check_out(history, (length, slots), torch.float32, device, "amax history")
     if last is not None:
-        check_out(last, (total,), torch.float32, device, "last")
+        _checks.check_out(last, (total,), torch.float32, device, "last")
     _table.update_scales(list(scales), list(histories), [float(maximum) for maximum in maxima], most_recent, last)
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
     """Data ``[*leading, K]`` to a contiguous ``[K, *leading]``."""
-    check_data(data)
-    check_matrix(data)
+    _checks.check_data(data)
+    _checks.check_matrix(data)
     return _table.transpose(data)  # type: ignore[no-any-return]
 
 
@@ -200,12 +186,12 @@ def decode(
     data: torch.Tensor, scale_inv: torch.Tensor | None, fp8_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
     """``float32(element) * scale_inv`` rounded once to ``dtype``; without ``scale_inv`` the bare element values."""
-    check_data(data)
+    _checks.check_data(data)
     if scale_inv is not None:
-        check_scalar(scale_inv, data, "scale_inv")
+        _checks.check_scalar(scale_inv, data, "scale_inv")
     fp8_format(fp8_dtype)
-    check_dtype(dtype, "cannot decode to")
-    return _table.decode(data, scale_inv, fp8_dtype, dtype)  # type: ignore[no-any-return]
+    _checks.check_dtype(dtype, "cannot decode to")
+    return _table.grid_decode(data, scale_inv, WHOLE[fp8_dtype].text, False, dtype)  # type: ignore[no-any-return]
 
 
 def grid_scales(
@@ -218,9 +204,9 @@ def grid_scales(
     exponent of ``amax`` less that of the largest power of two of the format; 0 gives 0, infinity 254, NaN 255, and
     nothing else more than 254.
     """
-    check_layout(layout)
-    check_dtype(dtype)
-    check_tensor(amax, "amax", torch.float32)
+    _checks.check_layout(layout)
+    _checks.check_dtype(dtype)
+    _checks.check_tensor(amax, "amax", torch.float32)
     scale, stored = _table.grid_scales(amax, layout.text, dtype)
     return (scale if layout.stored_scale is torch.float32 else None), stored
 
@@ -235,7 +221,7 @@ def grid_quantize(
         :meth:`Layout.data_shape` and :meth:`Layout.scale_shape` give; empty tensors for what is not asked for. The amax
         of a block ignores NaN.
     """
-    check_layout(layout)
+    _checks.check_layout(layout)
     check_high_precision(x)
     if not (rowwise or columnwise):
         raise OptionError("neither rowwise nor columnwise data are asked for", expected="at least one")
@@ -251,7 +237,7 @@ def grid_decode(
     """
     check_grid(data, scales, layout, columnwise)
     if dtype is not torch.float64:
-        check_dtype(dtype, "cannot decode to")
+        _checks.check_dtype(dtype, "cannot decode to")
     return _table.grid_decode(data, scales, layout.text, columnwise, dtype)  # type: ignore[no-any-return]
 
 
@@ -272,12 +258,12 @@ def scaled_mm(
         raise DTypeError(f"a has dtype {a.dtype}, b {b.dtype}", expected="one dtype")
     if a.shape[1] != b.shape[0]:
         raise ShapeError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}", expected="[M, K] and [K, N]")
-    check_device(b, a.device, "b")
+    _checks.check_device(b, a.device, "b")
     for scale, what in ((scale_a, "scale_a"), (scale_b, "scale_b")):
         if scale is not None:
-            check_scalar(scale, a, what)
+            _checks.check_scalar(scale, a, what)
     if bias is not None:
-        check_bias(bias, b.shape[1], a.device)
-    check_dtype(out_dtype, "result dtype")
+        _checks.check_bias(bias, b.shape[1], a.device)
+    _checks.check_dtype(out_dtype, "result dtype")
     result: torch.Tensor = _products.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
     return result

@@ -29,21 +29,6 @@ _UNDO = {"OTTAVA_BACKEND": "unset OTTAVA_BACKEND", "use_backend": "leave out use
 _forced: str | None = None
 
 
-def _load(name: str) -> Any:
-    # Statements, which the compiler traces: the first kernel of a process may be one in compiled code.
-    if name == "cuda":
-        from ottava.kernels import cuda
-
-        return cuda.BACKEND
-    if name == "cpu":
-        from ottava.kernels import cpu
-
-        return cpu.BACKEND
-    from ottava.kernels import reference
-
-    return reference
-
-
 _loaded: dict[str, Any] = {}
 _failures: dict[str, str] = {}
 _warned: set[str] = set()
@@ -54,8 +39,16 @@ _chosen: dict[str, str] = {}
 def _try_load(name: str, *, needed: bool = False) -> Any:
     """The backend, or None, with one warning if a tensor is waiting for it."""
     if name not in _loaded and name not in _failures:
+        found: Any
         try:
-            _loaded[name] = _load(name)
+            # Statements, which the compiler traces: the first kernel of a process may be one in compiled code.
+            if name == "reference":
+                from ottava.kernels import reference as found
+            elif name == "cpu":
+                from ottava.kernels.cpu import BACKEND as found
+            else:
+                from ottava.kernels.cuda import BACKEND as found
+            _loaded[name] = found
         except ImportError as error:
             _failures[name] = str(error)
     if needed and name in _failures and name not in _warned:
@@ -86,14 +79,13 @@ def _check(name: str, origin: str) -> str:
 
 def available_backends() -> dict[str, str]:
     """Every known backend with ``"available"`` or the reason why it is not."""
-    return {name: _status(name) for name in _SERVES}
-
-
-def _status(name: str) -> str:
-    try:
-        return "available" if _try_load(name) is not None else _failures[name]
-    except BackendError as error:
-        return str(error)
+    found = {}
+    for name in _SERVES:
+        try:
+            found[name] = "available" if _try_load(name) is not None else _failures[name]
+        except BackendError as error:
+            found[name] = str(error)
+    return found
 
 
 def backend_for(device_type: str) -> str:
@@ -109,9 +101,8 @@ def backend_for(device_type: str) -> str:
 
 
 def _choose(device_type: str) -> str:
-    wanted = _forced
-    if wanted is None and (asked := os.environ.get("OTTAVA_BACKEND")):
-        wanted = _check(asked, "OTTAVA_BACKEND")
+    asked = os.environ.get("OTTAVA_BACKEND")
+    wanted = _forced or (_check(asked, "OTTAVA_BACKEND") if asked else None)
     for name in _SERVES if wanted is None else (wanted, *_SERVES):
         serves = _SERVES[name]
         if (serves is None or device_type in serves) and _try_load(name, needed=True) is not None:

@@ -39,14 +39,10 @@ class Compiled:
 
     Attributes:
         native: the module.
-        writes_all: whether a cast that records writes results that nobody wants too.
-        cast_and_record: its cast that may record.
         scratch: how many floats of scratch memory a reduction needs.
     """
 
     native: Any
-    cast_and_record: Any
-    writes_all: bool = False
     scratch: int = 0
 
     def stream(self, x: Tensor) -> tuple[int, ...]:
@@ -93,21 +89,12 @@ class Compiled:
     ) -> None:
         data, transpose, scale_inv = out
         x, fmt = x.contiguous(), fp8_format(fp8_dtype).code
-        if self.writes_all:
-            data = torch.empty_like(x, dtype=torch.uint8) if data is None else data
-            amax = torch.empty_like(scale_inv) if amax is None else amax  # type: ignore[arg-type]
         addresses = pointers(scale, amax, saturated, scale_inv, data, transpose)
-        self.cast_and_record(x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), *addresses, fmt, *self.place(x))
+        self.native.cast(x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), *addresses, fmt, *self.place(x))
 
     def transpose(self, data: Tensor, out: Tensor) -> None:
         data = data.contiguous()
         self.native.transpose(data.data_ptr(), *matrix(data), out.data_ptr(), *self.place(data))
-
-    def decode(self, data: Tensor, scale_inv: Tensor | None, fp8_dtype: torch.dtype, out: Tensor) -> None:
-        data, fmt = data.contiguous(), fp8_format(fp8_dtype).code
-        factor = 0 if scale_inv is None else scale_inv.data_ptr()
-        to = out.data_ptr(), DTYPE_CODES[out.dtype]
-        self.native.decode(data.data_ptr(), fmt, data.numel(), factor, *to, *self.place(data))
 
     def update_scales(
         self, scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Tensor | None
@@ -121,7 +108,7 @@ class Compiled:
     def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
         layout = Layout.of(text)
         floats = layout.scale is torch.float32
-        if not _is_fp8(layout) or (floats and layout.finite_as == "input"):
+        if layout.element not in FP8 or (floats and layout.finite_as == "input"):
             reference.grid_scales(amax, text, dtype, out)
             return
         if floats:
@@ -158,15 +145,19 @@ class Compiled:
         source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), code
         self.native.grid_quantize(*source, *rule, largest, *results, *pointers(*scratch), *self.place(x))
 
-    def grid_decode(self, data: Tensor, scales: Tensor, text: str, columnwise: bool, out: Tensor) -> None:
+    def grid_decode(self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
         layout, code, rule, _ = _known(text)
-        if out.dtype is torch.float64 or not self.serves(layout):
+        plain = layout.element in FP8 and (scales is None or (layout.block == _ABSENT and not rule[0]))
+        if out.dtype is torch.float64 or not (plain or (scales is not None and self.serves(layout))):
             reference.grid_decode(data, scales, text, columnwise, out)
             return
-        data, scales = data.contiguous(), scales.contiguous()
-        source = data.data_ptr(), code, *layout.stored_matrix(data.shape, columnwise)
-        of = scales.data_ptr(), rule[0], *_block(layout.stored_block(columnwise))
-        self.native.grid_decode(*source, *of, out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(data))
+        data, scales = data.contiguous(), None if scales is None else scales.contiguous()
+        factor, to = 0 if scales is None else scales.data_ptr(), (out.data_ptr(), DTYPE_CODES[out.dtype])
+        if plain:
+            self.native.decode(data.data_ptr(), code, data.numel(), factor, *to, *self.place(data))
+            return
+        of = *layout.stored_matrix(data.shape, columnwise), factor, rule[0], *_block(layout.stored_block(columnwise))
+        self.native.grid_decode(data.data_ptr(), code, *of, *to, *self.place(data))
 
     # On many tensors: one call for all of them.
 
@@ -205,19 +196,15 @@ class Compiled:
             reference.grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
-def _is_fp8(layout: Layout) -> bool:
-    return layout.element in FP8
-
-
 def _is_per_tensor(layout: Layout) -> bool:
-    return layout.block == (None, None) and _is_fp8(layout) and layout.scale is torch.float32
+    return layout.block == _ABSENT and layout.element in FP8 and layout.scale is torch.float32
 
 
 @functools.lru_cache(maxsize=1024)
 def is_mx(layout: Layout) -> bool:
     """Whether the kernels of MX blocks serve a layout."""
     of_blocks = layout.block == (1, MX_BLOCK) and layout.shared in (None, (MX_BLOCK, MX_BLOCK))
-    return of_blocks and _is_fp8(layout) and layout.scale != torch.float32 and layout.columnwise == "own"
+    return of_blocks and layout.element in FP8 and layout.scale != torch.float32 and layout.columnwise == "own"
 
 
 def _block(block: Block) -> tuple[int, int]:

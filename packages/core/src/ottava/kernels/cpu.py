@@ -12,9 +12,8 @@ import torch
 
 from ottava import _cpu
 from ottava.errors import BackendError
-from ottava.formats import fp8_format
-from ottava.kernels.checks import Tensor, Tensors
-from ottava.kernels.compiled import DTYPE_CODES, Compiled, matrix
+from ottava.kernels.checks import Tensor
+from ottava.kernels.compiled import Compiled
 
 _threads = torch.get_num_threads
 
@@ -36,23 +35,12 @@ def isa() -> str:
 
 class _CPU(Compiled):
     native = _cpu
-    cast_and_record = staticmethod(_cpu.cast_amax)
-    writes_all = True
 
     def stream(self, x: Tensor) -> tuple[int, ...]:
         return ()
 
     def place(self, x: Tensor) -> tuple[int, ...]:
         return (_threads(),)
-
-    def cast(self, x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensor) -> None:
-        x, fmt = x.contiguous(), fp8_format(fp8_dtype).code
-        _cpu.cast(x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), scale.data_ptr(), out.data_ptr(), fmt, _threads())
-
-    def cast_transpose(self, x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensors) -> None:
-        x, fmt = x.contiguous(), fp8_format(fp8_dtype).code
-        source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x)
-        _cpu.cast_transpose(*source, scale.data_ptr(), out[0].data_ptr(), out[1].data_ptr(), fmt, _threads())
 
 
 #: The kernels, by the names of the table.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ottava.formats import FP8
-from ottava.kernels.checks import Tensor, Tensors
+from ottava.kernels.checks import Tensor
 from ottava.kernels.compiled import DTYPE_CODES, Compiled, is_mx, matrix, pointers
 from ottava.layout import Layout
 from ottava.torch_private import raw_stream
@@ -80,7 +80,6 @@ if (_reason := refusal()) is not None:
 
 class _CUDA(Compiled):
     native = _cuda
-    cast_and_record = staticmethod(_cuda.cast)
     scratch = _cuda.scratch_floats
 
     def stream(self, x: Tensor) -> tuple[int, ...]:
@@ -102,12 +101,6 @@ class _CUDA(Compiled):
     def zeros_for(self, x: Tensor, layout: Layout) -> list[Tensor | None]:
         # For the amaxes of whole rows and columns.
         return [x.new_zeros(sum(matrix(x)), dtype=torch.float32) if layout.block == (1, None) else None]
-
-    def cast(self, x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensor) -> None:
-        self.cast_amax(x, scale, None, None, fp8_dtype, (out, None, None))
-
-    def cast_transpose(self, x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensors) -> None:
-        self.cast_amax(x, scale, None, None, fp8_dtype, (*out, None))
 
     def epilogue32(
         self, acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor

@@ -18,7 +18,6 @@ from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import E4M3, FP8, fp8_format
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import (
-    HIGH_PRECISION,
     DTypes,
     Pairs,
     Shards,
@@ -36,7 +35,7 @@ from ottava.layout import Layout
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
 _TOO_LARGE = 2**62
 # One scale for the tensor.
-_WHOLE = {dtype: Layout(dtype, (None, None)) for dtype in FP8}
+WHOLE = {dtype: Layout(dtype, (None, None)) for dtype in FP8}
 
 
 def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
@@ -51,7 +50,7 @@ def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
     Raises:
         ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together.
     """
-    return grid_multi_amax(xs, dtypes, *_wholes(xs), [_WHOLE[E4M3.torch_dtype]] * len(xs), checked=checked)
+    return grid_multi_amax(xs, dtypes, *_wholes(xs), [WHOLE[E4M3.torch_dtype]] * len(xs), checked=checked)
 
 
 def multi_cast(
@@ -80,7 +79,7 @@ def multi_cast(
     check_tensor(scales, "scales", torch.float32)
     if tuple(scales.shape) != (len(xs),):
         raise ShapeError(f"scales have shape {tuple(scales.shape)}", expected=f"({len(xs)},)")
-    layouts = [_WHOLE[fp8_format(fp8_dtype).torch_dtype] for fp8_dtype in fp8_dtypes]
+    layouts = [WHOLE[fp8_format(fp8_dtype).torch_dtype] for fp8_dtype in fp8_dtypes]
     pairs = list(zip(scales.detach().view(-1, 1, 1).unbind(), outs, strict=True))
     grid_multi_cast(xs, dtypes, *_wholes(xs), layouts, pairs, [None] * len(xs), checked=checked)
 
@@ -122,19 +121,15 @@ def grid_multi_amax(
         ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together, or a range does not lie
             within its matrix.
     """
-    _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
+    if not checked:
+        _check_shards(xs, dtypes, shapes, starts, layouts)
     if not len(xs):
         return torch.zeros(0, dtype=torch.float32)
-    device = xs[0].device if checked else _check_sources(xs, dtypes)
-    if not checked:
-        _check_places(xs, shapes, starts)
-        for layout in layouts:
-            check_layout(layout)
     texts = [layout.text for layout in layouts]
     kinds = Counter((*shape, text) for shape, text in zip(shapes, texts, strict=True)).items()
     total = sum(count * sum(grid_amax_sizes(rows, cols, Layout.of(text))) for (rows, cols, text), count in kinds)
-    out = torch.zeros(total, dtype=torch.float32, device=device)
-    backend_module(device.type).grid_multi_amax(Shards(xs, dtypes, shapes, starts), texts, out)
+    out = torch.zeros(total, dtype=torch.float32, device=xs[0].device)
+    backend_module(out.device.type).grid_multi_amax(Shards(xs, dtypes, shapes, starts), texts, out)
     return out
 
 
@@ -163,35 +158,33 @@ def grid_multi_cast(
         ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, a range does not
             lie within its matrix, or one buffer is given twice; nothing is written then.
     """
-    given = {"layouts": layouts, "rowwise": rowwise, "columnwise": columnwise}
-    _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, **given)
-    if not len(xs):
-        return
-    device = xs[0].device
     if not checked:
-        _check_sources(xs, dtypes)
-        counts = _check_places(xs, shapes, starts)
-        taken: set[int] = set()
+        _check_lengths(len(xs), rowwise=rowwise, columnwise=columnwise)
+        counts, taken = _check_shards(xs, dtypes, shapes, starts, layouts), set[int]()
         for side, (name, pairs) in enumerate((("rowwise", rowwise), ("columnwise", columnwise))):
             for i, (pair, count, shape, layout) in enumerate(zip(pairs, counts, shapes, layouts, strict=True)):
-                check_layout(layout)
                 if pair is None:
                     continue
+                what, device = f"{name}[{i}]", xs[0].device
                 if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                    raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
-                of = layout.grid(shape, bool(side)), layout.stored_scale, device, f"the scales of {name}[{i}]"
-                check_out(pair[0], *of)
-                _check_result(pair[1], count, device, f"{name}[{i}]", taken)
+                    raise ShapeError(f"{what} is no pair", expected="None or (scales, out)")
+                scales, out = pair
+                check_out(scales, layout.grid(shape, bool(side)), layout.stored_scale, device, f"the scales of {what}")
+                check_out(out, None, torch.uint8, device, what)
+                if out.numel() != count:
+                    raise ShapeError(f"{what} has {out.numel()} elements", expected=f"{count}, as its tensor has")
+                if count and out.data_ptr() in taken:
+                    raise OptionError(f"{what} is a buffer that another result has", expected="a buffer of its own")
+                taken.add(out.data_ptr())
+    if not len(xs):
+        return
     shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
-    backend_module(device.type).grid_multi_cast(shards, texts, rowwise, columnwise)
+    backend_module(xs[0].device.type).grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
 def _wholes(xs: Tensors) -> tuple[list[tuple[int, int]], list[int]]:
     """Shapes and starts where each tensor is all of a matrix of one row."""
     return [(1, x.numel() if isinstance(x, Tensor) else 0) for x in xs], [0] * len(xs)
-
-
-# There may be hundreds of tensors, so that what is right is to be found so with few operations.
 
 
 def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
@@ -200,43 +193,23 @@ def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
             raise ShapeError(f"{len(values)} {name} for {count} tensors", expected="one for each tensor")
 
 
-def _check_sources(xs: Tensors, dtypes: DTypes) -> torch.device:
-    check_high_precision(xs[0], "xs[0]")
-    allowed, strided, device = HIGH_PRECISION, torch.strided, xs[0].device
-    for i, (x, dtype) in enumerate(zip(xs, dtypes, strict=True)):
-        if not isinstance(x, torch.Tensor) or x.dtype not in allowed or x.layout is not strided:
-            check_high_precision(x, f"xs[{i}]")
-        if x.device != device:
-            check_device(x, device, f"xs[{i}]")
-        check_dtype(dtype, f"dtypes[{i}] is")
-    return device
-
-
-def _check_places(xs: Tensors, shapes: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[int]:
+def _check_shards(
+    xs: Tensors, dtypes: DTypes, shapes: Sequence[tuple[int, int]], starts: Sequence[int], layouts: Sequence[Layout]
+) -> list[int]:
     """How many elements each has."""
-    counts = [x.numel() for x in xs]
-    for i, (count, shape, start) in enumerate(zip(counts, shapes, starts, strict=True)):
+    _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
+    for i, (x, dtype, shape, start, layout) in enumerate(zip(xs, dtypes, shapes, starts, layouts, strict=True)):
+        check_high_precision(x, f"xs[{i}]")
+        check_device(x, xs[0].device, f"xs[{i}]")
+        check_dtype(dtype, f"dtypes[{i}] is")
+        check_layout(layout)
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="(rows, columns)")
-        rows, cols = shape
-        if not (isinstance(rows, int) and isinstance(cols, int) and isinstance(start, int)):
+        if not all(isinstance(number, int) for number in (*shape, start)):
             raise DTypeError(f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers")
-        if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
+        if not all(0 <= size < _TOO_LARGE for size in (*shape, math.prod(shape))):
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
-        if not 0 <= start <= rows * cols - count:
-            raise ShapeError(
-                f"xs[{i}] has {count} elements from {start} on, its matrix {rows} x {cols}",
-                expected="a range within the matrix",
-            )
-    return counts
-
-
-def _check_result(out: Tensor, count: int, device: torch.device, what: str, taken: set[int]) -> None:
-    """Refuse what is not uint8, not contiguous, of another size, or another result's, whose addresses are ``taken``."""
-    check_out(out, None, torch.uint8, device, what)
-    if out.numel() != count:
-        raise ShapeError(f"{what} has {out.numel()} elements", expected=f"{count}, as its tensor has")
-    if count and out.data_ptr() in taken:
-        raise OptionError(f"{what} is a buffer that another result has", expected="a buffer of its own")
-    if count:
-        taken.add(out.data_ptr())
+        if not 0 <= start <= math.prod(shape) - x.numel():
+            what = f"xs[{i}] has {x.numel()} elements from {start} on, its matrix {shape[0]} x {shape[1]}"
+            raise ShapeError(what, expected="a range within the matrix")
+    return [x.numel() for x in xs]

@@ -13,7 +13,7 @@ import torch
 
 from ottava.formats import E8M0, INT8, FloatFormat, IntegerFormat, element_format, fp8_format
 from ottava.kernels.checks import Pairs, Shards, Tensor, Tensors
-from ottava.layout import Block, Layout, as_matrix_shape
+from ottava.layout import Block, Layout, as_matrix_shape, grid_of
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _ABS_MASK = 0x7FFFFFFF
@@ -95,14 +95,6 @@ def _float_scale(amax: Tensor, maximum: Any, epsilon: float, floor: bool, larges
     return (bits_of(made) & -0x800000).view(torch.float32).view(made.shape) if floor else made
 
 
-def cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensor) -> None:
-    cast_amax(x, scale, None, None, fp8_dtype, (out, None, None))
-
-
-def cast_transpose(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, out: Tensors) -> None:
-    cast_amax(x, scale, None, None, fp8_dtype, (*out, None))
-
-
 def transpose(data: Tensor, out: Tensor) -> None:
     out.copy_(data.movedim(-1, 0))
 
@@ -164,11 +156,6 @@ def update_scales(
         moves = seen != 0
         scale.copy_(torch.where(moves & amax.isfinite() & (amax > 0), made, scale))
         history.copy_(torch.where(moves, rolled, history))
-
-
-def decode(data: Tensor, scale_inv: Tensor | None, fp8_dtype: torch.dtype, out: Tensor) -> None:
-    values = data.contiguous().view(fp8_dtype).to(torch.float32)
-    out.copy_(values if scale_inv is None else values * scale_inv.reshape(()))
 
 
 # On grids of scales.
@@ -271,7 +258,7 @@ def grid_quantize(x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
         stored.copy_(scale_inv.t() if turned else scale_inv)
 
 
-def elements_of(data: Tensor, dtype: torch.dtype) -> Tensor:
+def _elements(data: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of elements without scales, float32."""
     data = data.contiguous()
     values = data.view(dtype).to(torch.float32)
@@ -280,21 +267,23 @@ def elements_of(data: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(data == INT8.nan_code, torch.full_like(values, float("nan")), values)
 
 
-def _decode_exact(data: Tensor, scales: Tensor, layout: Layout, columnwise: bool) -> Tensor:
+def _decode_exact(data: Tensor, scales: Tensor | None, layout: Layout, columnwise: bool) -> Tensor:
     """The values: of E8M0 scales in float64, which holds all of them, of float32 ones in that dtype."""
-    shape = layout.stored_matrix(data.shape, columnwise)
-    elements = elements_of(data, layout.element).view(shape)
+    elements = _elements(data, layout.element)
+    if scales is None:
+        return elements
+    shape, block = layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)
     if layout.scale == torch.float32:
         factor = scales
     else:
         # 2^(code - 127) from the bits of a float64, whose exponents are biased by 1023.
         powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
         factor = torch.where(scales == E8M0.nan_code, torch.full_like(powers, float("nan")), powers)
-    factors = spread(factor, layout.stored_block(columnwise), shape)
-    return (elements.to(factors.dtype) * factors).view(data.shape)
+    factors = spread(factor.reshape(grid_of(shape, block)), block, shape)
+    return (elements.view(shape).to(factors.dtype) * factors).view(data.shape)
 
 
-def grid_decode(data: Tensor, scales: Tensor, text: str, columnwise: bool, out: Tensor) -> None:
+def grid_decode(data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
     # In float32 only what overflows is not exact.
     exact = _decode_exact(data, scales, Layout.of(text), columnwise)
     out.copy_(exact if out.dtype == torch.float64 else exact.to(torch.float32))

@@ -57,10 +57,6 @@ def _scalar(x: Tensor, *_: Any) -> Tensor:
     return made
 
 
-def _data(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, dtype=_DATA, memory_format=torch.contiguous_format)
-
-
 def _new(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype = _DATA) -> Tensor:
     # For a tensor of memory torch.empty takes half the time.
     if type(x) is Tensor:
@@ -183,11 +179,6 @@ scale_from_amax = Operation(
     "scale_from_amax(Tensor amax, ScalarType fp8_dtype, float epsilon, bool force_pow_2) -> (Tensor, Tensor)",
     lambda amax, *_: (amax.new_empty(amax.shape), amax.new_empty(amax.shape)),
 )
-cast = Operation("cast(Tensor x, Tensor scale, ScalarType fp8_dtype) -> Tensor", _data)
-cast_transpose = Operation(
-    "cast_transpose(Tensor x, Tensor scale, ScalarType fp8_dtype) -> (Tensor, Tensor)",
-    lambda x, *_: (_data(x), _transposed(x)),
-)
 quantize = Operation(
     "quantize(Tensor x, ScalarType fp8_dtype, float epsilon, bool force_pow_2, bool rowwise, bool transposed)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -202,11 +193,6 @@ cast_amax = Operation(
     asking=2,
 )
 transpose = Operation("transpose(Tensor data) -> Tensor", _transposed)
-decode = Operation(
-    "decode(Tensor data, Tensor? scale_inv, ScalarType fp8_dtype, ScalarType dtype) -> Tensor",
-    _values,
-    asking=1,
-)
 # A layout travels as its text.
 grid_scales = Operation("grid_scales(Tensor amax, str layout, ScalarType dtype) -> (Tensor, Tensor)", _scales)
 grid_quantize = Operation(
@@ -215,7 +201,7 @@ grid_quantize = Operation(
     asking=2,
 )
 grid_decode = Operation(
-    "grid_decode(Tensor data, Tensor scales, str layout, bool columnwise, ScalarType dtype) -> Tensor",
+    "grid_decode(Tensor data, Tensor? scales, str layout, bool columnwise, ScalarType dtype) -> Tensor",
     _values,
     asking=1,
 )

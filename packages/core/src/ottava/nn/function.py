@@ -136,12 +136,12 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
             quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=quantized)
             qdy = quantizer.quantize(_as_operand(dy2, quantizer), dtype=dtype)
         if qw is not None:
-            dx = _as(gemm(qdy, qw, "dgrad", out_dtype=dtype), x_dtype)
+            dx = gemm(qdy, qw, "dgrad", out_dtype=dtype).to(x_dtype)
             dx = dx if len(ctx.x_shape) == 2 else dx.view(ctx.x_shape)
         if qx is not None:
-            dy_columns = qdy if quantized else _as(dy2, dtype)
+            dy_columns = qdy if quantized else dy2.to(dtype)
             if main_grad is None:
-                dw = _as(gemm(dy_columns, qx, "wgrad", out_dtype=dtype), w_dtype)
+                dw = gemm(dy_columns, qx, "wgrad", out_dtype=dtype).to(w_dtype)
             else:
                 gemm(dy_columns, qx, "wgrad", out=main_grad, accumulate=True)
                 _note_added(ctx.weight)
@@ -149,17 +149,13 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
         # float32 sum has to be asked for.
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
-        db = _as(sum_rows(dy2, dy2.dtype if narrow else torch.float32), b_dtype)
+        db = sum_rows(dy2, dy2.dtype if narrow else torch.float32).to(b_dtype)
     return dx, dw, db, None
 
 
 def _as_operand(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
     # Kernels are given what is stored; a quantizer of somebody else's may become part of what made ``x``.
     return rounded(as_matrix(x)) if quantizer.custom else as_matrix(x)
-
-
-def _as(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return values if values.dtype == dtype else values.to(dtype)
 
 
 _once = once_differentiable(_gradients)

@@ -60,15 +60,18 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wi
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        # One operator widens inside, because a compiler would save the float32 results of separate conversions for the
-        # backward pass.
-        made = _narrow(as_matrix(x), weight.t(), bias)
-        return made.view(*x.shape[:-1], weight.shape[0])
+        return _mm(as_matrix(x), weight.t(), x.dtype, wide, bias).view(*x.shape[:-1], weight.shape[0])
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
 
 
-def _narrow(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.ottava.scaled_mm(a, b, None, None, bias, a.dtype)
+def _mm(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, wide: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        return mm(a.to(wide), b.to(wide)).to(dtype)
+    # One operator widens inside, because a compiler would save the float32 results of separate conversions for the
+    # backward pass.
+    result: torch.Tensor = torch.ops.ottava.scaled_mm(a, b, None, None, bias, dtype)
     return result
 
 
@@ -89,16 +92,12 @@ class _Linear(torch.autograd.Function):
         # Only differentiable operations are used, so that second derivatives exist.
         (dy,) = grads
         x, weight = ctx.saved_tensors
-        dx = dw = None
-        if torch.compiler.is_compiling():
-            dy, x = as_matrix(dy), None if x is None else as_matrix(x)
-            dx = None if weight is None else _narrow(dy, weight).view(*grads[0].shape[:-1], weight.shape[1])
-            dw = None if x is None else _narrow(dy.t(), x)
-            return dx, dw, dy.sum(0, dtype=ctx.wide).to(dy.dtype) if ctx.needs_input_grad[2] else None, None
-        wide_dy = as_matrix(dy.to(ctx.wide))
+        rows = as_matrix(dy if torch.compiler.is_compiling() else dy.to(ctx.wide))
+        dx = dw = db = None
         if weight is not None:
-            dx = mm(wide_dy, weight.to(ctx.wide)).to(dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+            dx = _mm(rows, weight, dy.dtype, ctx.wide).view(*dy.shape[:-1], weight.shape[1])
         if x is not None:
-            dw = mm(wide_dy.t(), as_matrix(x).to(ctx.wide)).to(dy.dtype)
-        db = wide_dy.sum(0).to(dy.dtype) if ctx.needs_input_grad[2] else None
+            dw = _mm(rows.t(), as_matrix(x), dy.dtype, ctx.wide)
+        if ctx.needs_input_grad[2]:
+            db = rows.sum(0, dtype=ctx.wide).to(dy.dtype)
         return dx, dw, db, None

@@ -60,12 +60,9 @@ class Linear(torch.nn.Linear):
     _quantized_weight: QuantizedTensorStorage | None = None
     #: Whether each gather of a sharded weight brings what serves rows and columns, for passes that are recomputed.
     recomputes: bool = False
-    # Recipe and group of the last forward outside a backward pass: activation checkpointing recomputes under them.
-    _last_recipe: Recipe | None = None
-    _last_group: Any = None
-    _has_run: bool = False
-    # Whether the state has seen the operands of that forward.
-    _recorded: bool = False
+    # Recipe and group of the last forward of a step, and whether the state has seen its operands: activation
+    # checkpointing recomputes under them.
+    _last: tuple[Recipe | None, Any, bool] | None = None
     # The state that a checkpoint held, until a region brings the recipe that it belongs to.
     _loaded_state: dict[str, Any] | None = None
     #: Whether the gradient of the weight goes to ``weight.main_grad``.
@@ -165,29 +162,29 @@ class Linear(torch.nn.Linear):
         self._quantized_weight = None
         return state
 
-    def _resolve(self) -> tuple[Recipe | None, Any, bool]:
-        """Recipe (None for high precision), reduction group and whether to calibrate."""
-        region, task = current_region(), backward_task()
-        if task != -1 and (region is None or region.module is not None or region.graph_task != task):
-            # Activation checkpointing recomputes in the backward pass: whatever region surrounds backward() now, the
-            # recipe is that of the forward pass.
-            return (self._last_recipe if self._has_run else self._recipe), self._last_group, False
-        if region is None:
-            return self._recipe, None, False
-        recipe = region.recipe if region.recipe is not None else self._recipe
-        if not region.enabled:
-            recipe = recipe if region.calibrating else None
-        return recipe, region.amax_reduction_group, region.calibrating
+    def _resolve(self) -> tuple[Recipe | None, Any, bool, bool]:
+        """Recipe (None for high precision), reduction group, whether to calibrate, and whether the state is to see the
+        operands: not those of an evaluation, and those of a step once.
 
-    def _remember(self, recipe: Recipe | None, group: Any) -> None:
-        """Note what a recomputation is to repeat; an evaluation between forward and backward is not."""
-        if torch.compiler.is_compiling() or graph_task_id() != -1:
-            return
-        if self._has_run and self._last_recipe is recipe and self._last_group is group:
-            # Attributes are set only when they change, because nn.Module makes setting them slow.
-            return
-        if self.training or torch.is_grad_enabled():
-            self._last_recipe, self._last_group, self._has_run = recipe, group, True
+        Reentrant checkpointing runs the forward without gradients: there the recomputation is what is seen.
+        """
+        region, task, recording = current_region(), backward_task(), torch.is_grad_enabled()
+        recipe, group, calibrating = self._recipe, None, False
+        if task != -1:
+            last_recipe, last_group, recorded = self._last or (recipe, None, False)
+            recording = not recorded
+            if region is None or region.module is not None or region.graph_task != task:
+                # Activation checkpointing recomputes in the backward pass: whatever region surrounds backward() now,
+                # the recipe is that of the forward pass.
+                return last_recipe, last_group, False, recording
+        if region is not None:
+            group, calibrating = region.amax_reduction_group, region.calibrating
+            recipe = recipe if region.recipe is None else region.recipe
+            recipe = recipe if region.enabled or calibrating else None
+        if task == -1 and (recording or self.training) and not torch.compiler.is_compiling():
+            # Not by an assignment, which nn.Module makes slow.
+            self.__dict__["_last"] = None if calibrating else recipe, group, recording
+        return recipe, group, calibrating, recording
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """Apply the layer.
@@ -203,8 +200,7 @@ class Linear(torch.nn.Linear):
         """
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise OptionError(f"is_first_microbatch is {is_first_microbatch!r}", expected="True, False or None")
-        recipe, group, calibrating = self._resolve()
-        self._remember(None if calibrating else recipe, group)
+        recipe, group, calibrating, recording = self._resolve()
         if recipe is None:
             return self._high_precision(input)
         # Looked up once, because nn.Module searches several places for a parameter.
@@ -223,7 +219,6 @@ class Linear(torch.nn.Linear):
         if isinstance(input, QuantizedTensorStorage):
             input = input.dequantize()
         grad_enabled = torch.is_grad_enabled()
-        recording = self._is_recording(grad_enabled)
         kept_weight = None
         if isinstance(weight, QuantizedTensorStorage):
             state.use_gathered(weight, recording=recording)
@@ -248,7 +243,6 @@ class Linear(torch.nn.Linear):
         state = self._state_for(self._recipe, None)
         if state.stateful:
             begin_ahead(self)
-            enters_first(self)
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # The gather comes before the forward pass, so that a step may begin with it.
@@ -283,7 +277,6 @@ class Linear(torch.nn.Linear):
             if may_begin():
                 begin_step([state], group)
         elif region.step is not None and (region.calibrating or self._is_training()) and region.step.join(state):
-            # An evaluation moves no state, because one rank may evaluate alone.
             if state.has_run and not region.calibrating:
                 # The state joined after the others had begun this step, and still holds amaxes of an earlier one.
                 begin_step([state], group)
@@ -303,23 +296,11 @@ class Linear(torch.nn.Linear):
                 weight.update_quantizer(quantizer)
 
     def _is_training(self) -> bool:
-        """Whether this is the forward pass of a step: reentrant checkpointing runs it without gradients."""
-        if torch.compiler.is_compiling():
-            return torch.is_grad_enabled()
-        return (torch.is_grad_enabled() or self.training) and graph_task_id() == -1
+        """Whether this is the forward pass of a step: an evaluation moves no state, because one rank may evaluate alone.
 
-    def _is_recording(self, grad_enabled: bool) -> bool:
-        """Whether the state is to see the operands: not those of an evaluation, and those of a step once.
-
-        Reentrant checkpointing runs the forward without gradients: there the recomputation is what is seen.
+        Reentrant checkpointing runs it without gradients.
         """
-        if torch.compiler.is_compiling():
-            return grad_enabled
-        if graph_task_id() != -1:
-            return not self._recorded
-        if self._recorded is not grad_enabled:
-            self._recorded = grad_enabled
-        return grad_enabled
+        return may_begin() or (self.training and not torch.compiler.is_compiling() and graph_task_id() == -1)
 
     def _plain_weight(self) -> torch.Tensor:
         weight = self.weight
@@ -414,7 +395,7 @@ class Linear(torch.nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be pickled.
-        return self.__dict__ | {"_last_group": None}
+        return self.__dict__ | {"_last": None}
 
     def _label(self) -> str:
         return f"Linear {self.name!r}" if self.name else "Linear"

@@ -8,10 +8,9 @@ import os
 import pkgutil
 import re
 import sys
-import threading
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
@@ -30,17 +29,6 @@ _FOLDERS = (os.path.dirname(path) for path in (pluggy.__file__, importlib.__file
 _MACHINERY = (pkgutil.__file__, *(os.path.join(os.path.abspath(folder), "") for folder in _FOLDERS))
 
 
-@dataclass(frozen=True)
-class Found:
-    """An entry point of a distribution, or, with no entry point, what is wrong with the distribution."""
-
-    distribution: str
-    version: str
-    entry_point: str = "?"
-    entry: EntryPoint | None = None
-    error: str = ""
-
-
 def disabled() -> set[str]:
     """The distributions that ``OTTAVA_DISABLE_PLUGINS`` names."""
     return {canonical(name) for name in os.environ.get("OTTAVA_DISABLE_PLUGINS", "").split(",") if name.strip()}
@@ -54,9 +42,9 @@ def _is_strict() -> bool:
     return _WORDS[value]
 
 
-def discover(group: str = hookspecs.ENTRY_POINT_GROUP) -> list[Found]:
-    """All entry points of the group, by distribution and name."""
-    every: dict[tuple[str, str], Found] = {}
+def discover(group: str = hookspecs.ENTRY_POINT_GROUP) -> list[PluginStatus]:
+    """All entry points of the group, by distribution and name; none of them is loaded."""
+    every: dict[tuple[str, str], PluginStatus] = {}
     for dist in distributions():
         for found in _examine(dist, group):
             # The first on sys.path is the one that an import finds.
@@ -64,7 +52,7 @@ def discover(group: str = hookspecs.ENTRY_POINT_GROUP) -> list[Found]:
     return [every[key] for key in sorted(every)]
 
 
-def _examine(dist: Distribution, group: str) -> list[Found]:
+def _examine(dist: Distribution, group: str) -> list[PluginStatus]:
     name = version = text = ""
     with contextlib.suppress(Exception):
         text = dist.read_text("entry_points.txt") or ""
@@ -77,11 +65,11 @@ def _examine(dist: Distribution, group: str) -> list[Found]:
     if not name or not version:
         folder = getattr(getattr(dist, "_path", None), "name", "") or "a distribution without a name"
         wrong = "its metadata has no name or no version, as an interrupted installation leaves it: reinstall or delete"
-        return [Found(name or folder, version or "?", error=wrong)]
+        return [PluginStatus(name or folder, version or "?", error=wrong)]
     try:
-        return [Found(name, version, entry.name, entry) for entry in dist.entry_points if entry.group == group]
+        return [PluginStatus(name, version, entry.name, entry) for entry in dist.entry_points if entry.group == group]
     except Exception as error:
-        return [Found(name, version, error=f"its entry_points.txt cannot be read: {error}")]
+        return [PluginStatus(name, version, error=f"its entry_points.txt cannot be read: {error}")]
 
 
 def describe(error: BaseException) -> str:
@@ -116,12 +104,12 @@ def _collect(answers: list[Any], hook: str) -> tuple[Any, ...]:
     return tuple(specs.values())
 
 
-def _read(plugin_name: str, entry: EntryPoint) -> list[tuple[Any, ...]]:
+def _read(name: str, entry: EntryPoint) -> list[tuple[Any, ...]]:
     """What each hook of a plugin gives. A manager of its own keeps to itself whatever it does."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     plugin = entry.load()
-    manager.register(plugin, plugin_name)
+    manager.register(plugin, name)
     manager.check_pending()
     marked = {caller.name for caller in manager.get_hookcallers(plugin) or ()}
     if unmarked := [hook for hook in _HOOKS if hook not in marked and callable(getattr(plugin, hook, None))]:
@@ -132,66 +120,33 @@ def _read(plugin_name: str, entry: EntryPoint) -> list[tuple[Any, ...]]:
     return [_collect(getattr(manager.hook, hook)(), hook) if hook in marked else () for hook in _HOOKS]
 
 
-def _status(found: Found, strict: bool) -> PluginStatus:
-    name = f"{found.distribution}:{found.entry_point}"
-    facts = (name, found.distribution, found.version, found.entry_point)
+def _loaded(found: PluginStatus, strict: bool) -> PluginStatus:
     if canonical(found.distribution) in disabled():
-        return PluginStatus(*facts, "disabled")
+        return replace(found, status="disabled", error="")
     cause: BaseException | None = None
     text = found.error
     if found.entry is not None:
         try:
-            return PluginStatus(*facts, "ok", "", *_read(name, found.entry))
+            recipes, factories = _read(found.name, found.entry)
+            return replace(found, recipes=recipes, quantizer_factories=factories)
         except KeyboardInterrupt:
             raise
         # A plugin may raise anything else, SystemExit and a test runner's own kinds as well.
         except BaseException as error:
             cause, text = error, describe(error)
     if strict:
-        what, remedy = f"plugin {name} {found.version} is broken: {text}", "unset OTTAVA_STRICT_PLUGINS to go on"
+        what, remedy = f"plugin {found.name} {found.version} is broken: {text}", "unset OTTAVA_STRICT_PLUGINS to go on"
         raise PluginError(what, remedy=remedy) from cause
-    return PluginStatus(*facts, "broken", text)
+    return replace(found, status="broken", error=text)
 
 
-def _load() -> tuple[PluginStatus, ...]:
+def load() -> list[PluginStatus]:
+    """Every plugin, read now; raises as :func:`ottava.recipes.plugin_statuses`."""
     strict = _is_strict()
     # What plugins print must not get between the lines of a listing that is read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        settled = settle([_status(found, strict) for found in discover()])
+        settled = settle([_loaded(found, strict) for found in discover()])
     refused = [refusal for status in settled for refusal in status.refused]
     if refused and strict:
         raise refused[0].error.with_traceback(None)
     return settled
-
-
-_lock = threading.RLock()
-_loaded: tuple[PluginStatus, ...] | None = None
-_loading = False
-
-
-def statuses() -> tuple[PluginStatus, ...]:
-    """Every plugin, read once.
-
-    Raises:
-        PluginError: a plugin is broken and ``OTTAVA_STRICT_PLUGINS`` is set, or a plugin asks while plugins are read.
-    """
-    global _loaded, _loading
-    # One thread reads: redirecting the output is a matter of the whole process.
-    with _lock:
-        if _loading:
-            remedy = "a plugin's module and its hooks must not ask for recipes"
-            raise PluginError("recipes were asked for while plugins are read", remedy=remedy)
-        if _loaded is None:
-            _loading = True
-            try:
-                _loaded = _load()
-            finally:
-                _loading = False
-        return _loaded
-
-
-def forget() -> None:
-    """The next question reads the plugins again."""
-    global _loaded
-    with _lock:
-        _loaded = None

@@ -7,7 +7,8 @@ distribution ``ottava-recipes-NAME`` owns NAME.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint
 
 from ottava.errors import DuplicateRecipeError
 from ottava.recipes.spec import FactorySpec, RecipeSpec
@@ -32,10 +33,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class PluginStatus:
-    """One entry point of the group ``ottava`` and what became of it.
+    """One entry point of a distribution and what became of it.
 
     Attributes:
         name: ``"distribution:entry"``.
+        entry: the entry point itself; None where what is wrong is the distribution.
         status: ``"ok"``, ``"broken"`` or ``"disabled"``.
         error: why it is broken.
         recipes: the specs that it offers.
@@ -43,20 +45,29 @@ class PluginStatus:
         refused: what it offers under names that are another's, or that two packages claim.
     """
 
-    name: str
     distribution: str
     version: str
-    entry_point: str
-    status: str
+    entry_point: str = "?"
+    entry: EntryPoint | None = field(default=None, repr=False)
+    status: str = "ok"
     error: str = ""
     recipes: tuple[RecipeSpec, ...] = ()
     quantizer_factories: tuple[FactorySpec, ...] = ()
     refused: tuple[Refusal, ...] = ()
 
     @property
+    def name(self) -> str:
+        return f"{self.distribution}:{self.entry_point}"
+
+    @property
     def problems(self) -> list[str]:
         """What is wrong with it, one text each."""
         return [*([self.error] if self.error else []), *(str(refusal.error) for refusal in self.refused)]
+
+    @property
+    def offers(self) -> tuple[RecipeSpec | FactorySpec, ...]:
+        """All that it offers."""
+        return (*self.recipes, *self.quantizer_factories)
 
     def specs(self, kind: str) -> tuple[RecipeSpec | FactorySpec, ...]:
         """What it offers of one kind."""
@@ -84,22 +95,22 @@ def _owner(name: str, claimants: list[PluginStatus], statuses: list[PluginStatus
     return titled[0] if len(titled) == 1 else broken[0] if broken and not titled else None
 
 
-def settle(statuses: list[PluginStatus]) -> tuple[PluginStatus, ...]:
+def settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
     """The same plugins, without what they do not get."""
-    taken: dict[tuple[str, str], tuple[PluginStatus | None, DuplicateRecipeError]] = {}
-    for kind in (RECIPE, FACTORY):
-        for name in {spec.name for status in statuses for spec in status.specs(kind)}:
-            claimants = [s for s in statuses if name in (spec.name for spec in s.specs(kind))]
-            owner = _owner(name, claimants, statuses)
-            if len(claimants) > 1 or owner not in (None, claimants[0]):
-                taken[kind, name] = owner, _conflict(kind, name, claimants, owner)
+    claims: dict[tuple[str, str], list[PluginStatus]] = {}
+    for status in statuses:
+        for spec in status.offers:
+            claims.setdefault((spec.kind, spec.name), []).append(status)
+    taken: dict[tuple[str, str], tuple[PluginStatus | None, Refusal]] = {}
+    for (kind, name), claimants in claims.items():
+        owner = _owner(name, claimants, statuses)
+        if len(claimants) > 1 or owner not in (None, claimants[0]):
+            taken[kind, name] = owner, Refusal(kind, name, _conflict(kind, name, claimants, owner))
     settled = []
     for status in statuses:
-        lost = {of: error for of, (owner, error) in taken.items() if owner is not status}
-        offers = [*status.recipes, *status.quantizer_factories]
-        refused = [Refusal(s.kind, s.name, lost[s.kind, s.name]) for s in offers if (s.kind, s.name) in lost]
-        recipes = tuple(s for s in status.recipes if (RECIPE, s.name) not in lost)
-        factories = tuple(s for s in status.quantizer_factories if (FACTORY, s.name) not in lost)
-        made = replace(status, refused=tuple(refused), recipes=recipes, quantizer_factories=factories)
-        settled.append(made)
-    return tuple(settled)
+        lost = {key: refusal for key, (owner, refusal) in taken.items() if owner is not status}
+        refused = tuple(lost[spec.kind, spec.name] for spec in status.offers if (spec.kind, spec.name) in lost)
+        recipes = tuple(spec for spec in status.recipes if (RECIPE, spec.name) not in lost)
+        factories = tuple(spec for spec in status.quantizer_factories if (FACTORY, spec.name) not in lost)
+        settled.append(replace(status, refused=refused, recipes=recipes, quantizer_factories=factories))
+    return settled

@@ -135,8 +135,8 @@ _outermost: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[torch.nn.Modu
 _ahead: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-def enters_first(layer: torch.nn.Module) -> None:
-    """See that the region of ``layer`` is entered before any other hook of its module runs.
+def enters_first(layer: torch.nn.Module) -> torch.nn.Module | None:
+    """See that the region of ``layer``, if any, is entered before any other hook of its module runs; gives the module.
 
     FSDP puts its hook, which gathers, before those that were there.
     """
@@ -145,6 +145,7 @@ def enters_first(layer: torch.nn.Module) -> None:
     own = [key for key, hook in hooks.items() if hook is enter_module]
     if own and own[0] != next(iter(hooks)):
         hooks.move_to_end(own[0], last=False)
+    return module
 
 
 def begin_ahead(layer: torch.nn.Module) -> None:
@@ -154,7 +155,7 @@ def begin_ahead(layer: torch.nn.Module) -> None:
     begun its step, in a backward pass, and in evaluation. Whether gradients are enabled cannot be told: FSDP turns
     them off.
     """
-    module = _module_of(layer)
+    module = enters_first(layer)
     if module is None or _regions.stack or not module.training or module in _ahead:
         return
     if backward_task() == -1:

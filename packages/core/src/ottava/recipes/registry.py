@@ -12,6 +12,7 @@ import inspect
 import os
 import pkgutil
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,7 @@ from ottava.errors import (
     listed,
     text_of,
 )
-from ottava.recipes import loader
-from ottava.recipes.loader import describe, disabled
+from ottava.recipes.loader import describe, disabled, load
 from ottava.recipes.ownership import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus, canonical
 from ottava.recipes.spec import FactorySpec, RecipeSpec, is_name
 
@@ -34,19 +34,44 @@ from ottava.recipes.spec import FactorySpec, RecipeSpec, is_name
 defaults: dict[str, tuple[Any, Any]] = {}
 
 
+_lock = threading.RLock()
+_loaded: list[PluginStatus] | None = None
+_loading = False
+
+
 def plugin_statuses() -> list[PluginStatus]:
-    """Every plugin found, healthy or not, in a stable order.
+    """Every plugin found, healthy or not, in a stable order; read at the first question.
 
     Raises:
-        PluginError: a plugin is broken and ``OTTAVA_STRICT_PLUGINS`` is set.
+        PluginError: a plugin is broken and ``OTTAVA_STRICT_PLUGINS`` is set, or a plugin asks while plugins are read.
         DuplicateRecipeError: a name is claimed twice and ``OTTAVA_STRICT_PLUGINS`` is set.
     """
-    return list(loader.statuses())
+    global _loaded, _loading
+    # One thread reads: redirecting the output is a matter of the whole process.
+    with _lock:
+        if _loading:
+            remedy = "a plugin's module and its hooks must not ask for recipes"
+            raise PluginError("recipes were asked for while plugins are read", remedy=remedy)
+        if _loaded is None:
+            _loading = True
+            try:
+                _loaded = load()
+            finally:
+                _loading = False
+        return list(_loaded)
+
+
+def reload() -> None:
+    """Forget what was loaded; the next question looks again."""
+    global _loaded
+    with _lock:
+        _loaded = None
+    defaults.clear()
 
 
 def specs(kind: str) -> list[Any]:
     """The specs of one kind that can be used, by name. Nothing that they name is imported."""
-    return sorted((spec for status in loader.statuses() for spec in status.specs(kind)), key=lambda spec: spec.name)
+    return sorted((spec for status in plugin_statuses() for spec in status.specs(kind)), key=lambda spec: spec.name)
 
 
 def list_recipes() -> list[RecipeSpec]:
@@ -59,15 +84,9 @@ def list_quantizer_factories() -> list[FactorySpec]:
     return specs(FACTORY)
 
 
-def reload() -> None:
-    """Forget what was loaded; the next question looks again."""
-    loader.forget()
-    defaults.clear()
-
-
 def unknown_disabled() -> list[str]:
     """The names in ``OTTAVA_DISABLE_PLUGINS`` that no installed plugin has: most often misspelled."""
-    return sorted(disabled() - {canonical(status.distribution) for status in loader.statuses()})
+    return sorted(disabled() - {canonical(status.distribution) for status in plugin_statuses()})
 
 
 def import_offered(module: str) -> Any:
@@ -175,11 +194,11 @@ class Provided:
 
 
 def _find(kind: str, name: str) -> tuple[RecipeSpec | FactorySpec, PluginStatus]:
-    for status in loader.statuses():
+    for status in plugin_statuses():
         for spec in status.specs(kind):
             if spec.name == name:
                 return spec, status
-    for refusal in (refusal for status in loader.statuses() for refusal in status.refused):
+    for refusal in (refusal for status in plugin_statuses() for refusal in status.refused):
         if (refusal.kind, refusal.name) == (kind, name):
             raise refusal.error.with_traceback(None)
     raise _not_found(kind, name)
@@ -192,7 +211,7 @@ def _not_found(kind: str, name: object) -> RecipeNotFoundError:
     if near:
         expected += f" (nearest: {', '.join(near)})"
     remedies = []
-    idle = [status for status in loader.statuses() if status.status != "ok"]
+    idle = [status for status in plugin_statuses() if status.status != "ok"]
     # The name may be misspelled: it must not become a command that installs whatever has that name.
     if near:
         remedies.append(f"use {near[0]!r}, or install the package that has {name!r}")

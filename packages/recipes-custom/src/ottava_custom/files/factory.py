@@ -25,13 +25,6 @@ SUFFIXES = tuple(_LANGUAGES)
 _reading: ContextVar[tuple[str, ...]] = ContextVar("_reading", default=())
 
 
-def _rules(source: Source) -> Rules:
-    root = _LANGUAGES[_suffix(source.path)](source)
-    if root is None or root.value is None:
-        raise source.error(Place(""), "the file is empty", expected="the keys default and layers")
-    return Schema(source).rules(root)
-
-
 def _suffix(path: str) -> str:
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in _LANGUAGES:
@@ -64,7 +57,11 @@ class FileFactory:
             raise OptionError(f"{self.path} is read from itself", expected="files that do not lead back to themselves")
         token = _reading.set((*_reading.get(), file))
         try:
-            object.__setattr__(self, "_rules", _rules(Source(self.path, self.text)))
+            source = Source(self.path, self.text)
+            root = _LANGUAGES[_suffix(self.path)](source)
+            if root is None or root.value is None:
+                raise source.error(Place(""), "the file is empty", expected="the keys default and layers")
+            object.__setattr__(self, "_rules", Schema(source).rules(root))
         finally:
             _reading.reset(token)
 

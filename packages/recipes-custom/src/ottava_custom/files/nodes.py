@@ -38,17 +38,13 @@ class Node:
     place: Place
     keys: Mapping[str, Place] = field(default_factory=dict)
 
-    @property
-    def kind(self) -> str:
-        """Its kind in words, for messages."""
-        return _KINDS.get(type(self.value), "a date or a time")
-
     def __str__(self) -> str:
-        """The kind, and a scalar itself, for messages."""
+        """The kind in words, and a scalar itself, for messages."""
+        kind = _KINDS.get(type(self.value), "a date or a time")
         if isinstance(self.value, (list, dict)) or self.value is None:
-            return self.kind
+            return kind
         text = shown(self.value) if isinstance(self.value, str) else str(self.value)
-        return text if isinstance(self.value, bool) else f"{self.kind}, {text}"
+        return text if isinstance(self.value, bool) else f"{kind}, {text}"
 
     def plain(self) -> Any:
         """The value with plain values inside."""

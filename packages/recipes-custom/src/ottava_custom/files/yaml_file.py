@@ -141,7 +141,7 @@ class _Reader:
             key, _ = self.read(key_node)
             # An alias as a key stands where it stands, but is known by what it stands for.
             if not isinstance(key.value, str):
-                remedy = "put it in quotes" if key.kind != "a list" else ""
+                remedy = "put it in quotes" if not isinstance(key.value, list) else ""
                 raise self._source.error(key.place, f"a key is {key}", expected="text", remedy=remedy)
             if key.value in keys:
                 what = f"key {shown(key.value)} stands there twice, first in {keys[key.value].short}"

@@ -158,9 +158,8 @@ def _operand(x: Any, scale: Any, columnwise: bool) -> tuple[torch.Tensor, torch.
 def _check_product(left: torch.Tensor, right: torch.Tensor, bias: Any, out: Any) -> None:
     """Refuse operands, a bias and a result that do not fit together."""
     if left.shape[1] != right.shape[0]:
-        raise ShapeError(
-            f"a product of {tuple(left.shape)} and {tuple(right.shape)}", expected="equal reduced dimensions"
-        )
+        what = f"a product of {tuple(left.shape)} and {tuple(right.shape)}"
+        raise ShapeError(what, expected="equal reduced dimensions")
     if bias is not None:
         check_bias(bias, right.shape[1], left.device)
     if out is not None:

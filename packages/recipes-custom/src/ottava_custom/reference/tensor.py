@@ -17,7 +17,7 @@ from ottava.formats import fp8_format
 from ottava.gemm import as_matrix
 from ottava.tensors import InnerTensor, QuantizedTensor, Quantizer, StaticField, as_data, check_values_dtype
 from ottava.torch_private import make_wrapper_subclass
-from ottava_custom.shared_elements import SharedElements
+from ottava_custom.identity import SharedElements
 
 
 class CurrentScalingTensorRefStorage(SharedElements):
