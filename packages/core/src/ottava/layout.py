@@ -49,6 +49,7 @@ class Layout:
             that of the dtype of the values.
         text: the layout in one line, for example ``"float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"``; it
             follows from the rest.
+        one_buffer: whether one buffer serves both usages, by ``"same"`` or because all has one scale; it follows, too.
 
     Raises:
         DTypeError: ``element`` or ``scale`` is no such dtype.
@@ -64,6 +65,7 @@ class Layout:
     shared: tuple[int, int] | None = None
     finite_as: str = "float32"
     text: str = field(init=False, repr=False, compare=False, default="")
+    one_buffer: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         element_format(self.element)
@@ -91,6 +93,8 @@ class Layout:
             raise OptionError(f"blocks of {self.block} share a scale over {self.shared}", expected="squares of blocks")
         if self.columnwise == "same" and self.block[0] != self.block[1]:
             raise OptionError(f"blocks of {self.block} with columnwise='same'", expected="squares, or one for all")
+        one_buffer = self.columnwise == "same" or (self.columnwise == "own" and self.block == (None, None))
+        object.__setattr__(self, "one_buffer", one_buffer)
         object.__setattr__(self, "text", _BETWEEN.join(map(_written, self._values())))
         _KNOWN.setdefault(self.text, self)
 

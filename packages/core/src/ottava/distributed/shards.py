@@ -106,7 +106,7 @@ class ShardJob:
 def ordered_bytes(holder: QuantizedTensorStorage, what: str) -> tuple[InnerTensor, ...]:
     """The inner tensors that hold the elements of ``holder``; those made of others are in another order."""
     raw = holder.raw_inner()
-    found = [getattr(holder, inner.attribute) for inner in raw if not holder.is_derived(inner)]
+    found = [getattr(holder, inner.attribute) for inner in raw if not (inner.transposed or holder.is_derived(inner))]
     if len(found) < len(raw) or not all(t.is_contiguous() and t.shape == holder.size() for t in found):
         what = f"the bytes of {what} are not in the order of its elements"
         expected = "contiguous data that is not transposed"

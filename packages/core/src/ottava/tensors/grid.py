@@ -14,7 +14,7 @@ import torch
 from ottava import kernels
 from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels.checks import check_dtype
-from ottava.layout import Layout
+from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_flag, check_values_dtype
 from ottava.tensors.freshness import DerivedTensor
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -156,6 +156,8 @@ class GridTensorStorage(QuantizedTensorStorage):
                 raise ShapeError(what, expected=f"{tuple(rows[0].shape)}")
             if rows[0].device != data.device:
                 raise DeviceError(f"data is on {rows[0].device} and {data.device}", expected="one device")
+        if layout.one_buffer:
+            sides = [rows or columns, None]
         checked: dict[str, Any] = {"layout": layout.text} if "layout" in declared else {}
         for usage, side in zip(_USAGES, sides, strict=True):
             checked[f"{usage}_data"], checked[f"{usage}_scale_inv"] = (None, None) if side is None else side
@@ -176,7 +178,7 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def direction(self, *, columnwise: bool) -> Direction | None:
         """Stored data and scales of one direction, if they are held."""
-        if columnwise and self.grid_layout.columnwise == "same":
+        if columnwise and self.grid_layout.one_buffer:
             columnwise = False
         data = getattr(self, self.data_names[columnwise])
         scales = getattr(self, self.scale_names[columnwise])
@@ -199,7 +201,7 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def _put(self, rows: Direction | None, columns: Direction | None) -> None:
         """Hold these directions and no other."""
-        columns = None if self.grid_layout.columnwise == "same" else columns
+        columns = None if self.grid_layout.one_buffer else columns
         for attribute, tensor in self._by_attribute(rows, columns).items():
             setattr(self, attribute, tensor)
 
@@ -244,12 +246,12 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def get_usages(self) -> dict[str, bool]:
         rows = getattr(self, self.data_names[0]) is not None
-        same = rows and self.grid_layout.columnwise == "same"
+        same = rows and self.grid_layout.one_buffer
         return {"rowwise": rows, "columnwise": same or getattr(self, self.data_names[1]) is not None}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
-        if self.grid_layout.columnwise == "same" and getattr(self, self.data_names[0]) is not None:
+        if self.grid_layout.one_buffer and getattr(self, self.data_names[0]) is not None:
             return
         # Before anything is dropped: either may be made of the other.
         rows = self.for_usage(False) if rowwise else None
@@ -277,7 +279,7 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
         layout = self.grid_layout
-        if self._rows() is None and layout.transposed and layout.square and self.direction(columnwise=True) is not None:
+        if self._rows() is None and layout.transposed and self.direction(columnwise=True) is not None:
             return tuple(inner for inner in self.inner_tensors if inner.attribute == self.data_names[1])
         return tuple(inner for inner in super().raw_inner() if inner.attribute in self.data_names)
 
@@ -314,6 +316,16 @@ class GridTensorStorage(QuantizedTensorStorage):
         data, scales = self.for_usage(columnwise)
         matrix = self.grid_layout.stored_matrix(data.shape, columnwise)
         return (data if data.dim() == 2 else data.reshape(matrix)), scales
+
+    def shared_with_whole(self) -> list[str]:
+        if self.grid_layout.block == (None, None):
+            return super().shared_with_whole()
+        mine, its = as_matrix_shape(self.size()), as_matrix_shape(self._whole.size())
+        # Of a transposed view rows were columns.
+        its = its if self._values_from_columns == self._whole._values_from_columns else its[::-1]
+        blocks = [[*zip(self.grid_layout.block_of(c), mine, its, strict=True)] for c in (False, True)]
+        cut = [any(side is None and own < whole for side, own, whole in block) for block in blocks]
+        return [n for n, c in zip(self.scale_names, cut, strict=True) if c and getattr(self, n) is not None]
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
         shared = self.grid_layout.shared

@@ -16,8 +16,7 @@ import torch
 from ottava.layout import as_matrix_shape
 from ottava.tensors.aten import OpImplementation, implements
 from ottava.tensors.grid import Direction, GridTensor, in_order
-from ottava.tensors.tensor_ops import all_or_none, blocks, bounds, new_dtype, on_meta
-from ottava.torch_private import aten_overloads
+from ottava.tensors.tensor_ops import VIEWS, all_or_none, blocks, bounds, new_dtype, on_meta
 
 _aten = torch.ops.aten
 # Data and scales of a direction, in the order of the tensor -> those of the result; None where blocks do not allow it.
@@ -42,7 +41,7 @@ def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
     """One scale serves any view, so that moving data is all."""
     held, from_columns = tensor._held()
     data = in_order(held, tensor.grid_layout, from_columns)[0]
-    if from_columns and op in _VIEWS and tensor.is_contiguous() and not data.is_contiguous():
+    if from_columns and op in VIEWS and tensor.is_contiguous() and not data.is_contiguous():
         # Its rowwise data was dropped since: no view of the transposed data has this shape.
         return NotImplemented
     moved = op(data, *args, **kwargs)
@@ -59,7 +58,7 @@ def _alias(tensor: GridTensor, held: Direction, data: torch.Tensor, op: Any) -> 
     # The scale is that of the rest of the tensor too.
     view.mark_view(tensor, part=part)
     columns = tensor.direction(columnwise=True)
-    keeps = op in _VIEWS and rows is not None and columns is not None and data.dim() > 0 and tensor.dim() > 0
+    keeps = op in VIEWS and rows is not None and columns is not None and data.dim() > 0 and tensor.dim() > 0
     if keeps and tensor.grid_layout.transposed and data.shape[-1] == tensor.shape[-1] and columns[0].is_contiguous():  # type: ignore[index]
         turned = columns[0].view(data.shape[-1], *data.shape[:-1])  # type: ignore[index]
         view._put((data, held[1]), (turned, columns[1]))  # type: ignore[index]
@@ -73,11 +72,11 @@ def _changed(tensor: GridTensor, change: _Change, *, swap: bool = False, alias: 
     rows = tensor.ordered(columnwise=False)
     for columnwise in (False, True):
         # One buffer that serves both usages is that of the rows.
-        source = columnwise != swap and layout.columnwise != "same"
+        source = columnwise != swap and not layout.one_buffer
         held = rows if not source else tensor.ordered(columnwise=True)
         # Columns that are made of rows are made again when they are asked for.
         derived = layout.transposed and layout.square and rows is not None and source
-        if held is None or derived or (layout.columnwise == "same" and columnwise):
+        if held is None or derived or (layout.one_buffer and columnwise):
             made_of.append(None)
             continue
         result = change(held, source)
@@ -125,11 +124,10 @@ def _reshaped(tensor: GridTensor, function: Callable[[torch.Tensor], torch.Tenso
     return _changed(tensor, change)
 
 
-_VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
 _SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 
 
-@_on_grid(*_VIEWS, *_SQUEEZES, _aten.unsqueeze.default, _aten.expand.default)
+@_on_grid(*VIEWS, *_SQUEEZES, _aten.unsqueeze.default, _aten.expand.default)
 def _same_elements(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
     if op(on_meta(tensor), *args, **kwargs).numel() != tensor.numel():
         return NotImplemented
@@ -278,7 +276,7 @@ def _new(op: Any, tensor: GridTensor, shape: Sequence[int], *strides: Any, **kwa
     sides: list[Direction | None] = []
     for columnwise in (False, True):
         held = tensor.direction(columnwise=columnwise)
-        if layout.square and layout.columnwise != "own":
+        if layout.one_buffer or (layout.square and layout.transposed):
             # Columns are rows, or are made of them.
             held = None if columnwise else tensor._held()[0]
         if held is None:

@@ -69,7 +69,7 @@ class GridQuantizer(Quantizer):
 
     def _sides(self) -> tuple[bool, bool]:
         """Whether rows and columns are made: rows alone where one buffer serves both usages."""
-        return (True, False) if self.layout.columnwise == "same" else (self.rowwise_usage, self.columnwise_usage)
+        return (True, False) if self.layout.one_buffer else (self.rowwise_usage, self.columnwise_usage)
 
     def _quantize_reduced(self, tensor: torch.Tensor) -> list[torch.Tensor | None]:
         """With the amaxes of all ranks where a scale spans the rows."""

@@ -271,10 +271,13 @@ class QuantizedTensorStorage(Declared):
         """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
         return [inner for inner in self.inner_tensors if inner.shared and getattr(self, inner.attribute) is not None]
 
+    def shared_with_whole(self) -> list[str]:
+        """Attributes of a view with what belongs to more of its tensor than the view has; by default to all rows."""
+        return [inner.attribute for inner in self.shared_inner()]
+
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
-        """Whether what all rows have in common is equal in ``other``, so that its rows mean the same here."""
-        shared = (inner.attribute for inner in self.shared_inner())
-        return all(equal_scales(getattr(self, name), getattr(other, name)) for name in shared)
+        """Whether what a view shares with its tensor is equal in ``other``, so that its elements mean the same here."""
+        return all(equal_scales(getattr(self, name), getattr(other, name)) for name in self.shared_with_whole())
 
     def _rest_is_zero(self) -> bool:
         """Whether the rest of the tensor holds zeros alone, as the padding of a shard does: they suit any scale."""

@@ -296,11 +296,11 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         )
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """``tensor[index] = value``: all of it is quantized again, unless these are rows with scales of their own."""
+        """``tensor[index] = value``: all of it is quantized again, unless these have scales of their own."""
         view = self.detach()[index]
         if isinstance(view, QuantizedTensor):
             adopts = isinstance(value, QuantizedTensor) and view.adopts_bytes_of(value)
-            if adopts or view._whole is None or not view.shared_inner():
+            if adopts or view._whole is None or not view.shared_with_whole():
                 super().__setitem__(index, value)
                 return
         values = self.detach().dequantize()

@@ -19,6 +19,7 @@ from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import aten_overloads, to_copy
 
 _aten = torch.ops.aten
+VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
 
 
 def new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype | None:
@@ -33,6 +34,20 @@ def _detach(op: Any, tensor: QuantizedTensor) -> Any:
     return tensor.make_like(tensor)
 
 
+def _laid_out(tensor: QuantizedTensor) -> torch.Tensor:
+    """The values where the strides of the tensor say that they lie."""
+    values = tensor.dequantize()
+    if (values.stride(), values.storage_offset()) == (tensor.stride(), 0):
+        return values
+    placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return placed.copy_(values)
+
+
+@implements(QuantizedTensor, *VIEWS)
+def _view(op: Any, tensor: QuantizedTensor, size: Any) -> Any:
+    return op(_laid_out(tensor), size)
+
+
 @implements(QuantizedTensor, _aten.as_strided.default)
 def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     """The tensor itself, as FSDP asks for it, or values; which layouts keep the class is for a subclass to define."""
@@ -40,9 +55,7 @@ def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storag
     if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()):
         return tensor.make_like(tensor)
     base = tensor if tensor._view_of is None else tensor._view_of
-    # The values where the strides of the tensor say that they lie.
-    values = torch.empty_strided(base.shape, base.stride(), dtype=tensor.dtype, device=tensor.device)
-    return op(values.copy_(base.dequantize()), size, stride, offset - base.storage_offset())
+    return op(_laid_out(base), size, stride, offset - base.storage_offset())
 
 
 @implements(QuantizedTensor, _aten.clone.default)
