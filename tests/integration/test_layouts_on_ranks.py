@@ -11,7 +11,7 @@ CASES = ["one_scale_in_two_buffers", "columns_of_whole_blocks", "columns_of_bloc
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str | None]:
-    return ranks.failures("tests.core.distributed.layout_cases", CASES)
+    return ranks.failures("tests.integration.layout_cases", CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
