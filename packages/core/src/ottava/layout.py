@@ -64,7 +64,7 @@ class Layout:
     shared: tuple[int, int] | None = None
     finite_as: str = "float32"
     text: str = field(init=False, repr=False, compare=False, default="")
-    #: Whether one buffer serves both usages, by ``"same"`` or because all has one scale; no field, it follows from them.
+    #: Whether one buffer serves both usages, by ``"same"`` or because all has one scale; it follows from the fields.
     one_buffer = False
 
     def __post_init__(self) -> None:
