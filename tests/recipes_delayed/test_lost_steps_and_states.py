@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.nn import Linear
-from ottava.recipes import stepping
+from ottava.recipes import region
 from ottava_delayed import DelayedScaling, Float8Quantizer, scaling_statistics
 
 
@@ -173,10 +173,10 @@ def test_blocks_of_recipes_that_are_gone_are_forgotten() -> None:
             with ottava.autocast(recipe):
                 layer(batch(step)).sum().backward()
     del layer
-    before = len(stepping._steps)
-    stepping.step_for(delayed(margin=5), None)
-    assert len(stepping._steps) <= before
-    assert sum(1 for recipe, _, _ in stepping._steps if recipe is not None and callable(recipe.amax_compute_algo)) == 0
+    before = len(region._steps)
+    region.step_for(delayed(margin=5), None)
+    assert len(region._steps) <= before
+    assert sum(1 for recipe, _, _ in region._steps if recipe is not None and callable(recipe.amax_compute_algo)) == 0
 
 
 def test_a_block_around_several_steps_is_noticed() -> None:

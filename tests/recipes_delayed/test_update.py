@@ -13,7 +13,7 @@ from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import Format
 from ottava.kernels.backends import use_backend
 from ottava.recipes import QuantizerRole
-from ottava.recipes.stepping import begin_step
+from ottava.recipes.region import begin_step
 from ottava_delayed import DelayedScaling, DelayedScalingState
 from tests.recipes_delayed.slot_oracle import Slot, divide, largest
 

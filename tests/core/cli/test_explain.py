@@ -21,7 +21,7 @@ from ottava.cli.recipes import DEMO_LAYERS, checkpoint_layers
 from ottava.errors import OptionError, UsageError
 from ottava.recipes import registry
 from ottava.recipes.explanation import Explanation
-from ottava.recipes.options import OptionDefaults
+from ottava.recipes.registry import OptionDefaults
 from ottava.recipes.role import QuantizerRole
 
 PLUGIN = (

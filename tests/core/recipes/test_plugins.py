@@ -11,7 +11,7 @@ from fake_plugins import GOOD, RECIPE, hook, offers, plugin
 import ottava
 from ottava.errors import DuplicateRecipeError, OptionError, PluginError
 from ottava.recipes import registry
-from ottava.recipes.ownership import PluginStatus
+from ottava.recipes.plugins import PluginStatus
 
 SPEC = "RecipeSpec(name='x', summary='s', factory='a:B'{})"
 

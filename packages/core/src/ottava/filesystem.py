@@ -33,9 +33,9 @@ def as_path(path: AnyPath) -> Path:
 
 def check_file_target(path: AnyPath) -> Path:
     """Where a file of that name is written, which is what a link leads to; UsageError where that is no regular file."""
-    with translated(f"{path} cannot be written", "a new name in a folder, or a file to replace", to=UsageError):
+    with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError):
         place = Path(os.path.realpath(as_path(path)))
-        if not place.parent.is_dir():
+        if not stat.S_ISDIR(place.parent.stat().st_mode):
             raise NotADirectoryError(f"{place.parent} is no folder")
         if os.path.lexists(place) and not place.is_file():
             raise FileExistsError(f"it is {'a folder' if place.is_dir() else 'no regular file'}")

@@ -14,7 +14,7 @@ import ottava
 from ottava.cli.output import console, say
 from ottava.errors import DeviceError, OptionError, OttavaError, UsageError, text_of
 from ottava.kernels.products import product_dtype
-from ottava.recipes.ownership import RECIPE
+from ottava.recipes.plugins import RECIPE
 from ottava.recipes.registry import plugin_statuses
 from ottava_demo.data import load_corpus
 from ottava_demo.model import SIZES

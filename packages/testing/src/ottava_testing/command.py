@@ -8,7 +8,7 @@ import typer
 
 from ottava.cli.output import Json, console, say, show_json, table
 from ottava.errors import OptionError, UsageError
-from ottava.recipes.options import parse_options
+from ottava.recipes.registry import parse_options
 
 
 def _show_checks(as_json: bool) -> None:

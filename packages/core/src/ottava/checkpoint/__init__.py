@@ -1,8 +1,8 @@
 """State dicts with quantized tensors as plain tensors, for safetensors, DCP, or whatever takes tensors by name."""
 
 from ottava.checkpoint.convert import Conversion, convert_file
-from ottava.checkpoint.flatten import flatten_state_dict, unflatten_state_dict
-from ottava.checkpoint.model import load_file, load_model, save_file, save_model
+from ottava.checkpoint.flatten import flatten_state_dict, load_file, save_file, unflatten_state_dict
+from ottava.checkpoint.model import load_model, save_model
 from ottava.checkpoint.sharded import is_complete, latest_checkpoint, load_sharded, save_sharded, save_step
 
 __all__ = [

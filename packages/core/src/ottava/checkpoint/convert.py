@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from ottava.checkpoint.files import BY_TORCH, INDEX_NAME, METADATA_KEY, looks_like, read_tensors
-from ottava.checkpoint.flatten import described, held_tensors, place_of, unflatten_state_dict
-from ottava.checkpoint.model import save_file
+from ottava.checkpoint.flatten import described, held_tensors, place_of, save_file, unflatten_state_dict
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, named, of_any_class, translated
 from ottava.filesystem import AnyPath, as_path, check_file_target
 from ottava.kernels import HIGH_PRECISION
@@ -32,7 +31,6 @@ _EMBEDDING = re.compile(r"embed|(^|\.)(emb|wte|wpe)(\.|$)", re.IGNORECASE)
 _STATE = re.compile(r"(^|\.)recipe_state\.")
 _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _Patterns = Sequence[str] | None
-_KINDS = ("quantized", "dequantized", "cast", "copied", "dropped")
 
 
 @dataclass(frozen=True)
@@ -132,8 +130,9 @@ def convert_file(
         tell(total, total)
         after = sum(value.nbytes for _, value in written.values())
     save_file(made, target, metadata=metadata)
-    kinds = {kind: tuple(name for name in ways if ways[name] == kind) for kind in _KINDS}
-    return Conversion(told, **kinds, skipped=skipped, bytes_before=total, bytes_after=after)
+    kinds = ("quantized", "dequantized", "cast", "copied", "dropped")
+    names = {kind: tuple(name for name in ways if ways[name] == kind) for kind in kinds}
+    return Conversion(told, **names, skipped=skipped, bytes_before=total, bytes_after=after)
 
 
 def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | None, torch.dtype | None]:

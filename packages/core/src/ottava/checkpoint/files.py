@@ -52,11 +52,6 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         TensorSpec(dtype=dtype_name(tensor.dtype), shape=[0], data_ptr=0, data_len=0)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of an 8-bit float format as uint8, sharing memory, since few ops know such formats; others as is."""
-    return tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else tensor
-
-
 def in_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor where it is contiguous and on the CPU, else a copy that is; DTypeError where it has no bytes."""
     check_dense(name, tensor)

@@ -1,4 +1,4 @@
-"""State dicts with quantized tensors as plain tensors by name, for whatever takes such, by the storage declaration.
+"""State dicts with quantized tensors as plain tensors by name, for whatever takes such, and in one file.
 
 A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held, in the dtype of its
 bytes, and a description. Of a sharded one, inner tensors that are gathered are sharded as it is, in rows or blocks of
@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import DTYPES, METADATA_KEY, check_dense, dtype_name
+from ottava.checkpoint.files import DTYPES, METADATA_KEY, check_dense, dtype_name, read_tensors, write_tensors
 from ottava.distributed.shards import check_blocks
-from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, named, translated
+from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError, named, translated
+from ottava.filesystem import AnyPath, Partial, as_path, check_file_target
 from ottava.recipes.registry import import_offered
 from ottava.tensors.declaration import as_data
+from ottava.tensors.quantizer import as_device
 from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
 
 #: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are
@@ -80,12 +82,11 @@ def flatten_values(
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
             raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
         with torch.no_grad():
-            made, entry = _flatten_value(name, value, derived)
+            made, entries = _flatten_value(name, value, derived)
         if taken := made.keys() & tensors.keys():
             raise UsageError(f"two tensors would have the name {min(taken)!r}", remedy="rename one of them")
         tensors |= made
-        if entry is not None:
-            quantized[name] = entry
+        quantized |= entries
     return tensors, quantized
 
 
@@ -113,6 +114,66 @@ def unflatten_state_dict(
     if both := state.keys() & made.keys():
         raise CheckpointError(f"{min(both)!r} is both a tensor and a quantized one", expected="one tensor of a name")
     return state | made
+
+
+def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
+
+    A tensor under several names, a tied weight for example, is stored under the first one; overlapping views of one
+    memory are written one by one. Contiguous tensors on the CPU are written from where they are, others copied before.
+
+    Args:
+        state_dict: tensors by name.
+        path: the file.
+        metadata: more texts for the header.
+
+    Raises:
+        DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
+        UsageError: two tensors would have one name, or the file cannot be written. Then nothing has changed.
+    """
+    for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
+        if hasattr(value, "to_local"):
+            remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
+            raise DTypeError(f"{name!r} is sharded", expected="whole tensors", remedy=remedy)
+    texts = {} if metadata is None else metadata
+    if not isinstance(texts, Mapping) or not all(isinstance(text, str) for entry in texts.items() for text in entry):
+        raise DTypeError(f"metadata is {metadata!r:.200}", expected="texts by name")
+    tensors, quantized = flatten_values(state_dict)
+    first: dict[Any, str] = {}
+    names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
+    aliases = {name: stored for name, stored in names.items() if stored != name}
+    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    place = check_file_target(path)
+    what, expected = f"{path} cannot be written", "a file in an existing folder, and room for it"
+    with translated(what, expected, to=UsageError, of=OSError), Partial(place) as partial:
+        write_tensors(partial.path / "tensors", stored, {**texts, **described(quantized, aliases)})
+        partial.put_file("tensors")
+
+
+def load_file(
+    path: AnyPath, device: str | int = "cpu", *, verify: bool = True
+) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
+    """The state dict of a safetensors file; files of other tools give plain tensors.
+
+    Quantized tensors come without quantizers. On the CPU tensors are mapped, not read: they take memory as they are
+    used, writes to them stay in memory, and the file must not be shortened in place meanwhile.
+
+    Args:
+        path: the file. Nothing in it is trusted; memory is bounded by its size.
+        device: where the tensors go.
+        verify: whether all bytes are read and compared with the file's checksum, which those of other tools lack.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged, is no safetensors file, or was replaced while it was read.
+        DeviceError: ``device`` names none that can be used.
+        OttavaError: as of :func:`unflatten_state_dict`.
+    """
+    place = as_device(device)
+    with translated(f"device {str(place)!r} cannot be used", "a device that torch has", to=DeviceError):
+        torch.empty(0, device=place)
+    tensors, metadata = read_tensors(path, verify=verify)
+    with named(as_path(path)):
+        return unflatten_state_dict({name: tensor.to(place) for name, tensor in tensors.items()}, metadata)
 
 
 def held_tensors(value: Any) -> list[torch.Tensor]:
@@ -180,8 +241,8 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
     return found
 
 
-def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], Entry | None]:
-    """A tensor as plain ones by name, sharded as it is, and its entry where it is quantized; nothing is copied."""
+def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
+    """A tensor as plain ones by name, sharded as it is, and its entry if it is quantized; nothing is copied."""
     sharded = hasattr(value, "to_local")
     local: Any = value.to_local() if sharded else value
     # The plain tensor in which a wrapper keeps a weight in high precision that it gathers quantized.
@@ -189,7 +250,7 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
     local = unwrap() if callable(unwrap) and isinstance(local, torch.Tensor) else local
     if not isinstance(local, QuantizedTensorStorage):
         check_dense(name, local)
-        return {name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()}, None
+        return {name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()}, {}
     inner, spec = local.flatten_storage()
     held = [(declared, t) for declared, t in zip(local.inner_tensors, inner, strict=True) if t is not None]
     derived = derived and not sharded
@@ -216,7 +277,7 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
                 raise ShapeError(what, expected="as many blocks on each rank but the last")
         tensors[declared.argument] = made.detach()
     entry = {"class": f"{spec.cls.__module__}:{spec.cls.__qualname__}", "tensors": list(tensors), "static": fields}
-    return {f"{name}.{argument}": tensor for argument, tensor in tensors.items()}, entry
+    return {f"{name}.{argument}": tensor for argument, tensor in tensors.items()}, {name: entry}
 
 
 def _sharded(

@@ -1,96 +1,24 @@
-"""State dicts and whole models in one file: everything is read and checked before the first byte of a model changes."""
+"""Whole models in one file: everything is read and checked before the first byte of a model changes."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import as_bytes, read_tensors, write_tensors
-from ottava.checkpoint.flatten import described, flatten_values, held_tensors, place_of, unflatten_state_dict
-from ottava.errors import (
-    CheckpointError,
-    DeviceError,
-    DTypeError,
-    OptionError,
-    ShapeError,
-    UsageError,
-    listed,
-    named,
-    of_any_class,
-    translated,
-)
-from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, uninterrupted
+from ottava.checkpoint.flatten import held_tensors, load_file, save_file
+from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, listed, named, of_any_class, translated
+from ottava.filesystem import AnyPath, as_path, uninterrupted
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.state import RecipeState
-from ottava.tensors import QuantizedTensor, QuantizedTensorStorage, as_device
+from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
+from ottava.tensors.declaration import check_flag
 from ottava.torch_private import foreach_copy_, may_refuse_to_load
-
-
-def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
-
-    A tensor under several names, a tied weight for example, is stored under the first one; overlapping views of one
-    memory are written one by one. Contiguous tensors on the CPU are written from where they are, others copied before.
-
-    Args:
-        state_dict: tensors by name.
-        path: the file.
-        metadata: more texts for the header.
-
-    Raises:
-        DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
-        UsageError: two tensors would have one name, or the file cannot be written. Then nothing has changed.
-    """
-    for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
-        if hasattr(value, "to_local"):
-            remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
-            raise DTypeError(f"{name!r} is sharded", expected="whole tensors", remedy=remedy)
-    texts = {} if metadata is None else metadata
-    if not isinstance(texts, Mapping) or not all(isinstance(text, str) for entry in texts.items() for text in entry):
-        raise DTypeError(f"metadata is {metadata!r:.200}", expected="texts by name")
-    tensors, quantized = flatten_values(state_dict)
-    first: dict[Any, str] = {}
-    names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
-    aliases = {name: stored for name, stored in names.items() if stored != name}
-    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    place = check_file_target(path)
-    what, expected = f"{path} cannot be written", "a file in an existing folder, and room for it"
-    with translated(what, expected, to=UsageError, of=OSError), Partial(place) as partial:
-        write_tensors(partial.path / "tensors", stored, {**texts, **described(quantized, aliases)})
-        partial.put_file("tensors")
-
-
-def load_file(
-    path: AnyPath, device: str | int = "cpu", *, verify: bool = True
-) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
-    """The state dict of a safetensors file; files of other tools give plain tensors.
-
-    Quantized tensors come without quantizers. On the CPU tensors are mapped, not read: they take memory as they are
-    used, writes to them stay in memory, and the file must not be shortened in place meanwhile.
-
-    Args:
-        path: the file. Nothing in it is trusted; memory is bounded by its size.
-        device: where the tensors go.
-        verify: whether all bytes are read and compared with the file's checksum, which those of other tools lack.
-
-    Raises:
-        CheckpointError: the file cannot be read, is damaged, is no safetensors file, or was replaced while it was read.
-        DeviceError: ``device`` names none that can be used.
-        OttavaError: as of :func:`unflatten_state_dict`.
-    """
-    place = as_device(device)
-    with translated(f"device {str(place)!r} cannot be used", "a device that torch has", to=DeviceError):
-        torch.empty(0, device=place)
-    tensors, metadata = read_tensors(path, verify=verify)
-    with named(as_path(path)):
-        return unflatten_state_dict({name: tensor.to(place) for name, tensor in tensors.items()}, metadata)
 
 
 def save_model(model: torch.nn.Module, path: AnyPath) -> None:
@@ -122,8 +50,7 @@ def load_model(
         DTypeError, UsageError: the model cannot be loaded into.
         OttavaError: as of :func:`load_file`, or names, shapes or kinds are not those of the model.
     """
-    if not isinstance(strict, bool):
-        raise OptionError(f"strict is {strict!r}", expected="True or False")
+    check_flag("strict", strict)
     targets: dict[str, Any] = _module(model).state_dict(keep_vars=True)
     for name, tensor in targets.items():
         what = f"{name!r} of the model is"
@@ -222,8 +149,12 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
 
 
 def _on_the_cpu(tensor: Any) -> Any:
-    copied = functools.partial(torch.Tensor.to, device="cpu", copy=True)
-    return tensor.apply_to_inner(copied) if isinstance(tensor, QuantizedTensor) else copied(tensor)
+    return tensor.to("cpu", copy=True)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of an 8-bit float format as uint8, sharing memory, since few ops know such formats; others as is."""
+    return tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else tensor
 
 
 def check_writable(name: str, value: Any) -> None:
@@ -237,13 +168,13 @@ def check_writable(name: str, value: Any) -> None:
             if not tensor.untyped_storage().nbytes():
                 raise UsageError(f"{name!r} has no memory: its storage was resized to nothing", expected="memory")
             # Of an alias with a count of writes of its own: what autograd has saved of the tensor is still right.
-            first = as_bytes(tensor.data)[(0,) * tensor.dim()]
+            first = _as_bytes(tensor.data)[(0,) * tensor.dim()]
             first.copy_(first.clone())
 
 
 def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy into each tensor its new value, by one call into torch: no code of Python's runs in it, and no interrupt."""
     if pairs:
-        targets, values = zip(*[(as_bytes(target), as_bytes(value)) for target, value in pairs], strict=True)
+        targets, values = zip(*[(_as_bytes(target), _as_bytes(value)) for target, value in pairs], strict=True)
         with uninterrupted(), torch.no_grad():
             foreach_copy_(targets, values)

@@ -57,21 +57,7 @@ class Index:
     files: dict[str, tuple[int, str]]
     tensors: dict[str, dcp.TensorStorageMetadata]
     description: Mapping[str, Any]
-    crc32: int = 0
-
-
-def write_index(folder: Path, index: Index) -> None:
-    """Write the index to the disk, and read it once more before it may stand for a checkpoint."""
-    tensors: dict[str, Any] = {}
-    for name, tensor in index.tensors.items():
-        chunks: list[Any] = tensor.chunks
-        shards = [{"file": s.file, "key": s.key, "offsets": s.offsets, "shape": s.sizes} for s in chunks]
-        tensors[name] = {"dtype": dtype_name(tensor.properties.dtype), "shape": tensor.size, "shards": shards}
-    body = {"version": _VERSION, "files": index.files, "tensors": tensors, "description": index.description}
-    rest = json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
-    (folder / INDEX_NAME).write_bytes(_START % zlib.crc32(rest) + rest)
-    sync(folder / INDEX_NAME)
-    read_index(folder)
+    crc32: int
 
 
 def read_index(folder: Path, tries: int = 10) -> Index:
@@ -105,9 +91,8 @@ def read_index(folder: Path, tries: int = 10) -> Index:
 def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
     """An index of JSON; raises whatever JSON of another form leads to."""
     about = body["description"]
-    index = Index({}, {}, about, crc32)
-    for name, (size, checksum) in body["files"].items():
-        index.files[name] = (_sizes([size])[0], str(checksum))
+    files = {name: (_sizes([size])[0], str(checksum)) for name, (size, checksum) in body["files"].items()}
+    index = Index(files, {}, about, crc32)
     for name, of in body["tensors"].items():
         name.encode()  # half a character is a UnicodeError
         properties = dcp.TensorProperties(dtype=DTYPES[of["dtype"]])
@@ -237,24 +222,33 @@ class FolderWriter(StorageWriter):
                 if key in tensors:
                     raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
                 tensors[key] = planner.resolve_data(item)
-                stored.append((item.index, StoredShard(offsets, box, path.name, key)))
+                stored.append((item.index, {"file": path.name, "key": key, "offsets": offsets, "shape": box}))
         file = None
         if tensors:
             with _written(path):
                 checksum = write_tensors(path, tensors, described({}))
                 file = (path.stat().st_size, checksum)
         written: Future[list[WriteResult]] = Future()
-        written.set_result([WriteResult(i, tensors[shard.key].nbytes, (shard, file)) for i, shard in stored])
+        written.set_result([WriteResult(i, tensors[shard["key"]].nbytes, (shard, file)) for i, shard in stored])
         return written
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        tensors: dict[str, Any] = metadata.state_dict_metadata
-        index = Index({}, {name: replace(of, chunks=[]) for name, of in tensors.items()}, self.description)
+        of: dict[str, Any] = metadata.state_dict_metadata
+        tensors: dict[str, Any] = {
+            name: {"dtype": dtype_name(t.properties.dtype), "shape": t.size, "shards": []} for name, t in of.items()
+        }
+        files: dict[str, Any] = {}
         for result in (result for rank in results for result in rank):
-            shard, index.files[shard.file] = result.storage_data
-            index.tensors[result.index.fqn].chunks.append(shard)
+            shard, files[shard["file"]] = result.storage_data
+            tensors[result.index.fqn]["shards"].append(shard)
+        body = {"version": _VERSION, "files": files, "tensors": tensors, "description": self.description}
+        index = self.partial.path / INDEX_NAME
         with _written(self.path):
-            write_index(self.partial.path, index)
+            rest = json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
+            index.write_bytes(_START % zlib.crc32(rest) + rest)
+            sync(index)
+            # It is read before it may stand for a checkpoint.
+            read_index(self.partial.path)
             publish(self.partial, self.overwrite)
 
 

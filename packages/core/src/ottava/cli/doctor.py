@@ -16,7 +16,7 @@ import ottava
 from ottava.cli.output import Json, console, show_json, table
 from ottava.errors import BackendError, OttavaError, text_of
 from ottava.recipes.base import get_recipe
-from ottava.recipes.ownership import FACTORY
+from ottava.recipes.plugins import FACTORY
 from ottava.recipes.registry import Provided, plugin_statuses, unknown_disabled
 from ottava.recipes.spec import Spec
 
@@ -41,11 +41,8 @@ def _examined(name: str, examine: Callable[[], str]) -> Check:
 def _gpus() -> list[str]:
     import torch
 
-    if not torch.cuda.is_available():
-        return []
-    numbers = range(torch.cuda.device_count())
-    names = [(torch.cuda.get_device_name(n), torch.cuda.get_device_capability(n)) for n in numbers]
-    return [f"{name} ({major}.{minor})" for name, (major, minor) in names]
+    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return ["{} ({}.{})".format(torch.cuda.get_device_name(n), *torch.cuda.get_device_capability(n)) for n in numbers]
 
 
 def _devices() -> list[str]:

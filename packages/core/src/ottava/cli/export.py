@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -17,11 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ottava.cli.output import console, say, table
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError
 from ottava.filesystem import check_file_target
-from ottava.recipes.options import parse_options
-from ottava.recipes.registry import list_recipes
-
-if TYPE_CHECKING:
-    from ottava.checkpoint.convert import Conversion
+from ottava.recipes.registry import list_recipes, parse_options
 
 _Texts = list[str] | None
 
@@ -60,24 +56,6 @@ def make_model(reference: str) -> Any:
     if not isinstance(made, torch.nn.Module):
         raise DTypeError(f"--model {reference!r} makes a {type(made).__name__}", expected="a torch.nn.Module")
     return made
-
-
-def _report(done: Conversion, target: Path) -> None:
-    """Print what became of the tensors."""
-    rows = {
-        "quantized": done.quantized,
-        "dequantized": done.dequantized,
-        "cast": done.cast,
-        "copied as they are": done.copied,
-        "dropped: scaling state of another recipe": done.dropped,
-    }
-    counts = [(kind, str(len(names))) for kind, names in rows.items() if names]
-    counts += [("bytes before", decimal(done.bytes_before)), ("bytes after", decimal(done.bytes_after))]
-    console().print(table(f"Converted to {done.recipe}", ("tensors", "number"), counts, right=("number",)))
-    for title, listed in (("Quantized", done.quantized), ("Left alone, named as embeddings", done.skipped)):
-        if listed:
-            say(f"{title}: {', '.join(grouped(listed))}")
-    say(f"Written: {target}")
 
 
 def export(
@@ -138,4 +116,17 @@ def export(
             raise
         expected, remedy = f"one of {', '.join(known)}", "`ottava recipes` lists what is installed"
         raise RecipeNotFoundError(error.what, expected=expected, remedy=remedy) from error
-    _report(done, OUT)
+    rows = {
+        "quantized": done.quantized,
+        "dequantized": done.dequantized,
+        "cast": done.cast,
+        "copied as they are": done.copied,
+        "dropped: scaling state of another recipe": done.dropped,
+    }
+    counts = [(kind, str(len(names))) for kind, names in rows.items() if names]
+    counts += [("bytes before", decimal(done.bytes_before)), ("bytes after", decimal(done.bytes_after))]
+    console().print(table(f"Converted to {done.recipe}", ("tensors", "number"), counts, right=("number",)))
+    for title, listed in (("Quantized", done.quantized), ("Left alone, named as embeddings", done.skipped)):
+        if listed:
+            say(f"{title}: {', '.join(grouped(listed))}")
+    say(f"Written: {OUT}")

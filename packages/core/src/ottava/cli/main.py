@@ -19,8 +19,7 @@ from ottava.cli.doctor import doctor
 from ottava.cli.export import export
 from ottava.cli.recipes import recipes
 from ottava.errors import OttavaError, PluginError, UsageError, text_of
-from ottava.recipes.loader import describe, discover
-from ottava.recipes.ownership import PluginStatus
+from ottava.recipes.plugins import PluginStatus, describe, discover
 
 #: The group of entry points by which packages add commands.
 COMMANDS = "ottava.commands"

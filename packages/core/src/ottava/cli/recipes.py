@@ -12,7 +12,7 @@ from ottava.cli.output import Json, console, say, show_json, table
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import get_recipe
 from ottava.recipes.explanation import Explanation, RecipeRule
-from ottava.recipes.ownership import FACTORY, RECIPE, PluginStatus
+from ottava.recipes.plugins import FACTORY, RECIPE, PluginStatus
 from ottava.recipes.registry import plugin_statuses, unknown_disabled
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 

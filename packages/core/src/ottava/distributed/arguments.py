@@ -12,10 +12,10 @@ import torch
 from ottava.collectives import check_group, find_group
 from ottava.distributed.rules import rule_of
 from ottava.distributed.shards import ShardJob, ShardOutput, check_bytes, check_places, ordered_bytes, shard_output
-from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_device, check_high_precision
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava.tensors.declaration import native_dtype, same_kind
+from ottava.tensors.declaration import same_kind
 from ottava.torch_private import is_distributed, local_tensor
 
 
@@ -110,16 +110,12 @@ def _offset(
         expected = f"the index of its first element among the {numel} of the weight"
         raise OptionError(what, expected=expected, remedy="pass start_offsets, with None only where the master is None")
     start: int = first if offset is None else offset
-    whole = rows is not None and count == own
+    expected = f"{own} from {first} on, its rows here"
+    fits = held is None or (count == own and (start == first or not count))
     if rows is None:
         fits, expected = 0 <= start <= numel - count, f"a range inside the {numel} of the weight"
-    else:
-        fits, expected = (
-            held is None or (whole and (start == first or not count)),
-            f"{own} from {first} on, its rows here",
-        )
     if not fits:
-        kind: type[OttavaError] = OptionError if whole else ShapeError
+        kind = OptionError if rows is not None and count == own else ShapeError
         raise kind(f"the master of {what} has {count} elements from {start} on", expected=expected)
     return start if held is not None and rows is None else first
 
@@ -201,9 +197,8 @@ def _output(
     if len(given) != len(raw):
         what = f"the shard of {what} has {len(given)} tensors of bytes"
         raise ShapeError(what, expected=f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}")
-    dtypes = {native_dtype(storage, inner) for inner in raw} | {torch.uint8}
     what = f"the buffer for the shard of {what}"
-    buffers = [check_bytes(buffer, dtypes, count, storage.device, what) for buffer in given]
+    buffers = [check_bytes(buffer, storage, inner, count, what) for buffer, inner in zip(given, raw, strict=True)]
     data = tuple(buffer.view(-1).view(torch.uint8) for buffer in buffers)
     return ShardOutput(storage, data, range(shape[0] if shape else 1))
 

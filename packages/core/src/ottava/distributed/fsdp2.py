@@ -45,11 +45,6 @@ def _group_and_state(module: Any) -> tuple[Any, Any]:
     return None, None
 
 
-def _parameters(module: Any) -> Any:
-    group = _group_and_state(module)[0]
-    return () if group is None else group.fsdp_params
-
-
 def sharded_modules() -> list[torch.nn.Module]:
     """The modules that ``fully_shard`` was called for.
 
@@ -90,7 +85,7 @@ def gathered_together(module: Any) -> list[GatheredParameter]:
     with contextlib.suppress(*_OTHERWISE):
         return [
             GatheredParameter(local_tensor(p.sharded_param), p._orig_size, p._module_info.module)
-            for p in _parameters(module)
+            for p in _group_and_state(module)[0].fsdp_params
         ]
     return []
 
@@ -98,7 +93,7 @@ def gathered_together(module: Any) -> list[GatheredParameter]:
 def drop_flat_copies(module: Any) -> None:
     """FSDP flattens each shard; of a tensor without flat views that is a copy, in high precision. Nothing reads it."""
     with contextlib.suppress(*_OTHERWISE):
-        for parameter in _parameters(module):
+        for parameter in _group_and_state(module)[0].fsdp_params:
             shard = parameter._sharded_local_tensor
             quantized = parameter._module_info.module is module and isinstance(shard, QuantizedTensorStorage)
             if quantized and not isinstance(parameter._sharded_param_data, QuantizedTensorStorage):
@@ -127,6 +122,6 @@ def resharded_after_forward(module: Any) -> bool:
         _resharded[module] = False
         with contextlib.suppress(*_OTHERWISE):
             group, state = _group_and_state(module)
-            given_up = group is not None and bool(group._reshard_after_forward and group.reshard_after_backward)
-            _resharded[module] = given_up and not _will_be_kept(state)
+            given_up = group._reshard_after_forward and group.reshard_after_backward
+            _resharded[module] = bool(given_up) and not _will_be_kept(state)
     return _resharded[module]

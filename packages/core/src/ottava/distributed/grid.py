@@ -71,8 +71,7 @@ class GridBatch(ShardBatch):
                 place = len(sides) * at + columnwise * (len(sides) - 1)
                 own = [self._of_blocks(each[place], bool(columnwise), matrices[at]) for each in made]
                 self._pairs[columnwise][at] = own[0], data[usage]
-                target = job.output.target(scales[usage] if usage in scales else scales["both"], own[-1])
-                self._held += [] if target is None else [target]
+                self._held += job.output.places(scales[usage] if usage in scales else scales["both"], own[-1])
         # After a call that raised nothing the same arguments are not looked at again.
         self._seen, self._cast = False, False
 
@@ -121,9 +120,8 @@ class GridShards(ShardRule):
         self.scales = scales
 
     def batch_for(self, quantizer: Any) -> type[ShardBatch] | None:
-        layout: Layout = quantizer.layout
         # A range of the weight is no range of transposed columns that have scales of their own.
-        scattered = quantizer.columnwise_usage and layout.transposed and not layout.square
+        scattered = quantizer.columnwise_usage and quantizer.layout.transposed and not quantizer.layout.square
         return None if scattered else self.batch
 
     def one_amax(self, quantizer: Any) -> bool:

@@ -109,10 +109,8 @@ class HighPrecisionWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        plain_args, plain_kwargs = tree_map(
-            lambda v: v._plain if isinstance(v, HighPrecisionWeight) else v, (args, kwargs or {})
-        )
-        result = func(*plain_args, **plain_kwargs)
+        plain = tree_map(lambda v: v._plain if isinstance(v, HighPrecisionWeight) else v, (args, kwargs or {}))
+        result = func(*plain[0], **plain[1])
         if func in _KEEPS_CLASS:
             return tree_map(lambda r: cls(r) if isinstance(r, torch.Tensor) else r, result)
         if args and isinstance(args[0], cls) and result is args[0]._plain:
@@ -248,15 +246,7 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(parameter, []).append((module, name))
-    # The weights of layers that quantize them.
-    chosen = {
-        key: places
-        for key, places in owners.items()
-        if all(
-            n == "weight" and hasattr(m, "gather_quantizer") and getattr(m, "recipe", None) is not None
-            for m, n in places
-        )
-    }
+    chosen = {key: places for key, places in owners.items() if all(_is_gathered(*place) for place in places)}
     if not chosen:
         what = "no layer of the model has a recipe bound"
         raise UsageError(what, expected="layers of ottava.convert(model, recipe)", remedy="convert the model first")
@@ -270,3 +260,8 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
             module.recomputes = recomputes  # type: ignore[assignment]
             module._parameters[name] = weight
     return model
+
+
+def _is_gathered(module: torch.nn.Module, name: str) -> bool:
+    """Whether a parameter is the weight of a layer that quantizes it."""
+    return name == "weight" and hasattr(module, "gather_quantizer") and getattr(module, "recipe", None) is not None

@@ -38,7 +38,7 @@ from ottava.torch_private import KNOWS_BACKWARD, graph_task_id
 
 
 class GatheredInner(NamedTuple):
-    """One inner tensor that comes: its declaration, the shape of a rank's shard of it, and whether that is padded."""
+    """An inner tensor that comes, the shape of a rank's shard of it, and whether that is padded."""
 
     inner: InnerTensor
     shape: torch.Size
@@ -101,13 +101,9 @@ def pre_all_gather(
         inputs.append(data.contiguous().view(torch.uint8) if data.element_size() == 1 else data.contiguous())
     # Scales without the data that they are of say nothing.
     usages = {"both", *(inner.usage for inner in gathered)}
-    shared = {
-        inner.argument: getattr(tensor, inner.attribute)
-        if (inner.shared and inner.usage in usages) or inner in gathered
-        else None
-        for inner in tensor.inner_tensors
-        if inner not in sent
-    }
+    kept = [i for i in tensor.inner_tensors if i in gathered or (i.shared and i.usage in usages)]
+    others = [inner for inner in tensor.inner_tensors if inner not in sent]
+    shared = {inner.argument: getattr(tensor, inner.attribute) if inner in kept else None for inner in others}
     return tuple(inputs), GatherPlan(tuple(coming), shared, tensor.flatten_storage()[1], size)
 
 

@@ -27,7 +27,7 @@ class ShardBatch(ABC):
 
     def __init__(self, jobs: Sequence[ShardJob]) -> None:
         self.jobs = list(jobs)
-        self._written: list[torch.Tensor] | None = None
+        self._written = [tensor for job in jobs for tensor in job.output.written_tensors()]
 
     @abstractmethod
     def amaxes(self) -> torch.Tensor:
@@ -39,8 +39,6 @@ class ShardBatch(ABC):
 
     def written(self) -> None:
         """Tell all holders that their values changed."""
-        if self._written is None:
-            self._written = [tensor for job in self.jobs for tensor in job.output.written_tensors()]
         torch.autograd.graph.increment_version(self._written)
         for job in self.jobs:
             job.output.holder.mark_written()
@@ -167,19 +165,15 @@ class ShardBatches(NamedTuple):
 
     def quantize(self, group: Any) -> None:
         """Quantize all shards: one all-reduce over ``group`` for all amaxes, one all-gather for all values needed."""
-        if self.gathered is None or not process_groups_ready():
+        if self.gathered is None:
             self.cast(self.amaxes(group))
-            if self.gathered is not None:
-                self.gathered.cast([self.gathered.values()])
             return
         # Ranks send different amounts, so that the largest is found first, in the all-reduce of the amaxes.
         sent, unit = self.gathered.values(), self.gathered.UNIT
-        units = torch.full((1,), float(math.ceil(sent.numel() / unit)), device=sent.device)
-        *amaxes, units = self.amaxes(group, units)
+        *amaxes, units = self.amaxes(group, torch.tensor([math.ceil(sent.numel() / unit)], device=sent.device).float())
         self.cast(amaxes)
-        padded = sent.new_zeros(int(units.item()) * unit)
-        padded[: sent.numel()] = sent
-        self.gathered.cast(list(all_gather(padded, group)))
+        padded = torch.nn.functional.pad(sent, [0, int(units.item()) * unit - sent.numel()])
+        self.gathered.cast(list(all_gather(padded, group)) if process_groups_ready() else [padded])
 
     def amaxes(self, group: Any, *more: torch.Tensor) -> list[torch.Tensor]:
         """What the ranks of ``group`` contribute to each batch, and ``more``, in one all-reduce(MAX)."""

@@ -6,7 +6,7 @@ A shard is a range of the flattened weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels.checks import check_device
-from ottava.tensors.declaration import InnerTensor
+from ottava.tensors.declaration import InnerTensor, native_dtype
 from ottava.tensors.freshness import bump_versions
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -46,23 +46,21 @@ class ShardOutput:
                 self.write_inner(inner, getattr(whole, inner.attribute))
         self.written()
 
-    def target(self, inner: InnerTensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Where an inner tensor of the whole weight that is not its elements goes, and what of it: the rows held."""
+    def places(self, inner: InnerTensor, whole: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where an inner tensor of the whole weight that is not its elements goes, if it is held, and its rows here."""
         held: torch.Tensor | None = getattr(self.holder, inner.attribute)
-        if held is None:
-            return None
+        if held is None or whole is None:
+            return []
         if held.numel() != whole.numel():
-            step = inner.block_rows or 1
-            leading = math.prod(self.holder.size()[1:-1]) if inner.block_rows is not None else 1
-            first, count = self.rows.start * leading // step, inner.by_rows(held).shape[0]
+            leading = 1 if inner.block_rows is None else math.prod(self.holder.size()[1:-1])
+            first, count = self.rows.start * leading // (inner.block_rows or 1), inner.by_rows(held).shape[0]
             whole = inner.as_held(inner.by_rows(whole)[first : first + count])
-        return held, whole.view(held.shape)
+        return [(held, whole.view(held.shape))]
 
     def write_inner(self, inner: InnerTensor, whole: torch.Tensor | None) -> None:
         """Copy an inner tensor of the whole weight that is not its elements, or the rows of it that are held."""
-        target = None if whole is None else self.target(inner, whole)
-        if target is not None:
-            target[0].copy_(target[1])
+        for held, values in self.places(inner, whole):
+            held.copy_(values)
 
     def written_tensors(self) -> list[torch.Tensor]:
         """Whose versions change when the elements are written, so that autograd sees it."""
@@ -156,15 +154,16 @@ def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows
 
 
 def check_bytes(
-    buffer: Any, dtypes: Collection[torch.dtype | None], count: int, device: torch.device, what: str
+    buffer: Any, storage: QuantizedTensorStorage, inner: InnerTensor, count: int, what: str
 ) -> torch.Tensor:
-    """``buffer`` itself, unless it cannot take ``count`` elements of 8 bits."""
+    """``buffer`` itself, unless it cannot take ``count`` elements of an inner tensor."""
+    dtypes = torch.uint8, getattr(storage, inner.attribute).dtype, native_dtype(storage, inner)
     if not isinstance(buffer, torch.Tensor) or buffer.dtype not in dtypes:
         found = buffer.dtype if isinstance(buffer, torch.Tensor) else type(buffer).__name__
         raise DTypeError(f"{what} is of {found}", expected="torch.uint8")
     if buffer.numel() != count:
         raise ShapeError(f"{what} has {buffer.numel()} elements", expected=f"{count}")
-    check_device(buffer, device, what)
+    check_device(buffer, storage.device, what)
     if not buffer.is_contiguous():
         raise UsageError(f"{what} is not contiguous", expected="contiguous memory")
     return buffer

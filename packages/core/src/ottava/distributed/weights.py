@@ -15,9 +15,9 @@ import torch
 from ottava.distributed.arguments import checked_weights, default_group
 from ottava.distributed.rules import ShardBatches
 from ottava.distributed.shards import check_bytes, check_places
-from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
+from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava.tensors.declaration import native_dtype
+from ottava.tensors.declaration import check_flag
 from ottava.torch_private import local_tensor
 
 
@@ -106,10 +106,7 @@ class MasterWeights:
         fsdp_shard_model_weights: Sequence[Any] | None = None,
         manual_post_all_gather_processing: bool = False,
     ) -> None:
-        if not isinstance(manual_post_all_gather_processing, bool):
-            raise OptionError(
-                f"manual_post_all_gather_processing is {manual_post_all_gather_processing!r}", expected="True or False"
-            )
+        check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
         self._given = (model_weights, master_weights, quantizers, start_offsets, fsdp_shard_model_weights)
         self._group_given = amax_reduce_group
         self._automatic = not manual_post_all_gather_processing
@@ -134,10 +131,9 @@ class MasterWeights:
 
     def _addresses(self) -> list[Any]:
         """Where everything lies that is read or written, and what quantizes it."""
-        inner = [getattr(holder, attribute) for holder, attribute in self._watched]
-        held = [None if tensor is None else tensor.data_ptr() for tensor in inner]
-        masters = [master.data_ptr() for master in self._masters]
-        return [*held, *masters, *(id(holder._quantizer) for holder in self._holders)]
+        tensors = [*(getattr(holder, attribute) for holder, attribute in self._watched), *self._masters]
+        places = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        return [*places, *(id(holder._quantizer) for holder in self._holders)]
 
     def quantize(self) -> None:
         """Write this rank's shards of the weights, and all scales, from the master weights as they are now.
@@ -161,13 +157,14 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     Raises:
         DTypeError: an entry is no tensor.
     """
-    if isinstance(model_weights, (torch.Tensor, QuantizedTensorStorage)):
+    tensors = (torch.Tensor, QuantizedTensorStorage)
+    if isinstance(model_weights, tensors):
         model_weights = [model_weights]
     if not isinstance(model_weights, (list, tuple)):
         raise DTypeError(f"model_weights is a {type(model_weights).__name__}", expected="a list of weights")
-    strange = [w for w in model_weights if not isinstance(w, (torch.Tensor, QuantizedTensorStorage))]
-    if strange:
-        raise DTypeError(f"a weight is a {type(strange[0]).__name__}", expected="a tensor")
+    for weight in model_weights:
+        if not isinstance(weight, tensors):
+            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a tensor")
     with torch.no_grad():
         for local in map(local_tensor, model_weights):
             if isinstance(local, QuantizedTensorStorage):
@@ -200,8 +197,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor 
     moved: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
     for inner, buffer in zip(raw, buffers, strict=False):
         held: torch.Tensor = getattr(tensor, inner.attribute)
-        dtypes = (held.dtype, native_dtype(tensor, inner))
-        checked = check_bytes(buffer, dtypes, held.numel(), held.device, f"the buffer for {inner.argument!r}")
+        checked = check_bytes(buffer, tensor, inner, held.numel(), f"the buffer for {inner.argument!r}")
         if not held.is_contiguous():
             raise UsageError("the data of the tensor is not contiguous", expected="a tensor that is no view")
         moved.append((inner, held, checked.detach().view(held.dtype).view(held.shape)))
@@ -219,8 +215,7 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None
     Raises:
         DTypeError: ``x`` is something else.
     """
-    if isinstance(x, (Quantizer, QuantizedTensorStorage)):
-        return x.custom
-    if x is None or isinstance(x, torch.Tensor):
-        return False
-    raise DTypeError(f"{type(x).__name__} is neither quantizer nor tensor", expected="a quantizer, a tensor or None")
+    if x is not None and not isinstance(x, (Quantizer, QuantizedTensorStorage, torch.Tensor)):
+        what = f"{type(x).__name__} is neither quantizer nor tensor"
+        raise DTypeError(what, expected="a quantizer, a tensor or None")
+    return isinstance(x, (Quantizer, QuantizedTensorStorage)) and x.custom

@@ -15,6 +15,7 @@ from ottava.kernels.reference import spread
 from ottava.layout import Block, Layout
 
 Tensor = torch.Tensor
+_WHOLE: Block = (None, None)
 
 
 class _Scratch(threading.local):
@@ -41,17 +42,12 @@ _scratch = _Scratch()
 
 
 class _Rows(NamedTuple):
-    """A dense operand ``[outer, reduced]`` and what it lacks: a scalar, or scales that are no powers of two.
-
-    Attributes:
-        scales: one for each block of the values.
-        block: its sides; None for all.
-    """
+    """A dense operand ``[outer, reduced]``, and what it lacks: None, or a scale for each block. Those of blocks that
+    are not the whole are no powers of two."""
 
     values: Tensor
-    scale: Tensor | None
-    scales: Tensor | None = None
-    block: Block = (None, None)
+    scales: Tensor | None
+    block: Block = _WHOLE
 
 
 def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> _Rows:
@@ -60,7 +56,7 @@ def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> _Rows:
     if not text or scales is None:
         return _Rows(operand.rows(), scales)
     layout = Layout.of(text)
-    whole, turned = layout.block == (None, None), columnwise and not layout.transposed
+    whole, turned = layout.block == _WHOLE, columnwise and not layout.transposed
     if whole and not values.is_contiguous() and values.t().is_contiguous():
         values, turned = values.t(), not turned
     out, backend = _scratch.empty(side, values, dtype), backend_module(values.device.type)
@@ -69,7 +65,7 @@ def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> _Rows:
     rows = out.t() if turned else out
     if whole or folded:
         return _Rows(rows, None if folded else scales)
-    return _Rows(rows, None, scales.t() if turned else scales, layout.block)
+    return _Rows(rows, scales.t() if turned else scales, layout.block)
 
 
 def _sums_of_blocks(a: _Rows, b: _Rows) -> Tensor:
@@ -80,7 +76,9 @@ def _sums_of_blocks(a: _Rows, b: _Rows) -> Tensor:
         return a.values.new_zeros((len(a.values), len(b.values)), dtype=torch.float32)
     # One factor for each row and block.
     lefts, rights = (
-        None if x.scales is None else spread(x.scales, (x.block[0], 1), (len(x.values), x.scales.shape[1]))
+        None
+        if x.scales is None or x.block == _WHOLE
+        else spread(x.scales, (x.block[0], 1), (len(x.values), x.scales.shape[1]))
         for x in (a, b)
     )
     # What has one scale along the summed dimension asks for no partial sums.
@@ -111,9 +109,10 @@ def _multiply(
     a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, compute_dtype: torch.dtype
 ) -> Tensor:
     left, right = _decoded(0, a, compute_dtype), _decoded(1, b, compute_dtype)
-    if left.scales is None and right.scales is None:
-        return product(left.values, right.values.t(), left.scale, right.scale, bias, out_dtype)
-    return finish(_sums_of_blocks(left, right), left.scale, right.scale, bias, out_dtype)
+    if left.block == right.block == _WHOLE:
+        return product(left.values, right.values.t(), left.scales, right.scales, bias, out_dtype)
+    scale_a, scale_b = (x.scales if x.block == _WHOLE else None for x in (left, right))
+    return finish(_sums_of_blocks(left, right), scale_a, scale_b, bias, out_dtype)
 
 
 #: ``round(a[M, K] · b[N, K]ᵀ + bias)`` of ``(a, b, bias, out_dtype, compute_dtype)``: elements are decoded to the last,

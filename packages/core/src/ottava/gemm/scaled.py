@@ -167,12 +167,9 @@ def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtyp
     if not (rows and columns and inner):
         return finish(a.values.new_zeros((rows, columns), dtype=_FLOAT32), None, None, bias, out_dtype)
     in_blocks = _blocks(a) is not None
-    if in_blocks:
-        narrow = bias is not None or out_dtype is torch.float16
-    else:
-        narrow = bias is not None and (out_dtype is _FLOAT32 or bias.dtype is not out_dtype)
-    if narrow:
-        # What the library would round before the bias is added, or not in this dtype.
+    fused = bias is None or (bias.dtype is out_dtype is not _FLOAT32 and not in_blocks)
+    if not fused or (in_blocks and out_dtype is torch.float16):
+        # What the library would round before the bias is added, or has no product for.
         return finish(_multiply(a, b, None, _FLOAT32, fast), None, None, bias, out_dtype)
     made = _in_blocks(a, b, out_dtype, fast) if in_blocks else _by_rows(a, b, bias, out_dtype, fast)
     return made if made.shape == (rows, columns) else made[:rows, :columns].contiguous()

@@ -66,16 +66,13 @@ def multiplies_bfloat16() -> bool:
     global _bfloat16_is_fast
     if _bfloat16_is_fast is None:
         wanted = os.environ.get(VARIABLE)
-        if not wanted:
-            _bfloat16_is_fast = mkldnn_bf16_supported()
-        elif wanted in _NAMES:
-            _bfloat16_is_fast = _NAMES[wanted]
-        else:
+        if wanted and wanted not in _NAMES:
             raise BackendError(
                 f"{VARIABLE}={wanted!r} is no dtype of products",
                 expected=f"one of {', '.join(_NAMES)}",
                 remedy=f"correct or unset {VARIABLE}",
             )
+        _bfloat16_is_fast = _NAMES[wanted] if wanted else mkldnn_bf16_supported()
     return _bfloat16_is_fast
 
 

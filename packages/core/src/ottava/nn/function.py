@@ -1,4 +1,5 @@
-"""The autograd functions of ``Linear``: products of quantized operands, and gradients that go to ``main_grad``."""
+"""The autograd functions of ``Linear``: products of quantized operands and in high precision, gradients that go to
+``main_grad``."""
 
 from __future__ import annotations
 
@@ -6,16 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ottava.gemm import as_matrix, gemm
+from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.direct import unobserved
+from ottava.kernels.products import mm, product_dtype
 from ottava.kernels.table import rounded, sum_rows
 from ottava.recipes.state import RecipeState
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import rebuild_saved
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
-from ottava.torch_private import forward_ad, is_view, unsafe_view
+from ottava.torch_private import forward_ad, is_view, tracing, transforms, unsafe_view
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+# Up to this number of rows torch's own bfloat16 loops are faster (measured with AVX2 and weights of 1024 rows).
+_FEW_ROWS = 4
 
 
 @dataclass(slots=True)
@@ -182,3 +190,88 @@ class IntoMainGrad(torch.autograd.Function):
         ctx.target[0].add_(grads[0])
         _note_added(ctx.weight)
         return None, None
+
+
+def high_precision_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, autocast_dtype: torch.dtype | None
+) -> torch.Tensor:
+    """``torch.nn.functional.linear``, which multiplies in float32 where that is faster and rounds the result once.
+
+    Args:
+        autocast_dtype: what ``torch.autocast`` computes in here; None outside of it.
+    """
+    dtype = weight.dtype if autocast_dtype is None else autocast_dtype
+    wide = product_dtype(dtype, weight.device)
+    if wide is dtype or not isinstance(x, torch.Tensor) or x.device != weight.device or x.is_nested:
+        return F.linear(x, weight, bias)
+    if isinstance(x, QuantizedTensorStorage):
+        x = x.dequantize()
+    allowed = (dtype,) if autocast_dtype is None else HIGH_PRECISION
+    if not all(tensor.dtype in allowed for tensor in (x, weight, bias) if tensor is not None):
+        # torch.autocast leaves other dtypes as they are, and F.linear raises the error that users of torch know.
+        return F.linear(x, weight, bias)
+    if autocast_dtype is None:
+        return _wide_linear(x, weight, bias, wide)
+    x, weight = x.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(weight.device.type, enabled=False):
+        return _wide_linear(x, weight, bias, wide)
+
+
+def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            # Converting the whole weight costs more than a product of a few rows, which reads it once.
+            few = x.numel() <= _FEW_ROWS * x.shape[-1] if x.dim() else False
+            return F.linear(x, weight, bias) if few else _wide_product(x, weight, bias, wide)
+        # Transforms, tracing and subclasses need operations that they can take apart, not an autograd function.
+        apart = transforms() is not None or tracing() is not None
+        if apart or forward_ad._current_level >= 0 or not {type(x), type(weight)} <= _PLAIN_TYPES:
+            return _wide_product(x, weight, bias, wide)
+    result: torch.Tensor = HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _wide_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return _mm(as_matrix(x), weight.t(), x.dtype, wide, bias).view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
+
+
+def _mm(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, wide: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        return mm(a.to(wide), b.to(wide)).to(dtype)
+    # One operator widens inside, because a compiler would save the float32 results of separate conversions for the
+    # backward pass.
+    result: torch.Tensor = torch.ops.ottava.scaled_mm(a, b, None, None, bias, dtype)
+    return result
+
+
+class HighPrecisionFunction(torch.autograd.Function):
+    """``y = x · wᵀ + b`` in ``wide``; operands are saved in their own dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype
+    ) -> torch.Tensor:
+        x_needs, w_needs = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if w_needs else None, weight if x_needs else None)
+        ctx.wide = wide
+        return _wide_product(x, weight, bias, wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # Only differentiable operations are used, so that second derivatives exist.
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        rows = as_matrix(dy if torch.compiler.is_compiling() else dy.to(ctx.wide))
+        dx = dw = db = None
+        if weight is not None:
+            dx = _mm(rows, weight, dy.dtype, ctx.wide).view(*dy.shape[:-1], weight.shape[1])
+        if x is not None:
+            dw = _mm(rows.t(), as_matrix(x), dy.dtype, ctx.wide)
+        if ctx.needs_input_grad[2]:
+            db = rows.sum(0, dtype=ctx.wide).to(dy.dtype)
+        return dx, dw, db, None

@@ -11,15 +11,13 @@ import torch
 from ottava.errors import CheckpointError, OptionError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.checks import autocast_dtype, checked_dtype, main_grad_of
-from ottava.nn.function import IntoMainGrad, LinearPlan, quantized_linear
-from ottava.nn.high_precision import high_precision_linear
+from ottava.nn.function import IntoMainGrad, LinearPlan, high_precision_linear, quantized_linear
 from ottava.nn.model_init import quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.mixed import layer_state
-from ottava.recipes.region import begin_ahead, current_region, enters_first
+from ottava.recipes.region import backward_task, begin_ahead, begin_step, current_region, enters_first, may_begin
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
-from ottava.recipes.stepping import backward_task, begin_step, may_begin
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
@@ -181,7 +179,7 @@ class Linear(torch.nn.Linear):
             group, calibrating = region.amax_reduction_group, region.calibrating
             recipe = recipe if region.recipe is None else region.recipe
             recipe = recipe if region.enabled or calibrating else None
-        if task == -1 and (recording or self.training) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and task == -1 and (recording or self.training):
             # Not by an assignment, which nn.Module makes slow.
             self.__dict__["_last"] = None if calibrating else recipe, group, recording
         return recipe, group, calibrating, recording
@@ -296,9 +294,9 @@ class Linear(torch.nn.Linear):
                 weight.update_quantizer(quantizer)
 
     def _is_training(self) -> bool:
-        """Whether this is the forward pass of a step: an evaluation moves no state, because one rank may evaluate alone.
+        """Whether this is the forward pass of a step, which reentrant checkpointing runs without gradients.
 
-        Reentrant checkpointing runs it without gradients.
+        An evaluation moves no state, because one rank may evaluate alone.
         """
         return may_begin() or (self.training and not torch.compiler.is_compiling() and graph_task_id() == -1)
 

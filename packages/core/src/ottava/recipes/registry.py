@@ -1,4 +1,4 @@
-"""What the installed packages offer, by name: listed, found and built.
+"""What the installed packages offer, by name: listed, found, and built with options as people write them.
 
 Nothing here knows what a recipe or a quantizer is, so that :mod:`ottava.recipes.base`, which does, can ask.
 """
@@ -9,11 +9,13 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import json
 import os
 import pkgutil
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 from ottava.errors import (
@@ -25,14 +27,12 @@ from ottava.errors import (
     listed,
     text_of,
 )
-from ottava.recipes.loader import describe, disabled, load
-from ottava.recipes.ownership import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus, canonical
+from ottava.recipes.plugins import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus, canonical, describe, disabled, load
 from ottava.recipes.spec import FactorySpec, RecipeSpec, is_name
 
 # Recipes that were built with their defaults, for code that names a recipe again and again (a region in a loop), each
 # with what tells its file from one that was written since.
 defaults: dict[str, tuple[Any, Any]] = {}
-
 
 _lock = threading.RLock()
 _loaded: list[PluginStatus] | None = None
@@ -228,3 +228,60 @@ def _not_found(kind: str, name: object) -> RecipeNotFoundError:
             remedies.append(f"{hint}: {', '.join(plugins)}")
     what = f"no installed package provides {kind} {name!r}"
     return RecipeNotFoundError(what, expected=expected, remedy="; ".join(remedies))
+
+
+class OptionDefaults:
+    """What the options of a recipe are by default, which tells what may stand in their place.
+
+    Args:
+        recipe: the name of an installed recipe. Of one that cannot be built without options nothing is known.
+    """
+
+    def __init__(self, recipe: str) -> None:
+        self._recipe: Any = None
+        # Whoever builds it with its options is told what is wrong.
+        with contextlib.suppress(OttavaError):
+            self._recipe = build_recipe(recipe, object, {})
+
+    def adapt(self, option: str, value: Any) -> Any:
+        """``value`` as the recipe takes it: the member of an enumeration for its name, a tuple for a list.
+
+        Raises:
+            OptionError: an enumeration has no such member.
+        """
+        default = getattr(self._recipe, option, None)
+        if isinstance(default, Enum) and isinstance(value, str):
+            members = type(default).__members__
+            if value not in members:
+                raise OptionError(f"{option} is {value!r}", expected=f"one of {', '.join(members)}")
+            return members[value]
+        if isinstance(default, tuple) and isinstance(value, list):
+            return tuple(value)
+        return value
+
+    def parse(self, option: str, text: str) -> Any:
+        """The value that ``text`` says: JSON where that makes sense, else text; then as of :meth:`adapt`."""
+        value: Any = text
+        if not isinstance(getattr(self._recipe, option, None), (Enum, str)):
+            value = {"True": True, "False": False, "None": None}.get(text, text)
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(text)
+        return self.adapt(option, value)
+
+
+def parse_options(recipe: str | None, given: Sequence[str]) -> dict[str, Any]:
+    """Options from texts ``key=value``, each value as of :meth:`OptionDefaults.parse`; with no recipe a text.
+
+    Raises:
+        OptionError: one is not ``key=value``, stands there twice, or names no member of an enumeration.
+    """
+    options: dict[str, Any] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier() or key in options:
+            raise OptionError(f"--option {text!r}", expected="key=value, each key once")
+        options[key] = value
+    if options and recipe is not None:
+        defaults = OptionDefaults(recipe)
+        options = {key: defaults.parse(key, value) for key, value in options.items()}
+    return options

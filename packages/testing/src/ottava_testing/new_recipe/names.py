@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from ottava.errors import OptionError, UsageError
-from ottava.recipes.ownership import OWNER_PREFIX, RECIPE
+from ottava.recipes.plugins import OWNER_PREFIX, RECIPE
 from ottava.recipes.registry import plugin_statuses
 
 #: Characters that a name may have at most: it is a part of file names, and of lines that people read.

@@ -1,4 +1,8 @@
-"""Finds the recipe packages by their entry points and reads them; what is wrong with one is reported, not raised."""
+"""The installed plugins: found by their entry points, read, and given the names that are theirs.
+
+What is wrong with one is reported, not raised. Of several plugins that claim a name none gets it, so that no stranger
+takes a name over, with one exception: the distribution ``ottava-recipes-NAME`` owns NAME.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
@@ -18,15 +22,115 @@ import pluggy
 
 from ottava.errors import DuplicateRecipeError, OptionError, PluginError, text_of
 from ottava.recipes import hookspecs
-from ottava.recipes.ownership import PluginStatus, canonical, settle
 from ottava.recipes.spec import API_VERSION, FactorySpec, RecipeSpec, Spec
 
+RECIPE, FACTORY = RecipeSpec.kind, FactorySpec.kind
+OWNER_PREFIX = "ottava-recipes-"
 # Hook -> what it gives, in the order of the fields of a status.
 _HOOKS: dict[str, type[Spec]] = {"ottava_recipes": RecipeSpec, "ottava_quantizer_factories": FactorySpec}
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("", "0", "false", "no", "off"), False)
 # Files and folders (pluggy's, importlib's, Ottava's own) whose lines in a traceback are not a plugin's.
 _FOLDERS = (os.path.dirname(path) for path in (pluggy.__file__, importlib.__file__, os.path.dirname(__file__)))
 _MACHINERY = (pkgutil.__file__, *(os.path.join(os.path.abspath(folder), "") for folder in _FOLDERS))
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A name that a plugin offers and does not get: ``kind`` is "recipe" or "quantizer factory"."""
+
+    kind: str
+    name: str
+    error: DuplicateRecipeError
+
+
+@dataclass(frozen=True)
+class PluginStatus:
+    """One entry point of a distribution and what became of it.
+
+    Attributes:
+        name: ``"distribution:entry"``.
+        entry: the entry point itself; None where what is wrong is the distribution.
+        status: ``"ok"``, ``"broken"`` or ``"disabled"``.
+        error: why it is broken.
+        recipes: the specs that it offers.
+        quantizer_factories: the named quantizer factories that it offers.
+        refused: what it offers under names that are another's, or that two packages claim.
+    """
+
+    distribution: str
+    version: str
+    entry_point: str = "?"
+    entry: EntryPoint | None = field(default=None, repr=False)
+    status: str = "ok"
+    error: str = ""
+    recipes: tuple[RecipeSpec, ...] = ()
+    quantizer_factories: tuple[FactorySpec, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.distribution}:{self.entry_point}"
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with it, one text each."""
+        return [*([self.error] if self.error else []), *(str(refusal.error) for refusal in self.refused)]
+
+    @property
+    def offers(self) -> tuple[RecipeSpec | FactorySpec, ...]:
+        """All that it offers."""
+        return (*self.recipes, *self.quantizer_factories)
+
+    def specs(self, kind: str) -> tuple[RecipeSpec | FactorySpec, ...]:
+        """What it offers of one kind."""
+        return self.recipes if kind == RECIPE else self.quantizer_factories
+
+
+def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: PluginStatus | None) -> DuplicateRecipeError:
+    offers = " and by ".join(f"{s.distribution} {s.version} (entry point {s.entry_point})" for s in claimants)
+    what = f"{kind} {name!r} is offered by {offers}"
+    others = " or ".join(dict.fromkeys(s.distribution for s in claimants if s is not owner))
+    remedy = f"uninstall one, or set OTTAVA_DISABLE_PLUGINS to {others}"
+    if owner is not None:
+        what += f"; the name belongs to {owner.distribution} {owner.version}"
+        if owner.status == "broken":
+            what += ", which is broken"
+            remedy = f"mend or uninstall {owner.distribution}"
+    return DuplicateRecipeError(what, expected="one package for each name", remedy=remedy)
+
+
+def _owner(name: str, claimants: list[PluginStatus], statuses: list[PluginStatus]) -> PluginStatus | None:
+    title = OWNER_PREFIX + canonical(name)
+    titled = [s for s in claimants if canonical(s.distribution) == title]
+    # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
+    broken = [s for s in statuses if s.status == "broken" and canonical(s.distribution) == title]
+    return titled[0] if len(titled) == 1 else broken[0] if broken and not titled else None
+
+
+def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
+    """The same plugins, without what they do not get."""
+    claims: dict[tuple[str, str], list[PluginStatus]] = {}
+    for status in statuses:
+        for spec in status.offers:
+            claims.setdefault((spec.kind, spec.name), []).append(status)
+    taken: dict[tuple[str, str], tuple[PluginStatus | None, Refusal]] = {}
+    for (kind, name), claimants in claims.items():
+        owner = _owner(name, claimants, statuses)
+        if len(claimants) > 1 or owner not in (None, claimants[0]):
+            taken[kind, name] = owner, Refusal(kind, name, _conflict(kind, name, claimants, owner))
+    settled = []
+    for status in statuses:
+        lost = {key: refusal for key, (owner, refusal) in taken.items() if owner is not status}
+        refused = tuple(lost[spec.kind, spec.name] for spec in status.offers if (spec.kind, spec.name) in lost)
+        recipes = tuple(spec for spec in status.recipes if (RECIPE, spec.name) not in lost)
+        factories = tuple(spec for spec in status.quantizer_factories if (FACTORY, spec.name) not in lost)
+        settled.append(replace(status, refused=refused, recipes=recipes, quantizer_factories=factories))
+    return settled
 
 
 def disabled() -> set[str]:
@@ -145,7 +249,7 @@ def load() -> list[PluginStatus]:
     strict = _is_strict()
     # What plugins print must not get between the lines of a listing that is read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        settled = settle([_loaded(found, strict) for found in discover()])
+        settled = _settle([_loaded(found, strict) for found in discover()])
     refused = [refusal for status in settled for refusal in status.refused]
     if refused and strict:
         raise refused[0].error.with_traceback(None)
