@@ -160,6 +160,12 @@ def test_transposed_columns_are_reshaped(block: Any, usages: tuple[bool, bool], 
         assert torch.equal(values, SHAPES[shape](tensor.dequantize()))
 
 
+def test_transposed_columns_are_reshaped_in_a_graph() -> None:
+    tensor = GridQuantizer(Layout(E4M3, (1, 4), columnwise="transposed"))(torch.randn(24, 16))
+    compiled = torch.compile(lambda t: t.t().reshape(-1) * 2, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(tensor), tensor.t().dequantize().reshape(-1) * 2)
+
+
 def test_a_view_that_strides_do_not_have_is_refused() -> None:
     columns = GridQuantizer(Layout(E4M3, (1, 4), columnwise="transposed"), rowwise=False)(torch.randn(24, 16))
     with pytest.raises(RuntimeError, match="view size is not compatible"):

@@ -49,7 +49,6 @@ class Layout:
             that of the dtype of the values.
         text: the layout in one line, for example ``"float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"``; it
             follows from the rest.
-        one_buffer: whether one buffer serves both usages, by ``"same"`` or because all has one scale; it follows, too.
 
     Raises:
         DTypeError: ``element`` or ``scale`` is no such dtype.
@@ -65,7 +64,8 @@ class Layout:
     shared: tuple[int, int] | None = None
     finite_as: str = "float32"
     text: str = field(init=False, repr=False, compare=False, default="")
-    one_buffer: bool = field(init=False, repr=False, compare=False, default=False)
+    #: Whether one buffer serves both usages, by ``"same"`` or because all has one scale; it follows from the fields.
+    one_buffer = False
 
     def __post_init__(self) -> None:
         element_format(self.element)

@@ -96,7 +96,7 @@ def _viewed(scales: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None
         return scales
     try:
         return scales.view(shape)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter while a graph is traced
         return None
 
 
@@ -107,7 +107,7 @@ def _reshaped(tensor: GridTensor, function: Callable[[torch.Tensor], torch.Tenso
     def change(held: Direction, columnwise: bool) -> Direction | None:
         try:
             data, scales = function(held[0]), held[1]
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             if columnwise and layout.transposed:
                 return None
             raise
