@@ -18,6 +18,7 @@ from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import E4M3, FP8, fp8_format
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import (
+    HIGH_PRECISION,
     DTypes,
     Pairs,
     Shards,
@@ -161,21 +162,28 @@ def grid_multi_cast(
     if not checked:
         _check_lengths(len(xs), rowwise=rowwise, columnwise=columnwise)
         counts, taken = _check_shards(xs, dtypes, shapes, starts, layouts), set[int]()
+        device: Any = xs[0].device if len(xs) else None
         for side, (name, pairs) in enumerate((("rowwise", rowwise), ("columnwise", columnwise))):
+            grids: dict[Any, tuple[int, int]] = {}
             for i, (pair, count, shape, layout) in enumerate(zip(pairs, counts, shapes, layouts, strict=True)):
                 if pair is None:
                     continue
-                what, device = f"{name}[{i}]", xs[0].device
                 if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                    raise ShapeError(f"{what} is no pair", expected="None or (scales, out)")
-                scales, out = pair
-                check_out(scales, layout.grid(shape, bool(side)), layout.stored_scale, device, f"the scales of {what}")
-                check_out(out, None, torch.uint8, device, what)
+                    raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
+                (scales, out), stored, key = pair, layout.stored_scale, (*shape, layout.text)
+                grid = grids.get(key) or grids.setdefault(key, layout.grid(shape, bool(side)))
+                if not _is_buffer(scales, stored, device) or scales.shape != grid:
+                    check_out(scales, grid, stored, device, f"the scales of {name}[{i}]")
+                if not _is_buffer(out, torch.uint8, device):
+                    check_out(out, None, torch.uint8, device, f"{name}[{i}]")
                 if out.numel() != count:
-                    raise ShapeError(f"{what} has {out.numel()} elements", expected=f"{count}, as its tensor has")
-                if count and out.data_ptr() in taken:
-                    raise OptionError(f"{what} is a buffer that another result has", expected="a buffer of its own")
-                taken.add(out.data_ptr())
+                    what = f"{name}[{i}] has {out.numel()} elements"
+                    raise ShapeError(what, expected=f"{count}, as its tensor has")
+                address = out.data_ptr()
+                if count and address in taken:
+                    what = f"{name}[{i}] is a buffer that another result has"
+                    raise OptionError(what, expected="a buffer of its own")
+                taken.add(address)
     if not len(xs):
         return
     shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
@@ -193,23 +201,40 @@ def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
             raise ShapeError(f"{len(values)} {name} for {count} tensors", expected="one for each tensor")
 
 
+# There may be hundreds of tensors, so that what is right is to be found so with few operations.
+
+
+def _is_buffer(tensor: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether it is what :func:`check_out` takes, of any shape."""
+    right = isinstance(tensor, Tensor) and tensor.dtype is dtype and tensor.device == device
+    return right and tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
+
+
 def _check_shards(
     xs: Tensors, dtypes: DTypes, shapes: Sequence[tuple[int, int]], starts: Sequence[int], layouts: Sequence[Layout]
 ) -> list[int]:
     """How many elements each has."""
     _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
+    allowed, strided, counts = HIGH_PRECISION, torch.strided, list[int]()
+    device: Any = getattr(xs[0], "device", None) if len(xs) else None
     for i, (x, dtype, shape, start, layout) in enumerate(zip(xs, dtypes, shapes, starts, layouts, strict=True)):
-        check_high_precision(x, f"xs[{i}]")
-        check_device(x, xs[0].device, f"xs[{i}]")
-        check_dtype(dtype, f"dtypes[{i}] is")
+        if not isinstance(x, Tensor) or x.dtype not in allowed or x.layout is not strided or x.is_nested:
+            check_high_precision(x, f"xs[{i}]")
+        if x.device != device:
+            check_device(x, device, f"xs[{i}]")
+        if dtype not in allowed:
+            check_dtype(dtype, f"dtypes[{i}] is")
         check_layout(layout)
+        count = x.numel()
+        counts.append(count)
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="(rows, columns)")
-        if not all(isinstance(number, int) for number in (*shape, start)):
+        rows, cols = shape
+        if not (isinstance(rows, int) and isinstance(cols, int) and isinstance(start, int)):
             raise DTypeError(f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers")
-        if not all(0 <= size < _TOO_LARGE for size in (*shape, math.prod(shape))):
+        if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
-        if not 0 <= start <= math.prod(shape) - x.numel():
-            what = f"xs[{i}] has {x.numel()} elements from {start} on, its matrix {shape[0]} x {shape[1]}"
+        if not 0 <= start <= rows * cols - count:
+            what = f"xs[{i}] has {count} elements from {start} on, its matrix {rows} x {cols}"
             raise ShapeError(what, expected="a range within the matrix")
-    return [x.numel() for x in xs]
+    return counts
