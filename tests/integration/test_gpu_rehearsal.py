@@ -20,7 +20,7 @@ if str(ROOT) not in sys.path:
 
 import ottava  # noqa: E402
 from benchmarks import checkout, gpu  # noqa: E402
-from benchmarks.on_gpu import kernel_cases, model_cases, runner, speed  # noqa: E402
+from benchmarks.on_gpu import exact, kernel_cases, model_cases, runner, speed  # noqa: E402
 from benchmarks.on_gpu.runner import Rehearsal  # noqa: E402
 from ottava import kernels  # noqa: E402
 from ottava.kernels.table import OPERATIONS  # noqa: E402
@@ -149,7 +149,7 @@ def test_differences() -> None:
 def test_float64_finds_one_bit(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """In one element of one result, or in the last bit of a scale."""
     real = getattr(kernels, kernel)
-    oracle = lambda arguments: kernel_cases.EXACT[kernel](**arguments)  # noqa: E731
+    oracle = lambda arguments: exact.EXACT[kernel](**arguments)  # noqa: E731
 
     def faulty(**arguments: Any) -> Any:
         made = real(**arguments)
