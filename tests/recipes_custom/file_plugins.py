@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ottava.recipes import registry
+from tests.published import published
 
 _PLUGIN = """
 import ottava.recipes.hookspecs as h
@@ -121,20 +120,9 @@ def alpha(role):
 @pytest.fixture(scope="module", autouse=True)
 def recipe_file_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The package, found while the tests of a module run."""
-    folder = tmp_path_factory.mktemp("packages")
-    (folder / "recipe_file_plugin.py").write_text(_PLUGIN)
-    (folder / "recipe_file_impl.py").write_text(_IMPL)
-    info = folder / "recipe_files-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recipe-files\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ottava]\nmain = recipe_file_plugin\n")
-    sys.path.insert(0, str(folder))
-    registry.reload()
-    yield
-    sys.path.remove(str(folder))
-    for name in ("recipe_file_plugin", "recipe_file_impl"):
-        sys.modules.pop(name, None)
-    registry.reload()
+    modules = {"recipe_file_plugin": _PLUGIN, "recipe_file_impl": _IMPL}
+    with published(tmp_path_factory.mktemp("packages"), "recipe-files", **modules):
+        yield
 
 
 def write(folder: Path, text: str, name: str = "model.yaml") -> Path:

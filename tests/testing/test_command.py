@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ottava.cli.main import app
-from ottava.recipes import registry
 from ottava_testing import list_checks
+from tests.published import published
 
 PLUGIN = """
 from ottava import hookimpl
@@ -32,18 +32,8 @@ def broken(fraction: float = 0.5):
 @pytest.fixture(scope="module")
 def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The recipes of row_recipe.py, as a package has them."""
-    folder = tmp_path_factory.mktemp("package")
-    (folder / "rows_plugin.py").write_text(PLUGIN)
-    info = folder / "rows_plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rows-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ottava]\nmain = rows_plugin\n")
-    sys.path.insert(0, str(folder))
-    registry.reload()
-    yield
-    sys.path.remove(str(folder))
-    sys.modules.pop("rows_plugin", None)
-    registry.reload()
+    with published(tmp_path_factory.mktemp("package"), "rows-plugin", rows_plugin=PLUGIN):
+        yield
 
 
 def run(*arguments: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ottava.cli.main import app
 from ottava.debug import fake_quantize
 from ottava.distributed import post_all_gather_processing, replace_raw_data
 from ottava.errors import OptionError
-from ottava.recipes import registry
+from tests.published import published
 
 RECIPES = list(strange_layouts.SPECS)
 NAMES = [recipe.name for recipe in RECIPES]
@@ -37,18 +36,8 @@ def ottava_recipes():
 @pytest.fixture(scope="module", autouse=True)
 def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The recipes, as a package has them."""
-    folder = tmp_path_factory.mktemp("package")
-    (folder / "strange_plugin.py").write_text(PLUGIN)
-    info = folder / "strange_plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ottava]\nmain = strange_plugin\n")
-    sys.path.insert(0, str(folder))
-    registry.reload()
-    yield
-    sys.path.remove(str(folder))
-    sys.modules.pop("strange_plugin", None)
-    registry.reload()
+    with published(tmp_path_factory.mktemp("package"), "strange-plugin", strange_plugin=PLUGIN):
+        yield
 
 
 def run(*arguments: Any, code: int = 0) -> str:
