@@ -169,5 +169,5 @@ def test_a_named_region_keeps_the_state_of_its_layers() -> None:
     for _ in range(2):
         with ottava.autocast("current"):
             layer(torch.randn(4, 16))
-        states.append(layer._state)
+        states.append(layer._binding.state)
     assert states[0] is states[1]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.nn import Linear
-from ottava.recipes import region
+from ottava.recipes import step as steps
 from ottava_delayed import DelayedScaling, Float8Quantizer, scaling_statistics
 
 
@@ -173,10 +173,10 @@ def test_blocks_of_recipes_that_are_gone_are_forgotten() -> None:
             with ottava.autocast(recipe):
                 layer(batch(step)).sum().backward()
     del layer
-    before = len(region._steps)
-    region.step_for(delayed(margin=5), None)
-    assert len(region._steps) <= before
-    assert sum(1 for recipe, _, _ in region._steps if recipe is not None and callable(recipe.amax_compute_algo)) == 0
+    before = len(steps._steps)
+    steps.step_for(delayed(margin=5), None)
+    assert len(steps._steps) <= before
+    assert sum(1 for recipe, _, _ in steps._steps if recipe is not None and callable(recipe.amax_compute_algo)) == 0
 
 
 def test_a_block_around_several_steps_is_noticed() -> None:
@@ -237,7 +237,7 @@ def test_a_kept_weight_does_not_outlive_what_it_was_made_of(change: str) -> None
         else:
             with pytest.warns(UserWarning, match="discarded"), ottava.autocast(other):
                 layer(x, is_first_microbatch=False)
-        assert layer._quantized_weight._fp8_dtype == torch.float8_e5m2
+        assert layer._kept.quantized._fp8_dtype == torch.float8_e5m2
 
 
 @pytest.mark.filterwarnings("ignore:.*in one region")

@@ -78,7 +78,7 @@ def test_copies_share_nothing() -> None:
         copied(100 * torch.randn(6, 16)).sum().backward()
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
         assert not equal(net, copied)
-        assert copied[0].recipe_state is copied[0]._state
+        assert copied[0].recipe_state is copied[0]._binding.state
 
 
 def test_moving_keeps_the_state_alive() -> None:

@@ -13,7 +13,7 @@ from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import Format
 from ottava.kernels.backends import use_backend
 from ottava.recipes import QuantizerRole
-from ottava.recipes.region import begin_step
+from ottava.recipes.step import begin
 from ottava_delayed import DelayedScaling, DelayedScalingState
 from tests.recipes_delayed.slot_oracle import Slot, divide, largest
 
@@ -90,7 +90,7 @@ def check_steps(length: int, algorithm: str, by_function: bool, steps: int) -> N
             for state, values in zip(states, planted, strict=True):
                 state.amax_history[0] = torch.from_numpy(values)
             with use_backend(backend):
-                begin_step(states, None)
+                begin(states, None)
             # NaN equals NaN; the message has the elements that differ.
             words = f"{backend}, step {step}"
             np.testing.assert_array_equal(np.stack([s.scale.numpy() for s in states]), scales, words)
@@ -123,7 +123,7 @@ def test_functions_may_write_to_what_they_are_given() -> None:
     recipe = DelayedScaling(amax_history_len=2, amax_compute_algo=amax, scaling_factor_compute_algo=scaled)
     state = DelayedScalingState(recipe, ROLES)
     state.amax_history[0] = 2.0
-    begin_step([state], None)
+    begin([state], None)
     assert state.scale.tolist() == [224.0, 224.0, 28672.0]
     assert state.amax_history.tolist() == [[0.0] * 3, [2.0] * 3]
 
@@ -132,7 +132,7 @@ def test_functions_may_write_to_what_they_are_given() -> None:
 def test_formats_by_direction(fp8_format: Format) -> None:
     state = DelayedScalingState(DelayedScaling(fp8_format=fp8_format), ROLES)
     state.amax_history[0] = 1.0
-    begin_step([state], None)
+    begin([state], None)
     forward = 57344.0 if fp8_format is Format.E5M2 else 448.0
     backward = 448.0 if fp8_format is Format.E4M3 else 57344.0
     assert state.scale.tolist() == [forward, forward, backward]
@@ -171,7 +171,7 @@ def test_functions_are_checked_before_anything_changes(error: type[Exception], o
     state.amax_history[0] = 2.0
     before = {name: value.clone() for name, value in state.state_dict().items()}
     with pytest.raises(error, match=next(iter(options))):
-        begin_step([state], None)
+        begin([state], None)
     assert all(torch.equal(value, before[name]) for name, value in state.state_dict().items())
 
 
@@ -180,6 +180,6 @@ def test_slots_that_saw_nothing_stay() -> None:
     state.amax_history[:, 1] = torch.tensor([0.0, 5.0, 7.0])
     state.scale[1] = 3.0
     state.amax_history[0, 0] = 1.0
-    begin_step([state], None)
+    begin([state], None)
     assert state.scale.tolist() == [448.0, 3.0, 1.0]
     assert state.amax_history.tolist() == [[0.0, 0.0, 0.0], [0.0, 5.0, 0.0], [1.0, 7.0, 0.0]]

@@ -138,8 +138,8 @@ def test_an_interrupt_of_a_load_leaves_state_that_waits_for_a_region(
     with pytest.raises(KeyboardInterrupt):
         checkpoint.load_model(net, tmp_path / "saved")
     assert contents(net) == contents(state) != before
-    assert net[1]._loaded_state is not None
-    assert net[1]._loaded_state["scales"].tolist() == [7.0] * 3
+    assert net[1]._binding.loaded is not None
+    assert net[1]._binding.loaded["scales"].tolist() == [7.0] * 3
 
 
 def test_an_interrupt_inside_of_torch_is_no_damage(small: Any, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_stateless_recipe_gives_its_quantizer() -> None:
     recipe = over(Counting(), weight=QuantizerRequest(Rows()))
     assert isinstance(recipe.quantizer("weight"), RowQuantizer)
     layer = net(over(Rows(), weight=QuantizerRequest(Rows())), 1)[0]
-    assert not layer._state.stateful
+    assert not layer._binding.state.stateful
     assert list(layer.state_dict()) == ["weight", "bias"]
 
 

@@ -40,6 +40,7 @@ _EXPORTS = {
     "hookimpl": "ottava.recipes.hookspecs",
     "list_quantizer_factories": "ottava.recipes.registry",
     "list_recipes": "ottava.recipes.registry",
+    "microbatch": "ottava.recipes.region",
     "prepare_for_saving": "ottava.tensors",
     "quantized_model_init": "ottava.nn",
     "restore_from_saved": "ottava.tensors",
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from ottava.recipes.base import get_recipe as get_recipe
     from ottava.recipes.hookspecs import hookimpl as hookimpl
     from ottava.recipes.region import autocast as autocast
+    from ottava.recipes.region import microbatch as microbatch
     from ottava.recipes.registry import get_quantizer_factory as get_quantizer_factory
     from ottava.recipes.registry import list_quantizer_factories as list_quantizer_factories
     from ottava.recipes.registry import list_recipes as list_recipes

@@ -75,6 +75,10 @@ class DelayedScaling(Recipe):
         if not isinstance(self.reduce_amax, bool):
             raise OptionError(f"reduce_amax is {self.reduce_amax!r}", expected="True or False")
 
+    @property
+    def reduces_amaxes(self) -> bool:  # type: ignore[override]
+        return self.reduce_amax
+
     def fp8_dtype(self, role: QuantizerRole) -> torch.dtype:
         """The element format for a role, by the direction of the tensor."""
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward

@@ -202,7 +202,6 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
                 )
                 state_dict = {**state_dict, key: resized(loaded, length)}
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.has_run = True
 
     def __getstate__(self) -> dict[str, Any]:
         return RecipeState.__getstate__(self) | {"_kept": {}, "_kept_at": None}

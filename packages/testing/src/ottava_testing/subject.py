@@ -91,7 +91,7 @@ class Subject:
             self.spec = _spec_of(self.given, recipe)
             if self.options or self.given != self.spec.name or self.layer_name != LAYER:
                 # The installed spec speaks of the recipe by its name alone; others may be put together otherwise.
-                state = Linear(8, 8, recipe=recipe, name=self.layer_name)._state
+                state = Linear(8, 8, recipe=recipe, name=self.layer_name)._binding.state
                 self.spec = replace(self.spec, stateful=state is not None and state.stateful)
         elif not isinstance(self.spec, RecipeSpec):
             raise DTypeError(f"the spec is a {type(self.spec).__name__}", expected="an ottava.RecipeSpec")

@@ -127,7 +127,7 @@ def _fitting(name: str, target: Any, value: Any) -> Any:
 
 def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Have the modules load values that were compared with them, and undo what they loaded where one refuses."""
-    waiting = [(layer, layer._loaded_state) for layer in model.modules() if isinstance(layer, Linear)]
+    waiting = [(layer._binding, layer._binding.loaded) for layer in model.modules() if isinstance(layer, Linear)]
     # The states of recipes were tried, and bytes that a tensor adopts are copied.
     refusing = any(may_refuse_to_load(module) for module in model.modules() if not isinstance(module, RecipeState))
     for name in state.keys() & targets.keys():
@@ -143,8 +143,8 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
             with torch.no_grad():
                 for tensor, values in before:
                     (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(values)
-            for layer, loaded in waiting:
-                layer._loaded_state = loaded
+            for binding, loaded in waiting:
+                binding.loaded = loaded
             raise
 
 

@@ -165,7 +165,8 @@ class HighPrecisionWeight(torch.Tensor):
 
 
 def _quantizer_of(module: Any) -> Quantizer:
-    quantizer: Quantizer | None = getattr(module, "gather_quantizer", lambda: None)()
+    binding = getattr(module, "_binding", None)
+    quantizer: Quantizer | None = None if binding is None else binding.gather_quantizer(module)
     if quantizer is None:
         what = f"no recipe is bound to the {type(module).__name__} whose weight is gathered"
         remedy = "convert the model before ottava.distributed.gather_quantized(model)"
@@ -264,4 +265,4 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
 
 def _is_gathered(module: torch.nn.Module, name: str) -> bool:
     """Whether a parameter is the weight of a layer that quantizes it."""
-    return name == "weight" and hasattr(module, "gather_quantizer") and getattr(module, "recipe", None) is not None
+    return name == "weight" and hasattr(module, "_binding") and getattr(module, "recipe", None) is not None

@@ -81,8 +81,9 @@ def pre_all_gather(
     """
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
-    if hasattr(module, "own_shard"):
-        module.own_shard(tensor)
+    binding = getattr(module, "_binding", None)
+    if binding is not None:
+        binding.own_shard(module, tensor)
     _agree(tensor, group, module)
     drop_flat_copies(module)
     world, gathered = dist.get_world_size(group), _to_gather(tensor, module)

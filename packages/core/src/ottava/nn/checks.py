@@ -8,6 +8,7 @@ import torch
 
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels.checks import HIGH_PRECISION, check_device, check_high_precision
+from ottava.recipes.binding import label_of
 from ottava.torch_private import any_autocast_enabled
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
@@ -37,23 +38,23 @@ def checked_dtype(
     if not isinstance(input, torch.Tensor):
         check_high_precision(input)
     if input.is_nested:
-        what = f"input of {layer._label()} is nested ({input.layout})"
+        what = f"input of {label_of(layer)} is nested ({input.layout})"
         remedy = "give input.values(), in which all rows lie one after the other, or a padded tensor"
         raise DTypeError(what, expected="one tensor with a shape", remedy=remedy)
     if input.dim() == 0 or input.shape[-1] != layer.in_features:
-        what, remedy = f"input of {layer._label()} has shape {tuple(input.shape)}", "check the layer before this one"
+        what, remedy = f"input of {label_of(layer)} has shape {tuple(input.shape)}", "check the layer before this one"
         raise ShapeError(what, expected=f"a last dimension of {layer.in_features}", remedy=remedy)
     if input.device != weight.device:
-        what = f"input of {layer._label()} is on {input.device}, its weight on {weight.device}"
+        what = f"input of {label_of(layer)} is on {input.device}, its weight on {weight.device}"
         remedy = f"move one of them, for example input.to({str(weight.device)!r})"
         raise DeviceError(what, expected="one device", remedy=remedy)
     dtype = input.dtype
     same = dtype == weight.dtype
     if dtype not in HIGH_PRECISION or not (same or weight.dtype in HIGH_PRECISION):
-        check_high_precision(input, f"input of {layer._label()}")
-        check_high_precision(weight, f"weight of {layer._label()}")
+        check_high_precision(input, f"input of {label_of(layer)}")
+        check_high_precision(weight, f"weight of {label_of(layer)}")
     if autocast_dtype is None and not same:
-        what = f"input of {layer._label()} has dtype {dtype}, its weight {weight.dtype}"
+        what = f"input of {label_of(layer)} has dtype {dtype}, its weight {weight.dtype}"
         raise DTypeError(what, expected="one dtype", remedy="convert one of them, or run inside torch.autocast")
     return dtype if autocast_dtype is None else autocast_dtype
 
@@ -69,7 +70,7 @@ def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
     if not layer.fuse_wgrad_accumulation or not grad_enabled or not weight.requires_grad:
         return None
     main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
-    what = f"main_grad of the weight of {layer._label()}"
+    what = f"main_grad of the weight of {label_of(layer)}"
     if main_grad is None:
         what = f"there is no {what}"
         remedy = "set weight.main_grad = torch.zeros(weight.shape), or fuse_wgrad_accumulation to False"

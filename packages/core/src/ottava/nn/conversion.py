@@ -16,7 +16,7 @@ from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.region import enter_module, leave_module
+from ottava.recipes.region import begins_steps
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor
 
@@ -151,7 +151,7 @@ def convert(
         decisions.append(Decision(name, id(module) in replacements, reason))
 
     # All states are made before the first change, because a quantizer factory may raise.
-    states = {key: replacement._make_state(chosen, None) for key, replacement in replacements.items()}
+    states = {key: replacement._make_state(chosen) for key, replacement in replacements.items()}
     for key, replacement in replacements.items():
         replacement._bind_prepared(chosen, states[key])
     for parent in list(model.modules()):
@@ -159,10 +159,10 @@ def convert(
             if child is not None and id(child) in replacements:
                 parent._modules[child_name] = replacements[id(child)]
     result: Any = replacements.get(id(model), model)
-    if any(state.stateful for state in states.values()) and enter_module not in result._forward_pre_hooks.values():
-        # The model's forward pass becomes a region, so that all its layers begin a step together.
-        result.register_forward_pre_hook(enter_module, prepend=True)
-        result.register_forward_hook(leave_module, always_call=True)
+    if any(state.stateful for state in states.values()):
+        step = begins_steps(result)
+        for replacement in replacements.values():
+            replacement._binding.step = step
         _keep_from_broadcast(result)
     report = ConversionReport(chosen.name or type(chosen).__name__, tuple(decisions))
     setattr(result, _REPORT_ATTRIBUTE, report)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.direct import unobserved
 from ottava.kernels.products import mm, product_dtype
 from ottava.kernels.table import rounded, sum_rows
-from ottava.recipes.state import RecipeState
+from ottava.recipes.binding import Call
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import rebuild_saved
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
@@ -26,56 +25,59 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _FEW_ROWS = 4
 
 
-@dataclass(slots=True)
-class LinearPlan:
-    """What a call is told besides its operands.
+def quantized_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    call: Call,
+    dtype: torch.dtype,
+    kept: QuantizedTensorStorage | None,
+    main_grad: torch.Tensor | None,
+) -> torch.Tensor:
+    """``y = x · wᵀ + b`` in ``dtype``.
 
-    Attributes:
-        state: the layer's quantizers.
-        dtype: dtype of the output and of the gradients that are computed.
-        grad_enabled: whether a backward may follow.
-        recording: whether the state is to see the operands of the forward.
-        kept_weight: the quantized weight, if there is one already.
+    Args:
+        kept: the quantized weight, if there is one already.
         main_grad: what the gradient of the weight is added to; None where it is returned.
     """
-
-    state: RecipeState
-    dtype: torch.dtype
-    grad_enabled: bool
-    recording: bool
-    kept_weight: QuantizedTensorStorage | None = None
-    main_grad: torch.Tensor | None = None
-
-
-def quantized_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: LinearPlan
-) -> torch.Tensor:
-    """``y = x · wᵀ + b``."""
+    rest = call, dtype, kept, main_grad
     result: torch.Tensor
     if not unobserved() or forward_ad._current_level >= 0:
-        result = LinearFunction.apply(x, weight, bias, plan)  # type: ignore[no-untyped-call]
-    elif plan.grad_enabled:
-        result = _apply(x, weight, bias, plan)
+        result = LinearFunction.apply(x, weight, bias, rest, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    elif torch.is_grad_enabled():
+        result = _apply(x, weight, bias, rest, True)
     else:
         # No backward pass follows, so that nothing is saved.
-        result = _product(x, weight, bias, plan, False, False)[0]
+        result = _product(x, weight, bias, call, dtype, kept, False, False)[0]
     return result
 
 
 def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: LinearPlan, x_needs: bool, w_needs: bool
+    x: torch.Tensor,
+    weight: Any,
+    bias: torch.Tensor | None,
+    call: Call,
+    dtype: torch.dtype,
+    kept: QuantizedTensorStorage | None,
+    x_needs: bool,
+    w_needs: bool,
 ) -> tuple[torch.Tensor, Any, Any]:
     """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
-    state, dtype, recording = plan.state, plan.dtype, plan.recording
-    columnwise = w_needs and "input" not in state.wgrad_unquantized
-    quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=recording)
-    qx = quantizer.quantize(_as_operand(x, quantizer), dtype=dtype)
-    qw: Any = weight if isinstance(weight, QuantizedTensorStorage) else plan.kept_weight
+    state: Any = call.state
+    matrix = x if x.dim() == 2 else as_matrix(x)
+    quantizer = state.quantizer(
+        "input",
+        rowwise=True,
+        columnwise=w_needs and "input" not in state.wgrad_unquantized,
+        recording=call.recording,
+    )
+    qx = quantizer.quantize_impl(_as_operand(matrix, quantizer), dtype)
+    qw = weight if isinstance(weight, QuantizedTensorStorage) else kept
     if qw is None:
-        quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=recording)
-        qw = quantizer.quantize(weight, dtype=dtype)
+        quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=call.recording)
+        qw = quantizer.quantize_impl(weight, dtype)
     y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
-    if x.dim() != 2 or torch.compiler.is_compiling() or is_view(y):
+    if matrix is not x or torch.compiler.is_compiling() or is_view(y):
         # The output must not be a view, because an activation, say, may modify it in place.
         y = unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
     return y, qx, qw
@@ -94,29 +96,30 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: LinearPlan
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rest: Any, grad_enabled: bool
     ) -> torch.Tensor:
-        needs = ctx.needs_input_grad
-        x_needs, w_needs = plan.grad_enabled and needs[0], plan.grad_enabled and needs[1]
-        y, qx, qw = _product(x, weight, bias, plan, x_needs, w_needs)
+        call, dtype, kept, main_grad = rest
+        x_needs, w_needs, b_needs = ctx.needs_input_grad[:3]
+        x_needs, w_needs = grad_enabled and x_needs, grad_enabled and w_needs
+        y, qx, qw = _product(x, weight, bias, call, dtype, kept, x_needs, w_needs)
         primary = isinstance(weight, QuantizedTensorStorage)
         x_tensors: list[torch.Tensor | None]
-        if w_needs and "input" in plan.state.wgrad_unquantized:
-            x_tensors, x_spec = [as_matrix(x.detach()).to(plan.dtype)], None
+        if w_needs and "input" in call.state.wgrad_unquantized:
+            x_tensors, x_spec = [as_matrix(x.detach()).to(dtype)], None
         else:
             x_tensors, x_spec = qx.flatten_columnwise() if w_needs else _NOTHING
         if not x_needs or primary:
             w_tensors, w_spec = _NOTHING
         else:
-            w_tensors, w_spec = qw.flatten_columnwise() if plan.kept_weight is None else qw.flatten_storage()
+            w_tensors, w_spec = qw.flatten_columnwise() if kept is None else qw.flatten_storage()
         # An FP8-primary weight is saved as the parameter itself, so that autograd notices a write to it.
         ctx.save_for_backward(*x_tensors, *w_tensors, weight if x_needs and primary else None)
-        ctx.specs = x_spec, w_spec
-        # Not the plan, because the graph outlives the backward pass, and would keep the quantized weight for as long.
-        ctx.call = plan.state, plan.dtype, plan.main_grad
-        ctx.weight = weight if plan.main_grad is not None else None
-        ctx.x_shape = x.shape
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.rest = (
+            (x_spec, w_spec),
+            # Not the kept weight: the graph outlives the backward pass, and would keep it for as long.
+            (call.state, dtype, main_grad, weight if main_grad is not None else None),
+            (x.shape, x.dtype, weight.dtype, bias.dtype if bias is not None and b_needs else None),
+        )
         return y
 
     @staticmethod
@@ -127,43 +130,45 @@ class LinearFunction(torch.autograd.Function):
 
 def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     (dy,) = grads
-    state, dtype, main_grad = ctx.call
+    specs, (state, dtype, main_grad, weight), (x_shape, x_dtype, w_dtype, b_dtype) = ctx.rest
     if state.stateful and not torch.compiler.is_compiling() and not state.backward_ran:
         state.backward_ran = True
-    x_dtype, w_dtype, b_dtype = ctx.dtypes
     tensors = ctx.saved_tensors
-    qx, qw = rebuild_saved(tensors, ctx.specs)
+    qx, qw = rebuild_saved(tensors, specs)
     # The last saved tensor is the FP8-primary weight, if the layer has one.
     qw = tensors[-1] if qw is None else qw
     dx = dw = db = None
-    dy2 = as_matrix(dy)
+    dy2 = dy if dy.dim() == 2 else as_matrix(dy)
     if qx is not None or qw is not None:
         quantized = qx is not None and "grad_output" not in state.wgrad_unquantized
         qdy: Any = None
         if quantized or qw is not None:
             quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=quantized)
-            qdy = quantizer.quantize(_as_operand(dy2, quantizer), dtype=dtype)
+            qdy = quantizer.quantize_impl(_as_operand(dy2, quantizer), dtype)
         if qw is not None:
-            dx = gemm(qdy, qw, "dgrad", out_dtype=dtype).to(x_dtype)
-            dx = dx if len(ctx.x_shape) == 2 else dx.view(ctx.x_shape)
+            dx = gemm(qdy, qw, "dgrad", out_dtype=dtype)
+            dx = dx if dtype is x_dtype else dx.to(x_dtype)
+            dx = dx if len(x_shape) == 2 else dx.view(x_shape)
         if qx is not None:
             dy_columns = qdy if quantized else dy2.to(dtype)
             if main_grad is None:
-                dw = gemm(dy_columns, qx, "wgrad", out_dtype=dtype).to(w_dtype)
+                dw = gemm(dy_columns, qx, "wgrad", out_dtype=dtype)
+                dw = dw if dtype is w_dtype else dw.to(w_dtype)
             else:
                 gemm(dy_columns, qx, "wgrad", out=main_grad, accumulate=True)
-                _note_added(ctx.weight)
-    if b_dtype is not None and ctx.needs_input_grad[2]:
+                _note_added(weight)
+    if b_dtype is not None:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
         # float32 sum has to be asked for.
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
-        db = sum_rows(dy2, dy2.dtype if narrow else torch.float32).to(b_dtype)
-    return dx, dw, db, None
+        db = sum_rows(dy2, dy2.dtype if narrow else torch.float32)
+        db = db if db.dtype is b_dtype else db.to(b_dtype)
+    return dx, dw, db, None, None
 
 
-def _as_operand(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-    # Kernels are given what is stored; a quantizer of somebody else's may become part of what made ``x``.
-    return rounded(as_matrix(x)) if quantizer.custom else as_matrix(x)
+def _as_operand(matrix: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    # Kernels are given what is stored; a quantizer of somebody else's may become part of what made the matrix.
+    return rounded(matrix) if quantizer.custom else matrix
 
 
 _once = once_differentiable(_gradients)

@@ -33,6 +33,8 @@ class Recipe(ABC):
     #: Whether a layer computes the gradient of its weight from values of the tensors that the recipe serves, the input
     #: and the gradient of the output, that are not quantized.
     wgrad_high_precision: bool = False
+    #: Whether :meth:`update_states` reduces over ranks: these are compared then, before the first step.
+    reduces_amaxes: bool = False
     _factory: QuantizerFactory | None = None
 
     @abstractmethod

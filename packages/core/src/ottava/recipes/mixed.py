@@ -103,10 +103,6 @@ class MixedState(torch.nn.Module, RecipeState):
     def use_gathered(self, weight: Any, *, recording: bool) -> None:
         self.serving["weight"].use_gathered(weight, recording=recording)
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        super()._load_from_state_dict(*arguments)
-        self.has_run = True
-
     def __getstate__(self) -> dict[str, Any]:
         # Not that of a module, which would keep the process group.
         return RecipeState.__getstate__(self)

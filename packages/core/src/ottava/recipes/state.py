@@ -65,12 +65,12 @@ class RecipeState:
     # The quantizer factory that was put over the recipe when this was made.
     factory: Any = None
     amax_reduction_group: Any
-    # The ``Step`` that a stateful state begins with others, once it has run inside an ``autocast`` block.
+    # The step that it last ran in, until a step begins with it; True where that is not known, as after loading.
     step: Any = None
-    # Whether it may hold something of a step before: it has run, or was loaded.
-    has_run: bool = False
     # Whether a backward pass has run since the step began.
     backward_ran: bool = False
+    #: The layer's name, for errors.
+    layer_name: str = ""
     # Whether all quantizers keep the values, so that the layer computes in high precision.
     keeps_values: bool = False
 
@@ -131,7 +131,7 @@ class RecipeState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group belongs to its process, and a step to the states that run together.
-        return self.__dict__ | {"amax_reduction_group": None, "step": None}
+        return self.__dict__ | {"amax_reduction_group": None, "step": None if self.step is None else True}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecipeState:
         # Quantizers without state need not be copied.
@@ -139,7 +139,7 @@ class RecipeState:
             return self
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        state = self.__getstate__() | {"amax_reduction_group": None, "step": None}
+        state = self.__getstate__()
         shared = {name: state.pop(name) for name in self.shared_by_copies if name in state}
         copied.__dict__.update(copy.deepcopy(state, memo) | shared)
         return copied

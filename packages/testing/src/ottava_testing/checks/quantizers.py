@@ -43,7 +43,7 @@ def flags(subject: Subject) -> None:
 
 
 def _state(layer: torch.nn.Module) -> Any:
-    return layer._state
+    return layer._binding.state
 
 
 @check("deterministic-cast", "quantizers", "Quantizing the same tensor twice gives the same bytes", DETERMINISTIC)

@@ -1,0 +1,71 @@
+"""What becomes of a layer's weight when the layer is moved, or another weight is loaded in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ottava.kernels import HIGH_PRECISION
+from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.tensor import QuantizedTensor
+from ottava.torch_private import local_tensor, set_local_tensor
+
+
+def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
+    """``Module._apply`` of a layer, by ``apply(fn)``, which keeps a quantized weight quantized."""
+    weight: Any = layer._parameters.get("weight")
+    without_values = layer.weight.is_meta
+    kept = _moved(weight, fn) if isinstance(weight, QuantizedTensor) else None
+    if kept is None or kept.is_meta is not without_values:
+        apply(fn if kept is None else lambda t: kept if t is weight else fn(t))
+    else:
+        # torch swaps a parameter of a subclass for another one, which has neither its attributes nor its hooks. A
+        # plain parameter is given new data, and so is this one.
+        if kept is not weight:
+            weight.data = kept
+        if weight.grad is not None:
+            weight.grad.data = fn(weight.grad)
+        layer._parameters["weight"] = None
+        try:
+            apply(fn)
+        finally:
+            layer._parameters["weight"] = weight
+    if without_values and not layer.weight.is_meta:
+        _share_shards(layer)
+
+
+def _moved(weight: QuantizedTensor, fn: Any) -> Any:
+    """What ``fn``, of ``Module._apply``, makes of a quantized weight, which keeps its data where that dequantizes."""
+    with torch.no_grad():
+        moved = fn(weight)
+        if isinstance(moved, QuantizedTensor) or moved.dtype not in HIGH_PRECISION:
+            return moved
+        return weight.to(moved.device).to_dtype(moved.dtype)  # type: ignore[attr-defined]
+
+
+def _share_shards(layer: Any) -> None:
+    """See that the first values of a quantized weight that was on meta are quantized as those of the whole."""
+    weight = layer.weight
+    local = local_tensor(weight)
+    if not isinstance(local, QuantizedTensor):
+        return
+    layer._binding.own_shard(layer, local)
+    sharded = [] if local is weight else [d for d, p in enumerate(weight.placements) if not p.is_replicate()]
+    if len(sharded) == 1 and local._quantizer is not None:
+        group = weight.device_mesh.get_group(sharded[0])
+        local.update_quantizer(local._quantizer.for_shards(group.group_name))
+
+
+def gather_as(layer: Any, before: Any) -> None:
+    """Have a weight that was put in the place of another one (``assign=True``) be gathered as that was."""
+    weight: Any = layer.weight
+    local = local_tensor(weight)
+    plain = not isinstance(local, QuantizedTensorStorage) and not hasattr(local, "high_precision")
+    if not hasattr(before, "high_precision") or not plain:
+        return
+    made = type(before)(local.detach())
+    if local is weight:
+        layer._parameters["weight"] = torch.nn.Parameter(made, requires_grad=weight.requires_grad)
+    else:
+        set_local_tensor(weight, made)
