@@ -360,7 +360,8 @@ def test_no_warnings_in_ordinary_use() -> None:
 def test_a_recomputation_where_torch_tells_no_backward_pass(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, use_reentrant: bool
 ) -> None:
-    """In a region that stays open it changes nothing; without one it begins a step of its own."""
+    """In a region that stays open it changes nothing; without one it begins a step of its own, unless the checkpoint's
+    forward pass, without gradients, has begun that."""
 
     def stepped(around: bool) -> tuple[list[torch.Tensor], list[bool]]:
         """The gradients of the last step, and for each whether the recomputed layer's scales stayed what they were."""
@@ -385,5 +386,5 @@ def test_a_recomputation_where_torch_tells_no_backward_pass(
     got, kept = stepped(around=True)
     assert kept == [True] * 3
     assert all(map(torch.equal, got, want))
-    assert False in stepped(around=False)[1]
+    assert (False in stepped(around=False)[1]) is not use_reentrant
     assert not [warning for warning in recwarn if "region" in str(warning.message)]

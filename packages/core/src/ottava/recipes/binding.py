@@ -197,6 +197,9 @@ class Binding:
             if state.step is None and not compiling:
                 state.step = True
             return
+        if compiling and isinstance(region.owner, torch.nn.Module):
+            # The model begins a step with all its layers, and compiled code had better change nothing.
+            return
         if training and not region.began and region.enabled and not region.calibrating:
             region.step.begin(group)
             region.began = True
