@@ -1,0 +1,586 @@
+"""What steps do to scales, histories, losses and all-reduces, event by event, as ``golden.json`` has it.
+
+``python -m tests.integration.golden --write``, in the root of the repository, writes the file anew.
+
+The records are the same on every machine. No sum has more than two terms that are not 0: a row and a column of a weight
+have two entries, a batch has two rows. So each sum is one rounding of exact products, in whatever order it is taken.
+Losses are sums in float64 of a few numbers, and are compared with a tolerance of 1e-12; all else is compared exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import ottava
+from ottava_current import Float8CurrentScaling
+from ottava_delayed import DelayedScaling
+from ottava_mxfp8 import MXFP8BlockScaling
+from ottava_testing import launch
+from tests.integration.stateful_package.acme_average_recipe import MovingAverage
+
+FILE = Path(__file__).with_name("golden.json")
+SIZE, ROWS, STEPS = 8, 2, 4
+#: Each with another recipe of its kind.
+RECIPES: dict[str, tuple[ottava.Recipe, ottava.Recipe]] = {
+    "delayed": (DelayedScaling(amax_history_len=3), DelayedScaling(amax_history_len=2, margin=1)),
+    "average": (MovingAverage(), MovingAverage(decay=0.25)),
+    "current": (Float8CurrentScaling(), Float8CurrentScaling(force_pow_2_scales=True)),
+    "mxfp8": (MXFP8BlockScaling(), Float8CurrentScaling()),
+}
+#: On two ranks.
+RANK_RECIPES: dict[str, tuple[ottava.Recipe, ottava.Recipe]] = {
+    "delayed": RECIPES["delayed"],
+    "delayed, not reduced": (
+        DelayedScaling(amax_history_len=3, reduce_amax=False),
+        DelayedScaling(amax_history_len=2, reduce_amax=False),
+    ),
+    "average": RECIPES["average"],
+    "average, not reduced": (MovingAverage(reduces=False), MovingAverage(decay=0.25, reduces=False)),
+}
+WORLD = 2
+# Where ranks leave their records.
+_FOLDER = "OTTAVA_TESTS_GOLDEN_FOLDER"
+
+
+# -- what is computed with --
+
+
+def batch(step: int, rank: int = 0) -> torch.Tensor:
+    """Small integers, in each step of another magnitude, on each rank others."""
+    steps = torch.arange(ROWS * SIZE).mul_(29).add_(13 * step + 17 * rank + 5).remainder_(41).sub_(20)
+    return steps.view(ROWS, SIZE) * 2.0 ** ((2 * step + rank) % 3)
+
+
+def layer(seed: int, *, single: bool = False) -> ottava.nn.Linear:
+    """No bias, and a weight with two entries in each row and column, or a single one, halves of small integers."""
+    made = ottava.nn.Linear(SIZE, SIZE, bias=False)
+    places = torch.arange(SIZE)
+    with torch.no_grad():
+        made.weight.zero_()
+        made.weight[places, places] = ((5 * places + 3 * seed) % 13 - 6.5) * 2.0 ** -(seed % 2)
+        if not single:
+            made.weight[places, (places + 1 + seed % 3) % SIZE] = ((7 * places + seed) % 9 - 4.5) * 2.0 ** -(seed % 2)
+    return made
+
+
+class Net(torch.nn.Module):
+    """Two layers, the first one recomputed in the backward pass if asked for, or used twice."""
+
+    def __init__(self, seed: int = 0, *, reentrant: bool | None = None, twice: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = layer(seed), layer(seed + 1)
+        self.reentrant, self.twice = reentrant, twice
+
+    def forward(self, x: torch.Tensor, first: bool | None = None) -> torch.Tensor:
+        for _ in range(1 + self.twice):
+            if self.reentrant is None:
+                x = self.a(x, first)
+            else:
+                x = checkpoint(self.a, x, first, use_reentrant=self.reentrant)
+        return self.b(torch.relu(x), first)
+
+
+def numbers(values: torch.Tensor) -> Any:
+    """A list, of the shortest numbers that give float32 values exactly."""
+    if values.dim():
+        return [numbers(value) for value in values]
+    return float(str(values.numpy())) if values.is_floating_point() else values.item()
+
+
+class Recorder:
+    """Writes down after each event what it changed."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.reductions = rank, 0
+        self.events: list[dict[str, Any]] = []
+        self.nets: dict[str, torch.nn.Module] = {}
+        self.watched: list[weakref.ref[torch.nn.Module]] = []
+        # Whether the forward pass of a step leaves it to the recomputation to record: its amaxes are then not compared.
+        self.recomputed = False
+        self.before: dict[str, Any] = {}
+
+    def watch(self, *, reentrant: bool | None = None, **nets: Any) -> None:
+        """Reentrant checkpointing is free to see amaxes in the forward pass or in the recomputation."""
+        self.nets, self.recomputed = nets, bool(reentrant)
+        self.watched += [weakref.ref(module) for net in nets.values() for module in net.modules()]
+
+    def event(self, name: str, *, whole: bool = True, **seen: Any) -> None:
+        state = {
+            f"{net}.{key.replace('.recipe_state', '')}": numbers(value)
+            for net, module in self.nets.items()
+            for key, value in module.state_dict().items()
+            if "recipe_state" in key and (whole or key.endswith("scale"))
+        }
+        changed = {key: value for key, value in state.items() if self.before.get(key) != value}
+        self.before |= state
+        self.events.append({"event": name, "reductions": self.reductions, **seen, "changed": changed})
+
+    def forward(self, name: str, run: Callable[[torch.Tensor], torch.Tensor], step: int) -> torch.Tensor:
+        """A forward pass, and its loss."""
+        return self.loss(name, run(batch(step, self.rank).requires_grad_(torch.is_grad_enabled())), step)
+
+    def loss(self, name: str, y: torch.Tensor, step: int) -> torch.Tensor:
+        targets = torch.arange(ROWS * SIZE).mul_(11).add_(3 * step).remainder_(7).sub_(3).view(ROWS, SIZE)
+        loss = (y.double() * targets * 2.0 ** (step % 2)).sum()
+        self.event(name, whole=not self.recomputed, loss=loss.item())
+        return loss
+
+    def backward(self, name: str, loss: torch.Tensor) -> None:
+        """A backward pass, the largest gradients of the weights, and an update of these."""
+        loss.backward()
+        weights = [p for net in self.nets.values() for p in net.parameters()]
+        self.event(name, gradients=[0.0 if p.grad is None else numbers(p.grad.abs().max()) for p in weights])
+        for number, p in enumerate(weights):
+            p.grad = None
+            with torch.no_grad():
+                p.mul_(2.0 if number % 2 else 0.5)
+
+    def step(self, step: int, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.backward(f"backward {step}", self.forward(f"forward {step}", run, step))
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts reductions of amaxes: the ranks may compare other numbers besides."""
+        original = dist.all_reduce
+
+        def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.reductions += tensor.dtype is torch.float32
+            return original(tensor, *args, **kwargs)
+
+        dist.all_reduce = all_reduce
+        try:
+            yield
+        finally:
+            dist.all_reduce = original
+
+
+# -- the programs --
+
+#: How a model comes to run under a recipe.
+WAYS = ("converted", "block", "layers")
+Program = Callable[[Recorder, ottava.Recipe, ottava.Recipe], None]
+PROGRAMS: dict[str, Program] = {}
+#: Those that ranks run too.
+ON_RANKS: list[str] = []
+
+
+def program(*ways: str, ranks: bool = False, **choices: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Put a function into the table, once for each way and each choice."""
+
+    def register(function: Any) -> Any:
+        name = function.__name__.replace("_", " ")
+        for way in ways or (None,):
+            for option, value in [(o, v) for o, values in choices.items() for v in values] or [(None, None)]:
+                if way == "layers" and value is True:
+                    # Layers outside of every region begin no step in a forward pass without gradients.
+                    continue
+                words = [name, *([way] if way else []), *([f"{option}={value}"] if option else [])]
+                given = ({"way": way} if way else {}) | ({option: value} if option else {})
+                PROGRAMS[", ".join(words)] = _bound(function, given)
+                if ranks and way != "layers":
+                    ON_RANKS.append(", ".join(words))
+        return function
+
+    return register
+
+
+def _bound(function: Any, given: dict[str, Any]) -> Program:
+    return lambda record, recipe, other: function(record, recipe, other, **given)
+
+
+def begin(way: str, net: Net, recipe: ottava.Recipe) -> Callable[..., torch.Tensor]:
+    """What runs the model: as converted, in a block for each pass, or its layers outside of every region."""
+    if way == "block":
+
+        def run(*args: Any) -> torch.Tensor:
+            with ottava.autocast(recipe):
+                return net(*args)
+
+        return run
+    ottava.convert(net, recipe)
+    return net if way == "converted" else net.forward
+
+
+@program(*WAYS, ranks=True)
+def steps(record: Recorder, recipe: Any, other: Any, way: str) -> None:
+    net = Net()
+    run = begin(way, net, recipe)
+    record.watch(net=net)
+    for step in range(STEPS):
+        record.step(step, run)
+
+
+@program(*WAYS, reentrant=(True, False), ranks=True)
+def part_recomputed(record: Recorder, recipe: Any, other: Any, way: str, reentrant: bool) -> None:
+    net = Net(reentrant=reentrant)
+    run = begin(way, net, recipe)
+    record.watch(net=net, reentrant=reentrant)
+    for step in range(STEPS):
+        record.step(step, run)
+
+
+@program(*WAYS, reentrant=(True, False), ranks=True)
+def whole_recomputed(record: Recorder, recipe: Any, other: Any, way: str, reentrant: bool) -> None:
+    net = Net()
+    run = begin("converted" if way == "converted" else "layers", net, recipe)
+    record.watch(net=net, reentrant=reentrant)
+    for step in range(STEPS):
+        with ottava.autocast(recipe) if way == "block" else contextlib.nullcontext():
+            loss = record.forward(f"forward {step}", lambda x: checkpoint(run, x, use_reentrant=reentrant), step)
+        record.backward(f"backward {step}", loss)
+
+
+@program(ranks=True)
+def block_recomputed(record: Recorder, recipe: Any, other: Any) -> None:
+    """The block stands in the function that is recomputed."""
+    net = Net()
+    run = begin("block", net, recipe)
+    record.watch(net=net)
+    for step in range(STEPS):
+        record.step(step, lambda x: checkpoint(run, x, use_reentrant=False))
+
+
+@program(reentrant=(True, False))
+def backward_in_another_block(record: Recorder, recipe: Any, other: Any, reentrant: bool) -> None:
+    """The backward pass, with its recomputation, runs inside of a block that has nothing to do with the forward."""
+    net = Net(reentrant=reentrant)
+    run = begin("block", net, recipe)
+    record.watch(net=net, reentrant=reentrant)
+    for step in range(STEPS):
+        loss = record.forward(f"forward {step}", run, step)
+        with ottava.autocast(other) if step % 2 else ottava.autocast(enabled=False):
+            record.backward(f"backward {step}", loss)
+
+
+@program("converted", "block", reentrant=(None, True, False))
+def two_passes_of_a_step(record: Recorder, recipe: Any, other: Any, way: str, reentrant: bool | None) -> None:
+    """Both in one block, then both backward passes."""
+    net = Net(reentrant=reentrant)
+    if way == "converted":
+        ottava.convert(net, recipe)
+    record.watch(net=net, reentrant=reentrant)
+    for step in range(STEPS):
+        with ottava.autocast() if way == "converted" else ottava.autocast(recipe):
+            first = record.forward(f"first forward {step}", net, step)
+            second = record.forward(f"second forward {step}", net, step + 10)
+        record.backward(f"backward {step}", first + second)
+
+
+@program(ranks=True)
+def nested_blocks(record: Recorder, recipe: Any, other: Any) -> None:
+    """Blocks of the same recipe, of another one, of none, and switched off, in a block."""
+    net, inner, plain = Net(), layer(4), layer(5, single=True)
+    # In high precision the products of what a layer gives are not exact, and sums of two would differ.
+    plain.requires_grad_(False)
+    record.watch(net=net, inner=inner, plain=plain)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with ottava.autocast(recipe):
+            x = net.a(x)
+            with ottava.autocast(other):
+                x = inner(torch.relu(x))
+                with ottava.autocast(recipe):
+                    x = net.a(x)
+            with ottava.autocast(enabled=False):
+                x = plain(x)
+                with ottava.autocast(recipe):
+                    x = net.a(torch.relu(x))
+            with ottava.autocast():
+                return net.b(x)
+
+    for step in range(STEPS):
+        record.step(step, run)
+
+
+@program(ranks=True)
+def converted_in_blocks(record: Recorder, recipe: Any, other: Any) -> None:
+    """A converted model in a block of its recipe, in one that names none, switched off, and by itself."""
+    net = ottava.convert(Net(), recipe)
+    record.watch(net=net)
+    blocks = [ottava.autocast(recipe), ottava.autocast(), ottava.autocast(enabled=False), contextlib.nullcontext()]
+    for step in range(2 * len(blocks)):
+        with blocks[step % len(blocks)]:
+            record.step(step, net)
+
+
+@program()
+def another_recipe_for_a_while(record: Recorder, recipe: Any, other: Any) -> None:
+    """One without state."""
+    net = ottava.convert(Net(), recipe)
+    record.watch(net=net)
+    for step in range(2 * STEPS):
+        with ottava.autocast(Float8CurrentScaling()) if step % 3 == 1 else contextlib.nullcontext():
+            record.step(step, net)
+
+
+@program()
+def another_configuration(record: Recorder, recipe: Any, other: Any) -> None:
+    """State starts afresh."""
+    net = ottava.convert(Net(), recipe)
+    record.watch(net=net)
+    for step in range(STEPS):
+        with ottava.autocast(other) if step >= STEPS // 2 else contextlib.nullcontext():
+            record.step(step, net)
+
+
+@program(*WAYS)
+def evaluations(record: Recorder, recipe: Any, other: Any, way: str) -> None:
+    """Between steps, and between the passes of one; with gradients an evaluation is a step."""
+    net = Net()
+    run = begin(way, net, recipe)
+    record.watch(net=net)
+    for step in range(STEPS):
+        loss = record.forward(f"forward {step}", run, step)
+        with torch.no_grad():
+            record.forward(f"no_grad {step}", run, step + 10)
+        record.backward(f"backward {step}", loss)
+        net.eval()
+        with torch.no_grad():
+            record.forward(f"eval, no_grad {step}", run, step + 11)
+        with torch.inference_mode():
+            record.forward(f"eval, inference_mode {step}", run, step + 12)
+        if step % 2:
+            record.forward(f"eval with gradients {step}", run, step + 13)
+        net.train()
+
+
+@program("converted", "block", ranks=True)
+def one_rank_evaluates(record: Recorder, recipe: Any, other: Any, way: str) -> None:
+    net = Net()
+    run = begin(way, net, recipe)
+    record.watch(net=net)
+    for step in range(STEPS):
+        record.step(step, run)
+        if record.rank == step % 2:
+            with torch.no_grad():
+                record.forward(f"no_grad {step}", run, step + 10)
+                net.eval()
+                record.forward(f"eval {step}", run, step + 11)
+                net.train()
+
+
+@program(*WAYS, ranks=True)
+def microbatches(record: Recorder, recipe: Any, other: Any, way: str) -> None:
+    net = Net()
+    run = begin(way, net, recipe)
+    record.watch(net=net)
+    for step in range(3):
+        for number in range(3):
+            loss = record.forward(f"forward {step}.{number}", lambda x: run(x, number == 0), 3 * step + number)  # noqa: B023
+            loss.backward()
+            record.event(f"backward {step}.{number}")
+        with torch.no_grad():
+            record.forward(f"evaluation {step}", lambda x: run(x, False), step + 10)
+        record.backward(f"weights {step}", 0.0 * next(net.parameters()).sum())
+
+
+@program(reentrant=(None, True, False))
+def microbatches_in_one_block(record: Recorder, recipe: Any, other: Any, reentrant: bool | None) -> None:
+    """All forward passes in a block, and all backward passes after it."""
+    net = Net(reentrant=reentrant)
+    record.watch(net=net, reentrant=reentrant)
+    for step in range(3):
+        losses = []
+        with ottava.autocast(recipe):
+            for number in range(3):
+                run = lambda x, number=number: net(x, number == 0)  # noqa: E731
+                losses.append(record.forward(f"forward {step}.{number}", run, 3 * step + number))
+        record.backward(f"backward {step}", torch.stack(losses).sum())
+
+
+@program("converted", "block", ranks=True)
+def calibration(record: Recorder, recipe: Any, other: Any, way: str) -> None:
+    """Two batches in a block, then another block; what follows is an evaluation and then steps."""
+    net = Net()
+    run = begin(way, net, recipe)
+    record.watch(net=net)
+    for number in range(2):
+        with torch.no_grad(), ottava.autocast(recipe, calibrating=True):
+            for step in range(2 - number):
+                record.forward(f"calibrating {number}.{step}", net, step + 5 * number)
+        record.event(f"calibrated {number}")
+    with torch.no_grad():
+        record.forward("evaluation", run, 0)
+    for step in range(2):
+        record.step(step, run)
+
+
+@program(*WAYS, ranks=True)
+def used_twice(record: Recorder, recipe: Any, other: Any, way: str) -> None:
+    net = Net(twice=True)
+    run = begin(way, net, recipe)
+    record.watch(net=net)
+    for step in range(STEPS):
+        record.step(step, run)
+
+
+@program("converted", "block", ranks=True)
+def two_models_in_turns(record: Recorder, recipe: Any, other: Any, way: str) -> None:
+    """Step by step, and both forward passes before both backward passes."""
+    nets = [Net(), Net(3)]
+    runs = [begin(way, net, chosen) for net, chosen in zip(nets, (recipe, other), strict=True)]
+    record.watch(one=nets[0], two=nets[1])
+    for step in range(STEPS):
+        if step % 2:
+            losses = [record.forward(f"forward {step} of {number}", run, step) for number, run in enumerate(runs)]
+            record.backward(f"backward {step}", torch.stack(losses).sum())
+        else:
+            for run in runs:
+                record.step(step, run)
+
+
+@program()
+def two_converted_of_one_recipe(record: Recorder, recipe: Any, other: Any) -> None:
+    nets = [ottava.convert(Net(), recipe), ottava.convert(Net(3), recipe)]
+    record.watch(one=nets[0], two=nets[1])
+    for step in range(STEPS):
+        losses = [record.forward(f"forward {step} of {number}", net, step) for number, net in enumerate(nets)]
+        record.backward(f"backward {step}", torch.stack(losses).sum())
+
+
+@program()
+def converted_in_converted(record: Recorder, recipe: Any, other: Any) -> None:
+    """A part that was converted by itself begins no step of its own, unless it is called by itself."""
+    inner = ottava.convert(Net(), recipe)
+    net = ottava.convert(torch.nn.Sequential(inner, torch.nn.ReLU(), layer(3)), recipe)
+    record.watch(net=net)
+    for step in range(STEPS):
+        record.step(step, net if step != 1 else inner)
+
+
+@program("converted", "block", ranks=True)
+def errors(record: Recorder, recipe: Any, other: Any, way: str) -> None:
+    """An error between the layers, and one in the backward pass."""
+    net = Net()
+    run = begin(way, net, recipe)
+    record.watch(net=net)
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    for step in range(STEPS):
+        if step == 1:
+            handle = net.b.register_forward_pre_hook(fails)
+            with contextlib.suppress(ZeroDivisionError):
+                run(batch(step, record.rank))
+            handle.remove()
+            record.event("error in a forward pass")
+        if step == 2:
+            y = run(batch(step, record.rank))
+            y.register_hook(fails)
+            with contextlib.suppress(ZeroDivisionError):
+                y.sum().backward()
+            record.event("error in a backward pass")
+        record.step(step, run)
+
+
+@program("converted", "block", ranks=True)
+def saved_and_loaded(record: Recorder, recipe: Any, other: Any, way: str) -> None:
+    """Another model goes on."""
+    net = Net()
+    run = begin(way, net, recipe)
+    record.watch(net=net)
+    for step in range(2):
+        record.step(step, run)
+    loaded = Net(5)
+    again = begin(way, loaded, recipe)
+    if way == "block":
+        # The state has a place only once the layers have run under the recipe.
+        with torch.no_grad():
+            again(batch(0))
+    loaded.load_state_dict({name: value.clone() for name, value in net.state_dict().items()})
+    record.watch(net=loaded)
+    record.event("loaded")
+    for step in range(2, 4):
+        record.step(step, again)
+
+
+# -- running them --
+
+
+def record(name: str, recipes: tuple[ottava.Recipe, ottava.Recipe], rank: int = 0) -> list[dict[str, Any]]:
+    """The events of a program."""
+    recorder = Recorder(rank)
+    with warnings.catch_warnings(), recorder.counting():
+        warnings.simplefilter("ignore")
+        PROGRAMS[name](recorder, *recipes)
+    recorder.nets.clear()
+    _wait_for_the_end_of(recorder.watched)
+    return recorder.events
+
+
+def _wait_for_the_end_of(layers: list[Any]) -> None:
+    """Ranks would reduce the amaxes of layers that still exist on one of them; a thread may be about to let go."""
+    for _ in range(1000):
+        if all(layer() is None for layer in layers):
+            return
+        gc.collect()
+        time.sleep(0.005)
+    raise RuntimeError("the layers of a program do not go")
+
+
+def on_rank(name: str, mesh: Any, folder: Path) -> None:
+    """All programs of ranks with the recipe ``name``: a file of each rank."""
+    rank = mesh.get_rank()
+    found = {each: record(each, RANK_RECIPES[name], rank) for each in ON_RANKS}
+    (Path(os.environ[_FOLDER]) / f"{name} {rank}.json").write_text(json.dumps(found))
+
+
+def of_ranks() -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """By recipe and rank what each program recorded.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[_FOLDER] = folder
+        try:
+            told = launch.run_on_ranks("tests.integration.golden:on_rank", list(RANK_RECIPES), WORLD)
+        finally:
+            del os.environ[_FOLDER]
+        if any(told.values()):
+            raise RuntimeError("\n".join(filter(None, told.values())))
+        return {
+            f"{name}, rank {rank}": json.loads((Path(folder) / f"{name} {rank}.json").read_text())
+            for name in RANK_RECIPES
+            for rank in range(WORLD)
+        }
+
+
+def write() -> None:
+    """Write the file anew: equal records once, an event to a line."""
+    found = {f"{name}: {each}": record(each, recipes) for name, recipes in RECIPES.items() for each in PROGRAMS}
+    found |= {f"{name}: {each}": events for name, programs in of_ranks().items() for each, events in programs.items()}
+    together: dict[str, list[str]] = {}
+    for name, events in found.items():
+        lines = ",\n".join(f"  {json.dumps(event, separators=(',', ':'))}" for event in events)
+        together.setdefault(lines, []).append(name)
+    shown = [f'{{"runs": {json.dumps(names)}, "events": [\n{lines}\n]}}' for lines, names in together.items()]
+    FILE.write_text("[\n" + ",\n".join(shown) + "\n]\n")
+
+
+def known() -> dict[str, list[dict[str, Any]]]:
+    """The records of the file, by recipe and program."""
+    return {name: entry["events"] for entry in json.loads(FILE.read_text()) for name in entry["runs"]}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Records of what steps do.")
+    parser.add_argument("--write", action="store_true", required=True, help="write golden.json anew")
+    parser.parse_args()
+    write()
