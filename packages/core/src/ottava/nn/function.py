@@ -131,8 +131,8 @@ class LinearFunction(torch.autograd.Function):
 def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     (dy,) = grads
     specs, (state, dtype, main_grad, weight), (x_shape, x_dtype, w_dtype, b_dtype) = ctx.rest
-    if state.stateful and not torch.compiler.is_compiling() and not state.backward_ran:
-        state.backward_ran = True
+    if state.stateful and not torch.compiler.is_compiling() and not state._backward_ran:
+        state._backward_ran = True
     tensors = ctx.saved_tensors
     qx, qw = rebuild_saved(tensors, specs)
     # The last saved tensor is the FP8-primary weight, if the layer has one.

@@ -74,7 +74,7 @@ class Binding:
         roles = [QuantizerRole("linear", tensor_type, layer.name) for tensor_type in OF_LINEAR]
         state = layer_state(recipe, roles, amax_reduction_group=group)
         for part in (state, *state.parts()):
-            part.layer_name = layer.name
+            part._layer_name = layer.name
         # Chosen now, so that code compiled later finds it chosen.
         backend_for(layer.weight.device.type)
         # The state's buffers follow the weight's device, because the kernels read both in one call.
@@ -91,7 +91,7 @@ class Binding:
             # a region that brings its recipe.)
             gone: Any = layer._modules.pop("recipe_state", None)
             if gone is not None:
-                gone.step = None
+                gone._pending = False
         self._use(layer, prepared)
 
     def _use(self, layer: Any, state: RecipeState | None) -> None:
@@ -105,10 +105,10 @@ class Binding:
                 what = f"the scaling state that was loaded for {label_of(layer)} is not one of {state.recipe!r}"
                 remedy = "load the checkpoint into a model of the recipe that it was saved with"
                 raise CheckpointError(what, expected=", ".join(state.state_dict()), remedy=remedy) from error
-            self.loaded, state.step = None, True
+            self.loaded, state._pending = None, True
         kept = layer._modules.get("recipe_state")
         if kept is not None and kept is not state:
-            kept.step = None
+            kept._pending = False
         layer._modules["recipe_state"] = state
 
     def load(self, layer: Any, state_dict: dict[str, Any], prefix: str, unexpected: list[str]) -> None:
@@ -117,9 +117,13 @@ class Binding:
             enters_first(model)
         found = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         kept: Any = layer._modules.get("recipe_state")
-        if kept is not None:
-            kept.step = kept.step or bool(found) or None
-        elif found and self.recipe is None:
+        if kept is not None and found and not kept._pending:
+            # It begins the next step with those that it ran with.
+            if kept._step is None:
+                kept._pending = True
+            else:
+                kept._step.take(layer, kept)
+        elif kept is None and found and self.recipe is None:
             # The layer has no recipe yet; the region that brings one finds the loaded state here. Copied, because the
             # caller's tensors may belong to a model that goes on training.
             self.loaded = {name: value.clone() for name, value in found.items()}
@@ -194,8 +198,8 @@ class Binding:
         if region is None:
             if training:
                 begin([state], group)
-            if state.step is None and not compiling:
-                state.step = True
+            if not compiling and (state._step is not None or not state._pending):
+                state._step, state._pending = None, True
             return
         if compiling and isinstance(region.owner, torch.nn.Module):
             # The model begins a step with all its layers, and compiled code had better change nothing.
@@ -205,8 +209,10 @@ class Binding:
             region.began = True
         if training or region.calibrating:
             region.step.join(layer, state, group, calibrating=region.calibrating)
-        if state.backward_ran and KNOWS_BACKWARD and not compiling and training and grad_enabled:
-            state.backward_ran = False
+        elif not (compiling or state._pending):
+            state._step = region.step
+        if state._backward_ran and KNOWS_BACKWARD and not compiling and training and grad_enabled:
+            state._backward_ran = False
             warnings.warn(
                 f"{label_of(layer)} runs another forward pass after a backward pass, in one region: scales are updated "
                 "at the entry of a region only; enter it anew for every step",

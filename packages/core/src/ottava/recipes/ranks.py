@@ -25,7 +25,7 @@ def check_alike(states: Sequence[RecipeState], group: Any) -> None:
         return
     # Functions are at another address in each process.
     parts = [part for state in states for part in state.parts() if part.recipe.reduces_amaxes]
-    lines = [f"{part.layer_name or 'a layer'}: {re.sub(r' at 0x[0-9a-f]+', '', repr(part.recipe))}" for part in parts]
+    lines = [f"{part._layer_name or 'a layer'}: {re.sub(r' at 0x[0-9a-f]+', '', repr(part.recipe))}" for part in parts]
     if not lines:
         return
     device = next((buffer.device for part in parts for buffer in part.buffers()), None)

@@ -180,7 +180,7 @@ class autocast(contextlib.ContextDecorator):
         region = self._leave()
         if region is not None and region.calibrating and error is None and region.graph_task == -1:
             # What was observed serves the next step, and evaluation, which begins none.
-            region.step.begin(region.group)
+            region.step.begin(region.group, calibrated=True)
 
     def _leave(self) -> Region | None:
         stack = regions.stack

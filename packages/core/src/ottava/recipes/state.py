@@ -65,12 +65,13 @@ class RecipeState:
     # The quantizer factory that was put over the recipe when this was made.
     factory: Any = None
     amax_reduction_group: Any
-    # The step that it last ran in, until a step begins with it; True where that is not known, as after loading.
-    step: Any = None
+    # The step that it last ran in, and whether it may hold something that no step has begun with.
+    _step: Any = None
+    _pending: bool = False
     # Whether a backward pass has run since the step began.
-    backward_ran: bool = False
-    #: The layer's name, for errors.
-    layer_name: str = ""
+    _backward_ran: bool = False
+    # For errors.
+    _layer_name: str = ""
     # Whether all quantizers keep the values, so that the layer computes in high precision.
     keeps_values: bool = False
 
@@ -131,7 +132,7 @@ class RecipeState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group belongs to its process, and a step to the states that run together.
-        return self.__dict__ | {"amax_reduction_group": None, "step": None if self.step is None else True}
+        return self.__dict__ | {"amax_reduction_group": None, "_step": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecipeState:
         # Quantizers without state need not be copied.

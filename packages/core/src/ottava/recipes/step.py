@@ -39,7 +39,7 @@ def begin(states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
     if not torch.compiler.is_compiling():
         for state in (*states, *parts.values()):
             # Not by assignments, which modules make slow.
-            state.__dict__.update(step=None, backward_ran=False)
+            state.__dict__.update(_pending=False, _backward_ran=False)
 
 
 def _no_model() -> None:
@@ -71,7 +71,7 @@ def _member(state: Any, layer: Any) -> Callable[[], Any]:
 class Step:
     """The states that begin a step together.
 
-    A state belongs to the step that it last ran in, from then on until a step begins with it.
+    A state that ran takes part from then on until a step has begun with it.
 
     Args:
         model: the converted module whose layers take part, whether they ran or not.
@@ -95,12 +95,14 @@ class Step:
                 found[id(module)] = module
         for entry in self._ran:
             state = entry if isinstance(entry, RecipeState) else entry()
-            if state is not None and state.step is self:
+            if state is not None and state._step is self and state._pending:
                 found.setdefault(id(state), state)
         return list(found.values())
 
-    def begin(self, amax_reduction_group: Any, model: torch.nn.Module | None = None) -> None:
-        """Begin a step, of ``model`` if its layers begin it.
+    def begin(
+        self, amax_reduction_group: Any, model: torch.nn.Module | None = None, *, calibrated: bool = False
+    ) -> None:
+        """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin the next one, too.
 
         Raises:
             UsageError: at the first one, on all ranks, if they have other layers, or other options of a recipe.
@@ -110,17 +112,24 @@ class Step:
             if states and not self._compared:
                 self._compared = True
                 check_alike(states, amax_reduction_group)
-            self._ran.clear()
+            self._ran = self._ran if calibrated else []
         begin(states, amax_reduction_group)
+        for state in states if calibrated else ():
+            state._pending = True
 
     def join(self, layer: Any, state: Any, amax_reduction_group: Any, *, calibrating: bool = False) -> None:
         """Take in the state of a layer that runs now."""
-        if state.step is self:
-            return
-        if state.step is not None and not calibrating:
-            # It still holds amaxes of a step that others began, or that a checkpoint was saved in.
-            begin([state], amax_reduction_group)
-        state.step = self
+        if state._pending:
+            if state._step is self:
+                return
+            if not calibrating:
+                # It still holds amaxes of a step that others began, or that a checkpoint was saved in.
+                begin([state], amax_reduction_group)
+        self.take(layer, state)
+
+    def take(self, layer: Any, state: Any) -> None:
+        """Have the state of a layer begin the next step with the others."""
+        state._step, state._pending = self, True
         # Compiled code makes no weak references.
         self._ran.append(state if torch.compiler.is_compiling() else _member(state, layer))
 
