@@ -160,9 +160,7 @@ def convert(
                 parent._modules[child_name] = replacements[id(child)]
     result: Any = replacements.get(id(model), model)
     if any(state.stateful for state in states.values()):
-        step = begins_steps(result)
-        for replacement in replacements.values():
-            replacement._binding.step = step
+        begins_steps(result)
         _keep_from_broadcast(result)
     report = ConversionReport(chosen.name or type(chosen).__name__, tuple(decisions))
     setattr(result, _REPORT_ATTRIBUTE, report)

@@ -11,10 +11,10 @@ from ottava.errors import CheckpointError
 from ottava.kernels.backends import backend_for
 from ottava.recipes.base import Recipe
 from ottava.recipes.mixed import layer_state
-from ottava.recipes.region import Region, backward_task, begin_ahead, current_region, enters_first, regions
+from ottava.recipes.region import Region, backward_task, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
-from ottava.recipes.step import Step, begin
+from ottava.recipes.step import begin
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import KNOWS_BACKWARD, graph_task_id
@@ -56,8 +56,6 @@ class Binding:
     recipe: Recipe | None = None
     # The state in use; it is made again when a region asks for another recipe or group.
     state: RecipeState | None = None
-    #: The step of the converted model that the layer is in, if it has any.
-    step: Step | None = None
     #: The state that a checkpoint held, until a region brings the recipe that it belongs to.
     loaded: dict[str, Any] | None = None
     # Of the last forward pass of a step, which activation checkpointing repeats.
@@ -113,8 +111,6 @@ class Binding:
 
     def load(self, layer: Any, state_dict: dict[str, Any], prefix: str, unexpected: list[str]) -> None:
         """Take note of a layer's state in a state dict, which torch loads where the layer has a state."""
-        if self.step is not None and (model := self.step.model()) is not None:
-            enters_first(model)
         found = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         kept: Any = layer._modules.get("recipe_state")
         if kept is not None and found and not kept._pending:
@@ -161,7 +157,7 @@ class Binding:
         region = current_region() if regions.stack else None
         if first is None:
             first = regions.first
-        if task != -1 and (region is None or region.graph_task != task or region.frame is not None):
+        if task != -1 and (region is None or region.graph_task != task or region.owner is None):
             return self._again(layer, first)
         grad_enabled, recipe, group, calibrating = torch.is_grad_enabled(), self.recipe, None, False
         if region is not None:
@@ -201,11 +197,11 @@ class Binding:
             if not compiling and (state._step is not None or not state._pending):
                 state._step, state._pending = None, True
             return
-        if compiling and isinstance(region.owner, torch.nn.Module):
+        if compiling and region.model is not None:
             # The model begins a step with all its layers, and compiled code had better change nothing.
             return
         if training and not region.began and region.enabled and not region.calibrating:
-            region.step.begin(group)
+            region.step.begin(group, region.model)
             region.began = True
         if training or region.calibrating:
             region.step.join(layer, state, group, calibrating=region.calibrating)
@@ -228,7 +224,6 @@ class Binding:
             return None
         state = self.state_for(layer, self.recipe)
         if state.stateful:
-            begin_ahead(self.step)
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # The gather comes before the forward pass, so that a step may begin with it.

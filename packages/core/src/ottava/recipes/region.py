@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import os
-import sys
 import threading
-import weakref
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ class Region:
         step: what the states that run in it begin together.
         began: whether the step has begun, at its entry or before.
         graph_task: the backward pass inside which it was entered, by autograd's number; -1 outside any.
-        owner: the block, or the converted module.
-        frame: what runs the forward pass of the module; None for a block.
+        owner: the block; None for a forward pass.
+        model: the converted model whose forward pass the region, or one that it continues, is.
     """
 
     recipe: Recipe | None
@@ -42,7 +41,7 @@ class Region:
     began: bool
     graph_task: int
     owner: Any
-    frame: FrameType | None = None
+    model: Any = None
 
 
 class _Regions(threading.local):
@@ -63,21 +62,7 @@ def backward_task() -> int:
 
 def current_region() -> Region | None:
     """The innermost region of this thread, or None."""
-    stack = regions.stack
-    if torch.compiler.is_compiling():
-        return stack[-1] if stack else None
-    # An interrupt ends a forward pass without the hook that would leave its region.
-    while stack and stack[-1].frame is not None and _has_ended(stack[-1].frame):
-        stack.pop()
-    return stack[-1] if stack else None
-
-
-def _has_ended(frame: FrameType) -> bool:
-    try:
-        frame.clear()
-    except RuntimeError:  # it runs
-        return False
-    return True
+    return regions.stack[-1] if regions.stack else None
 
 
 class microbatch(contextlib.ContextDecorator):
@@ -159,14 +144,14 @@ class autocast(contextlib.ContextDecorator):
             recipe = outer.recipe if recipe is None else recipe
             group = outer.group if group is None else group
         same = outer is not None and self._recipe is None and self._group is None
-        step = outer.step if outer is not None and same else step_for(recipe, group)
+        step, model = (outer.step, outer.model) if outer is not None and same else (step_for(recipe, group), None)
         # Inside a region that has begun the step nothing is left to begin.
         began = any(region.began and region.step is step for region in regions.stack)
         if self._enabled and not self._calibrating and not began and may_begin():
-            step.begin(group)
+            step.begin(group, model)
             began = True
         options = recipe, self._enabled, group, self._calibrating
-        region = Region(*options, step, began, backward_task(), self)
+        region = Region(*options, step, began, backward_task(), self, model)
         try:
             regions.stack.append(region)
             return self
@@ -180,7 +165,7 @@ class autocast(contextlib.ContextDecorator):
         region = self._leave()
         if region is not None and region.calibrating and error is None and region.graph_task == -1:
             # What was observed serves the next step, and evaluation, which begins none.
-            region.step.begin(region.group, calibrated=True)
+            region.step.begin(region.group, region.model, calibrated=True)
 
     def _leave(self) -> Region | None:
         stack = regions.stack
@@ -190,74 +175,69 @@ class autocast(contextlib.ContextDecorator):
         return None
 
 
-# Where a converted model has its step.
-_STEP = "_ottava_step"
+class ConvertedModel(torch.nn.Module):
+    """What the class of a converted model derives from besides: its forward pass, hooks included, is a region.
 
-
-def begins_steps(model: torch.nn.Module) -> Step:
-    """Have the forward pass of a model be a region, at whose entry all layers below it begin a step; gives the step."""
-    step: Step | None = model.__dict__.get(_STEP)
-    if step is None:
-        step = model.__dict__[_STEP] = Step(model)
-        model.register_forward_pre_hook(enter_module, prepend=True)
-        model.register_forward_hook(leave_module, always_call=True)
-    return step
-
-
-def begin_ahead(step: Step | None) -> None:
-    """Begin the step of a converted model one of whose weights is gathered before its forward pass begins it.
-
-    FSDP puts its hook, which gathers, before those that were there. This puts the model's own before it, so that it
-    happens once. Nothing is done in a region, in a backward pass, and in evaluation. (Whether gradients are enabled
-    cannot be told: FSDP turns them off.)
+    At its entry all layers below it begin a step. A forward pass inside of another's that contains it is no region.
     """
-    model = None if step is None else step.model()
-    if step is None or model is None:
-        return
-    enters_first(model)
-    if current_region() is None and model.training and not step.ahead and backward_task() == -1:
-        step.begin(None)
-        step.ahead = True
+
+    _ottava_step: Step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack = regions.stack
+        depth = len(stack)
+        try:
+            _enter(self, args)
+            return super().__call__(*args, **kwargs)
+        finally:
+            # Not by a function, at whose beginning an interrupt could come first.
+            del stack[depth:]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made, arguments, *rest = super().__reduce_ex__(protocol)
+        if made is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # A pickle names classes, and the one that was converted has a name.
+            own, *others = arguments
+            made, arguments = _new, (own.__bases__[1], *others)
+        return made, arguments, *rest
 
 
-def enters_first(model: torch.nn.Module) -> None:
-    """See that a converted model enters its region before any other hook of its runs."""
-    hooks: Any = model._forward_pre_hooks
-    own = [key for key, hook in hooks.items() if hook is enter_module]
-    if own and own[0] != next(iter(hooks)):
-        hooks.move_to_end(own[0], last=False)
+def begins_steps(model: torch.nn.Module) -> None:
+    """Have the forward pass of a model be a region, at whose entry all layers below it begin a step."""
+    if not isinstance(model, ConvertedModel):
+        model.__dict__["_ottava_step"] = Step()
+        model.__class__ = _converted(type(model))
 
 
-def enter_module(module: torch.nn.Module, args: Any = ()) -> None:
-    """A forward pre-hook of converted models: the forward pass of the outermost one is a region."""
-    compiling = torch.compiler.is_compiling()
-    step: Step = module.__dict__[_STEP]
-    if current_region() is not None and not _is_apart(module):
+def _converted(cls: type[Any]) -> type[Any]:
+    """The class of converted models of a class, which looks like that."""
+    for known in cls.__subclasses__():
+        if known.__bases__ == (ConvertedModel, cls):
+            return known
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (ConvertedModel, cls), names)  # type: ignore[no-any-return]
+
+
+def _new(cls: type[Any], *arguments: Any) -> Any:
+    return cls.__new__(_converted(cls), *arguments)
+
+
+def _enter(module: ConvertedModel, args: tuple[Any, ...]) -> None:
+    """Enter the region of a converted model, unless it is inside of one."""
+    if regions.stack and not _is_apart(module):
         return
     # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
     checkpointed = module.training and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    task = backward_task()
+    step, task = module._ottava_step, backward_task()
     began = may_begin() or (checkpointed and task == -1)
-    if not compiling and step.model() is not module:
-        step.model = weakref.ref(module)  # a copy
-    if began and (compiling or not step.ahead):
+    if began:
         step.begin(None, module)
-    if began and not compiling:
-        step.ahead = False
-    frame = None if compiling else sys._getframe(1)
-    regions.stack.append(Region(None, True, None, False, step, began, task, module, frame))
+    regions.stack.append(Region(None, True, None, False, step, began, task, None, module))
 
 
 def _is_apart(module: torch.nn.Module) -> bool:
     """Whether the enclosing regions are forward passes of modules that do not contain this one."""
-    of_modules = (r.owner for r in regions.stack)
-    return all(isinstance(m, torch.nn.Module) and all(n is not module for n in m.modules()) for m in of_modules)
-
-
-def leave_module(module: torch.nn.Module, args: Any = None, output: Any = None) -> None:
-    """A forward hook of converted models, called after an error too."""
-    if regions.stack and regions.stack[-1].owner is module:
-        regions.stack.pop()
+    return all(r.owner is None and all(m is not module for m in r.model.modules()) for r in regions.stack)
 
 
 def _remember_default(name: str) -> bool:

@@ -42,10 +42,6 @@ def begin(states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
             state.__dict__.update(_pending=False, _backward_ran=False)
 
 
-def _no_model() -> None:
-    return None
-
-
 _collecting = [False]
 
 
@@ -72,23 +68,15 @@ class Step:
     """The states that begin a step together.
 
     A state that ran takes part from then on until a step has begun with it.
-
-    Args:
-        model: the converted module whose layers take part, whether they ran or not.
     """
 
-    #: Whether it began before the forward pass of its model, which then only goes on with it.
-    ahead: bool = False
     _compared: bool = False
 
-    def __init__(self, model: torch.nn.Module | None = None) -> None:
-        #: Gives the model while there is one.
-        self.model: Any = _no_model if model is None else weakref.ref(model)
+    def __init__(self) -> None:
         self._ran: list[Any] = []
 
     def states(self, model: torch.nn.Module | None = None) -> list[RecipeState]:
-        """Those that begin the next step: the model's in the order of its modules, then others in that of their runs."""
-        model = self.model() if model is None else model
+        """Those that begin the next step: all of a model, in the order of its modules, and others in that of their runs."""
         found: dict[int, Any] = {}
         for module in () if model is None else model.modules():
             if isinstance(module, RecipeState) and module.stateful:
@@ -110,8 +98,8 @@ class Step:
         states = self.states(model)
         if not torch.compiler.is_compiling():
             if states and not self._compared:
-                self._compared = True
                 check_alike(states, amax_reduction_group)
+                self._compared = True
             self._ran = self._ran if calibrated else []
         begin(states, amax_reduction_group)
         for state in states if calibrated else ():
@@ -134,8 +122,7 @@ class Step:
         self._ran.append(state if torch.compiler.is_compiling() else _member(state, layer))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of a copy it is the hook of the copied model that says which model it is.
-        return self.__dict__ | {"model": _no_model, "_ran": []}
+        return self.__dict__ | {"_ran": []}
 
 
 # Found again by what a region says: a new block for every step, with an equal recipe, continues the last one.
