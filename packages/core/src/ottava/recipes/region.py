@@ -207,6 +207,20 @@ def begins_steps(model: torch.nn.Module) -> None:
     if not isinstance(model, ConvertedModel):
         model.__dict__["_ottava_step"] = Step()
         model.__class__ = _converted(type(model))
+        model.register_forward_pre_hook(_enter_of_other_class, prepend=True)
+        model.register_forward_hook(_leave_of_other_class, always_call=True)
+
+
+def _enter_of_other_class(module: torch.nn.Module, args: Any) -> None:
+    """For a model that was given another class afterwards."""
+    if not isinstance(module, ConvertedModel):
+        _enter(module, args)
+
+
+def _leave_of_other_class(module: torch.nn.Module, args: Any, output: Any) -> None:
+    own = regions.stack and regions.stack[-1].owner is None and regions.stack[-1].model is module
+    if own and not isinstance(module, ConvertedModel):
+        regions.stack.pop()
 
 
 def _converted(cls: type[Any]) -> type[Any]:
@@ -222,7 +236,7 @@ def _new(cls: type[Any], *arguments: Any) -> Any:
     return cls.__new__(_converted(cls), *arguments)
 
 
-def _enter(module: ConvertedModel, args: tuple[Any, ...]) -> None:
+def _enter(module: Any, args: tuple[Any, ...]) -> None:
     """Enter the region of a converted model, unless it is inside of one."""
     if regions.stack and not _is_apart(module):
         return
