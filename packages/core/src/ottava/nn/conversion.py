@@ -160,7 +160,9 @@ def convert(
                 parent._modules[child_name] = replacements[id(child)]
     result: Any = replacements.get(id(model), model)
     if any(state.stateful for state in states.values()):
-        begins_steps(result)
+        step = begins_steps(result)
+        for replacement in replacements.values():
+            replacement._binding.step = step
         _keep_from_broadcast(result)
     report = ConversionReport(chosen.name or type(chosen).__name__, tuple(decisions))
     setattr(result, _REPORT_ATTRIBUTE, report)

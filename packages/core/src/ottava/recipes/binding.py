@@ -11,10 +11,10 @@ from ottava.errors import CheckpointError
 from ottava.kernels.backends import backend_for
 from ottava.recipes.base import Recipe
 from ottava.recipes.mixed import layer_state
-from ottava.recipes.region import Region, backward_task, current_region, regions
+from ottava.recipes.region import Region, backward_task, begin_ahead, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
-from ottava.recipes.step import begin
+from ottava.recipes.step import Step, begin
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import KNOWS_BACKWARD, graph_task_id
@@ -56,6 +56,8 @@ class Binding:
     recipe: Recipe | None = None
     # The state in use; it is made again when a region asks for another recipe or group.
     state: RecipeState | None = None
+    #: The step of the converted model that the layer is in, if it is in any.
+    step: Step | None = None
     #: The state that a checkpoint held, until a region brings the recipe that it belongs to.
     loaded: dict[str, Any] | None = None
     # Of the last forward pass of a step, which activation checkpointing repeats.
@@ -115,10 +117,10 @@ class Binding:
         kept: Any = layer._modules.get("recipe_state")
         if kept is not None and found and not kept._pending:
             # It begins the next step with those that it ran with.
-            if kept._step is None:
+            if kept.step is None:
                 kept._pending = True
             else:
-                kept._step.take(layer, kept)
+                kept.step.take(layer, kept)
         elif kept is None and found and self.recipe is None:
             # The layer has no recipe yet; the region that brings one finds the loaded state here. Copied, because the
             # caller's tensors may belong to a model that goes on training.
@@ -194,8 +196,8 @@ class Binding:
         if region is None:
             if training:
                 begin([state], group)
-            if not compiling and (state._step is not None or not state._pending):
-                state._step, state._pending = None, True
+            if not compiling and (state.step is not None or not state._pending):
+                state.step, state._pending = None, True
             return
         if compiling and region.model is not None:
             # The model begins a step with all its layers, and compiled code had better change nothing.
@@ -206,7 +208,7 @@ class Binding:
         if training or region.calibrating:
             region.step.join(layer, state, group, calibrating=region.calibrating)
         elif not (compiling or state._pending):
-            state._step = region.step
+            state.step = region.step
         if state._backward_ran and KNOWS_BACKWARD and not compiling and training and grad_enabled:
             state._backward_ran = False
             warnings.warn(
@@ -224,6 +226,7 @@ class Binding:
             return None
         state = self.state_for(layer, self.recipe)
         if state.stateful:
+            begin_ahead(self.step)
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # The gather comes before the forward pass, so that a step may begin with it.

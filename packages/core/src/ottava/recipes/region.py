@@ -6,6 +6,7 @@ import contextlib
 import copyreg
 import os
 import threading
+import weakref
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -202,13 +203,16 @@ class ConvertedModel(torch.nn.Module):
         return made, arguments, *rest
 
 
-def begins_steps(model: torch.nn.Module) -> None:
-    """Have the forward pass of a model be a region, at whose entry all layers below it begin a step."""
+def begins_steps(model: Any) -> Step:
+    """Have the forward pass of a model be a region, at whose entry all layers below it begin a step; gives the step."""
     if not isinstance(model, ConvertedModel):
         model.__dict__["_ottava_step"] = Step()
         model.__class__ = _converted(type(model))
         model.register_forward_pre_hook(_enter_of_other_class, prepend=True)
         model.register_forward_hook(_leave_of_other_class, always_call=True)
+    step: Step = model._ottava_step
+    step.model = weakref.ref(model)
+    return step
 
 
 def _enter_of_other_class(module: torch.nn.Module, args: Any) -> None:
@@ -244,9 +248,29 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
     checkpointed = module.training and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     step, task = module._ottava_step, backward_task()
     began = may_begin() or (checkpointed and task == -1)
-    if began:
-        step.begin(None, module)
+    if torch.compiler.is_compiling():
+        if began:
+            step.begin(None, module)
+    else:
+        step.model = step.model or weakref.ref(module)  # of a copy
+        if began and not step.ahead:
+            step.begin(None, module)
+        step.ahead = step.ahead and not began
     regions.stack.append(Region(None, True, None, False, step, began, task, None, module))
+
+
+def begin_ahead(step: Step | None) -> None:
+    """Begin the step of a converted model, a weight of which is gathered before its forward pass begins.
+
+    Nothing is done in a region, in a backward pass, and in evaluation. (Whether gradients are enabled cannot be told:
+    FSDP turns them off.)
+    """
+    model = None if step is None or step.model is None else step.model()
+    if step is None or model is None or regions.stack or step.ahead or not model.training:
+        return
+    if backward_task() == -1:
+        step.begin(None, model)
+        step.ahead = True
 
 
 def _is_apart(module: torch.nn.Module) -> bool:

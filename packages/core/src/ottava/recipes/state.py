@@ -66,7 +66,7 @@ class RecipeState:
     factory: Any = None
     amax_reduction_group: Any
     # The step that it last ran in, and whether it may hold something that no step has begun with.
-    _step: Any = None
+    step: Any = None
     _pending: bool = False
     # Whether a backward pass has run since the step began.
     _backward_ran: bool = False
@@ -132,7 +132,7 @@ class RecipeState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group belongs to its process, and a step to the states that run together.
-        return self.__dict__ | {"amax_reduction_group": None, "_step": None}
+        return self.__dict__ | {"amax_reduction_group": None, "step": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecipeState:
         # Quantizers without state need not be copied.

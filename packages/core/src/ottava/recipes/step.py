@@ -70,6 +70,10 @@ class Step:
     A state that ran takes part from then on until a step has begun with it.
     """
 
+    #: Gives the converted model that begins it, if one does.
+    model: Any = None
+    #: Whether it began before the forward pass of its model, which then goes on with it.
+    ahead: bool = False
     _compared: bool = False
 
     def __init__(self) -> None:
@@ -83,7 +87,7 @@ class Step:
                 found[id(module)] = module
         for entry in self._ran:
             state = entry if isinstance(entry, RecipeState) else entry()
-            if state is not None and state._step is self and state._pending:
+            if state is not None and state.step is self and state._pending:
                 found.setdefault(id(state), state)
         return list(found.values())
 
@@ -108,7 +112,7 @@ class Step:
     def join(self, layer: Any, state: Any, amax_reduction_group: Any, *, calibrating: bool = False) -> None:
         """Take in the state of a layer that runs now."""
         if state._pending:
-            if state._step is self:
+            if state.step is self:
                 return
             if not calibrating:
                 # It still holds amaxes of a step that others began, or that a checkpoint was saved in.
@@ -117,12 +121,12 @@ class Step:
 
     def take(self, layer: Any, state: Any) -> None:
         """Have the state of a layer begin the next step with the others."""
-        state._step, state._pending = self, True
+        state.step, state._pending = self, True
         # Compiled code makes no weak references.
         self._ran.append(state if torch.compiler.is_compiling() else _member(state, layer))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ran": []}
+        return self.__dict__ | {"_ran": [], "model": None}
 
 
 # Found again by what a region says: a new block for every step, with an equal recipe, continues the last one.
