@@ -17,7 +17,7 @@ from ottava.recipes.state import RecipeState
 from ottava.recipes.step import Step, begin
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import KNOWS_BACKWARD, graph_task_id
+from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, is_distributed
 
 
 def label_of(layer: Any) -> str:
@@ -226,7 +226,8 @@ class Binding:
             return None
         state = self.state_for(layer, self.recipe)
         if state.stateful:
-            begin_ahead(self.step)
+            if is_distributed(layer.weight):
+                begin_ahead(self.step)
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # The gather comes before the forward pass, so that a step may begin with it.

@@ -140,7 +140,8 @@ class RecipeState:
             return self
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        state = self.__getstate__()
+        # Of a module this is the method of torch's class.
+        state = self.__getstate__() | {"amax_reduction_group": None, "step": None}
         shared = {name: state.pop(name) for name in self.shared_by_copies if name in state}
         copied.__dict__.update(copy.deepcopy(state, memo) | shared)
         return copied
