@@ -11,6 +11,7 @@
 #include "grid_arguments.h"
 #include "multi_arguments.h"
 #include "numerics.h"
+#include "operands.h"
 
 namespace py = pybind11;
 
@@ -163,6 +164,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("multi_cast", &multi_cast, Unlocked());
     m.def("grid_multi_amax", &grid_multi_amax, Unlocked());
     m.def("grid_multi_cast", &grid_multi_cast, Unlocked());
+    ottava::bind_operands(m);
     // Why the build has no CUDA kernels; empty if it has.
     m.attr("without_cuda") = std::string(OTTAVA_WITHOUT_CUDA);
     m.def("isa", [] { return std::string(ottava::active_kernels().name); });

@@ -12,7 +12,8 @@ from ottava.distributed import GridShards, ShardRule, reduce_amax
 from ottava.errors import OptionError
 from ottava.kernels import check_epsilon, for_layers
 from ottava.layout import Layout
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device, columnwise
+from ottava.tensors.float8 import DATA
 
 
 class Float8CurrentScalingQuantizer(Float8QuantizerBase):
@@ -81,13 +82,11 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         return copied
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        with_data, with_transpose = self.needs(tensor.device, tensor.dim())
+        wanted = DATA if tensor.is_cpu and not columnwise.forced else self.needs(tensor.device, tensor.dim())
         if self.with_amax_reduction:
-            return self._quantize_reduced(tensor, dtype, with_data, with_transpose)
-        data, transpose, scale_inv = for_layers.quantize(
-            tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, with_data, with_transpose
-        )
-        return self.wrap(data, transpose, scale_inv, dtype, checked=True)
+            return self._quantize_reduced(tensor, dtype, *wanted)
+        made = for_layers.quantize(tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *wanted)
+        return self.wrap(*made, dtype, checked=True)
 
     def _quantize_reduced(
         self, tensor: torch.Tensor, dtype: torch.dtype, with_data: bool, with_transpose: bool

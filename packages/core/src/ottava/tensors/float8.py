@@ -14,11 +14,14 @@ from ottava.errors import ShapeError
 from ottava.formats import FP8, fp8_format
 from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.layout import Layout
+from ottava.tensors import columnwise
 from ottava.tensors.columnwise import columnwise_is_transpose
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
 from ottava.tensors.grid import Direction, GridTensor, GridTensorStorage, columns
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.storage import PATTERNS, QuantizedTensorStorage, pattern_of
+
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 # By the format, and whether columnwise data are transposed: a plain dict, which compiled code can look into.
 _LAYOUTS = {
@@ -26,6 +29,8 @@ _LAYOUTS = {
     for dtype in FP8
     for transposed in (False, True)
 }
+#: What :meth:`Float8QuantizerBase.needs` says for CPUs unless a layout is forced.
+DATA = True, False
 
 
 class Float8TensorStorage(GridTensorStorage):
@@ -68,7 +73,10 @@ class Float8TensorStorage(GridTensorStorage):
     def grid_layout(self) -> Layout:
         # Data without a transpose may be met on a device that wants one: columns are made of it there.
         held = self._data
-        transposed = held is None or columnwise_is_transpose(held.device)
+        # Asked of a CPU's, of which there are many, without a function.
+        transposed = held is None or bool(
+            (columnwise.forced or not held.is_cpu) and columnwise_is_transpose(held.device)
+        )
         return _LAYOUTS[self._fp8_dtype, transposed]
 
     def _declare(self) -> None:
@@ -157,7 +165,11 @@ class Float8QuantizerBase(Quantizer):
             checked: a kernel made them in one call, so that they fit together: a bare storage is not checked again.
         """
         if self.internal and checked:
-            return Float8TensorStorage.unchecked((data, transpose, scale_inv), (dtype, self.fp8_dtype), self)
+            tensors = data, transpose, scale_inv
+            if _is_compiling():
+                return Float8TensorStorage.unchecked(tensors, (dtype, self.fp8_dtype), self)
+            key = Float8TensorStorage, dtype, self.fp8_dtype
+            return (PATTERNS.get(key) or pattern_of(*key)).make(tensors, self)  # type: ignore[no-any-return]
         cls = Float8TensorStorage if self.internal else Float8Tensor
         given: dict[str, Any] = {"data": data, "data_transpose": transpose, "fp8_scale_inv": scale_inv}
         return cls(**given, fp8_dtype=self.fp8_dtype, dtype=dtype, quantizer=self)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -40,6 +41,68 @@ class StorageSpec:
             return self.cls.unchecked(tensors, self.static, self.quantizer)
         return self.build(tensors)
 
+    @property
+    def count(self) -> int:
+        """How many tensors were taken out."""
+        return len(self.cls.inner_tensors)
+
+
+class Pattern:
+    """What all bare storages of a class have in common that have the same static values: made once, for eager code.
+
+    Attributes:
+        count: how many inner tensors there are.
+        rows: how many of them, the first ones, serve rows alone.
+        fetch: gives what is held of such a storage for each inner tensor, in the order of the declaration.
+    """
+
+    def __init__(self, cls: type[QuantizedTensorStorage], static: Sequence[Any]) -> None:
+        inner_tensors = cls.inner_tensors
+        self.count = len(inner_tensors)
+        self.rows = sum(inner.usage == "rowwise" for inner in inner_tensors)
+        empty = cls.unchecked((None,) * self.count, static, None)
+        self._cls, self._attributes = cls, {k: v for k, v in vars(empty).items() if k != "_writes"} | {"_pattern": self}
+        self._targets, held = empty.places()
+        self.fetch = attrgetter(*held)
+
+    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> Any:
+        """A storage around what fits together because a kernel made it."""
+        made: Any = object.__new__(self._cls)
+        made.__dict__.update(self._attributes)
+        made._quantizer, made._writes = quantizer, GemmCache()
+        for place, tensor in zip(self._targets, tensors, strict=True):
+            if tensor is not None:
+                setattr(made, place, tensor)
+        return made
+
+
+#: By the class and its static values.
+PATTERNS: dict[tuple[Any, ...], Pattern] = {}
+
+
+def pattern_of(cls: type[QuantizedTensorStorage], *static: Any) -> Pattern:
+    """The pattern of a class with these values of its static fields."""
+    found = PATTERNS.get((cls, *static))
+    if found is None:
+        found = PATTERNS[cls, *static] = Pattern(cls, static)
+    return found
+
+
+class Saved(NamedTuple):
+    """The same as a :class:`StorageSpec`, of a storage that a :class:`Pattern` made."""
+
+    pattern: Pattern
+    quantizer: Any
+
+    @property
+    def count(self) -> int:
+        """How many tensors were taken out."""
+        return self.pattern.count
+
+    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        """A new storage around the tensors that were taken out."""
+        return self.pattern.make(tensors, self.quantizer)  # type: ignore[no-any-return]
+
 
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
@@ -64,6 +127,8 @@ class QuantizedTensorStorage(Declared):
     rowwise_serves_columnwise: bool = False
     #: Whether the next forward pass makes what derives from the elements and is outdated.
     rebuilds_derived: bool = True
+    # What made a bare storage in eager code, by which it is taken apart.
+    _pattern: Pattern | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -146,10 +211,15 @@ class QuantizedTensorStorage(Declared):
 
     # -- usages --
 
-    def flatten_columnwise(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
-        """:meth:`flatten_storage` after the rowwise usage was dropped: what a backward pass reads of an operand."""
+    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec | Saved]:
+        """:meth:`flatten_storage` without the rowwise usage, which may be given up: what a backward pass reads."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
+
+    def places(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """For each inner tensor the attributes that set it, and that hold what was set."""
+        attributes = tuple(inner.attribute for inner in self.inner_tensors)
+        return attributes, attributes
 
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
