@@ -1,5 +1,6 @@
 // The module `ottava._cpu`: the operations of cpu/kernels.h over raw pointers. No libtorch: the Python side passes
 // addresses, sizes and codes, and owns every check on tensors. What is checked here is only what a code could mean.
+// operands.cpp has the few operations that take tensors, by DLPack.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -133,7 +133,7 @@ class Float8Quantizer(Float8QuantizerBase):
                 self.unset = False
             scale = torch.minimum(scale, own.reshape(scale.shape))
         made = for_layers.cast(tensor, scale, self.amax, self.saturated, self.fp8_dtype, *wanted)
-        return self.wrap(*made, dtype, checked=True)
+        return self._wrap(made, dtype)
 
 
 def _check_state(value: Any, dtype: torch.dtype, what: str, *, optional: bool) -> None:

@@ -18,14 +18,12 @@ from ottava.kernels.checks import check_dtype
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_flag, check_values_dtype
 from ottava.tensors.freshness import DerivedTensor
-from ottava.tensors.storage import QuantizedTensorStorage, Saved, StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 from ottava.tensors.tensor import QuantizedTensor
 
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
 _USAGES = ("rowwise", "columnwise")
-# Without a Python function in between.
-_saved = tuple.__new__
 # What to do where a direction is missing that no quantizer was asked for.
 _WITHOUT = {
     "rowwise": "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and recomputing the "
@@ -260,13 +258,13 @@ class GridTensorStorage(QuantizedTensorStorage):
         rows = self.for_usage(False) if rowwise else None
         self._put(rows, self.for_usage(True) if columnwise else None)
 
-    def places(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        own = super().places()[0]
-        held = tuple(f"_kept{n}" if isinstance(getattr(type(self), n, None), property) else n for n in own)
+    def places(self) -> tuple[tuple[str, ...], bool]:
+        names = [inner.attribute for inner in self.inner_tensors]
+        held = tuple([f"_kept{n}" if isinstance(getattr(type(self), n, None), property) else n for n in names])
         # Columns that are made of rows know of them.
-        return (own if self.grid_layout.square and self.grid_layout.transposed else held), held
+        return held, self.grid_layout.square and self.grid_layout.transposed
 
-    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec | Saved]:
+    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
         pattern = self._pattern
         if pattern is None or self._whole is not None:
             return super().flatten_columnwise()
@@ -276,7 +274,7 @@ class GridTensorStorage(QuantizedTensorStorage):
             return super().flatten_columnwise()
         if columns is not None:
             tensors = (None,) * pattern.rows + tensors[pattern.rows :]
-        return tensors, _saved(Saved, (pattern, self._quantizer))
+        return tensors, pattern.spec(self._quantizer)
 
     def _kept_names(self) -> set[str]:
         return {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}

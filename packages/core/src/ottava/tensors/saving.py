@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ottava.errors import DTypeError, ShapeError
-from ottava.tensors.storage import QuantizedTensorStorage, Saved, StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 
 Saveable = torch.Tensor | QuantizedTensorStorage | None
 
@@ -60,12 +60,12 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
     return rebuild_saved(tensors, objects)
 
 
-def rebuild_saved(tensors: Sequence[Any], objects: Sequence[StorageSpec | Saved | None]) -> list[Any]:
+def rebuild_saved(tensors: Sequence[Any], objects: Sequence[StorageSpec | None]) -> list[Any]:
     """:func:`restore_from_saved` for who saved them: nothing is checked, and what follows the last one is left."""
     restored: list[Any] = []
     position = 0
     for spec in objects:
-        end = position + (1 if spec is None else spec.count)
+        end = position + (1 if spec is None else len(spec.cls.inner_tensors))
         own = tensors[position:end]
         restored.append(own[0] if spec is None else spec.rebuild(own))
         position = end
