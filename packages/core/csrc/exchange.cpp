@@ -65,10 +65,13 @@ int torch_threads() {
     return threads < 1 ? (PyErr_Clear(), 1) : static_cast<int>(threads);
 }
 
-bool view_of(PyObject* object, bool gradients, View& out) {
+bool view_of(PyObject* object, View& out) {
     PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if (type != torch.tensor && type != torch.parameter) return false;
-    if (torch.exchange->view(object, &out) != 0) return fails();
+    return torch.exchange->view(object, &out) == 0 ? complete(out) : fails();
+}
+
+bool settled(PyObject* object, bool gradients) {
     // A negation that is still to be done is seen by torch's operators alone.
     const Owned negative(PyObject_CallMethodNoArgs(object, torch.is_neg));
     if (negative.get() != Py_False) return fails();
@@ -76,7 +79,7 @@ bool view_of(PyObject* object, bool gradients, View& out) {
         const Owned asked(PyObject_GetAttr(object, torch.requires_grad));
         if (asked.get() != Py_False) return fails();
     }
-    return complete(out);
+    return true;
 }
 
 bool dtype_of(const View& view, Dtype& out) {

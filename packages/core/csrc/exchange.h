@@ -99,8 +99,10 @@ extern Torch torch;
 // Whether anything that is active would see an operator. Python errors count as yes, and are cleared.
 bool observed();
 
-// The memory of a plain tensor of a CPU, which no gradient is asked for. False for every other: Python answers for it.
-bool view_of(PyObject* object, bool gradients, View& out);
+// The memory of a tensor of a CPU; nobody notices. False for every other: Python answers for it.
+bool view_of(PyObject* object, View& out);
+// Whether the memory has the values, and no gradient is asked for.
+bool settled(PyObject* object, bool gradients);
 bool gradients_enabled();
 int torch_threads();
 bool dtype_of(const View& view, Dtype& out);

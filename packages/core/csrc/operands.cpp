@@ -52,12 +52,13 @@ class Source {
 public:
     // False where Python has to do it, or with a Python error.
     bool open(PyObject* object) {
-        if (torch.exchange == nullptr || observed()) return false;
+        if (torch.exchange == nullptr || !view_of(object, view) || !ottava::dtype_of(view, dtype) || observed())
+            return false;
         gradients_ = gradients_enabled();
-        if (!view_of(object, gradients_, view) || !ottava::dtype_of(view, dtype)) return false;
+        if (!settled(object, gradients_)) return false;
         if (!view.contiguous()) {
             copy_.reset(PyObject_CallMethodNoArgs(object, torch.contiguous));
-            if (copy_.get() == nullptr || !view_of(copy_.get(), gradients_, view)) return false;
+            if (copy_.get() == nullptr || !view_of(copy_.get(), view)) return false;
         }
         threads = torch_threads();
         return true;
@@ -69,7 +70,7 @@ public:
         out = nullptr;
         if (object == Py_None) return true;
         View found;
-        if (!view_of(object, gradients_, found) || found.size != 1 || !found.is(type)) return false;
+        if (!view_of(object, found) || found.size != 1 || !found.is(type) || !settled(object, gradients_)) return false;
         out = static_cast<T*>(found.data);
         return true;
     }
