@@ -266,7 +266,7 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
         pattern = self._pattern
-        if pattern is None or self._whole is not None:
+        if pattern is None or self._whole is not None or torch.compiler.is_dynamo_compiling():
             return super().flatten_columnwise()
         tensors = pattern.fetch(self)
         columns = tensors[pattern.rows]
@@ -274,7 +274,9 @@ class GridTensorStorage(QuantizedTensorStorage):
             return super().flatten_columnwise()
         if columns is not None:
             tensors = (None,) * pattern.rows + tensors[pattern.rows :]
-        return tensors, pattern.spec(self._quantizer)
+        spec = object.__new__(StorageSpec)
+        spec.__dict__.update(pattern.spec, quantizer=self._quantizer)
+        return tensors, spec
 
     def _kept_names(self) -> set[str]:
         return {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}

@@ -50,6 +50,7 @@ class Pattern:
     Attributes:
         fetch: gives what such a storage holds for each inner tensor, in the order of the declaration.
         rows: how many of them, the first ones, serve rows alone.
+        spec: the attributes of a :class:`StorageSpec` but for the quantizer.
     """
 
     def __init__(self, cls: type[QuantizedTensorStorage], static: Sequence[Any]) -> None:
@@ -58,13 +59,7 @@ class Pattern:
         self._places, self._derives = empty.places()
         self.fetch = attrgetter(*self._places)
         self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
-        self._spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
-
-    def spec(self, quantizer: Any) -> StorageSpec:
-        """What rebuilds such a storage."""
-        made: StorageSpec = object.__new__(StorageSpec)
-        made.__dict__.update(self._spec, quantizer=quantizer)
-        return made
+        self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
 
     def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> QuantizedTensorStorage:
         """A storage around what fits together because a kernel made it."""
