@@ -1,5 +1,6 @@
 // The module `ottava._cpu`: the operations of cpu/kernels.h over raw pointers. No libtorch: the Python side passes
 // addresses, sizes and codes, and owns every check on tensors. What is checked here is only what a code could mean.
+// operands.cpp has the few operations that take tensors, by DLPack.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,6 +12,7 @@
 #include "grid_arguments.h"
 #include "multi_arguments.h"
 #include "numerics.h"
+#include "operands.h"
 
 namespace py = pybind11;
 
@@ -163,6 +165,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("multi_cast", &multi_cast, Unlocked());
     m.def("grid_multi_amax", &grid_multi_amax, Unlocked());
     m.def("grid_multi_cast", &grid_multi_cast, Unlocked());
+    ottava::bind_operands(m);
     // Why the build has no CUDA kernels; empty if it has.
     m.attr("without_cuda") = std::string(OTTAVA_WITHOUT_CUDA);
     m.def("isa", [] { return std::string(ottava::active_kernels().name); });

@@ -1,5 +1,7 @@
 """The compiled CPU kernels. Pointers are addresses as integers, 0 where something is absent."""
 
+from torch import Tensor
+
 # Why the build has no CUDA kernels; empty if it has.
 without_cuda: str
 
@@ -110,3 +112,36 @@ def grid_multi_cast(shards: list[tuple[_Source, _Place, int, bool, _CastSide, _C
 def isa() -> str: ...
 def available_isas() -> list[str]: ...
 def set_isa(name: str) -> None: ...
+
+# Operands of layers: tensors are read and allocated by the module itself. None: Python has to do it, because one is no
+# plain memory of a CPU, or somebody looks at operators.
+class GridPlan:
+    def __init__(
+        self,
+        element: int,
+        e8m0: bool,
+        floor: bool,
+        epsilon: float,
+        largest_of_input: bool,
+        row_side: tuple[int, int, int, int, bool],
+        column_side: tuple[int, int, int, int, bool],
+    ) -> None: ...
+
+# The capsule with DLPack's table of functions, and what direct.QUESTIONS has; whether tensors can be read.
+def connect(exchange: object, questions: dict[str, object]) -> bool: ...
+def quantize_operand(
+    x: Tensor, fmt: int, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool, /
+) -> tuple[Tensor | None, Tensor | None, Tensor] | None: ...
+def cast_operand(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    saturated: Tensor | None,
+    fmt: int,
+    rowwise: bool,
+    transposed: bool,
+    /,
+) -> tuple[Tensor | None, Tensor | None, Tensor] | None: ...
+def grid_quantize_operand(
+    x: Tensor, plan: GridPlan, rowwise: bool, columnwise: bool, /
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None: ...

@@ -12,7 +12,8 @@ from ottava.distributed import GridShards, ShardRule, reduce_amax
 from ottava.errors import OptionError
 from ottava.kernels import check_epsilon, for_layers
 from ottava.layout import Layout
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device, columnwise
+from ottava.tensors.float8 import DATA
 
 
 class Float8CurrentScalingQuantizer(Float8QuantizerBase):
@@ -64,13 +65,9 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         self.amax_epsilon = float(amax_epsilon)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout:  # type: ignore[override]
         rounding = "floor" if self.force_pow_2_scales else "nearest"
         return Layout(self.fp8_dtype, (None, None), rounding=rounding, epsilon=self.amax_epsilon, columnwise="same")
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A process group cannot be pickled.
-        return self.__dict__ | {"amax_reduction_group": None}
 
     def make_empty(self, shape: Any, *, device: Any = None, **kwargs: Any) -> QuantizedTensorStorage:
         return super().make_empty(shape, device=device or self.device, **kwargs)
@@ -81,20 +78,16 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         return copied
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        with_data, with_transpose = self.needs(tensor.device, tensor.dim())
+        wanted = DATA if tensor.is_cpu and not columnwise.forced else self.needs(tensor.device, tensor.dim())
         if self.with_amax_reduction:
-            return self._quantize_reduced(tensor, dtype, with_data, with_transpose)
-        data, transpose, scale_inv = for_layers.quantize(
-            tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, with_data, with_transpose
-        )
-        return self.wrap(data, transpose, scale_inv, dtype, checked=True)
+            return self._wrap(self._with_amax_of_all(tensor, *wanted), dtype)
+        made = for_layers.quantize(tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *wanted)
+        return self._wrap(made, dtype)
 
-    def _quantize_reduced(
-        self, tensor: torch.Tensor, dtype: torch.dtype, with_data: bool, with_transpose: bool
-    ) -> QuantizedTensorStorage:
+    def _with_amax_of_all(self, tensor: torch.Tensor, with_data: bool, with_transpose: bool) -> for_layers.Quantized:
         amax = reduce_amax(kernels.amax(tensor), self.amax_reduction_group)
         scale, scale_inv = kernels.scale_from_amax(amax, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales)
         if not with_transpose:
-            return self.wrap(kernels.cast(tensor, scale, self.fp8_dtype), None, scale_inv, dtype)
+            return kernels.cast(tensor, scale, self.fp8_dtype), None, scale_inv
         data, transpose = kernels.cast_transpose(tensor, scale, self.fp8_dtype)
-        return self.wrap(data if with_data else None, transpose, scale_inv, dtype)
+        return data if with_data else None, transpose, scale_inv

@@ -69,16 +69,6 @@ class HybridTensorStorage(QuantizedTensorStorage):
         narrow = {k: v for k, v in declared.items() if isinstance(v, torch.Tensor) and v.element_size() == 1}
         return declared | {name: data.view(torch.uint8) for name, data in narrow.items()}
 
-    def _hold(self, declared: dict[str, Any]) -> None:
-        super()._hold(declared)
-        self._declare()
-
-    @classmethod
-    def unchecked(cls, tensors: Any, static: Any, quantizer: Any) -> Any:
-        made = super().unchecked(tensors, static, quantizer)
-        made._declare()
-        return made
-
     def _declare(self) -> None:
         sides = list(zip(SIDES, self.kinds, strict=True))
         if not any(_follows_layout(kind) for _, kind in sides):

@@ -13,7 +13,8 @@ from ottava.distributed import GridShards, ShardJob, ShardRule, reduce_amax, sca
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import for_layers
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, columnwise
+from ottava.tensors.float8 import DATA
 from ottava.torch_private import foreach_maximum_
 
 
@@ -120,7 +121,7 @@ class Float8Quantizer(Float8QuantizerBase):
         return dst
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        with_data, with_transpose = self.needs(tensor.device, tensor.dim())
+        wanted = DATA if tensor.is_cpu and not columnwise.forced else self.needs(tensor.device, tensor.dim())
         scale = self.scale
         if self.fits and self.amax is not None:
             amax = kernels.amax(tensor)
@@ -131,10 +132,8 @@ class Float8Quantizer(Float8QuantizerBase):
                 self.scale.copy_(own.reshape(scale.shape))
                 self.unset = False
             scale = torch.minimum(scale, own.reshape(scale.shape))
-        data, transpose, scale_inv = for_layers.cast(
-            tensor, scale, self.amax, self.saturated, self.fp8_dtype, with_data, with_transpose
-        )
-        return self.wrap(data, transpose, scale_inv, dtype, checked=True)
+        made = for_layers.cast(tensor, scale, self.amax, self.saturated, self.fp8_dtype, *wanted)
+        return self._wrap(made, dtype)
 
 
 def _check_state(value: Any, dtype: torch.dtype, what: str, *, optional: bool) -> None:

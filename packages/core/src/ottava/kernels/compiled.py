@@ -134,7 +134,7 @@ class Compiled:
         return []
 
     def grid_quantize(self, x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
-        layout, code, rule, sides = _known(text)
+        layout, code, rule, sides = known(text)
         if not x.numel() or not self.serves(layout):
             reference.grid_quantize(x, text, out)
             return
@@ -146,7 +146,7 @@ class Compiled:
         self.native.grid_quantize(*source, *rule, largest, *results, *pointers(*scratch), *self.place(x))
 
     def grid_decode(self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
-        layout, code, rule, _ = _known(text)
+        layout, code, rule, _ = known(text)
         plain = layout.element in FP8 and (scales is None or (layout.block == _ABSENT and not rule[0]))
         if out.dtype is torch.float64 or not (plain or (scales is not None and self.serves(layout))):
             reference.grid_decode(data, scales, text, columnwise, out)
@@ -162,14 +162,14 @@ class Compiled:
     # On many tensors: one call for all of them.
 
     def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor) -> None:
-        layouts, held = [_known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
+        layouts, held = [known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
         sources = _sources(held, shards.dtypes)
         if all(map(_is_per_tensor, layouts)):
             self.native.multi_amax(sources, out.data_ptr(), *self.place(out))
         elif all(map(self.serves_shards, layouts)):
             jobs = []
             for source, place, text in zip(sources, _places(shards), texts, strict=True):
-                layout, _, _, (row, column) = _known(text)
+                layout, _, _, (row, column) = known(text)
                 # The blocks that have a scale in common.
                 jobs.append((source, place, row[2:4], column[2:4], layout.square))
             self.native.grid_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
@@ -177,17 +177,17 @@ class Compiled:
             reference.grid_multi_amax(shards, texts, out)
 
     def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
-        layouts, held = [_known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
+        layouts, held = [known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
         given = zip(_sources(held, shards.dtypes), _places(shards), texts, rowwise, columnwise, strict=True)
         if all(map(_is_per_tensor, layouts)):
-            found = [(of, _known(text)[1], *p) for of, _, text, *both in given for p in both if p is not None]
+            found = [(of, known(text)[1], *p) for of, _, text, *both in given for p in both if p is not None]
             scales = torch.cat([scale for *_, scale, _ in found]) if found else held[0]
             tensors = [(source, code, out.data_ptr()) for source, code, _, out in found]
             self.native.multi_cast(tensors, scales.data_ptr(), *self.place(scales))
         elif all(map(self.serves_shards, layouts)):
             jobs = []
             for source, place, text, *both in given:
-                _, code, rule, sides = _known(text)
+                _, code, rule, sides = known(text)
                 pairs = zip(sides, both, strict=True)
                 how = [(side[:2], *pointers(*(pair or _ABSENT))) for side, pair in pairs]
                 jobs.append((source, place, code, rule[0], *how))
@@ -213,7 +213,7 @@ def _block(block: Block) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _known(text: str) -> tuple[Layout, int, tuple[bool, bool, float], list[tuple[Any, ...]]]:
+def known(text: str) -> tuple[Layout, int, tuple[bool, bool, float], list[tuple[Any, ...]]]:
     """A layout, and what modules are told of it: elements, the rule for scales, and of both directions the blocks."""
     layout = Layout.of(text)
     sides = [

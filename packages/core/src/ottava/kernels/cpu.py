@@ -7,13 +7,15 @@ Thread counts follow ``torch.get_num_threads()``.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from ottava import _cpu
 from ottava.errors import BackendError
 from ottava.kernels.checks import Tensor
-from ottava.kernels.compiled import Compiled
+from ottava.kernels.compiled import Compiled, known
+from ottava.kernels.direct import QUESTIONS
 
 _threads = torch.get_num_threads
 
@@ -26,6 +28,9 @@ except ValueError:
         expected=f"one of {', '.join(_cpu.available_isas())}",
         remedy="correct or unset OTTAVA_ISA",
     ) from None
+
+# Its functions that take tensors leave all of them to Python where torch has no such table of functions.
+_cpu.connect(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), QUESTIONS)
 
 
 def isa() -> str:
@@ -41,6 +46,11 @@ class _CPU(Compiled):
 
     def place(self, x: Tensor) -> tuple[int, ...]:
         return (_threads(),)
+
+    def plan(self, text: str) -> Any:
+        """What the module is told of a layout, once."""
+        layout, code, rule, sides = known(text)
+        return _cpu.GridPlan(code, *rule, layout.finite_as == "input", *sides)
 
 
 #: The kernels, by the names of the table.

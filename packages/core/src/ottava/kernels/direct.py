@@ -21,6 +21,19 @@ from ottava.torch_private import (
 
 _is_compiling = torch.compiler.is_compiling
 
+#: What a compiled module asks before it reads tensors itself, and which of them are plain.
+QUESTIONS = {
+    "dispatch_modes": dispatch_modes,
+    "function_modes": function_modes,
+    "transforms": transforms,
+    "tracing": tracing,
+    "profiling": profiling,
+    "grad_enabled": torch.is_grad_enabled,
+    "threads": torch.get_num_threads,
+    "tensor": torch.Tensor,
+    "parameter": torch.nn.Parameter,
+}
+
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
 

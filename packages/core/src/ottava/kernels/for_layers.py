@@ -1,20 +1,38 @@
-"""Kernels as a layer asks for them: nothing is checked a second time, and what nobody reads gets no tensor."""
+"""Kernels as a layer asks for them: nothing is checked a second time, and what nobody reads gets no tensor.
+
+On a CPU one call of the compiled module reads the operand, allocates and writes the results, where nobody would see an
+operator (see :mod:`ottava.kernels.direct`). It returns None where Python has to do it.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ottava.kernels import table
+from ottava.formats import ELEMENTS, FP8
+from ottava.kernels import backends, table
 from ottava.kernels.checks import check_scalar
 
 #: Data, the transpose and ``scale_inv``; None for what is not wanted.
 Quantized = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+
+_CODES = {dtype: ELEMENTS[dtype].code for dtype in FP8}
+# What Dynamo traces must not call compiled modules. Others who trace have tensors that these leave to Python.
+_is_compiling = torch.compiler.is_dynamo_compiling
+# The plan of a layout, by its text.
+_plans: dict[str, Any] = {}
 
 
 def quantize(
     x: torch.Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool
 ) -> Quantized:
     """:func:`ottava.kernels.quantize`, without the scale and the amax."""
+    if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
+        native, code = backends._loaded["cpu"].native, _CODES[fp8_dtype]
+        made: Quantized | None = native.quantize_operand(x, code, epsilon, force_pow_2, rowwise, transposed)
+        if made is not None:
+            return made
     data, turned, _, scale_inv, _ = table.quantize.for_layer(x, fp8_dtype, epsilon, force_pow_2, rowwise, transposed)
     return data if rowwise else None, turned if transposed else None, scale_inv
 
@@ -34,6 +52,11 @@ def cast(
         DTypeError, ShapeError, DeviceError: the scale, the amax or the counter are not what they should be. They are a
             quantizer's state, which can be replaced at any time, and are read and written by their addresses.
     """
+    if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
+        native, code = backends._loaded["cpu"].native, _CODES[fp8_dtype]
+        made: Quantized | None = native.cast_operand(x, scale, amax, saturated, code, rowwise, transposed)
+        if made is not None:
+            return made
     device, floats = x.device, torch.float32
     for state, what, dtype in ((scale, "scale", floats), (amax, "amax", floats), (saturated, "saturated", torch.int64)):
         if state is not None and not (state.dtype is dtype and state.device == device and state.numel() == 1):
@@ -44,6 +67,14 @@ def cast(
 
 def grid_quantize(x: torch.Tensor, text: str, rowwise: bool, columnwise: bool) -> tuple[torch.Tensor | None, ...]:
     """:func:`ottava.kernels.grid_quantize` of the layout's text, with None for what is not asked for."""
+    if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
+        plan, backend = _plans.get(text), backends._loaded["cpu"]
+        if plan is None:
+            plan = _plans[text] = backend.plan(text)
+        made: tuple[torch.Tensor | None, ...] | None
+        made = backend.native.grid_quantize_operand(x, plan, rowwise, columnwise)
+        if made is not None:
+            return made
     row, row_scales, column, column_scales = table.grid_quantize.for_layer(x, text, rowwise, columnwise)
     if not rowwise:
         row = row_scales = None

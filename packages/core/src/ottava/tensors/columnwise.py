@@ -17,14 +17,15 @@ from ottava.kernels.products import capability_of_index
 
 Layout = Literal["transpose", "shared"]
 
-_forced: Layout | None = None
+#: What :func:`columnwise_layout` asks for.
+forced: Layout | None = None
 _TN_ONLY_CAPABILITIES = (89, 90, 120, 121)
 
 
 def columnwise_is_transpose(device: torch.device) -> bool:
     """Whether tensors on ``device`` keep a transposed copy for their columnwise usage."""
-    if _forced is not None:
-        return _forced == "transpose"
+    if forced is not None:
+        return forced == "transpose"
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -38,11 +39,11 @@ def columnwise_layout(layout: Layout) -> Iterator[None]:
     Raises:
         OptionError: it is no layout.
     """
-    global _forced
+    global forced
     if layout not in ("transpose", "shared"):
         raise OptionError(f"columnwise layout {layout!r}", expected="transpose or shared")
-    previous, _forced = _forced, layout
+    previous, forced = forced, layout
     try:
         yield
     finally:
-        _forced = previous
+        forced = previous

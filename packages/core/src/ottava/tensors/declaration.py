@@ -141,17 +141,17 @@ class Declared:
             setattr(self, inner.attribute, tensor)
 
     @classmethod
+    def _arguments(cls, tensors: Sequence[Any], static: Sequence[Any]) -> dict[str, Any]:
+        """Inner tensors and static values, in the order of the declaration, by their arguments."""
+        declared: tuple[Any, ...] = (*cls.inner_tensors, *cls.all_static_fields())
+        return {each.argument: value for each, value in zip(declared, (*tensors, *static), strict=True)}
+
+    @classmethod
     def unchecked(cls, tensors: Sequence[Any], static: Sequence[Any], quantizer: Any) -> Self:
         """A bare storage of what fits together because a kernel made it, in the order of the declaration."""
         made = object.__new__(cls)
-        if cls.counts_writes:
-            made._writes = GemmCache()
+        made._hold(cls._arguments(tensors, static))
         made._quantizer = quantizer
-        for field, value in zip(cls.static_fields, static, strict=True):
-            setattr(made, field.attribute, value)
-        made._declare()
-        for inner, tensor in zip(cls.inner_tensors, tensors, strict=True):
-            setattr(made, inner.attribute, tensor)
         return made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

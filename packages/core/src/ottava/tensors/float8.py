@@ -14,9 +14,11 @@ from ottava.errors import ShapeError
 from ottava.formats import FP8, fp8_format
 from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.layout import Layout
+from ottava.tensors import columnwise
 from ottava.tensors.columnwise import columnwise_is_transpose
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
 from ottava.tensors.grid import Direction, GridTensor, GridTensorStorage, columns
+from ottava.tensors.grid_quantizer import GridQuantizer
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -26,6 +28,8 @@ _LAYOUTS = {
     for dtype in FP8
     for transposed in (False, True)
 }
+#: What :meth:`Float8QuantizerBase.needs` says for CPUs unless a layout is forced.
+DATA = True, False
 
 
 class Float8TensorStorage(GridTensorStorage):
@@ -68,7 +72,10 @@ class Float8TensorStorage(GridTensorStorage):
     def grid_layout(self) -> Layout:
         # Data without a transpose may be met on a device that wants one: columns are made of it there.
         held = self._data
-        transposed = held is None or columnwise_is_transpose(held.device)
+        # Asked of a CPU's, of which there are many, without a function.
+        transposed = held is None or bool(
+            (columnwise.forced or not held.is_cpu) and columnwise_is_transpose(held.device)
+        )
         return _LAYOUTS[self._fp8_dtype, transposed]
 
     def _declare(self) -> None:
@@ -124,18 +131,27 @@ class Float8Tensor(GridTensor, Float8TensorStorage):
         return _LAYOUTS[declared["fp8_dtype"], True]
 
 
-class Float8QuantizerBase(Quantizer):
+class Float8QuantizerBase(GridQuantizer):
     """What quantizers with one scale a tensor share: the format, empty results and wrapping of kernel outputs."""
 
+    shards: ClassVar[Any] = None
+    process_attributes: ClassVar[tuple[str, ...]] = ()
+    columns_when_asked = False
+    storage_class, tensor_class = Float8TensorStorage, Float8Tensor
+    for_shards = Quantizer.for_shards  # type: ignore[assignment]
+
     def __init__(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        Quantizer.__init__(self, rowwise=rowwise, columnwise=columnwise)
         fp8_format(fp8_dtype)
-        self.fp8_dtype = fp8_dtype
+        self.fp8_dtype, self.amax_reduction_group = fp8_dtype, None
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout:  # type: ignore[override]
         """One scale for all elements; transposes are made of the data."""
         return _LAYOUTS[self.fp8_dtype, False]
+
+    def static_fields(self) -> dict[str, Any]:
+        return {"fp8_dtype": self.fp8_dtype}
 
     def needs(self, device: torch.device, dims: int = 1) -> tuple[bool, bool]:
         """``(data, transpose)``: which buffers the usages set need on ``device``; without ``dims`` data alone."""
@@ -143,30 +159,16 @@ class Float8QuantizerBase(Quantizer):
         return self.rowwise_usage or not transposed, transposed
 
     def wrap(
-        self,
-        data: torch.Tensor | None,
-        transpose: torch.Tensor | None,
-        scale_inv: torch.Tensor,
-        dtype: torch.dtype,
-        *,
-        checked: bool = False,
+        self, data: torch.Tensor | None, transpose: torch.Tensor | None, scale_inv: torch.Tensor, dtype: torch.dtype
     ) -> QuantizedTensorStorage:
-        """Data as a storage when ``internal``, else as a :class:`Float8Tensor`.
-
-        Args:
-            checked: a kernel made them in one call, so that they fit together: a bare storage is not checked again.
-        """
-        if self.internal and checked:
-            return Float8TensorStorage.unchecked((data, transpose, scale_inv), (dtype, self.fp8_dtype), self)
+        """Checked data as a storage when ``internal``, else as a :class:`Float8Tensor`."""
         cls = Float8TensorStorage if self.internal else Float8Tensor
         given: dict[str, Any] = {"data": data, "data_transpose": transpose, "fp8_scale_inv": scale_inv}
         return cls(**given, fp8_dtype=self.fp8_dtype, dtype=dtype, quantizer=self)
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
-        with_data, with_transpose = self.needs(device, len(shape))
-        layout = _LAYOUTS[self.fp8_dtype, True]
-        data, transpose = (
-            torch.empty(layout.data_shape(shape, turned), dtype=torch.uint8, device=device) if wanted else None
-            for turned, wanted in ((False, with_data), (True, with_transpose))
-        )
-        return self.wrap(data, transpose, torch.ones((), dtype=torch.float32, device=device), dtype)
+        layout, made = _LAYOUTS[self.fp8_dtype, True], []
+        for turned, wanted in zip((False, True), self.needs(device, len(shape)), strict=True):
+            sizes = layout.data_shape(shape, turned)
+            made.append(torch.empty(sizes, dtype=torch.uint8, device=device) if wanted else None)
+        return self._wrap((*made, torch.ones((), dtype=torch.float32, device=device)), dtype)

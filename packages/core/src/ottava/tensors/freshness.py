@@ -48,11 +48,15 @@ class GemmCache:
         writes: how often the operand was written to in place, through whichever alias: what is kept is outdated by one.
     """
 
-    __slots__ = ("entries", "writes")
+    # Most operands are multiplied once and keep nothing: an object that sets nothing is made without Python.
+    _entries: dict[bool, tuple[Hashable, Sequence[torch.Tensor], Any]] | None = None
+    writes = 0
 
-    def __init__(self) -> None:
-        self.entries: dict[bool, tuple[Hashable, Sequence[torch.Tensor], Any]] = {}
-        self.writes = 0
+    @property
+    def entries(self) -> dict[bool, tuple[Hashable, Sequence[torch.Tensor], Any]]:
+        if self._entries is None:
+            self._entries = {}
+        return self._entries
 
     def get(
         self, columnwise: bool, tensors: Sequence[torch.Tensor], make: Callable[[], Any], option: Any = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from ottava.kernels.checks import check_dtype
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_flag, check_values_dtype
 from ottava.tensors.freshness import DerivedTensor
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 from ottava.tensors.tensor import QuantizedTensor
 
 #: Data and scales of one direction.
@@ -256,6 +257,26 @@ class GridTensorStorage(QuantizedTensorStorage):
         # Before anything is dropped: either may be made of the other.
         rows = self.for_usage(False) if rowwise else None
         self._put(rows, self.for_usage(True) if columnwise else None)
+
+    def places(self) -> tuple[tuple[str, ...], bool]:
+        names = [inner.attribute for inner in self.inner_tensors]
+        held = tuple([f"_kept{n}" if isinstance(getattr(type(self), n, None), property) else n for n in names])
+        # Columns that are made of rows know of them.
+        return held, self.grid_layout.square and self.grid_layout.transposed
+
+    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
+        pattern = self._pattern
+        if pattern is None or self._whole is not None or torch.compiler.is_dynamo_compiling():
+            return super().flatten_columnwise()
+        tensors = pattern.fetch(self)
+        columns = tensors[pattern.rows]
+        if type(columns) is DerivedTensor or (columns is None and not self.grid_layout.one_buffer):
+            return super().flatten_columnwise()
+        if columns is not None:
+            tensors = (None,) * pattern.rows + tensors[pattern.rows :]
+        spec = object.__new__(StorageSpec)
+        spec.__dict__.update(pattern.spec, quantizer=self._quantizer)
+        return tensors, spec
 
     def _kept_names(self) -> set[str]:
         return {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}

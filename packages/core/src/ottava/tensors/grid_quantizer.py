@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,7 +15,11 @@ from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.grid import GridTensor, GridTensorStorage, in_order, inner_tensors_of
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.storage import Pattern, QuantizedTensorStorage
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+# By the class and what it is told.
+_patterns: dict[tuple[Any, ...], Pattern] = {}
 
 
 class GridQuantizer(Quantizer):
@@ -65,7 +70,9 @@ class GridQuantizer(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         if self.amax_reduction_group is not None and process_groups_ready():
             return self._wrap(self._quantize_reduced(tensor), dtype)
-        return self._wrap(for_layers.grid_quantize(tensor, self.layout.text, *self._sides()), dtype)
+        layout = self.layout
+        sides = (True, False) if layout.one_buffer else (self.rowwise_usage, self.columnwise_usage)
+        return self._wrap(for_layers.grid_quantize(tensor, layout.text, *sides), dtype)
 
     def _sides(self) -> tuple[bool, bool]:
         """Whether rows and columns are made: rows alone where one buffer serves both usages."""
@@ -96,17 +103,22 @@ class GridQuantizer(Quantizer):
         kernels.grid_multi_cast(*place, *pairs)
         return [None if part is None else part.contiguous() for part in made]
 
-    def _wrap(self, tensors: Any, dtype: torch.dtype) -> QuantizedTensorStorage:
-        """Data and scales of rows, then of columns, which fit together: a bare storage is not checked."""
+    def _wrap(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> QuantizedTensorStorage:
+        """Inner tensors in the order of the declaration, which fit together: a bare storage is not checked."""
         fields = self.static_fields()
-        if self.internal:
+        if not self.internal:
+            names = [inner.argument for inner in self.tensor_class.inner_tensors]
+            given: dict[str, Any] = dict(zip(names, tensors, strict=True)) | fields
+            return self.tensor_class(**given, dtype=dtype, quantizer=self)
+        compiling, key = _is_compiling(), (self.storage_class, dtype, *fields.values())
+        pattern = None if compiling else _patterns.get(key)
+        if pattern is None:
             known = fields | {"dtype": dtype, "values_from_columns": False}
             static = [known[field.argument] for field in self.storage_class.static_fields]
-            bare: QuantizedTensorStorage = self.storage_class.unchecked(tensors, static, self)
-            return bare
-        names = [inner.argument for inner in self.tensor_class.inner_tensors]
-        given: dict[str, Any] = dict(zip(names, tensors, strict=True)) | fields
-        return self.tensor_class(**given, dtype=dtype, quantizer=self)
+            if compiling:
+                return self.storage_class.unchecked(tensors, static, self)
+            pattern = _patterns[key] = Pattern(self.storage_class, static)
+        return pattern.make(tensors, self)
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         layout, tensors = self.layout, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,20 +26,54 @@ class StorageSpec:
     static: tuple[Any, ...]
     quantizer: Any
     whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
+    # What made the storage, in eager code.
+    pattern: Pattern | None = field(default=None, compare=False, repr=False)
 
     def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
         """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
-        declared: tuple[Any, ...] = (*self.cls.inner_tensors, *self.cls.all_static_fields())
-        arguments = {each.argument: value for each, value in zip(declared, (*tensors, *self.static), strict=True)}
-        built = self.cls(**arguments, quantizer=self.quantizer)
+        built = self.cls(**self.cls._arguments(tensors, self.static), quantizer=self.quantizer)
         built._whole = self.whole
         return built
 
     def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
         """:meth:`build` around the tensors that were taken out, which need no second look."""
+        if self.pattern is not None:
+            return self.pattern.make(tensors, self.quantizer)
         if self.whole is None and self.cls.declares_all:
             return self.cls.unchecked(tensors, self.static, self.quantizer)
         return self.build(tensors)
+
+
+class Pattern:
+    """What all bare storages of a class have in common that have the same static values: made once, for eager code.
+
+    Attributes:
+        fetch: gives what such a storage holds for each inner tensor, in the order of the declaration.
+        rows: how many of them, the first ones, serve rows alone.
+        spec: the attributes of a :class:`StorageSpec` but for the quantizer.
+    """
+
+    def __init__(self, cls: type[QuantizedTensorStorage], static: Sequence[Any]) -> None:
+        empty = cls.unchecked((None,) * len(cls.inner_tensors), static, None)
+        self._cls, self._attributes = cls, {k: v for k, v in vars(empty).items() if k != "_writes"} | {"_pattern": self}
+        self._places, self._derives = empty.places()
+        self.fetch = attrgetter(*self._places)
+        self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
+        self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
+
+    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> QuantizedTensorStorage:
+        """A storage around what fits together because a kernel made it."""
+        made = object.__new__(self._cls)
+        held = made.__dict__
+        held.update(self._attributes)
+        held["_quantizer"], held["_writes"] = quantizer, GemmCache()
+        if self._derives and tensors[self.rows] is not None:
+            made._put_inner(tensors)
+            return made
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if tensor is not None:
+                held[place] = tensor
+        return made
 
 
 # Every storage class that was imported, by its name.
@@ -64,6 +99,8 @@ class QuantizedTensorStorage(Declared):
     rowwise_serves_columnwise: bool = False
     #: Whether the next forward pass makes what derives from the elements and is outdated.
     rebuilds_derived: bool = True
+    # What made a bare storage in eager code, by which it is taken apart.
+    _pattern: Pattern | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -146,10 +183,14 @@ class QuantizedTensorStorage(Declared):
 
     # -- usages --
 
-    def flatten_columnwise(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
-        """:meth:`flatten_storage` after the rowwise usage was dropped: what a backward pass reads of an operand."""
+    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
+        """:meth:`flatten_storage` without the rowwise usage, which may be given up: what a backward pass reads."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
+
+    def places(self) -> tuple[tuple[str, ...], bool]:
+        """The attribute that holds each inner tensor, and whether setting one does more than that."""
+        return tuple(inner.attribute for inner in self.inner_tensors), False
 
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""

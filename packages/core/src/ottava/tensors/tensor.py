@@ -142,10 +142,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> QuantizedTensor:
         cls, static, dtype, quantizer = context
-        arguments = {i.argument: inner.get(i.attribute) for i in cls.inner_tensors}
-        arguments |= {f.argument: value for f, value in zip(cls.own_fields, static, strict=True)}
-        built: QuantizedTensor = cls(**arguments, shape=size, dtype=dtype, quantizer=quantizer)
-        return built
+        arguments = cls._arguments([inner.get(i.attribute) for i in cls.inner_tensors], (size, dtype, *static))
+        return cls(**arguments, quantizer=quantizer)  # type: ignore[no-any-return]
 
     # -- values --
 

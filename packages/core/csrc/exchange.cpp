@@ -1,0 +1,104 @@
+#include "exchange.h"
+
+#include <initializer_list>
+
+namespace ottava {
+
+Torch torch;
+
+namespace {
+
+// The truth of what a function without arguments says; -1 with an error.
+int says(PyObject* function) {
+    const Owned answer(PyObject_CallNoArgs(function));
+    return answer.get() == nullptr ? -1 : PyObject_IsTrue(answer.get());
+}
+
+bool fails() {
+    PyErr_Clear();
+    return false;
+}
+
+void set_error(void*, const char*, const char* message) {
+    const PyGILState_STATE held = PyGILState_Ensure();
+    PyErr_SetString(PyExc_RuntimeError, message);
+    PyGILState_Release(held);
+}
+
+bool complete(View& view) {
+    view.size = 1;
+    for (int32_t dim = 0; dim < view.ndim; ++dim) view.size *= view.shape[dim];
+    view.data = static_cast<char*>(view.data) + view.byte_offset;
+    return view.device.type == dlpack::kCpu && (view.data != nullptr || view.size == 0);
+}
+
+}  // namespace
+
+bool View::contiguous() const {
+    if (strides == nullptr || size == 0) return true;
+    int64_t expected = 1;
+    for (int32_t dim = ndim - 1; dim >= 0; --dim) {
+        if (shape[dim] != 1 && strides[dim] != expected) return false;
+        expected *= shape[dim];
+    }
+    return true;
+}
+
+bool observed() {
+    for (PyObject* ask : {torch.modes, torch.functions, torch.profiling})
+        if (says(ask) != 0) return PyErr_Clear(), true;
+    for (PyObject* ask : {torch.transforms, torch.tracing}) {
+        const Owned found(PyObject_CallNoArgs(ask));
+        if (found.get() != Py_None) return PyErr_Clear(), true;
+    }
+    return false;
+}
+
+bool gradients_enabled() {
+    const int enabled = says(torch.grad_enabled);
+    return enabled < 0 ? !fails() : enabled != 0;
+}
+
+int torch_threads() {
+    const Owned count(PyObject_CallNoArgs(torch.threads));
+    const long threads = count.get() == nullptr ? -1 : PyLong_AsLong(count.get());
+    return threads < 1 ? (PyErr_Clear(), 1) : static_cast<int>(threads);
+}
+
+bool view_of(PyObject* object, View& out) {
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    if (type != torch.tensor && type != torch.parameter) return false;
+    return torch.exchange->view(object, &out) == 0 ? complete(out) : fails();
+}
+
+bool settled(PyObject* object, bool gradients) {
+    // A negation that is still to be done is seen by torch's operators alone.
+    const Owned negative(PyObject_CallMethodNoArgs(object, torch.is_neg));
+    if (negative.get() != Py_False) return fails();
+    if (gradients) {
+        const Owned asked(PyObject_GetAttr(object, torch.requires_grad));
+        if (asked.get() != Py_False) return fails();
+    }
+    return true;
+}
+
+bool dtype_of(const View& view, Dtype& out) {
+    if (view.is(dlpack::kFloat32)) return out = Dtype::float32, true;
+    if (view.is(dlpack::kBfloat16)) return out = Dtype::bfloat16, true;
+    if (view.is(dlpack::kFloat16)) return out = Dtype::float16, true;
+    return false;
+}
+
+PyObject* allocate(const int64_t* shape, int32_t ndim, const dlpack::Type& type, View& out) {
+    dlpack::Tensor like{nullptr, {dlpack::kCpu, 0}, ndim, type, const_cast<int64_t*>(shape), nullptr, 0};
+    dlpack::Managed* managed = nullptr;
+    if (torch.exchange->allocate(&like, &managed, nullptr, set_error) != 0) return nullptr;
+    void* object = nullptr;
+    if (torch.exchange->to_object(managed, &object) != 0) return nullptr;
+    Owned made(static_cast<PyObject*>(object));
+    if (torch.exchange->view(made.get(), &out) != 0) return nullptr;
+    complete(out);
+    return made.release();
+}
+
+}  // namespace ottava

@@ -1,0 +1,251 @@
+// Quantizing an operand of a layer in one call from Python: tensors are read, allocated and written here. Each function
+// returns None where a tensor is no plain memory of a CPU, or somebody looks at operators: Python does it then.
+#include "operands.h"
+
+#include <exception>
+#include <limits>
+
+#include "addresses.h"
+#include "cpu/kernels.h"
+#include "exchange.h"
+#include "numerics.h"
+
+namespace py = pybind11;
+
+namespace ottava {
+
+namespace {
+
+// One direction of a grid: blocks, and whether its data and scales are the transpose's.
+struct GridDirection {
+    int64_t rows, cols, shared_rows, shared_cols;
+    bool turned;
+};
+
+// A layout, as kernels take it.
+struct GridPlan {
+    Stored element;
+    ScaleRule rule;
+    bool largest_of_input;
+    GridDirection directions[2];
+};
+
+GridDirection direction_of(const py::tuple& side) {
+    return {side[0].cast<int64_t>(), side[1].cast<int64_t>(), side[2].cast<int64_t>(), side[3].cast<int64_t>(),
+            side[4].cast<bool>()};
+}
+
+GridPlan plan_of(int element, bool e8m0, bool floor, float epsilon, bool largest_of_input, const py::tuple& row_side,
+                 const py::tuple& column_side) {
+    const ScaleRule rule{e8m0, floor, epsilon, std::numeric_limits<float>::max()};
+    return {stored_of(element), rule, largest_of_input, {direction_of(row_side), direction_of(column_side)}};
+}
+
+// The largest finite value of a dtype.
+float largest_of(Dtype dtype) {
+    if (dtype == Dtype::float16) return 65504.0f;
+    return dtype == Dtype::bfloat16 ? 3.3895313892515355e38f : std::numeric_limits<float>::max();
+}
+
+// What is read, contiguous.
+class Source {
+public:
+    // False where Python has to do it, or with a Python error.
+    bool open(PyObject* object) {
+        if (torch.exchange == nullptr || !view_of(object, view) || !ottava::dtype_of(view, dtype) || observed())
+            return false;
+        gradients_ = gradients_enabled();
+        if (!settled(object, gradients_)) return false;
+        if (!view.contiguous()) {
+            copy_.reset(PyObject_CallMethodNoArgs(object, torch.contiguous));
+            if (copy_.get() == nullptr || !view_of(copy_.get(), view)) return false;
+        }
+        threads = torch_threads();
+        return true;
+    }
+
+    // The address of a single element of the quantizer's state, which may be None.
+    template <class T>
+    bool state(PyObject* object, const dlpack::Type& type, T*& out) {
+        out = nullptr;
+        if (object == Py_None) return true;
+        View found;
+        if (!view_of(object, found) || found.size != 1 || !found.is(type) || !settled(object, gradients_)) return false;
+        out = static_cast<T*>(found.data);
+        return true;
+    }
+
+    View view;
+    Dtype dtype;
+    int threads;
+
+private:
+    bool gradients_ = true;
+    Owned copy_;
+};
+
+PyObject* python_does_it() {
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    Py_RETURN_NONE;
+}
+
+// Results, in a tuple with None for what is not wanted.
+template <int count>
+class Results {
+public:
+    Results() : tuple_(PyTuple_New(count)) {
+        for (int i = 0; i < count; ++i) PyTuple_SET_ITEM(tuple_.get(), i, Py_NewRef(Py_None));
+    }
+
+    // The memory of a new tensor; null with a Python error.
+    void* add(int place, const int64_t* shape, int32_t ndim, const dlpack::Type& type) {
+        View made;
+        PyObject* tensor = allocate(shape, ndim, type, made);
+        if (tensor == nullptr) {
+            failed_ = true;
+            return nullptr;
+        }
+        Py_DECREF(Py_None);
+        PyTuple_SET_ITEM(tuple_.get(), place, tensor);
+        return made.data;
+    }
+
+    // Data of the shape of `x`, or of its transpose [K, *leading].
+    uint8_t* add_data(int place, const View& x, bool turned) {
+        if (!turned || x.ndim < 2) return static_cast<uint8_t*>(add(place, x.shape, x.ndim, dlpack::kUint8));
+        int64_t shape[kDims];
+        shape[0] = x.shape[x.ndim - 1];
+        for (int32_t dim = 1; dim < x.ndim; ++dim) shape[dim] = x.shape[dim - 1];
+        return static_cast<uint8_t*>(add(place, shape, x.ndim, dlpack::kUint8));
+    }
+
+    // Runs a kernel without the GIL, and gives the results.
+    template <class Kernel>
+    PyObject* after(Kernel kernel) {
+        if (failed_) return nullptr;
+        const py::gil_scoped_release unlocked;
+        kernel();
+        return tuple_.release();
+    }
+
+    static constexpr int32_t kDims = 32;
+
+private:
+    Owned tuple_;
+    bool failed_ = false;
+};
+
+bool is_true(PyObject* object) { return object == Py_True; }
+
+// (x, scale, amax, saturated, format, rowwise, transposed) -> (data, transpose, scale_inv)
+PyObject* cast_operand(PyObject* const* given) {
+    Source x;
+    float *scale = nullptr, *amax = nullptr;
+    int64_t* saturated = nullptr;
+    const bool rowwise = is_true(given[5]), turned = is_true(given[6]);
+    if (!x.open(given[0]) || (turned && (x.view.ndim == 0 || x.view.ndim > Results<3>::kDims)) ||
+        given[1] == Py_None || !x.state(given[1], dlpack::kFloat32, scale) ||
+        !x.state(given[2], dlpack::kFloat32, amax) || !x.state(given[3], dlpack::kInt64, saturated))
+        return python_does_it();
+    const Fp8 format = fp8_of(static_cast<int>(PyLong_AsLong(given[4])));
+    Results<3> made;
+    uint8_t* data = rowwise ? made.add_data(0, x.view, false) : nullptr;
+    uint8_t* transposed = turned ? made.add_data(1, x.view, true) : nullptr;
+    float* scale_inv = static_cast<float*>(made.add(2, nullptr, 0, dlpack::kFloat32));
+    return made.after([&] {
+        cast(x.view.data, x.dtype, x.view.rows(), x.view.cols(), scale, amax, saturated, scale_inv, data, transposed,
+             format, x.threads);
+    });
+}
+
+// (x, format, epsilon, force_pow_2, rowwise, transposed) -> (data, transpose, scale_inv)
+PyObject* quantize_operand(PyObject* const* given) {
+    Source x;
+    const bool rowwise = is_true(given[4]), turned = is_true(given[5]);
+    if (!x.open(given[0]) || (turned && (x.view.ndim == 0 || x.view.ndim > Results<3>::kDims)))
+        return python_does_it();
+    const Fp8 format = fp8_of(static_cast<int>(PyLong_AsLong(given[1])));
+    const float epsilon = static_cast<float>(PyFloat_AsDouble(given[2]));
+    const bool force_pow_2 = is_true(given[3]);
+    Results<3> made;
+    uint8_t* data = rowwise ? made.add_data(0, x.view, false) : nullptr;
+    uint8_t* transposed = turned ? made.add_data(1, x.view, true) : nullptr;
+    float* scale_inv = static_cast<float*>(made.add(2, nullptr, 0, dlpack::kFloat32));
+    return made.after([&] {
+        quantize(x.view.data, x.dtype, x.view.rows(), x.view.cols(), epsilon, force_pow_2, nullptr, nullptr, scale_inv,
+                 data, transposed, format, x.threads);
+    });
+}
+
+// (x, plan, rowwise, columnwise) -> (rowwise data, scales, columnwise data, scales)
+PyObject* grid_quantize_operand(PyObject* const* given) {
+    Source x;
+    if (!x.open(given[0]) || x.view.size == 0 || x.view.ndim > Results<4>::kDims) return python_does_it();
+    const GridPlan& plan = *py::handle(given[1]).cast<const GridPlan*>();
+    ScaleRule rule = plan.rule;
+    if (plan.largest_of_input) rule.largest = largest_of(x.dtype);
+    const int64_t rows = x.view.rows(), cols = x.view.cols();
+    Results<4> made;
+    GridSide sides[2];
+    int count = 0;
+    for (int direction = 0; direction < 2; ++direction) {
+        if (!is_true(given[2 + direction])) continue;
+        const GridDirection& of = plan.directions[direction];
+        int64_t shape[2] = {grid_blocks(rows, of.rows), grid_blocks(cols, of.cols)};
+        if (of.turned) std::swap(shape[0], shape[1]);
+        uint8_t* data = made.add_data(2 * direction, x.view, of.turned);
+        void* scales = made.add(2 * direction + 1, shape, 2, rule.e8m0 ? dlpack::kUint8 : dlpack::kFloat32);
+        sides[count++] = {of.rows, of.cols, of.shared_rows, of.shared_cols, of.turned, data, scales};
+    }
+    return made.after([&] {
+        grid_quantize(x.view.data, x.dtype, rows, cols, plan.element, rule, sides, count, x.threads);
+    });
+}
+
+// What torch is asked, and how its tensors are read; false where this torch has no table that is understood.
+bool connect(const py::object& exchange, const py::dict& names) {
+    if (!PyCapsule_IsValid(exchange.ptr(), "dlpack_exchange_api")) return false;
+    const auto* found =
+        static_cast<const dlpack::Exchange*>(PyCapsule_GetPointer(exchange.ptr(), "dlpack_exchange_api"));
+    if (found->version.major != 1 || found->view == nullptr) return false;
+    const auto held = [&](const char* name) { return py::object(names[name]).release().ptr(); };
+    torch.tensor = held("tensor"), torch.parameter = held("parameter");
+    torch.modes = held("dispatch_modes"), torch.functions = held("function_modes");
+    torch.transforms = held("transforms"), torch.tracing = held("tracing"), torch.profiling = held("profiling");
+    torch.grad_enabled = held("grad_enabled"), torch.threads = held("threads");
+    torch.is_neg = PyUnicode_InternFromString("is_neg"), torch.contiguous = PyUnicode_InternFromString("contiguous");
+    torch.requires_grad = PyUnicode_InternFromString("requires_grad");
+    torch.exchange = found;
+    return true;
+}
+
+// `function` as Python calls it, with this number of arguments.
+template <PyObject* (*function)(PyObject* const*), Py_ssize_t expected>
+PyObject* called(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    if (count != expected) return PyErr_Format(PyExc_TypeError, "%zd arguments instead of %zd", count, expected);
+    try {
+        return function(given);
+    } catch (const std::exception& error) {
+        return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
+    }
+}
+
+template <PyObject* (*function)(PyObject* const*), Py_ssize_t expected>
+PyMethodDef method(const char* name) {
+    const auto fast = &called<function, expected>;
+    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast)), METH_FASTCALL, nullptr};
+}
+
+}  // namespace
+
+void bind_operands(py::module_& m) {
+    py::class_<GridPlan>(m, "GridPlan").def(py::init(&plan_of));
+    m.def("connect", &connect);
+    // Without pybind's conversions, which would take longer than the rest.
+    static PyMethodDef methods[] = {method<quantize_operand, 6>("quantize_operand"),
+                                    method<cast_operand, 7>("cast_operand"),
+                                    method<grid_quantize_operand, 4>("grid_quantize_operand"), {}};
+    PyModule_AddFunctions(m.ptr(), methods);
+}
+
+}  // namespace ottava

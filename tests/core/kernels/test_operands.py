@@ -1,0 +1,229 @@
+"""Quantizing an operand of a layer in one call: the compiled module reads, allocates and writes tensors itself."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mx_arrays import mx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ottava
+from ottava import kernels
+from ottava.kernels import backends, for_layers
+from ottava.layout import Layout
+from ottava.tensors.saving import rebuild_saved
+
+_cpu = pytest.importorskip("ottava._cpu")
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no table of DLPack's functions"
+)
+# Loading the backend tells the module how tensors are read.
+kernels.amax(torch.ones(1))
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPES = ["current", "delayed", "mxfp8", "blockwise", "rowwise"]
+
+
+def values() -> torch.Tensor:
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+
+
+def plan(text: str) -> Any:
+    return backends._loaded["cpu"].plan(text)
+
+
+def quantize(x: Any) -> Any:
+    return _cpu.quantize_operand(x, 0, 0.0, False, True, True)
+
+
+def cast(x: Any) -> Any:
+    return _cpu.cast_operand(x, torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.int64), 0, True, True)
+
+
+def on_grid(x: Any) -> Any:
+    return _cpu.grid_quantize_operand(x, plan(mx(E4M3).text), True, True)
+
+
+every = pytest.mark.parametrize("call", [quantize, cast, on_grid])
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Named(torch.Tensor):
+    """A subclass that says nothing else."""
+
+
+@every
+def test_plain_memory_is_read(call: Callable[[Any], Any]) -> None:
+    x = values()
+    for plain in (x, x.bfloat16(), x.half(), x.t(), x[::2, 1:], torch.nn.Parameter(x, requires_grad=False)):
+        assert call(plain) is not None
+    with torch.no_grad():
+        assert call(torch.nn.Parameter(x)) is not None
+    with torch.inference_mode():
+        assert all(made is None or made.is_inference() for made in call(x))
+
+
+@every
+def test_what_is_left_to_python(call: Callable[[Any], Any]) -> None:
+    x = values()
+    kept: list[torch.Tensor] = []
+    torch.func.grad(lambda t: (kept.append(t), t.sum())[1])(x)
+    others = [torch._neg_view(x), torch._efficientzerotensor((3, 4)), x.to("meta"), x.as_subclass(Named), x.to_sparse()]
+    others += [x.to_mkldnn(), x.double(), torch.nn.Parameter(x), kept[0]]
+    for strange in (*others, None, 1.0):
+        assert call(strange) is None
+    with Nothing():
+        assert call(x) is None
+    assert torch.func.vmap(lambda row: (kept.append(call(row)), row)[1])(x) is not None
+    assert kept[-1] is None
+
+
+def test_state_that_is_not_read() -> None:
+    x, one = values(), torch.ones(())
+    for state in (None, torch.ones(2), one.double(), one.to("meta"), torch.ones((), requires_grad=True)):
+        assert _cpu.cast_operand(x, state, None, None, 0, True, False) is None
+    for amax in (torch.ones(2), one.double(), one.to("meta")):
+        assert _cpu.cast_operand(x, one, amax, None, 0, True, False) is None
+    assert _cpu.cast_operand(x, one, None, torch.zeros((), dtype=torch.int32), 0, True, False) is None
+
+
+def test_results_are_tensors_like_others() -> None:
+    data, transpose, scale_inv = quantize(values())
+    assert (data.dtype, data.shape, data.stride(), data.storage_offset()) == (torch.uint8, (16, 64), (64, 1), 0)
+    assert (transpose.shape, scale_inv.shape, scale_inv.dtype) == ((64, 16), (), torch.float32)
+    assert not any(made.requires_grad or made.is_inference() or made._version for made in (data, transpose, scale_inv))
+    before = data.clone()
+    assert torch.equal(data.share_memory_(), before)
+    assert torch.equal(torch.utils._pytree.tree_map(torch.clone, {"data": data})["data"], before)
+    data.add_(1)
+    assert data._version == 1
+
+
+LAYOUTS = [
+    mx(E4M3),
+    mx(E5M2, True),
+    Layout(E4M3, (1, 128), rounding="floor", columnwise="transposed", finite_as="input"),
+    Layout(E4M3, (128, 128), columnwise="transposed", finite_as="input"),
+    Layout(E5M2, (1, None), epsilon=0.5),
+    Layout(torch.int8, (4, 8)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.text)
+def test_grids_are_those_of_the_operator(layout: Layout) -> None:
+    for shape in ((16, 64), (5, 7), (3, 40, 70), (9,), (1, 1)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = (1e-6 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
+            expected = torch.ops.ottava.grid_quantize(x, layout.text, True, True)
+            made = _cpu.grid_quantize_operand(x, plan(layout.text), True, True)
+            for mine, other in zip(made, expected, strict=True):
+                assert (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
+                assert torch.equal(mine, other)
+
+
+def quantizer_of(name: str) -> Any:
+    layer = ottava.convert(torch.nn.Linear(64, 32), name)
+    layer(values())
+    return layer._state.quantizer("input", rowwise=True, columnwise=True)
+
+
+def calls(function: Callable[[], Any]) -> int:
+    """How many Python functions a call of ``function`` calls."""
+    entered: list[str] = []
+    sys.setprofile(lambda frame, event, _: entered.append(event) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(entered) - 1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_few_python_functions(name: str) -> None:
+    """Of one operand: quantized, saved and built again. What was made first decides what does not change."""
+    quantizer, x = quantizer_of(name), values()
+    with torch.no_grad():
+        operand = quantizer.quantize_impl(x, torch.float32)
+        tensors, spec = operand.flatten_columnwise()
+        assert calls(lambda: quantizer.quantize_impl(x, torch.float32)) <= 7
+        assert calls(lambda: quantizer.quantize_impl(x, torch.float32).flatten_columnwise()) <= 10
+        assert calls(lambda: rebuild_saved(tensors, [spec])) <= 3
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_built_again_is_the_same(name: str) -> None:
+    quantizer = quantizer_of(name)
+    with torch.no_grad():
+        operand = quantizer.quantize_impl(values(), torch.bfloat16)
+        columns = operand.grid_operand(columnwise=True)
+        tensors, spec = operand.flatten_columnwise()
+        again = spec.rebuild(tensors)
+        for mine, other in zip(again.grid_operand(columnwise=True), columns, strict=True):
+            assert torch.equal(mine, other)
+        assert (type(again), again.dtype, again._quantizer) == (type(operand), torch.bfloat16, quantizer)
+        assert again.get_metadata().keys() == operand.get_metadata().keys()
+        assert torch.equal(spec.build(tensors).dequantize(), again.dequantize())
+        # Nobody else sees what is written to one of them.
+        again.mark_written()
+        assert (again._writes.writes, operand._writes.writes) == (1, 0)
+        # Another quantizer belongs to what is saved from then on.
+        operand.update_quantizer(None)
+        assert operand.flatten_columnwise()[1].rebuild(tensors)._quantizer is None
+
+
+def test_options_that_change_are_noticed() -> None:
+    quantizer, x = quantizer_of("current").copy(), values()
+    with torch.no_grad():
+        first = quantizer.quantize_impl(x, torch.float32)
+        quantizer.fp8_dtype = E5M2
+        second = quantizer.quantize_impl(x, torch.float32)
+    assert (first._fp8_dtype, second._fp8_dtype) == (E4M3, E5M2)
+    assert torch.equal(second.dequantize(), kernels.decode(*_decoded(x), E5M2, torch.float32))
+
+
+def _decoded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    data, _, _, scale_inv, _ = kernels.quantize(x, E5M2)
+    return data, scale_inv
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nothing_waits_for_the_garbage_collector(name: str) -> None:
+    quantizer = quantizer_of(name).copy()
+    known = weakref.ref(quantizer)
+    gc.disable()
+    try:
+        with torch.no_grad():
+            operand = quantizer.quantize_impl(values(), torch.float32)
+            tensors, spec = operand.flatten_columnwise()
+            again = spec.rebuild(tensors)
+        del quantizer, operand, spec, again
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["quantize", "cast", "grid_quantize"])
+def test_another_backend_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, one = values(), torch.ones(())
+    given: dict[str, tuple[Any, ...]] = {
+        "quantize": (x, E4M3, 0.0, False, True, True),
+        "cast": (x, one, None, None, E4M3, True, True),
+        "grid_quantize": (x, mx(E4M3).text, True, True),
+    }
+    call = getattr(for_layers, name)
+    expected = call(*given[name])
+    with kernels.use_backend("reference"):
+        kernels.amax(x)
+        native = type("Native", (), {})()
+        monkeypatch.setattr(backends._loaded["cpu"], "native", native, raising=False)
+        made = call(*given[name])
+    assert all(torch.equal(mine, other) for mine, other in zip(made, expected, strict=True))
