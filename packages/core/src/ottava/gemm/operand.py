@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,10 @@ class Operand(NamedTuple):
     def rows(self) -> Tensor:
         """``values`` as ``[outer, reduced]``."""
         return self.values.t() if self.is_turned() else self.values
+
+
+#: An operand of a tuple of all its fields; the constructor is a function of Python.
+operand_of: Callable[[tuple[Any, ...]], Operand] = partial(tuple.__new__, Operand)
 
 
 def fitted(rows: Tensor, outer: int, inner: int, views: bool = False) -> Tensor:
@@ -96,11 +101,7 @@ def _sizes(a: Any, b: Any, *fields: Any) -> tuple[Any, Any, Any]:
 
 
 def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``multiply(a, b, bias, out_dtype, option)`` of two operands, in graphs one operator of this name.
-
-    Args:
-        option: in the operator's schema.
-    """
+    """``multiply(a, b, bias, out_dtype, option)`` of two operands, in graphs one operator of this name and option."""
 
     def of_fields(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         return multiply(Operand(a, *rest[:3]), Operand(b, *rest[3:6]), *rest[6:])

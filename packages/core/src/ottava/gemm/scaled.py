@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from ottava.formats import E8M0, FP8, MX_BLOCK
 from ottava.gemm.operand import Operand, define, fitted, kept
+from ottava.kernels.backends import changed
 from ottava.kernels.products import capability, finish
 from ottava.layout import Block, Layout
 from ottava.torch_private import scaled_mm
@@ -99,10 +100,12 @@ def scaled_products(wanted: bool = True) -> Iterator[None]:
     """
     global _forced
     previous, _forced = _forced, wanted
+    changed()
     try:
         yield
     finally:
         _forced = previous
+        changed()
 
 
 def product_of(a: Operand, b: Operand) -> Callable[..., Tensor] | None:
@@ -115,10 +118,8 @@ def product_of(a: Operand, b: Operand) -> Callable[..., Tensor] | None:
         return None
     left, right = ((layout.block, layout.scale) for layout in layouts)
     hardware = capability(a.values)
-    for oldest, newest, scales, multiply in PRODUCTS:
-        if oldest <= hardware <= newest and (left, right) in scales:
-            return multiply
-    return None
+    fitting = (row[3] for row in PRODUCTS if row[0] <= hardware <= row[1] and (left, right) in row[2])
+    return next(fitting, None)
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
