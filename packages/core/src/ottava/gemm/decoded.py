@@ -25,7 +25,7 @@ class _Scratch(threading.local):
 
     # A larger operand gets memory of its own, since its product takes much longer than the page faults.
     LARGEST = 32 << 20
-    # Plans are small; of sizes that are always others, as of texts, there would be more and more.
+    # Of sizes that are always others, as those of texts, there would be more and more.
     PLANS = 1024
 
     def __init__(self) -> None:
@@ -63,9 +63,9 @@ def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> Rows:
         return Rows(operand.rows(), scales)
     out, rows, whole, folded = _memory(side, operand, dtype)
     backend_module(values.device.type).grid_decode(values, scales if folded else None, text, columnwise, out)
-    if whole or folded:
-        return Rows(rows, None if folded else scales)
-    return Rows(rows, scales.t() if operand.is_turned() else scales, Layout.of(text).block)
+    if folded:
+        return Rows(rows, None)
+    return Rows(rows, scales.t() if operand.is_turned() and not whole else scales, Layout.of(text).block)
 
 
 def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, compute: torch.dtype) -> Tensor:
@@ -107,15 +107,14 @@ def planned_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dty
     left, right = a.values, b.values
     if not left.is_cpu or not is_direct(left, a.scales, right, b.scales, bias) or any_autocast_enabled():
         return None
-    bias_dtype, plans = None if bias is None else bias.dtype, _scratch.plans
+    of_bias, plans = None if bias is None else bias.dtype, _scratch.plans
     # A plan does not outlive a change of the settings that it was made under.
-    sides = a.layout, left.shape, a.columnwise, b.layout, right.shape, b.columnwise
-    key = *sides, bias_dtype, out_dtype, backends.changes
+    key = a.layout, left.shape, a.columnwise, b.layout, right.shape, b.columnwise, of_bias, out_dtype, backends.changes
     plan = plans.get(key)
     if plan is None:
         if len(plans) >= _scratch.PLANS:
             plans.clear()
-        plan = plans[key] = _plan(a, b, bias_dtype, out_dtype)
+        plan = plans[key] = _plan(a, b, of_bias, out_dtype)
     if not plan:
         return None
     threads, values, factors = torch.get_num_threads(), [], []

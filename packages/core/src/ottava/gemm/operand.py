@@ -68,8 +68,7 @@ def fitted(rows: Tensor, outer: int, inner: int, views: bool = False) -> Tensor:
 def _padded(data: Tensor, rows: int, columns: int) -> Tensor:
     padding = [0, -data.shape[1] % columns, 0, -data.shape[0] % rows]
     if any(padding):
-        padded: Tensor = F.pad(data, padding)
-        return padded
+        return F.pad(data, padding)
     # The stride of a single row means nothing, except to the library.
     plain = data.as_strided(data.shape, (data.shape[1], 1)) if data.shape[0] == 1 else data
     return plain.clone() if plain.data_ptr() % 16 else plain
