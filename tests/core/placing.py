@@ -1,13 +1,26 @@
-"""Tensors at any address, and whether what surrounds them is left alone."""
+"""Tensors of any values at any address, and whether what surrounds them is left alone."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 Tensor = torch.Tensor
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+SPECIAL = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-45, -1e-40, 6e-8, 65520.0, -3.4028e38]
+
+
+def sample(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Stretches of very different magnitudes, some with special values."""
+    random = np.random.default_rng([seed, *shape])
+    low, high = (-20, 8) if dtype is torch.float16 else (-130, 110)
+    exponents = random.integers(low, high, (shape[0], -(-shape[1] // 32))).repeat(32, 1)[:, : shape[1]]
+    x = np.ldexp(random.standard_normal(shape), exponents).astype(np.float32)
+    odd = random.random(shape) < 0.1 * (random.random((shape[0], 1)) < 0.4)
+    x[odd] = random.choice(np.array(SPECIAL, np.float32), int(odd.sum()))
+    return torch.from_numpy(x).to(dtype)
 
 
 def at(x: Tensor, offset: int) -> Tensor:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ottava import Layout, kernels
-from ottava.gemm import Operand
+from ottava.gemm import Operand, gemm, multiply, scaled
 from ottava.gemm import decoded as products
 from ottava.gemm.decoded import decoded_mm
-from ottava.kernels import scaled_mm
+from ottava.gemm.scaled import scaled_products
+from ottava.kernels import products as dense
+from ottava.kernels import scaled_mm, use_backend
 from ottava.kernels.products import cpu_products
+from ottava.tensors import Float8TensorStorage
+from ottava.tensors.grid import GridTensorStorage
 
 E4M3, F32 = torch.float8_e4m3fn, torch.float32
 WHOLE = Layout(E4M3, (None, None), columnwise="same").text
@@ -68,6 +75,118 @@ def test_large_operands_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < max(buffer.numel() for buffer in products._scratch.buffers) <= 10_000
 
 
+# -- what is decided at the first product of two layouts and shapes --
+
+
+def operands(recipe: str, size: int = 64) -> tuple[Any, Any]:
+    """Bare storages of an input and a weight."""
+    torch.manual_seed(0)
+    made = []
+    for rows in (16, 24):
+        x = torch.randn(rows, size)
+        if recipe == "tensor":
+            data, scale = kernels.cast(x, torch.tensor(4.0), E4M3), torch.tensor(0.25)
+            made.append(Float8TensorStorage(data=data, fp8_scale_inv=scale, fp8_dtype=E4M3))
+        else:
+            layout = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up")
+            sides = kernels.grid_quantize(x, layout)
+            names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+            made.append(GridTensorStorage(**dict(zip(names, sides, strict=True)), layout=layout))
+    return made[0], made[1]
+
+
+each_layout = pytest.mark.parametrize("recipe", ["tensor", "blocks"])
+
+
+@each_layout
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float16])
+def test_planned_products_have_the_bytes_of_the_operator(recipe: str, dtype: torch.dtype) -> None:
+    x, w = operands(recipe)
+    dy = operands(recipe, 24)[0]
+    for kind, a, b, columns in (("fprop", x, w, 24), ("dgrad", dy, w, 64), ("wgrad", dy, x, 64)):
+        for given in (None, F32, torch.bfloat16, torch.float16):
+            bias = None if given is None else torch.randn(columns).to(given)
+            made = [multiply(a, b, kind, dtype, bias) for _ in range(2)]  # type: ignore[arg-type]
+            # Where torch.autocast is on, or somebody looks on, nothing is planned.
+            for region in (torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False)):
+                with region:
+                    made.append(multiply(a, b, kind, dtype, bias))  # type: ignore[arg-type]
+            assert all(torch.equal(each, made[0]) and each.dtype == dtype for each in made), (kind, given)
+
+
+@each_layout
+def test_a_setting_that_changes_is_seen(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backend, product and hardware: in a plan that was made before."""
+    x, w = operands(recipe)
+    seen: list[str] = []
+    mm, addmm = torch.mm, torch.addmm
+    monkeypatch.setattr(torch, "mm", lambda a, *rest: seen.append(str(a.dtype)) or mm(a, *rest))
+    monkeypatch.setattr(
+        torch, "addmm", lambda bias, a, *rest, **o: seen.append(str(a.dtype)) or addmm(bias, a, *rest, **o)
+    )
+
+    def dtypes() -> list[str]:
+        seen.clear()
+        gemm(x, w, out_dtype=torch.bfloat16)
+        return list(seen)
+
+    for product in (torch.bfloat16, F32, torch.bfloat16):
+        with cpu_products(product):
+            assert dtypes() == dtypes() == [str(product)]
+            with use_backend("reference"):
+                assert dtypes() == [str(F32)]
+            assert dtypes() == [str(product)]
+
+
+def test_what_is_scaled_by_the_library_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = operands("tensor")
+    calls: list[str] = []
+    original = scaled.scaled_mm
+    monkeypatch.setattr(scaled, "scaled_mm", lambda *args: calls.append("") or original(*args))
+    gemm(x, w)
+    with scaled_products():
+        gemm(x, w)
+    gemm(x, w)
+    assert len(calls) == 1
+
+
+@each_layout
+def test_a_plan_asks_python_little(recipe: str) -> None:
+    x, w = operands(recipe)
+    bias = torch.randn(24)
+    multiply(x, w, "fprop", F32, bias)
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        multiply(x, w, "fprop", F32, bias)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 18, calls
+
+
+@each_layout
+def test_plans_are_no_more_than_so_many(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products._Scratch, "PLANS", 3)
+    monkeypatch.setattr(products, "_scratch", products._Scratch())
+    pairs = [operands(recipe, size) for size in (32, 64, 96, 128, 160)]
+    first = [gemm(*pair, out_dtype=F32) for pair in pairs]
+    # Their memory has grown since, and they were given up.
+    assert all(torch.equal(gemm(*pair, out_dtype=F32), made) for pair, made in zip(pairs, first, strict=True))
+    assert 0 < len(products._scratch.plans) <= 3
+
+
+@each_layout
+def test_strides_of_elements_and_scales_are_minded(recipe: str) -> None:
+    x, w = operands(recipe)
+    expected = gemm(x, w, out_dtype=F32)
+    for storage in (x, w):
+        for inner in storage.inner_tensors:
+            tensor = getattr(storage, inner.attribute)
+            if tensor is not None and tensor.dim() == 2:
+                setattr(storage, inner.attribute, tensor.t().contiguous().t())
+    assert torch.equal(gemm(x, w, out_dtype=F32), expected)
+
+
 def test_scales_beyond_float32_follow_ieee() -> None:
     """Their product is infinite, or 0: so is the result, and NaN where IEEE has one."""
     a = torch.tensor([[1.0, 0.0], [0.0, 0.0], [float("nan"), 0.0], [-2.0, 0.0]]).bfloat16()
@@ -95,8 +214,8 @@ def test_partial_sums_are_those_of_blocks(
         spread = scales.double()[torch.arange(rows) // high][:, torch.arange(300) // wide]
         exact.append(data.view(E4M3).double() * spread)
     calls: list[torch.Size] = []
-    mm = products.mm
-    monkeypatch.setattr(products, "mm", lambda a, b: calls.append(a.shape) or mm(a, b))
+    mm = dense.mm
+    monkeypatch.setattr(dense, "mm", lambda a, b: calls.append(a.shape) or mm(a, b))
     made = decoded_mm(*operands, None, F32, F32)
     torch.testing.assert_close(made, (exact[0] @ exact[1].t()).float(), rtol=1e-5, atol=1e-4)
     assert len(calls) == count

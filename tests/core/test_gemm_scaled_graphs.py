@@ -150,3 +150,17 @@ def test_a_training_step(library: Recorded, recipe: Any, sizes: tuple[int, int, 
         near = (u + (1 + u) ** 2 - 1) * (size + more) + 1e-5 * size.max()
         assert ((mine.double() - theirs.double()).abs() <= near).all()
     assert torch.equal(scaled[3], decoded[3])
+
+
+def test_what_multiplies_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For two layouts and hardware; not for a graph, which another choice would make anew."""
+    chosen: list[Any] = []
+    original = gemm_scaled._choice
+    monkeypatch.setattr(gemm_scaled, "_choices", {})
+    monkeypatch.setattr(gemm_scaled, "_choice", lambda *key: chosen.append(key) or original(*key))
+    a, b = (_on_grid(coded(shape, E4M3, 1.0, i), False) for i, shape in enumerate(((16, 32), (48, 32))))
+    with scaled_products():
+        first = gemm_scaled.product_of(a, b)
+        assert gemm_scaled.product_of(a, b) is first is gemm_scaled.product
+    assert gemm_scaled.product_of(a, b) is None
+    assert len(chosen) == 1

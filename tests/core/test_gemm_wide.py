@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from scaled_gemm import E4M3, KINDS, PRODUCTS, SHAPES, check, coded, matrix
 
-from ottava.gemm import gemm
+from ottava.gemm import decoded, gemm
 from ottava.kernels import products
 from ottava.kernels.backends import backend_module
 
@@ -35,15 +34,15 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append((a.dtype, *out_dtype))
         return (a.double() @ b.double()).to(out_dtype[0] if out_dtype else a.dtype)
 
-    def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
-        assert alpha == 1
+    def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         calls.append((a.dtype, "bias"))
         return (a.double() @ b.double() + bias.double()).to(a.dtype)
 
     cpu = backend_module("cpu")
     backend = SimpleNamespace(grid_decode=cpu.grid_decode, epilogue32=epilogue32)
-    for module in (products, importlib.import_module("ottava.gemm")):
-        monkeypatch.setattr(module, "returns_float32", lambda device: True)
+    monkeypatch.setattr(products, "returns_float32", lambda device: True)
+    # Without the plans of a CPU's products.
+    monkeypatch.setattr(decoded, "_scratch", decoded._Scratch())
     monkeypatch.setattr(products, "_bfloat16_is_fast", True)
     monkeypatch.setattr(products, "backend_module", lambda kind: backend)
     monkeypatch.setattr(torch, "mm", mm)

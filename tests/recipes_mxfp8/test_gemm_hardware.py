@@ -11,6 +11,7 @@ import torch
 import ottava
 from ottava.gemm import gemm
 from ottava.gemm import scaled as blocks
+from ottava.kernels.backends import changed
 from ottava_mxfp8 import MXFP8Quantizer
 from tests.recipes_mxfp8.products import (
     E4M3,
@@ -62,6 +63,8 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> BlockHardware:
     made = BlockHardware()
     monkeypatch.setattr(blocks, "capability", lambda operand: 100)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", made)
+    # What was planned without the hardware is outdated.
+    changed()
     return made
 
 

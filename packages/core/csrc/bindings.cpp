@@ -6,6 +6,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -70,6 +71,16 @@ void transpose(Address src, int64_t rows, int64_t cols, Address out, int threads
 void decode(Address src, int format, int64_t n, Address scale_inv, Address out, int dtype, int threads) {
     ottava::decode(at<const uint8_t>(src), fp8_of(format), size_of(n), at<const float>(scale_inv), at<void>(out),
                    dtype_of(dtype), threads_of(threads));
+}
+
+// scale_a, scale_b, bias (0 where absent) and the bias's dtype.
+typedef std::tuple<Address, Address, Address, int> Last;
+
+void epilogue32(Address sums, int64_t rows, int64_t cols, const Last& last, Address out, int dtype, int threads) {
+    const auto& [scale_a, scale_b, bias, bias_dtype] = last;
+    ottava::epilogue32(at<const float>(sums), size_of(rows), size_of(cols), at<const float>(scale_a),
+                       at<const float>(scale_b), at<const void>(bias), dtype_of(bias_dtype), at<void>(out),
+                       dtype_of(dtype), threads_of(threads));
 }
 
 void mx_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents, int threads) {
@@ -156,6 +167,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("update_scales", &update_scales, Unlocked());
     m.def("transpose", &transpose, Unlocked());
     m.def("decode", &decode, Unlocked());
+    m.def("epilogue32", &epilogue32, Unlocked());
     m.def("mx_scale_from_amax", &mx_scale_from_amax, Unlocked());
     m.def("grid_quantize", &grid_quantize, Unlocked());
     m.def("grid_amax", &grid_amax, Unlocked());

@@ -1,9 +1,8 @@
-"""The CUDA kernels on MX blocks and after products: any addresses, and the last step."""
+"""The CUDA kernels on MX blocks, at any addresses."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from mx_arrays import mx, scale_shapes
-from placing import at, junk, one_nan, same_bytes, surroundings_kept
+from placing import at, junk, one_nan, same_bytes, sample, surroundings_kept
 from sequential_grid import grid_orders, serving_cpu
 
 from ottava import Layout
@@ -21,7 +20,6 @@ from ottava.kernels import table, use_backend
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SPECIAL = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-45, -1e-40, 6e-8, 65520.0, -3.4028e38]
 # A warp quantizes 32 x 64 and a block of threads 32 x 512, or decodes 32 x 256 with eight columns in each lane. 512 and
 # 1000 columns have a multiple of 16 blocks; those of 513 lie at no multiple of anything.
 SHAPES = [(32, 512), (33, 1000), (31, 72), (40, 513), (1, 8), (97, 31), (64, 1)]
@@ -42,17 +40,6 @@ def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, g
     """For what threads do together."""
     monkeypatch.setenv("OTTAVA_GRID_ORDER", request.param)
     return grid
-
-
-def sample(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Stretches of very different magnitudes, some with special values."""
-    random = np.random.default_rng([seed, *shape])
-    low, high = (-20, 8) if dtype is torch.float16 else (-130, 110)
-    exponents = random.integers(low, high, (shape[0], -(-shape[1] // 32))).repeat(32, 1)[:, : shape[1]]
-    x = np.ldexp(random.standard_normal(shape), exponents).astype(np.float32)
-    odd = random.random(shape) < 0.1 * (random.random((shape[0], 1)) < 0.4)
-    x[odd] = random.choice(np.array(SPECIAL, np.float32), int(odd.sum()))
-    return torch.from_numpy(x).to(dtype)
 
 
 def by_reference(operation: table.Operation, *arguments: Any) -> Any:
@@ -146,50 +133,3 @@ def test_decode_at_any_address(grid: Any, shape: tuple[int, int], dtype: torch.d
 def test_nothing_to_do(grid: Any, shape: tuple[int, int]) -> None:
     data, scales = (torch.empty(s, dtype=torch.uint8) for s in (shape, scale_shapes(shape)[0]))
     grid.grid_decode(data, scales, mx(E4M3).text, False, torch.empty(shape))
-    grid.epilogue32(torch.empty(shape), None, None, None, torch.empty(shape))
-
-
-# The last step
-
-
-def finished(acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> Tensor:
-    """The float32 before the one rounding."""
-    values, one = acc.float().numpy(), np.float32(1)
-    a, b = (one if s is None else s.float().numpy().reshape(()) for s in (scale_a, scale_b))
-    with np.errstate(all="ignore"):
-        values = values * (a * b)
-        if bias is not None:
-            values = values + bias.float().numpy()
-    assert values.dtype == np.float32
-    return torch.from_numpy(values)
-
-
-def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """NaN as the one NaN."""
-    narrow = values.to(dtype)
-    return torch.where(narrow.isnan(), torch.full_like(narrow, math.nan), narrow)
-
-
-@any_dtype
-@any_shape
-def test_epilogue32(grid: Any, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    acc = sample(shape, torch.float32, 3)
-    scale = torch.tensor([0.37]), torch.tensor(3.0e-4)
-    biases = [None, *(sample((1, shape[1]), d, 4).view(-1) for d in DTYPES)]
-    for i, (a, b, bias) in enumerate(itertools.product((scale[0], None), (scale[1], None), biases)):
-        out = junk(shape, dtype, (0, 1, 8)[i % 3])
-        grid.epilogue32(at(acc, (0, 0, 1, 4)[i % 4]), a, b, None if bias is None else at(bias, i % 2), out)
-        assert same_bytes(out, rounded(finished(acc, a, b, bias), dtype)), i
-        assert surroundings_kept(out)
-
-
-def test_the_last_step_rounds_once(grid: Any) -> None:
-    """The product is a float32 before the bias is added, and their sum is rounded from there."""
-    acc = torch.tensor([[1 + 2.0**-8, 3.0, 1 + 2.0**-23]])
-    bias = torch.tensor([2.0**-20, -1.0, -1.0])
-    out = torch.empty(1, 3, dtype=torch.bfloat16)
-    grid.epilogue32(acc, torch.tensor(1.0), None, bias, out)
-    assert out.tolist() == [[1 + 2.0**-7, 2.0, 2.0**-23]]
-    exact = torch.empty(1, 3)
-    grid.epilogue32(acc, torch.tensor(1 + 2.0**-23), None, bias, exact)
-    assert exact[0, 2] == 2.0**-22  # a fused multiply-add would keep 2^-46

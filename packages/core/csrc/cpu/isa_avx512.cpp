@@ -20,6 +20,7 @@ namespace {
 #include "grid_amax.h"
 #include "grid_cast.h"
 #include "grid_decode.h"
+#include "epilogue.h"
 }  // namespace
 
 const Kernels kAvx512 = {"avx512",
@@ -41,6 +42,7 @@ const Kernels kAvx512 = {"avx512",
     grid_scales_run,
     grid_cast_run,
     grid_rows_run,
-    grid_decode_run};
+    grid_decode_run,
+    epilogue_run};
 
 }  // namespace ottava

@@ -22,6 +22,7 @@ namespace {
 #include "grid_amax.h"
 #include "grid_cast.h"
 #include "grid_decode.h"
+#include "epilogue.h"
 }  // namespace
 
 const Kernels kPortable = {"portable",
@@ -43,6 +44,7 @@ const Kernels kPortable = {"portable",
     grid_scales_run,
     grid_cast_run,
     grid_rows_run,
-    grid_decode_run};
+    grid_decode_run,
+    epilogue_run};
 
 }  // namespace ottava

@@ -122,6 +122,8 @@ struct Kernels {
     // Amaxes, scales and cast of one grid, of which each row is read once.
     void (*grid_rows)(const GridPanel& panel, Dtype dtype, const GridRows& rows, Stored element, const GridOut& to);
     void (*grid_decode)(const GridPanel& panel, Stored element, const GridScales& scales, void* out, Dtype dtype);
+    // Sums of one row of a product; `bias` may be null. `out` may be the sums.
+    void (*epilogue)(const float* sums, int64_t n, float factor, const float* bias, void* out, Dtype dtype);
 };
 
 extern const Kernels kPortable;
@@ -161,6 +163,10 @@ void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int
 void decode(const uint8_t* src, Fp8 format, int64_t n,
             const float* scale_inv,  // optional
             void* out, Dtype dtype, int threads);
+// What follows a product: `sums * (scale_a * scale_b) + bias` in float32, rounded once. `out` may be the sums.
+void epilogue32(const float* sums, int64_t rows, int64_t cols, const float* scale_a, const float* scale_b,  // optional
+                const void* bias, Dtype bias_dtype,  // one for each column; optional
+                void* out, Dtype dtype, int threads);
 void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents, int threads);
 // Blocks of 32 with a power of two each, along rows, along columns, or both from one pass over the source. Scales are
 // [rows, ceil(cols / 32)] and [ceil(rows / 32), cols].

@@ -93,6 +93,14 @@ struct DecodeTable {
     alignas(64) uint16_t narrow[128];
     alignas(64) uint32_t wide[128];
 
+    DecodeTable(Fp8 format, Dtype dtype, float scale_inv) {
+        if (format == Fp8::e4m3)
+            fill<E4M3>(dtype, scale_inv);
+        else
+            fill<E5M2>(dtype, scale_inv);
+    }
+
+   private:
     template <class Format>
     void fill(Dtype dtype, float scale_inv) {
         for (int i = 0; i < 128; ++i) {
@@ -106,6 +114,14 @@ struct DecodeTable {
         }
     }
 };
+
+// Of bare elements, which small products decode more quickly than a table is filled.
+const DecodeTable& bare_table(Fp8 format, Dtype dtype) {
+    static const DecodeTable tables[2][3] = {
+        {{Fp8::e4m3, Dtype::float32, 1.0f}, {Fp8::e4m3, Dtype::bfloat16, 1.0f}, {Fp8::e4m3, Dtype::float16, 1.0f}},
+        {{Fp8::e5m2, Dtype::float32, 1.0f}, {Fp8::e5m2, Dtype::bfloat16, 1.0f}, {Fp8::e5m2, Dtype::float16, 1.0f}}};
+    return tables[static_cast<int>(format)][static_cast<int>(dtype)];
+}
 
 }  // namespace
 
@@ -198,19 +214,38 @@ void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int
 
 void decode(const uint8_t* src, Fp8 format, int64_t n, const float* scale_inv, void* out, Dtype dtype, int threads) {
     const Kernels& kernels = active_kernels();
-    const float factor = scale_inv == nullptr ? 1.0f : *scale_inv;
     const bool stream = n * static_cast<int64_t>(element_bytes(dtype)) >= kStreamBytes;
-    DecodeTable table;
-    if (format == Fp8::e4m3)
-        table.fill<E4M3>(dtype, factor);
+    const auto with = [&](const DecodeTable& table) {
+        in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
+            const int64_t from = begin * kUnit, count = std::min(end * kUnit, n) - from;
+            if (dtype == Dtype::float32)
+                kernels.decode32(src + from, count, table.wide, static_cast<uint32_t*>(out) + from, stream);
+            else
+                kernels.decode16(src + from, count, table.narrow, static_cast<uint16_t*>(out) + from, stream);
+        });
+    };
+    if (scale_inv == nullptr)
+        with(bare_table(format, dtype));
     else
-        table.fill<E5M2>(dtype, factor);
-    in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
-        const int64_t from = begin * kUnit, count = std::min(end * kUnit, n) - from;
-        if (dtype == Dtype::float32)
-            kernels.decode32(src + from, count, table.wide, static_cast<uint32_t*>(out) + from, stream);
-        else
-            kernels.decode16(src + from, count, table.narrow, static_cast<uint16_t*>(out) + from, stream);
+        with(DecodeTable(format, dtype, *scale_inv));
+}
+
+void epilogue32(const float* sums, int64_t rows, int64_t cols, const float* scale_a, const float* scale_b,
+                const void* bias, Dtype bias_dtype, void* out, Dtype dtype, int threads) {
+    const Kernels& kernels = active_kernels();
+    const float factor = (scale_a == nullptr ? 1.0f : *scale_a) * (scale_b == nullptr ? 1.0f : *scale_b);
+    const float* wide = static_cast<const float*>(bias);
+    std::vector<float> widened;
+    if (bias != nullptr && bias_dtype != Dtype::float32) {
+        widened.resize(static_cast<size_t>(cols));
+        kernels.round_to(bias, bias_dtype, cols, Dtype::float32, widened.data());
+        wide = widened.data();
+    }
+    in_parallel(rows, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            void* to = static_cast<uint8_t*>(out) + static_cast<size_t>(row * cols) * element_bytes(dtype);
+            kernels.epilogue(sums + row * cols, cols, factor, wide, to, dtype);
+        }
     });
 }
 
@@ -227,11 +262,7 @@ void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t r
     const Kernels& kernels = active_kernels();
     const int64_t row_blocks = ceil_div(cols, kMxBlock);
     const bool stream = rows * cols * static_cast<int64_t>(element_bytes(dtype)) >= kStreamBytes;
-    DecodeTable table;
-    if (format == Fp8::e4m3)
-        table.fill<E4M3>(Dtype::bfloat16, 1.0f);
-    else
-        table.fill<E5M2>(Dtype::bfloat16, 1.0f);
+    const DecodeTable& table = bare_table(format, Dtype::bfloat16);
     in_parallel(rows, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
         for (int64_t row = begin; row < end; ++row) {
             const uint8_t* row_scales = columnwise ? scales + row / kMxBlock * cols : scales + row * row_blocks;

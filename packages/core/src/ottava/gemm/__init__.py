@@ -12,21 +12,21 @@ from typing import Literal
 import torch
 
 from ottava.errors import DeviceError, OptionError, ShapeError
-from ottava.gemm.decoded import decoded_mm
-from ottava.gemm.operand import Operand
+from ottava.gemm.decoded import decoded_mm, planned_mm
+from ottava.gemm.operand import Operand, operand_of
 from ottava.gemm.scaled import product_of
-from ottava.kernels import HIGH_PRECISION, backend_for, check_high_precision
+from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_bias, check_device, check_dtype
-from ottava.kernels.products import product_dtype, returns_float32, without_autocast
+from ottava.kernels.products import compute_dtype, without_autocast
 from ottava.kernels.table import rounded
-from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
-__all__ = ["GemmType", "Operand", "as_matrix", "gemm"]
+__all__ = ["GemmType", "Operand", "as_matrix", "gemm", "multiply"]
 
+Tensor = torch.Tensor
 GemmType = Literal["fprop", "dgrad", "wgrad"]
 # A tensor in high precision, or a quantized one.
-_Matrix = torch.Tensor | QuantizedTensorStorage
+_Matrix = Tensor | QuantizedTensorStorage
 
 # GEMM -> whether the rows of a are what is summed over, and whether those of b are: their columnwise usage.
 _GEMMS: dict[str, tuple[bool, bool]] = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
@@ -38,11 +38,11 @@ def gemm(
     gemm_type: GemmType = "fprop",
     *,
     out_dtype: torch.dtype = torch.bfloat16,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
     accumulate: bool = False,
     use_split_accumulator: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """The product for ``gemm_type``, in ``out_dtype``.
 
     ``fprop``: ``a = input [*, K]``, ``b = weight [N, K]`` gives ``[M, N]``. ``dgrad``: ``a = grad_output [*, N]``,
@@ -64,83 +64,72 @@ def gemm(
     """
     if not isinstance(gemm_type, str) or gemm_type not in _GEMMS:
         raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
-    if out is not None:
-        check_high_precision(out, "out")
     if accumulate and out is None:
         raise OptionError("accumulate=True without out", expected="the tensor to add to", remedy="pass out=main_grad")
+    _check_operands(a, b, gemm_type, bias, out)
+    check_dtype(out_dtype if out is None else out.dtype, "result dtype")
+    bias = None if bias is None else bias.detach()
+    return multiply(a, b, gemm_type, out_dtype, bias, out, accumulate, use_split_accumulator)
+
+
+def multiply(
+    a: _Matrix,
+    b: _Matrix,
+    gemm_type: GemmType,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    use_split_accumulator: bool = True,
+) -> Tensor:
+    """:func:`gemm` for those whose operands fit together: nothing is checked, and ``bias`` needs no gradient."""
+    by_column = _GEMMS[gemm_type]
     result_dtype = out_dtype if out is None else out.dtype
-    if result_dtype not in HIGH_PRECISION:
-        check_dtype(result_dtype, "result dtype")
+    for x in (a, b):
+        owner = getattr(x, "_quantizer", None)
+        if owner is not None and owner.custom:
+            scales = getattr(a, "_scale_inv", None), getattr(b, "_scale_inv", None)
+            with without_autocast(a.device.type):
+                made = owner.qgemm(a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b)
+            return rounded(made) if out is None else made
     # Adding into out must round once: the product stays float32 until the sum.
     dtype = torch.float32 if accumulate else result_dtype
-    columnwise = _GEMMS[gemm_type]
-    owner = _custom_owner(a, b)
-    left = right = multiply = None
-    if owner is None and isinstance(a, QuantizedTensorStorage) and isinstance(b, QuantizedTensorStorage):
-        left, right = _on_grid(a, columnwise[0]), _on_grid(b, columnwise[1])
-    bias = bias.detach() if isinstance(bias, torch.Tensor) else bias
-    _check_operands(a, b, gemm_type, bias, out)
+    left, right, result = _on_grid(a, by_column[0]), _on_grid(b, by_column[1]), None
     if left is not None and right is not None:
-        multiply = product_of(left, right)
-    if multiply is not None:
-        result = multiply(left, right, bias, dtype, not use_split_accumulator)
-    elif owner is not None:
-        scales = getattr(a, "_scale_inv", None), getattr(b, "_scale_inv", None)
-        with without_autocast(a.device.type):
-            made = owner.qgemm(a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b)
-        return rounded(made) if out is None else made
-    else:
-        compute = _compute_dtype(a, b, dtype)
-        left = _operand(a, columnwise[0], compute) if left is None else left
-        right = _operand(b, columnwise[1], compute) if right is None else right
+        result = planned_mm(left, right, bias, dtype)
+        if result is None and (of_elements := product_of(left, right)) is not None:
+            result = of_elements(left, right, bias, dtype, not use_split_accumulator)
+    if result is None:
+        exact = all(isinstance(x, QuantizedTensorStorage) or x.dtype == torch.bfloat16 for x in (a, b))
+        compute = compute_dtype(a.device, dtype, exact)
+        left, right = left or _dense(a, by_column[0], compute), right or _dense(b, by_column[1], compute)
         result = decoded_mm(left, right, bias, dtype, compute)
     if out is None:
         return result
     return out.add_(result) if accumulate else out.copy_(result)
 
 
-def _compute_dtype(a: _Matrix, b: _Matrix, out_dtype: torch.dtype) -> torch.dtype:
-    """bfloat16 where it holds the operands, is fast, and the result loses nothing to it or is wanted in it."""
-    wide = returns_float32(a.device)
-    wanted = out_dtype == torch.bfloat16 and backend_for(a.device.type) != "reference"
-    fast = wide or (wanted and product_dtype(torch.bfloat16, a.device) == torch.bfloat16)
-    exact = all(isinstance(x, QuantizedTensorStorage) or x.dtype == torch.bfloat16 for x in (a, b))
-    return torch.bfloat16 if fast and exact else torch.float32
-
-
-def _on_grid(x: QuantizedTensorStorage, columnwise: bool) -> Operand | None:
-    """Elements with scales, if the storage has such."""
-    found = x.grid_operand(columnwise=columnwise)
-    if found is None:
+def _on_grid(x: _Matrix, columnwise: bool) -> Operand | None:
+    """Elements with scales, if it is a storage that has such."""
+    if not isinstance(x, QuantizedTensorStorage) or (found := x.grid_operand(columnwise=columnwise)) is None:
         return None
-    return Operand(*found, x.column_layout_text if columnwise else x.layout_text, columnwise, x)
+    return operand_of((*found, x.column_layout_text if columnwise else x.layout_text, columnwise, x))
 
 
-def _operand(x: _Matrix, columnwise: bool, dtype: torch.dtype) -> Operand:
-    """Elements with scales, or values in ``dtype``."""
+def _dense(x: _Matrix, columnwise: bool, dtype: torch.dtype) -> Operand:
+    """Values in ``dtype``."""
     if not isinstance(x, QuantizedTensorStorage):
-        # No gradient flows through a product: layers have backward passes of their own.
         return Operand(as_matrix(x.detach()).to(dtype), columnwise=columnwise)
-    made = _on_grid(x, columnwise)
-    return made or Operand(*x.gemm_operand(columnwise=columnwise, dtype=dtype), columnwise=columnwise)
+    values, scale = x.gemm_operand(columnwise=columnwise, dtype=dtype)
+    return Operand(values, None if scale is None else scale.to(torch.float32), columnwise=columnwise)
 
 
-def _custom_owner(a: _Matrix, b: _Matrix) -> Quantizer | None:
-    for x in (a, b):
-        quantizer: Quantizer | None = getattr(x, "_quantizer", None)
-        if quantizer is not None and quantizer.custom:
-            return quantizer
-    return None
-
-
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
+def as_matrix(x: Tensor) -> Tensor:
     """``[*leading, K]`` as ``[rows, K]``; K may be 0, for which ``reshape(-1, K)`` has no answer."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _check_operands(
-    a: _Matrix, b: _Matrix, gemm_type: GemmType, bias: torch.Tensor | None, out: torch.Tensor | None
-) -> None:
+def _check_operands(a: _Matrix, b: _Matrix, gemm_type: str, bias: Tensor | None, out: Tensor | None) -> None:
     sizes = []
     for name, x, summed in zip("ab", (a, b), _GEMMS[gemm_type], strict=True):
         if not isinstance(x, QuantizedTensorStorage):
@@ -151,17 +140,15 @@ def _check_operands(
         kept, reduced = math.prod(size[:-1]), size[-1]
         sizes += [reduced, kept] if summed else [kept, reduced]
     rows, inner, columns, reduced = sizes
-    device = a.device
-    if device != b.device:
-        raise DeviceError(f"operands on {device} and {b.device}", expected="one device")
+    if a.device != b.device:
+        raise DeviceError(f"operands on {a.device} and {b.device}", expected="one device")
     if inner != reduced:
-        raise ShapeError(
-            f"{gemm_type} of {tuple(a.size())} and {tuple(b.size())}: reduced dimensions {inner} and {reduced}",
-            expected="equal ones",
-        )
+        what = f"{gemm_type} of {tuple(a.size())} and {tuple(b.size())}: reduced dimensions {inner} and {reduced}"
+        raise ShapeError(what, expected="equal ones")
     if bias is not None:
-        check_bias(bias, columns, device)
+        check_bias(bias, columns, a.device)
     if out is not None:
+        check_high_precision(out, "out")
         if tuple(out.shape) != (rows, columns):
             raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str((rows, columns)))
-        check_device(out, device, "out")
+        check_device(out, a.device, "out")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from ottava.gemm.operand import Operand, define
-from ottava.kernels.backends import backend_module
-from ottava.kernels.products import finish, mm, product, product_dtype, returns_float32
-from ottava.kernels.reference import spread
-from ottava.layout import Block, Layout
+from ottava.gemm.scaled import product_of
+from ottava.kernels import backends
+from ottava.kernels.backends import backend_for, backend_module
+from ottava.kernels.compiled import DTYPE_CODES
+from ottava.kernels.direct import is_direct
+from ottava.kernels.products import WHOLE, Rows, compute_dtype, product, product_for, product_of_blocks
+from ottava.layout import Layout
+from ottava.torch_private import any_autocast_enabled
 
 Tensor = torch.Tensor
-_WHOLE: Block = (None, None)
 
 
 class _Scratch(threading.local):
@@ -23,9 +25,12 @@ class _Scratch(threading.local):
 
     # A larger operand gets memory of its own, since its product takes much longer than the page faults.
     LARGEST = 32 << 20
+    # Of sizes that are always others, as those of texts, there would be more and more.
+    PLANS = 1024
 
     def __init__(self) -> None:
-        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self.buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
+        self.plans: dict[Any, tuple[Any, ...]] = {}
 
     def empty(self, side: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory for one of the two operands of a product on a CPU, until the next product of this thread."""
@@ -33,88 +38,90 @@ class _Scratch(threading.local):
         if like.device.type != "cpu" or size > self.LARGEST:
             return like.new_empty(like.shape, dtype=dtype)
         if self.buffers[side].numel() < size:
+            # Plans have views of the memory that is given up.
+            self.plans.clear()
             with torch.inference_mode(False):
-                self.buffers[side] = torch.empty(size, dtype=torch.uint8)
+                self.buffers[side] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self.buffers[side][:size].view(dtype).view(like.shape)
 
 
 _scratch = _Scratch()
 
 
-class _Rows(NamedTuple):
-    """A dense operand ``[outer, reduced]``, and what it lacks: None, or a scale for each block. Those of blocks that
-    are not the whole are no powers of two."""
+def _memory(side: int, operand: Operand, dtype: torch.dtype) -> tuple[Tensor, Tensor, bool, bool]:
+    """Memory for the values of an operand, the same as ``[outer, reduced]``, whether one scale is for all of them, and
+    whether scales are part of them, because they are powers of two."""
+    layout, out = Layout.of(operand.layout), _scratch.empty(side, operand.values, dtype)
+    whole = layout.block == WHOLE
+    return out, (out.t() if operand.is_turned() else out), whole, layout.rounding != "nearest" and not whole
 
-    values: Tensor
-    scales: Tensor | None
-    block: Block = _WHOLE
 
-
-def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> _Rows:
+def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> Rows:
     """Values without what would round them."""
     values, scales, text, columnwise = operand[:4]
     if not text or scales is None:
-        return _Rows(operand.rows(), scales)
-    layout = Layout.of(text)
-    whole, turned = layout.block == _WHOLE, columnwise and not layout.transposed
-    if whole and not values.is_contiguous() and values.t().is_contiguous():
-        values, turned = values.t(), not turned
-    out, backend = _scratch.empty(side, values, dtype), backend_module(values.device.type)
-    folded = layout.rounding != "nearest" and not whole
-    backend.grid_decode(values, scales if folded else None, text, columnwise, out)
-    rows = out.t() if turned else out
-    if whole or folded:
-        return _Rows(rows, None if folded else scales)
-    return _Rows(rows, scales.t() if turned else scales, layout.block)
+        return Rows(operand.rows(), scales)
+    out, rows, whole, folded = _memory(side, operand, dtype)
+    backend_module(values.device.type).grid_decode(values, scales if folded else None, text, columnwise, out)
+    if folded:
+        return Rows(rows, None)
+    return Rows(rows, scales.t() if operand.is_turned() and not whole else scales, Layout.of(text).block)
 
 
-def _sums_of_blocks(a: _Rows, b: _Rows) -> Tensor:
-    """``[M, N]`` in float32: of each block of the summed dimension the partial sum, times the scales of its rows and
-    columns, which are applied in float32."""
-    inner, turned = a.values.shape[1], b.values.t()
-    if not inner:
-        return a.values.new_zeros((len(a.values), len(b.values)), dtype=torch.float32)
-    # One factor for each row and block.
-    lefts, rights = (
-        None
-        if x.scales is None or x.block == _WHOLE
-        else spread(x.scales, (x.block[0], 1), (len(x.values), x.scales.shape[1]))
-        for x in (a, b)
-    )
-    # What has one scale along the summed dimension asks for no partial sums.
-    step, sums = math.gcd(a.block[1] or 0, b.block[1] or 0) or inner, None
-    for start in range(0, inner, step):
-        span = slice(start, start + step)
-        partial = _wide_mm(a.values[:, span], turned[span], once=a.block[1] is b.block[1] is None)
-        if lefts is not None:
-            partial.mul_(lefts[:, start // (a.block[1] or inner)].unsqueeze(1))
-        if rights is not None:
-            partial.mul_(rights[:, start // (b.block[1] or inner)])
-        sums = partial if sums is None else sums.add_(partial)
-    assert sums is not None
-    return sums
-
-
-def _wide_mm(a: Tensor, b: Tensor, once: bool) -> Tensor:
-    """The product in float32, by which blocks are summed. Where it is ``once`` that scales are applied, a CPU's fast
-    product rounds to bfloat16 before: operands are bfloat16 if the result is going to be."""
-    if a.dtype is torch.bfloat16 and returns_float32(a.device):
-        return mm(a, b, torch.float32)
-    if once and product_dtype(a.dtype, a.device) is torch.bfloat16:
-        return mm(a, b).to(torch.float32)
-    return mm(a.to(torch.float32), b.to(torch.float32))
-
-
-def _multiply(
-    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, compute_dtype: torch.dtype
-) -> Tensor:
-    left, right = _decoded(0, a, compute_dtype), _decoded(1, b, compute_dtype)
-    if left.block == right.block == _WHOLE:
+def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, compute: torch.dtype) -> Tensor:
+    left, right = _decoded(0, a, compute), _decoded(1, b, compute)
+    if left.block == right.block == WHOLE:
         return product(left.values, right.values.t(), left.scales, right.scales, bias, out_dtype)
-    scale_a, scale_b = (x.scales if x.block == _WHOLE else None for x in (left, right))
-    return finish(_sums_of_blocks(left, right), scale_a, scale_b, bias, out_dtype)
+    return product_of_blocks(left, right, bias, out_dtype)
 
 
 #: ``round(a[M, K] · b[N, K]ᵀ + bias)`` of ``(a, b, bias, out_dtype, compute_dtype)``: elements are decoded to the last,
 #: and operands without scales are of it.
 decoded_mm = define("decoded_mm", "ScalarType compute_dtype", _multiply)
+
+
+def _plan(a: Operand, b: Operand, bias_dtype: torch.dtype | None, out_dtype: torch.dtype) -> tuple[Any, ...]:
+    """What does not change between products of operands like these, whose layouts and shapes are the same.
+
+    Of each operand the function that decodes it, what that is told before and after the scales, whether these are part
+    of the values, and the values; what multiplies these. Nothing where the products are not :func:`planned_mm`'s.
+    """
+    device = a.values.device
+    if backend_for(device.type) == "reference" or product_of(a, b) is not None:
+        return ()
+    compute, sides, scaled = compute_dtype(device, out_dtype), [], False
+    for side, operand in enumerate((a, b)):
+        out, rows, whole, folded = _memory(side, operand, compute)
+        known = backend_module(device.type).decoder(out.shape, operand.layout, operand.columnwise, folded)
+        if known is None or out.nbytes > _scratch.LARGEST or not (whole or folded):
+            return ()
+        decode, between, rest = known
+        rest += out.data_ptr(), DTYPE_CODES[compute]
+        sides.append((decode, between, rest, folded, rows.t() if side else rows))
+        scaled |= whole
+    return *sides, product_for(compute, device, out_dtype, bias_dtype, scaled)
+
+
+def planned_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor | None:
+    """:data:`decoded_mm` on a CPU where nobody looks on, of elements; None for any others."""
+    left, right = a.values, b.values
+    if not left.is_cpu or not is_direct(left, a.scales, right, b.scales, bias) or any_autocast_enabled():
+        return None
+    of_bias, plans = None if bias is None else bias.dtype, _scratch.plans
+    # A plan does not outlive a change of the settings that it was made under.
+    key = a.layout, left.shape, a.columnwise, b.layout, right.shape, b.columnwise, of_bias, out_dtype, backends.changes
+    plan = plans.get(key)
+    if plan is None:
+        if len(plans) >= _scratch.PLANS:
+            plans.clear()
+        plan = plans[key] = _plan(a, b, of_bias, out_dtype)
+    if not plan:
+        return None
+    threads, values, factors = torch.get_num_threads(), [], []
+    of_left, of_right, multiply = plan
+    for (decode, between, rest, folded, rows), operand in ((of_left, a), (of_right, b)):
+        data, scales = operand.values.contiguous(), operand.scales.contiguous()  # type: ignore[union-attr]
+        decode(data.data_ptr(), *between, scales.data_ptr() if folded else 0, *rest, threads)
+        values.append(rows)
+        factors.append(None if folded else scales)
+    return multiply(*values, *factors, bias, out_dtype)  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,10 @@ class Operand(NamedTuple):
         return self.values.t() if self.is_turned() else self.values
 
 
+#: An operand of a tuple of all its fields; the constructor is a function of Python.
+operand_of: Callable[[tuple[Any, ...]], Operand] = partial(tuple.__new__, Operand)
+
+
 def fitted(rows: Tensor, outer: int, inner: int, views: bool = False) -> Tensor:
     """Bytes ``[outer, reduced]`` as a library takes them, in the same memory if it can be.
 
@@ -63,8 +68,7 @@ def fitted(rows: Tensor, outer: int, inner: int, views: bool = False) -> Tensor:
 def _padded(data: Tensor, rows: int, columns: int) -> Tensor:
     padding = [0, -data.shape[1] % columns, 0, -data.shape[0] % rows]
     if any(padding):
-        padded: Tensor = F.pad(data, padding)
-        return padded
+        return F.pad(data, padding)
     # The stride of a single row means nothing, except to the library.
     plain = data.as_strided(data.shape, (data.shape[1], 1)) if data.shape[0] == 1 else data
     return plain.clone() if plain.data_ptr() % 16 else plain
@@ -96,11 +100,7 @@ def _sizes(a: Any, b: Any, *fields: Any) -> tuple[Any, Any, Any]:
 
 
 def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``multiply(a, b, bias, out_dtype, option)`` of two operands, in graphs one operator of this name.
-
-    Args:
-        option: in the operator's schema.
-    """
+    """``multiply(a, b, bias, out_dtype, option)`` of two operands, in graphs one operator of this name and option."""
 
     def of_fields(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         return multiply(Operand(a, *rest[:3]), Operand(b, *rest[3:6]), *rest[6:])

@@ -23,16 +23,15 @@ import torch.nn.functional as F
 
 from ottava.formats import E8M0, FP8, MX_BLOCK
 from ottava.gemm.operand import Operand, define, fitted, kept
+from ottava.kernels.backends import changed
 from ottava.kernels.products import capability, finish
 from ottava.layout import Block, Layout
 from ottava.torch_private import scaled_mm
 
 Tensor = torch.Tensor
-
 _E4M3, _E5M2, _FLOAT32, _BFLOAT16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
 # The multiple that the library wants of sizes and addresses.
 _MULTIPLE = 16
-_UNALIGNED = _MULTIPLE - 1
 _SIDE = 128
 
 
@@ -44,9 +43,8 @@ def swizzle(scales: Tensor) -> Tensor:
     """
     rows, columns = scales.shape
     padded: Tensor = F.pad(scales, [0, -columns % 4, 0, -rows % 128])
-    tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(3, (-1, 4))
-    ordered: Tensor = tiles.permute(0, 3, 2, 1, 4).reshape(-1)
-    return ordered.view(torch.float8_e8m0fnu)
+    tiles: Tensor = padded.unflatten(0, (-1, 4, 32)).unflatten(3, (-1, 4))
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
 
 
 def _by_row(scales: Tensor) -> Tensor:
@@ -84,6 +82,8 @@ _BLOCKS: dict[_Scales, _Blocks] = {
 }
 
 _forced: bool | None = None
+# What was found for two layouts and hardware.
+_choices: dict[tuple[str, str, int], Callable[..., Tensor] | None] = {}
 
 
 def multiplies_fp8(operand: Tensor) -> bool:
@@ -99,26 +99,32 @@ def scaled_products(wanted: bool = True) -> Iterator[None]:
     """
     global _forced
     previous, _forced = _forced, wanted
+    changed()
     try:
         yield
     finally:
         _forced = previous
+        changed()
 
 
 def product_of(a: Operand, b: Operand) -> Callable[..., Tensor] | None:
     """What multiplies two operands, which fit together, as they are; None where they are to be decoded."""
     if not multiplies_fp8(a.values):
         return None
-    layouts = Layout.of(a.layout), Layout.of(b.layout)
-    elements = {layout.element for layout in layouts}
-    if not elements <= FP8 or elements == {_E5M2}:
+    key = a.layout, b.layout, capability(a.values)
+    # A graph is not to be made again because of a choice that was added since.
+    choices = {} if torch.compiler.is_compiling() else _choices
+    if key not in choices:
+        choices[key] = _choice(*key)
+    return choices[key]
+
+
+def _choice(left: str, right: str, hardware: int) -> Callable[..., Tensor] | None:
+    a, b = Layout.of(left), Layout.of(right)
+    if not {a.element, b.element} <= FP8 or a.element is b.element is _E5M2:
         return None
-    left, right = ((layout.block, layout.scale) for layout in layouts)
-    hardware = capability(a.values)
-    for oldest, newest, scales, multiply in PRODUCTS:
-        if oldest <= hardware <= newest and (left, right) in scales:
-            return multiply
-    return None
+    scales = (a.block, a.scale), (b.block, b.scale)
+    return next((row[3] for row in PRODUCTS if row[0] <= hardware <= row[1] and scales in row[2]), None)
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
@@ -146,7 +152,7 @@ def _direct(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype,
         inner
         and columns
         and rows > 1
-        and not (inner | columns | left.data_ptr() | right.data_ptr()) & _UNALIGNED
+        and not (inner | columns | left.data_ptr() | right.data_ptr()) & (_MULTIPLE - 1)
         and left.is_contiguous()
         and right.is_contiguous()
         and scale_a.numel() == scale_b.numel() == 1
@@ -158,7 +164,7 @@ def _direct(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype,
 
 def _fuses(bias: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether the library adds the bias as it is."""
-    return bias.dtype is out_dtype is not _FLOAT32 and bias.is_contiguous() and not bias.data_ptr() & _UNALIGNED
+    return bias.dtype is out_dtype is not _FLOAT32 and bias.is_contiguous() and not bias.data_ptr() & (_MULTIPLE - 1)
 
 
 def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
@@ -225,9 +231,8 @@ def _in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, fast: bool) -> Te
 
 def _for_library(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:
     """Elements ``[outer, reduced]``, padded, and their scales, in order."""
-    blocks, scales = _blocks(operand), operand.scales
-    assert blocks is not None
-    assert scales is not None
+    blocks: Any = _blocks(operand)
+    scales: Any = operand.scales
     data = fitted(operand.rows(), blocks.outer, blocks.inner)
     ordered = blocks.order(scales.t() if operand.is_turned() else scales)
     return data.view(Layout.of(operand.layout).element), ordered, blocks

@@ -34,6 +34,14 @@ _failures: dict[str, str] = {}
 _warned: set[str] = set()
 # Device type -> what serves it, once it was asked for: the environment is read then, and a kernel's call is short.
 _chosen: dict[str, str] = {}
+#: How often a setting has changed by which kernels and products are chosen: what was decided before may be wrong.
+changes = 0
+
+
+def changed() -> None:
+    """Count a change of a setting."""
+    global changes
+    changes += 1
 
 
 def _try_load(name: str, *, needed: bool = False) -> Any:
@@ -127,8 +135,10 @@ def use_backend(name: str) -> Iterator[None]:
     _check(name, "use_backend")
     previous, _forced = _forced, name
     _chosen.clear()
+    changed()
     try:
         yield
     finally:
         _forced = previous
         _chosen.clear()
+        changed()

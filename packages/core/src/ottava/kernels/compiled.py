@@ -8,6 +8,7 @@ kept until the call is over.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,19 +146,45 @@ class Compiled:
         source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), code
         self.native.grid_quantize(*source, *rule, largest, *results, *pointers(*scratch), *self.place(x))
 
-    def grid_decode(self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
+    def decoder(self, shape: Sequence[int], text: str, columnwise: bool, scaled: bool) -> Any:
+        """``(function, between, rest)`` for data of a shape, with their scales or as they are; None if there is none.
+
+        ``function(data, *between, scales, *rest, out, dtype, *place)`` takes addresses of contiguous tensors.
+        """
         layout, code, rule, _ = known(text)
-        plain = layout.element in FP8 and (scales is None or (layout.block == _ABSENT and not rule[0]))
-        if out.dtype is torch.float64 or not (plain or (scales is not None and self.serves(layout))):
+        if layout.element in FP8 and (not scaled or (layout.block == _ABSENT and not rule[0])):
+            return self.native.decode, (code, math.prod(shape)), ()
+        if not scaled or not self.serves(layout):
+            return None
+        rest = rule[0], *_block(layout.stored_block(columnwise))
+        return self.native.grid_decode, (code, *layout.stored_matrix(shape, columnwise)), rest
+
+    def grid_decode(self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
+        decoder = None if out.dtype is torch.float64 else self.decoder(data.shape, text, columnwise, scales is not None)
+        if decoder is None:
             reference.grid_decode(data, scales, text, columnwise, out)
             return
+        run, between, rest = decoder
         data, scales = data.contiguous(), None if scales is None else scales.contiguous()
-        factor, to = 0 if scales is None else scales.data_ptr(), (out.data_ptr(), DTYPE_CODES[out.dtype])
-        if plain:
-            self.native.decode(data.data_ptr(), code, data.numel(), factor, *to, *self.place(data))
-            return
-        of = *layout.stored_matrix(data.shape, columnwise), factor, rule[0], *_block(layout.stored_block(columnwise))
-        self.native.grid_decode(data.data_ptr(), code, *of, *to, *self.place(data))
+        to = out.data_ptr(), DTYPE_CODES[out.dtype]
+        run(data.data_ptr(), *between, *pointers(scales), *rest, *to, *self.place(data))
+
+    def epilogue32(
+        self, sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor
+    ) -> None:
+        """``sums * (scale_a * scale_b) + bias`` of a contiguous float32 matrix in float32, rounded once, into ``out``.
+
+        ``out`` is contiguous, of the same shape, and float32, bfloat16 or float16, or on a CPU ``sums`` itself; scales
+        are float32 scalars; ``bias`` has one element for each column and is of one of the three, too.
+        """
+        (rows, columns), bias = sums.shape, None if bias is None else bias.contiguous()
+        last = (
+            0 if scale_a is None else scale_a.data_ptr(),
+            0 if scale_b is None else scale_b.data_ptr(),
+            *((0, 0) if bias is None else (bias.data_ptr(), DTYPE_CODES[bias.dtype])),
+        )
+        to = out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(sums)
+        self.native.epilogue32(sums.data_ptr(), rows, columns, last, *to)
 
     # On many tensors: one call for all of them.
 

@@ -9,13 +9,12 @@ launch: nothing is copied to the device for them.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 
 from ottava.formats import FP8
 from ottava.kernels.checks import Tensor
-from ottava.kernels.compiled import DTYPE_CODES, Compiled, is_mx, matrix, pointers
+from ottava.kernels.compiled import Compiled, is_mx, matrix
 from ottava.layout import Layout
 from ottava.torch_private import raw_stream
 
@@ -101,20 +100,6 @@ class _CUDA(Compiled):
     def zeros_for(self, x: Tensor, layout: Layout) -> list[Tensor | None]:
         # For the amaxes of whole rows and columns.
         return [x.new_zeros(sum(matrix(x)), dtype=torch.float32) if layout.block == (1, None) else None]
-
-    def epilogue32(
-        self, acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
-        """``acc * (scale_a * scale_b) + bias`` of a contiguous float32 ``acc`` in float32, rounded once, into ``out``.
-
-        ``out`` is contiguous, of the same shape, and float32, bfloat16 or float16; ``bias`` has one element for each
-        column and is of one of them too.
-        """
-        held = [None if scale is None else scale.to(torch.float32) for scale in (scale_a, scale_b)]
-        held += [None if bias is None else bias.contiguous()]
-        last: Any = (*pointers(*held), 0 if bias is None else DTYPE_CODES[bias.dtype])
-        to = out.data_ptr(), DTYPE_CODES[out.dtype]
-        _cuda.epilogue32(acc.data_ptr(), *matrix(acc), last, *to, *self.place(acc))
 
 
 #: The kernels, by the names of the table.

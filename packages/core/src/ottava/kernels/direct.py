@@ -43,22 +43,17 @@ _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", 
 _STRANGE = strange_keys(_PLAIN_KEYS)
 
 
-def unobserved() -> bool:
-    """Whether nothing that is active here would see an operator: no tracing, mode, transform or profiler."""
+def is_direct(*tensors: torch.Tensor | None) -> bool:
+    """Whether a kernel on these tensors needs no operator: they are plain memory without gradient, and nobody looks."""
     # Compiled code first, which cannot look at what follows.
-    return not (
+    if (
         _is_compiling()
         or dispatch_modes()
         or function_modes()
         or transforms() is not None
         or tracing() is not None
         or profiling()
-    )
-
-
-def is_direct(*tensors: torch.Tensor | None) -> bool:
-    """Whether a kernel on these tensors needs no operator: they are plain memory without gradient, and nobody looks."""
-    if not unobserved():
+    ):
         return False
     gradients = torch.is_grad_enabled()
     for tensor in tensors:
@@ -69,3 +64,8 @@ def is_direct(*tensors: torch.Tensor | None) -> bool:
         if gradients and tensor.requires_grad:
             return False
     return True
+
+
+def unobserved() -> bool:
+    """Whether nothing that is active here would see an operator: no tracing, mode, transform or profiler."""
+    return is_direct()

@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from ottava.errors import BackendError
-from ottava.kernels.backends import backend_module
+from ottava.kernels.backends import backend_for, backend_module, changed
+from ottava.kernels.reference import spread
 from ottava.kernels.table import define_product
-from ottava.torch_private import constant_to_compiler, mkldnn_bf16_supported
+from ottava.layout import Block
+from ottava.torch_private import any_autocast_enabled, constant_to_compiler, mkldnn_bf16_supported
 
 Tensor = torch.Tensor
+_Maybe = Tensor | None
 
 #: Says what to do instead of asking torch.
 VARIABLE = "OTTAVA_CPU_PRODUCT"
-_FLOAT32 = torch.finfo(torch.float32)
+_SUMS = torch.float32
+_FLOAT32 = torch.finfo(_SUMS)
+WHOLE: Block = (None, None)
 _NAMES = {"bfloat16": True, "float32": False}
 
 # What torch (or the variable) answered, asked at the first product; None before.
@@ -81,10 +87,12 @@ def cpu_products(dtype: torch.dtype) -> Iterator[None]:
     """Inside a ``with`` block CPUs multiply bfloat16 operands as such or in float32, whatever the machine has."""
     global _bfloat16_is_fast
     before, _bfloat16_is_fast = _bfloat16_is_fast, dtype == torch.bfloat16
+    changed()
     try:
         yield
     finally:
         _bfloat16_is_fast = before
+        changed()
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -93,28 +101,25 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if slow else dtype
 
 
+def compute_dtype(device: torch.device, out_dtype: torch.dtype, exact: bool = True) -> torch.dtype:
+    """bfloat16 where it holds operands (``exact``), is fast, and the result loses nothing to it or is wanted in it."""
+    wanted = out_dtype == torch.bfloat16 and backend_for(device.type) != "reference"
+    fast = returns_float32(device) or (wanted and product_dtype(torch.bfloat16, device) == torch.bfloat16)
+    return torch.bfloat16 if fast and exact else torch.float32
+
+
 def mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype) -> Tensor:
     """The product, in the dtype of its operands if none is given, whatever torch.autocast says."""
     with without_autocast(a.device.type):
         return torch.mm(a, b, *out_dtype)
 
 
-def _addmm(bias: Tensor | None, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
-    """``factor * a @ b + bias`` in the dtype of the operands and of the bias, of sums that are rounded once."""
-    with without_autocast(a.device.type):
-        if bias is not None:
-            return torch.addmm(bias, a, b, alpha=factor)
-        nothing = a.new_empty(()).expand(a.shape[0], b.shape[1])
-        return torch.addmm(nothing, a, b, beta=0, alpha=factor)
-
-
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Inside a ``with`` block operators compute in the dtypes of what they are given."""
     # Compiled code runs the backward pass under the autocast that the forward pass was under.
-    active = torch.amp.is_autocast_available(kind) and (
-        torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)
-    )
-    return torch.autocast(kind, enabled=False) if active else nullcontext()
+    if not (torch.compiler.is_compiling() or any_autocast_enabled()) or not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def returns_float32(device: torch.device) -> bool:
@@ -123,57 +128,121 @@ def returns_float32(device: torch.device) -> bool:
 
 
 def finish(
-    sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
+    sums: Tensor, scale_a: _Maybe, scale_b: _Maybe, bias: _Maybe, out_dtype: torch.dtype, epilogue: Any = None
 ) -> Tensor:
     """``round(sums * (scale_a * scale_b) + bias)`` of contiguous float32 ``sums``, which are used up; rounded once."""
     if scale_a is None and scale_b is None and bias is None:
         return sums.to(out_dtype)
-    epilogue = getattr(backend_module(sums.device.type), "epilogue32", None)
-    if epilogue is not None:
-        out = torch.empty_like(sums, dtype=out_dtype)
-        epilogue(sums, scale_a, scale_b, bias, out)
-        return out
-    scales = [scale for scale in (scale_a, scale_b) if scale is not None]
-    if scales:
-        sums.mul_(scales[0] if len(scales) == 1 else scales[0] * scales[1])
+    out = sums if out_dtype is _SUMS and sums.is_cpu else torch.empty_like(sums, dtype=out_dtype)
+    (epilogue or backend_module(sums.device.type).epilogue32)(sums, scale_a, scale_b, bias, out)
+    return out
+
+
+# What multiplies: of (epilogue, a, b, scale_a, scale_b, bias, out_dtype), where torch.autocast is off.
+
+
+def _bare(_: Any, a: Tensor, b: Tensor, *__: Any) -> Tensor:
+    return torch.mm(a, b)
+
+
+def _biased(_: Any, a: Tensor, b: Tensor, scale_a: None, scale_b: None, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The library adds the bias to its float32 sums, which it rounds once."""
+    made = torch.addmm(bias if bias.dtype is a.dtype else bias.to(a.dtype), a, b)
+    return made if made.dtype is dtype else made.to(dtype)
+
+
+def _factored(epilogue: Any, a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Any, dtype: torch.dtype) -> Tensor:
+    """torch multiplies its float32 sums with a number, too, if that is a normal float32: it refuses larger ones, and
+    may flush smaller ones to 0."""
+    factor = math.prod([scale.item() for scale in (scale_a, scale_b) if scale is not None])
+    if not _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:
+        return _finished(epilogue, a, b, scale_a, scale_b, bias, dtype)
     if bias is not None:
-        sums.add_(bias.to(torch.float32))
-    return sums.to(out_dtype)
+        return torch.addmm(bias, a, b, alpha=factor)
+    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=factor)
 
 
-def product(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _finished(epilogue: Any, a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Any, dtype: torch.dtype) -> Tensor:
+    wide = a.dtype is not _SUMS and returns_float32(a.device)
+    sums = torch.mm(a, b, _SUMS) if wide else torch.mm(a, b)
+    return finish(sums if sums.dtype is _SUMS else sums.to(_SUMS), scale_a, scale_b, bias, dtype, epilogue)
+
+
+def product_for(
+    dtype: torch.dtype, device: torch.device, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, scaled: bool
+) -> Callable[..., Tensor]:
+    """What multiplies operands of ``dtype``, with a bias of another or none: of ``(a, b, scale_a, scale_b, bias,
+    out_dtype)``, where torch.autocast is off."""
+    narrow = dtype is out_dtype is torch.bfloat16 and bias_dtype in (None, torch.bfloat16)
+    how: Any = _factored if narrow and device.type == "cpu" and not returns_float32(device) else _finished
+    if not scaled and bias_dtype is None and dtype is out_dtype:
+        how = _bare
+    elif not scaled and (narrow or (bias_dtype is not None and dtype is _SUMS)):
+        how = _biased
+    return partial(how, backend_module(device.type).epilogue32)
+
+
+def product(a: Tensor, b: Tensor, scale_a: _Maybe, scale_b: _Maybe, bias: _Maybe, out_dtype: torch.dtype) -> Tensor:
     """The product of dense operands, times both scales, plus the bias."""
-    compute_dtype = product_dtype(a.dtype, a.device)
-    if not returns_float32(a.device) and (a.dtype is torch.float16 or a.dtype is not out_dtype):
+    device, scaled = a.device, scale_a is not None or scale_b is not None
+    compute_dtype = product_dtype(a.dtype, device)
+    if not returns_float32(device) and (a.dtype is torch.float16 or a.dtype is not out_dtype):
         # Sums in the operands' dtype would lose what the result could hold: of float16 they overflow.
-        compute_dtype = torch.float32
+        compute_dtype = _SUMS
     if compute_dtype is not a.dtype:
         a, b = a.to(compute_dtype), b.to(compute_dtype)
-    unscaled = scale_a is None and scale_b is None
-    if unscaled and bias is None and a.dtype == out_dtype:
-        return mm(a, b)
-    if unscaled and bias is not None and a.dtype == torch.float32:
-        return _addmm(bias.to(torch.float32), a, b).to(out_dtype)
-    # The library adds such a bias to its float32 sums, which it rounds once.
-    narrow = a.dtype is out_dtype is torch.bfloat16 and (bias is None or bias.dtype is torch.bfloat16)
-    wide = a.dtype != torch.float32 and returns_float32(a.device)
-    if narrow and unscaled:
-        return _addmm(bias, a, b)
-    if narrow and not wide and a.device.type == "cpu":
-        # torch multiplies its float32 sums with a number, too, if that is a normal float32: it refuses larger ones, and
-        # may flush smaller ones to 0.
-        factor = math.prod(scale.item() for scale in (scale_a, scale_b) if scale is not None)
-        if _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:
-            return _addmm(bias, a, b, factor)
-    sums = mm(a, b, torch.float32) if wide else mm(a, b).to(torch.float32)
+    multiply = product_for(compute_dtype, device, out_dtype, None if bias is None else bias.dtype, scaled)
+    with without_autocast(device.type):
+        return multiply(a, b, scale_a, scale_b, bias, out_dtype)
+
+
+# Operands whose blocks have scales.
+
+
+class Rows(NamedTuple):
+    """A dense operand ``[outer, reduced]``, and what it lacks: None, or a scale for each block. Those of blocks that
+    are not the whole are no powers of two."""
+
+    values: Tensor
+    scales: Tensor | None
+    block: Block = WHOLE
+
+
+def product_of_blocks(a: Rows, b: Rows, bias: _Maybe, out_dtype: torch.dtype) -> Tensor:
+    """``a · bᵀ`` plus the bias: of each block of the summed dimension the partial sum, times the scales of its rows and
+    columns, which are applied in float32."""
+    inner, turned = a.values.shape[1], b.values.t()
+    # One factor for each row and block.
+    lefts, rights = (
+        None
+        if x.scales is None or x.block == WHOLE
+        else spread(x.scales, (x.block[0], 1), (len(x.values), x.scales.shape[1]))
+        for x in (a, b)
+    )
+    # What has one scale along the summed dimension asks for no partial sums.
+    step, sums = math.gcd(a.block[1] or 0, b.block[1] or 0) or inner or 1, None
+    for start in range(0, inner, step):
+        span = slice(start, start + step)
+        part = _wide_mm(a.values[:, span], turned[span], once=a.block[1] is b.block[1] is None)
+        if lefts is not None:
+            part.mul_(lefts[:, start // (a.block[1] or inner)].unsqueeze(1))
+        if rights is not None:
+            part.mul_(rights[:, start // (b.block[1] or inner)])
+        sums = part if sums is None else sums.add_(part)
+    if sums is None:
+        sums = turned.new_zeros((len(a.values), len(b.values)), dtype=_SUMS)
+    scale_a, scale_b = (x.scales if x.block == WHOLE else None for x in (a, b))
     return finish(sums, scale_a, scale_b, bias, out_dtype)
+
+
+def _wide_mm(a: Tensor, b: Tensor, once: bool) -> Tensor:
+    """The product in float32, by which blocks are summed. Where it is ``once`` that scales are applied, a CPU's fast
+    product rounds to bfloat16 before: operands are bfloat16 if the result is going to be."""
+    if a.dtype is torch.bfloat16 and returns_float32(a.device):
+        return mm(a, b, torch.float32)
+    if once and product_dtype(a.dtype, a.device) is torch.bfloat16:
+        return mm(a, b).to(torch.float32)
+    return mm(a.to(torch.float32), b.to(torch.float32))
 
 
 # Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both factors and the

@@ -292,6 +292,13 @@ def grid_decode(data: Tensor, scales: Tensor | None, text: str, columnwise: bool
 # On many tensors, one after the other.
 
 
+def epilogue32(sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    scales = [scale for scale in (scale_a, scale_b) if scale is not None]
+    if scales:
+        sums = sums * (scales[0] if len(scales) == 1 else scales[0] * scales[1])
+    out.copy_(sums if bias is None else sums + bias.to(torch.float32))
+
+
 def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Every element as it counts, in one dimension."""
     return x.detach().reshape(-1).to(dtype).to(torch.float32)

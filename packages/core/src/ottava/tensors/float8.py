@@ -67,6 +67,8 @@ class Float8TensorStorage(GridTensorStorage):
     _fp8_dtype: torch.dtype
     #: The transposed data if it is held and still that of ``_data``, else None.
     _transpose = columns("_transpose", "_data")
+    # Where it is held, fresh or not.
+    _kept_transpose: Any = None
 
     @property
     def grid_layout(self) -> Layout:
@@ -107,17 +109,18 @@ class Float8TensorStorage(GridTensorStorage):
 
     @property
     def column_layout_text(self) -> str:
-        return _LAYOUTS[self._fp8_dtype, self._transpose is not None].text
+        return _LAYOUTS[self._fp8_dtype, self._kept_transpose is not None and self._transpose is not None].text
 
     def grid_operand(self, *, columnwise: bool) -> Direction | None:
         if type(self).gemm_operand is not QuantizedTensorStorage.gemm_operand:
             # A subclass whose operands are something else.
             return None
-        turned = self._transpose if columnwise else None
+        turned = self._transpose if columnwise and self._kept_transpose is not None else None
         data: Any = self._data if turned is None else turned
         data = self._in_order() if data is None else data
-        matrix = _LAYOUTS[self._fp8_dtype, turned is not None].stored_matrix(data.shape, columnwise)
-        return (data if data.dim() == 2 else data.reshape(matrix)), self._scale_inv
+        if data.dim() != 2:
+            data = data.reshape(_LAYOUTS[self._fp8_dtype, turned is not None].stored_matrix(data.shape, columnwise))
+        return data, self._scale_inv
 
 
 class Float8Tensor(GridTensor, Float8TensorStorage):

@@ -335,8 +335,9 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def grid_operand(self, *, columnwise: bool) -> Direction | None:
         data, scales = self.for_usage(columnwise)
-        matrix = self.grid_layout.stored_matrix(data.shape, columnwise)
-        return (data if data.dim() == 2 else data.reshape(matrix)), scales
+        if data.dim() != 2:
+            data = data.reshape(self.grid_layout.stored_matrix(data.shape, columnwise))
+        return data, scales
 
     def shared_with_whole(self) -> list[str]:
         if self.grid_layout.block == (None, None):
