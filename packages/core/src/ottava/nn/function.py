@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ottava.gemm import as_matrix, gemm
+from ottava.gemm import as_matrix, multiply
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.direct import unobserved
 from ottava.kernels.products import mm, product_dtype
@@ -76,7 +76,7 @@ def _product(
     if qw is None:
         quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=call.recording)
         qw = quantizer.quantize_impl(weight, dtype)
-    y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
+    y = multiply(qx, qw, "fprop", dtype, bias, None, False, False)
     if matrix is not x or torch.compiler.is_compiling() or is_view(y):
         # The output must not be a view, because an activation, say, may modify it in place.
         y = unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
@@ -146,16 +146,16 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
             quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=quantized)
             qdy = quantizer.quantize_impl(_as_operand(dy2, quantizer), dtype)
         if qw is not None:
-            dx = gemm(qdy, qw, "dgrad", out_dtype=dtype)
+            dx = multiply(qdy, qw, "dgrad", dtype)
             dx = dx if dtype is x_dtype else dx.to(x_dtype)
             dx = dx if len(x_shape) == 2 else dx.view(x_shape)
         if qx is not None:
             dy_columns = qdy if quantized else dy2.to(dtype)
             if main_grad is None:
-                dw = gemm(dy_columns, qx, "wgrad", out_dtype=dtype)
+                dw = multiply(dy_columns, qx, "wgrad", dtype)
                 dw = dw if dtype is w_dtype else dw.to(w_dtype)
             else:
-                gemm(dy_columns, qx, "wgrad", out=main_grad, accumulate=True)
+                multiply(dy_columns, qx, "wgrad", dtype, None, main_grad, True)
                 _note_added(weight)
     if b_dtype is not None:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
