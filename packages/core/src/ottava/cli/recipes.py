@@ -71,7 +71,7 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
 def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
     """One row for each that the plugin offers or is refused; a plugin without any has one among the recipes."""
 
-    found = [(s.name, s.summary, getattr(s, "capabilities", ()), "ok", "") for s in status.specs(kind)]
+    found = [(s.name, s.summary, getattr(s, "capabilities", ()), "ok", "") for s in status.offers if s.kind == kind]
     found += [(r.name, "", (), "refused", str(r.error)) for r in status.refused if r.kind == kind]
     if kind == RECIPE and not (status.offers or status.refused):
         empty = status.status == "ok"

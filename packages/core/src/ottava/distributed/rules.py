@@ -7,7 +7,6 @@ quantizer the shards are gathered, in one all-gather, and each rank quantizes th
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -83,13 +82,6 @@ class ShardRule:
 _SILENT = ShardRule()
 
 
-@functools.cache
-def _named(place: str) -> Any:
-    """The rule of a module of this package, for classes that stand below it: ``"module.Class"``."""
-    module, _, name = place.partition(".")
-    return getattr(above(module), name)()
-
-
 def rule_of(quantizer: Quantizer) -> ShardRule:
     """What the class of ``quantizer`` declares, if the declaration is of its ``quantize_impl`` and not of an older one.
 
@@ -99,7 +91,9 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
     for cls in type(quantizer).__mro__:
         found = vars(cls).get("shards")
         if isinstance(found, str):
-            found = _named(found)
+            # Classes that stand below this package name its rule: "module.Class".
+            module, _, name = found.partition(".")
+            found = cls.shards = getattr(above(module), name)()  # type: ignore[attr-defined]
         if isinstance(found, ShardRule):
             return found
         if found is not None:

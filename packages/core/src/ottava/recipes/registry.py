@@ -18,15 +18,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from ottava.errors import (
-    DuplicateRecipeError,
-    OptionError,
-    OttavaError,
-    PluginError,
-    RecipeNotFoundError,
-    listed,
-    text_of,
-)
+from ottava.errors import DuplicateRecipeError, OptionError, OttavaError, PluginError, RecipeNotFoundError, listed
 from ottava.recipes.plugins import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus, canonical, describe, disabled, load
 from ottava.recipes.spec import FactorySpec, RecipeSpec, is_name
 
@@ -71,7 +63,8 @@ def reload() -> None:
 
 def specs(kind: str) -> list[Any]:
     """The specs of one kind that can be used, by name. Nothing that they name is imported."""
-    return sorted((spec for status in plugin_statuses() for spec in status.specs(kind)), key=lambda spec: spec.name)
+    offers = (spec for status in plugin_statuses() for spec in status.offers)
+    return sorted((spec for spec in offers if spec.kind == kind), key=lambda spec: spec.name)
 
 
 def list_recipes() -> list[RecipeSpec]:
@@ -116,12 +109,12 @@ def build_recipe(name: str | os.PathLike[str], kind: type, options: dict[str, An
     except OttavaError:
         raise  # the recipe's own word on its options
     except (Exception, SystemExit) as error:
+        said = describe(error)
         # A factory that takes any keyword may hand them to one that does not.
-        said = text_of(error) if type(error) is TypeError else ""
-        refused = re.search(r"unexpected keyword argument '(\w+)'", said)
+        refused = re.match(r"TypeError: .*unexpected keyword argument '(\w+)'", said)
         if refused and refused[1] in options:
             raise OptionError(f"{provided} has no option {refused[1]!r}", expected=expected) from error
-        raise provided.error(f"cannot be built: {describe(error)}") from error
+        raise provided.error(f"cannot be built: {said}") from error
     if not isinstance(made, kind):
         raise provided.error(f"gives an object of type {type(made).__name__}", expected="an ottava.Recipe")
     return made
@@ -194,11 +187,11 @@ class Provided:
 
 
 def _find(kind: str, name: str) -> tuple[RecipeSpec | FactorySpec, PluginStatus]:
-    for status in plugin_statuses():
-        for spec in status.specs(kind):
-            if spec.name == name:
-                return spec, status
-    for refusal in (refusal for status in plugin_statuses() for refusal in status.refused):
+    statuses = plugin_statuses()
+    for spec, status in ((offer, of) for of in statuses for offer in of.offers):
+        if (spec.kind, spec.name) == (kind, name):
+            return spec, status
+    for refusal in (refusal for status in statuses for refusal in status.refused):
         if (refusal.kind, refusal.name) == (kind, name):
             raise refusal.error.with_traceback(None)
     raise _not_found(kind, name)
