@@ -269,7 +269,7 @@ class _Weight:
                 raise OptionError(what, expected=expected)
             offset = operator.index(offset)
         if rows is not None:
-            row = math.prod(self.shape[1:])
+            row: int = math.prod(self.shape[1:])
             first, own = rows.start * row, len(rows) * row
             start = first if offset is None else offset
             if held is not None and (count != own or (count and start != first)):

@@ -101,14 +101,6 @@ def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: Plugin
     return DuplicateRecipeError(what, expected="one package for each name", remedy=remedy)
 
 
-def _owner(name: str, claimants: list[PluginStatus], statuses: list[PluginStatus]) -> PluginStatus | None:
-    title = OWNER_PREFIX + canonical(name)
-    titled = [s for s in claimants if canonical(s.distribution) == title]
-    # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
-    broken = [s for s in statuses if s.status == "broken" and canonical(s.distribution) == title]
-    return titled[0] if len(titled) == 1 else broken[0] if broken and not titled else None
-
-
 def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
     """The same plugins, without what they do not get."""
     claims: dict[tuple[str, str], list[PluginStatus]] = {}
@@ -117,7 +109,10 @@ def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
             claims.setdefault((spec.kind, spec.name), []).append(status)
     lost: dict[str, dict[tuple[str, str], Refusal]] = {status.name: {} for status in statuses}
     for (kind, name), claimants in claims.items():
-        owner = _owner(name, claimants, statuses)
+        titled = [s for s in statuses if canonical(s.distribution) == OWNER_PREFIX + canonical(name)]
+        # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
+        owners = [s for s in titled if s in claimants] or [s for s in titled if s.status == "broken"][:1]
+        owner = owners[0] if len(owners) == 1 else None
         if len(claimants) > 1 or owner not in (None, claimants[0]):
             refusal = Refusal(kind, name, _conflict(kind, name, claimants, owner))
             for status in claimants:
@@ -133,14 +128,6 @@ def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
 def disabled() -> set[str]:
     """The distributions that ``OTTAVA_DISABLE_PLUGINS`` names."""
     return {canonical(name) for name in os.environ.get("OTTAVA_DISABLE_PLUGINS", "").split(",") if name.strip()}
-
-
-def _is_strict() -> bool:
-    """Whether ``OTTAVA_STRICT_PLUGINS`` turns a broken plugin into an error."""
-    value = os.environ.get("OTTAVA_STRICT_PLUGINS", "").strip().lower()
-    if value not in _WORDS:
-        raise OptionError(f"OTTAVA_STRICT_PLUGINS={value}", expected="1 or 0, true or false, yes or no, on or off")
-    return _WORDS[value]
 
 
 def discover(group: str = hookspecs.ENTRY_POINT_GROUP) -> list[PluginStatus]:
@@ -242,11 +229,13 @@ def _loaded(found: PluginStatus, strict: bool) -> PluginStatus:
 
 def load() -> list[PluginStatus]:
     """Every plugin, read now; raises as :func:`ottava.recipes.plugin_statuses`."""
-    strict = _is_strict()
+    value = os.environ.get("OTTAVA_STRICT_PLUGINS", "").strip().lower()
+    if value not in _WORDS:
+        raise OptionError(f"OTTAVA_STRICT_PLUGINS={value}", expected="1 or 0, true or false, yes or no, on or off")
     # What plugins print must not get between the lines of a listing that is read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        settled = _settle([_loaded(found, strict) for found in discover()])
+        settled = _settle([_loaded(found, strict=_WORDS[value]) for found in discover()])
     refused = [refusal for status in settled for refusal in status.refused]
-    if refused and strict:
+    if refused and _WORDS[value]:
         raise refused[0].error.with_traceback(None)
     return settled
