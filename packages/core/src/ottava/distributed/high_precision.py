@@ -63,16 +63,10 @@ class HighPrecisionWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, requires_grad: bool = False) -> HighPrecisionWeight:
-        made: HighPrecisionWeight = make_wrapper_subclass(
-            cls,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            device=values.device,
-            layout=values.layout,
-            requires_grad=requires_grad,
-        )
+        strides = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        about = {"dtype": values.dtype, "device": values.device, "layout": values.layout}
+        options = {**strides, **about, "requires_grad": requires_grad}
+        made: HighPrecisionWeight = make_wrapper_subclass(cls, values.shape, **options)
         return made
 
     def __init__(self, values: torch.Tensor, requires_grad: bool = False) -> None:

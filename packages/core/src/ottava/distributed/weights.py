@@ -117,7 +117,7 @@ class MasterWeights:
 
     def _look(self) -> None:
         with torch.no_grad():
-            weights = _checked_weights(*self._given)
+            weights = self._checked()
             self._group = _default_group(weights, self._group_given)
             for weight in weights:
                 # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale.
@@ -131,6 +131,29 @@ class MasterWeights:
         # A shard of a master that is not contiguous is a copy, which has to be made anew each time.
         self._keeps = all(master.is_contiguous() for master in self._masters)
         self._seen = self._addresses()
+
+    def _checked(self) -> list[_Weight]:
+        """All weights, or a typed error for the first thing that does not fit."""
+        models, masters, quantizers, offsets, outs = self._given
+        count = len(models) if isinstance(models, (list, tuple)) else 0
+        lists = {
+            "model_weights": models,
+            "master_weights": masters,
+            "quantizers": [quantizers] * count if isinstance(quantizers, Quantizer | None) else quantizers,
+            "start_offsets": [None] * count if offsets is None else offsets,
+            "fsdp_shard_model_weights": [None] * count if outs is None else outs,
+        }
+        for name, entries in lists.items():
+            if not isinstance(entries, (list, tuple)):
+                raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, an entry for each weight")
+            if len(entries) != count:
+                raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
+        numbered = enumerate(zip(*lists.values(), strict=True))
+        weights = [_Weight(f"weight {place}", offsets is not None, *entries) for place, entries in numbered]
+        _check_agreement(weights)
+        if outs is not None:
+            check_places([data for weight in weights for data in weight.job.output.data])
+        return weights
 
     def _addresses(self) -> list[Any]:
         """Where everything lies that is read or written, and what quantizes it."""
@@ -323,35 +346,6 @@ class _Weight:
             example = quantizer.with_usage(**usages).make_empty(shape, dtype=storage.dtype, device=storage.device)
             known[key] = same_kind(example, storage)
         return known[key]
-
-
-def _checked_weights(
-    model_weights: Sequence[Any],
-    master_weights: Sequence[torch.Tensor | None],
-    quantizers: Sequence[Quantizer | None] | Quantizer | None,
-    start_offsets: Sequence[int | None] | None,
-    outs: Sequence[Any] | None,
-) -> list[_Weight]:
-    """All of them, or a typed error for the first thing that does not fit."""
-    count = len(model_weights) if isinstance(model_weights, (list, tuple)) else 0
-    lists = {
-        "model_weights": model_weights,
-        "master_weights": master_weights,
-        "quantizers": [quantizers] * count if quantizers is None or isinstance(quantizers, Quantizer) else quantizers,
-        "start_offsets": [None] * count if start_offsets is None else start_offsets,
-        "fsdp_shard_model_weights": [None] * count if outs is None else outs,
-    }
-    for name, entries in lists.items():
-        if not isinstance(entries, (list, tuple)):
-            raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, an entry for each weight")
-        if len(entries) != count:
-            raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
-    numbered = enumerate(zip(*lists.values(), strict=True))
-    weights = [_Weight(f"weight {place}", start_offsets is not None, *entries) for place, entries in numbered]
-    _check_agreement(weights)
-    if outs is not None:
-        check_places([data for weight in weights for data in weight.job.output.data])
-    return weights
 
 
 def _check_holds(storage: QuantizedTensorStorage, what: str) -> None:
