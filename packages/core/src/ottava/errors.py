@@ -1,7 +1,5 @@
 """Typed errors. Each message names what was wrong, what was expected and the remedy."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import abc
 from typing import Any

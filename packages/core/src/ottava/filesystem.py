@@ -4,8 +4,6 @@ What is written goes to a hidden folder beside its place, and one rename gives i
 its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import glob

@@ -13,8 +13,6 @@ state over that of the others); and what ``Module`` has for classes that derive 
 ``_modules``, ``_buffers``, ``_forward_pre_hooks``, ``_load_from_state_dict``, ``_save_to_state_dict``).
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable, Sequence

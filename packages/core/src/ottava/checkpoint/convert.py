@@ -1,7 +1,5 @@
 """Files of tensors from one recipe to another, or to high precision, and what they are read from."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import re

@@ -4,8 +4,6 @@ Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors
 all else. One without the other is damage, so that no single error makes another tool's file, which nobody can check.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

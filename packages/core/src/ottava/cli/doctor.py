@@ -1,7 +1,5 @@
 """``ottava doctor``: what is installed, what is chosen, and whether the kernels agree with the reference."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

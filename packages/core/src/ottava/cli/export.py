@@ -1,7 +1,5 @@
 """``ottava export``: a file of tensors converted to another recipe, or to high precision."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import re

@@ -4,8 +4,6 @@ Other packages add commands through entry points of the group ``ottava.commands`
 :mod:`typer` takes it. They are looked for where a name is none of core's, and imported when they run or are listed.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Annotated, Any

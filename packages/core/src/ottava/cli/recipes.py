@@ -1,7 +1,5 @@
 """``ottava recipes``: what is installed, what is broken, and which layer gets what, from a recipe's own word."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Annotated, Any

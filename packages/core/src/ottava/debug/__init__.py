@@ -3,8 +3,6 @@
 Formats are names that recipes list in their specs (``fake_quant_formats``). The two per-tensor ones are core's own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

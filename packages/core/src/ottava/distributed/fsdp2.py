@@ -6,8 +6,6 @@ other ones, quantized weights are gathered for both passes in each pass, the sca
 themselves, and a flat copy of each shard in high precision stays in memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

@@ -1,7 +1,5 @@
 """Shards of weights with scales on a grid: amaxes of blocks are reduced, whatever shards cut; one call casts all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar

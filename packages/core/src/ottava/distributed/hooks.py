@@ -6,8 +6,6 @@ per-tensor recipe) are the same on every shard: checked at the first gather, and
 :meth:`ottava.Quantizer.for_shards` from then on.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Sequence

@@ -5,12 +5,10 @@ those of its shard, one all-reduce(MAX) makes them those of the whole, and each 
 quantizer the shards are gathered, in one all-gather, and each rank quantizes the whole weight.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -143,7 +141,7 @@ class ShardBatches(NamedTuple):
     gathered: GatheredBatch | None
 
     @classmethod
-    def of(cls, jobs: Sequence[ShardJob]) -> ShardBatches:
+    def of(cls, jobs: Sequence[ShardJob]) -> Self:
         """The jobs by what their quantizers declare, those with other values of its options apart."""
         together: dict[Any, list[ShardJob]] = {}
         for job in jobs:

@@ -3,8 +3,6 @@
 A shard is a range of the flattened weight.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The hooks by which a package offers recipes, found through entry points of the group ``ottava``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pluggy

@@ -4,8 +4,6 @@ What is wrong with one is reported, not raised. Of several plugins that claim a 
 takes a name over, with one exception: the distribution ``ottava-recipes-NAME`` owns NAME.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

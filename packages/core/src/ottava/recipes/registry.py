@@ -3,8 +3,6 @@
 Nothing here knows what a recipe or a quantizer is, so that :mod:`ottava.recipes.base`, which does, can ask.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import importlib
