@@ -302,9 +302,8 @@ class _Weight:
         if offset is None and held is not None and (offsets_given or count != numel):
             what = f"{self.what} has a master of {count} elements and no start offset"
             expected = f"the index of its first element among the {numel} of the weight"
-            raise OptionError(
-                what, expected=expected, remedy="pass start_offsets, with None only where the master is None"
-            )
+            remedy = "pass start_offsets, with None only where the master is None"
+            raise OptionError(what, expected=expected, remedy=remedy)
         start = offset or 0
         if not 0 <= start <= numel - count:
             expected = f"a range inside the {numel} of the weight"
@@ -327,10 +326,8 @@ class _Weight:
             return shard_output(out, self.shape, start, count, self.what)
         raw, given = ordered_bytes(storage, self.what), list(out) if isinstance(out, (list, tuple)) else [out]
         if len(given) != len(raw):
-            names = ", ".join(inner.argument for inner in raw)
-            raise ShapeError(
-                f"{what} has {len(given)} tensors of bytes", expected=f"{len(raw)}, one for each of {names}"
-            )
+            expected = f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}"
+            raise ShapeError(f"{what} has {len(given)} tensors of bytes", expected=expected)
         buffers = zip(given, raw, strict=True)
         data = [check_bytes(buffer, storage, inner, count, f"the buffer for {what}") for buffer, inner in buffers]
         rows = range(self.shape[0] if self.shape else 1)

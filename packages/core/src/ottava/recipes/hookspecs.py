@@ -1,5 +1,7 @@
 """The hooks by which a package offers recipes, found through entry points of the group ``ottava``."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import pluggy

@@ -1,5 +1,7 @@
 """What a package says of its recipes. Reading a spec imports neither torch nor the recipe."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
