@@ -127,8 +127,7 @@ def _offer(spec: Spec) -> str:
     provided = Provided(spec.kind, spec.name)
     if spec.kind == FACTORY:
         return "imported"
-    required = provided.options()[1]
-    if required:
+    if required := provided.options()[1]:
         return f"not built, it needs options: {', '.join(required)}"
     return f"built, a {type(get_recipe(spec.name)).__name__}"
 

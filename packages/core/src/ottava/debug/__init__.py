@@ -3,13 +3,14 @@
 Formats are names that recipes list in their specs (``fake_quant_formats``). The two per-tensor ones are core's own.
 """
 
+import re
 from typing import Any
 
 import torch
 
-from ottava import kernels
-from ottava.errors import DeviceError, DTypeError, OptionError, PluginError, ShapeError
+from ottava.errors import OptionError, PluginError, ShapeError
 from ottava.formats import E4M3, E5M2
+from ottava.kernels.checks import check_device, check_high_precision, check_tensor
 from ottava.layout import Layout
 from ottava.recipes.base import get_recipe
 from ottava.recipes.registry import list_recipes
@@ -37,23 +38,17 @@ def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | Non
     """
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
-    kernels.check_high_precision(tensor)
+    check_high_precision(tensor)
     # A bare storage will do: there is less to make, and nothing to trace.
     quantizer = _quantizer(fp8_format).copy()
     quantizer.internal = True
     if out is not None:
-        _check_out(tensor, out)
+        check_tensor(out, "out", tensor.dtype)
+        if out.shape != tensor.shape:
+            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(tuple(tensor.shape)))
+        check_device(out, tensor.device, "out")
     result: torch.Tensor = _FakeQuantize.apply(tensor, quantizer)  # type: ignore[no-untyped-call]
     return result if out is None else out.copy_(result)
-
-
-def _check_out(tensor: torch.Tensor, out: torch.Tensor) -> None:
-    if not isinstance(out, torch.Tensor) or out.dtype != tensor.dtype:
-        raise DTypeError(f"out is of {getattr(out, 'dtype', type(out).__name__)}", expected=str(tensor.dtype))
-    if out.shape != tensor.shape:
-        raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(tuple(tensor.shape)))
-    if out.device != tensor.device:
-        raise DeviceError(f"out is on {out.device}", expected=str(tensor.device))
 
 
 def _quantizer(fp8_format: str) -> Quantizer:
@@ -70,11 +65,9 @@ def _quantizer(fp8_format: str) -> Quantizer:
             raise PluginError(what, expected="a quantizer from its fake_quantizer()")
         return quantizer
     known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
-    element = next((f.name for f in (E4M3, E5M2) if fp8_format.endswith(f.name)), None)
-    remedy = ""
-    if element is not None and fp8_format != element:
-        # A recipe's package is named after it, and so are its formats.
-        remedy = f"pip install ottava-recipes-{fp8_format.removesuffix(element).lower()}"
+    # A recipe's package is named after it, and so are its formats.
+    found = re.fullmatch(f"(.+)({E4M3.name}|{E5M2.name})", fp8_format)
+    remedy = f"pip install ottava-recipes-{found[1].lower()}" if found else ""
     raise OptionError(f"no installed recipe serves the format {fp8_format!r}", expected=", ".join(known), remedy=remedy)
 
 

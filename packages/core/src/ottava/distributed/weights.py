@@ -5,8 +5,6 @@ give. One all-reduce(MAX) serves all weights, whatever recipes they are of; wher
 does, one all-gather brings the shards of all such weights besides. All is checked before anything is written.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence
@@ -132,7 +130,7 @@ class MasterWeights:
         self._keeps = all(master.is_contiguous() for master in self._masters)
         self._seen = self._addresses()
 
-    def _checked(self) -> list[_Weight]:
+    def _checked(self) -> "list[_Weight]":
         """All weights, or a typed error for the first thing that does not fit."""
         models, masters, quantizers, offsets, outs = self._given
         count = len(models) if isinstance(models, (list, tuple)) else 0
