@@ -155,15 +155,20 @@ class Provided:
     """What a package provides under a name, with its reference resolved."""
 
     def __init__(self, kind: str, name: str) -> None:
-        self.spec, self.status = _find(kind, name)
+        statuses, asked = plugin_statuses(), (kind, name)
+        found = [(spec, of) for of in statuses for spec in of.offers if (spec.kind, spec.name) == asked]
+        if not found:
+            refused = [lost.error for of in statuses for lost in of.refused if (lost.kind, lost.name) == asked]
+            raise refused[0].with_traceback(None) if refused else _not_found(kind, name)
+        self.spec, self.status = found[0]
         try:
-            found: object = pkgutil.resolve_name(self.spec.factory)
+            made: object = pkgutil.resolve_name(self.spec.factory)
         except (Exception, SystemExit) as error:
             what = f"cannot be imported from {self.spec.factory}: {describe(error)}"
             raise self.error(what, remedy="reinstall the package") from error
-        if not callable(found):
-            raise self.error(f"is of type {type(found).__name__}, {self.spec.factory}", expected="something to call")
-        self.resolved: Callable[..., Any] = found
+        if not callable(made):
+            raise self.error(f"is of type {type(made).__name__}, {self.spec.factory}", expected="something to call")
+        self.resolved: Callable[..., Any] = made
 
     def __str__(self) -> str:
         return f"{self.spec.kind} {self.spec.name!r}"
@@ -182,17 +187,6 @@ class Provided:
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         required = [p.name for p in named if p.default is p.empty]
         return [p.name for p in named], required, any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _find(kind: str, name: str) -> tuple[RecipeSpec | FactorySpec, PluginStatus]:
-    statuses = plugin_statuses()
-    for spec, status in ((offer, of) for of in statuses for offer in of.offers):
-        if (spec.kind, spec.name) == (kind, name):
-            return spec, status
-    for refusal in (refusal for status in statuses for refusal in status.refused):
-        if (refusal.kind, refusal.name) == (kind, name):
-            raise refusal.error.with_traceback(None)
-    raise _not_found(kind, name)
 
 
 def _not_found(kind: str, name: object) -> RecipeNotFoundError:
