@@ -10,41 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it.
-_EXPORTS = {
-    "E4M3": "ottava.formats",
-    "E5M2": "ottava.formats",
-    "E8M0": "ottava.formats",
-    "HYBRID": "ottava.formats",
-    "ConversionReport": "ottava.nn",
-    "FactorySpec": "ottava.recipes.spec",
-    "Float8Tensor": "ottava.tensors",
-    "Float8TensorStorage": "ottava.tensors",
-    "Format": "ottava.formats",
-    "GridQuantizer": "ottava.tensors",
-    "GridTensor": "ottava.tensors",
-    "GridTensorStorage": "ottava.tensors",
-    "Layout": "ottava.layout",
-    "QuantizedTensor": "ottava.tensors",
-    "QuantizedTensorStorage": "ottava.tensors",
-    "Quantizer": "ottava.tensors",
-    "QuantizerRequest": "ottava.recipes.base",
-    "QuantizerRole": "ottava.recipes.role",
-    "Recipe": "ottava.recipes.base",
-    "RecipeSpec": "ottava.recipes.spec",
-    "autocast": "ottava.recipes.region",
-    "conversion_report": "ottava.nn",
-    "convert": "ottava.nn",
-    "get_quantizer_factory": "ottava.recipes.registry",
-    "get_recipe": "ottava.recipes.base",
-    "hookimpl": "ottava.recipes.hookspecs",
-    "list_quantizer_factories": "ottava.recipes.registry",
-    "list_recipes": "ottava.recipes.registry",
-    "microbatch": "ottava.recipes.region",
-    "prepare_for_saving": "ottava.tensors",
-    "quantized_model_init": "ottava.nn",
-    "restore_from_saved": "ottava.tensors",
+# Module -> the public names that it defines.
+_NAMES = {
+    "formats": "E4M3 E5M2 E8M0 HYBRID Format",
+    "layout": "Layout",
+    "nn": "ConversionReport conversion_report convert quantized_model_init",
+    "recipes.base": "QuantizerRequest Recipe get_recipe",
+    "recipes.hookspecs": "hookimpl",
+    "recipes.region": "autocast microbatch",
+    "recipes.registry": "get_quantizer_factory list_quantizer_factories list_recipes",
+    "recipes.role": "QuantizerRole",
+    "recipes.spec": "FactorySpec RecipeSpec",
+    "tensors": "Float8Tensor Float8TensorStorage GridQuantizer GridTensor GridTensorStorage QuantizedTensor "
+    "QuantizedTensorStorage Quantizer prepare_for_saving restore_from_saved",
 }
+_EXPORTS = {name: f"ottava.{module}" for module, names in _NAMES.items() for name in names.split()}
 _SUBMODULES = (
     "checkpoint",
     "cli",

@@ -1,7 +1,5 @@
 """All-reduce(MAX) for scales and all-gather for values, which anyone may call; and ranks that fail together."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Typed errors. Each message names what was wrong, what was expected and the remedy."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import abc
 from typing import Any
@@ -18,12 +16,8 @@ class OttavaError(Exception):
 
     def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
         self.what, self.expected, self.remedy = what, expected, remedy
-        parts = [what]
-        if expected:
-            parts.append(f"Expected: {expected}")
-        if remedy:
-            parts.append(f"Remedy: {remedy}")
-        super().__init__(". ".join(part.rstrip(".") for part in parts) + ".")
+        told = {"": what, "Expected: ": expected, "Remedy: ": remedy}
+        super().__init__(". ".join(f"{word}{text}".rstrip(".") for word, text in told.items() if text) + ".")
 
 
 def text_of(error: BaseException) -> str:

@@ -4,8 +4,6 @@ What is written goes to a hidden folder beside its place, and one rename gives i
 its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import glob
@@ -81,17 +79,12 @@ def opened(path: Path) -> Iterator[int]:
 @contextlib.contextmanager
 def folders_made(path: Path) -> Iterator[None]:
     """Make a folder and those above it that are missing; what was made goes at the end if nothing is in it."""
-    made: list[Path] = []
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        for folder in reversed((path, *path.parents)):
-            if not folder.is_dir():
-                # Another process may make it meanwhile, and has it to itself.
-                with contextlib.suppress(FileExistsError):
-                    folder.mkdir()
-                    made.insert(0, folder)
+        path.mkdir(parents=True, exist_ok=True)
         yield
     finally:
-        for folder in made:
+        for folder in missing:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 

@@ -4,8 +4,6 @@ Sources: E4M3 and E5M2 follow the OCP 8-bit Floating Point Specification 1.0 (``
 ``torch.float8_e5m2``); E8M0 is the shared-scale format of the OCP Microscaling Formats Specification 1.0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

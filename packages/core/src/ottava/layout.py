@@ -5,8 +5,6 @@ one scale each. Blocks at ragged edges are smaller. Rowwise data serve products 
 those that sum over rows: their blocks are those of the transposed matrix.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -154,7 +152,7 @@ class Layout:
     # -- as text, for operators and files --
 
     @staticmethod
-    def of(text: str) -> Layout:
+    def of(text: str) -> "Layout":
         """The layout that :attr:`text` writes.
 
         Raises:

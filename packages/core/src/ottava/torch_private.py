@@ -5,18 +5,13 @@ is not found, what :class:`Fallbacks` has of the same name is bound in its place
 where that is nothing, what needs the name is refused with a BackendError.
 
 One has no equivalent and is answered for, with a warning: without ``graph_task_id`` no code counts as inside of a
-backward pass. What is recomputed there, by activation checkpointing, counts as another forward pass: it runs under the
-region that surrounds ``backward()``, or else under the bound recipe, and where no region is open it begins a step of
-its own, so that delayed scaling recomputes with other scales than it computed with. A region that stays open around
-``backward()`` serves both. FSDP2 gathers what rows and columns need at once, where it would take turns.
+backward pass (docs/limits.md says what follows). FSDP2 then gathers what rows and columns need at once, not in turns.
 
 Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2`; ``_ddp_params_and_buffers_to_ignore``, which
 ``ottava.convert`` sets for DistributedDataParallel to read (a version that does not copies the first rank's scaling
 state over that of the others); and what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``,
 ``_modules``, ``_buffers``, ``_forward_pre_hooks``, ``_load_from_state_dict``, ``_save_to_state_dict``).
 """
-
-from __future__ import annotations
 
 import itertools
 import warnings
@@ -46,6 +41,8 @@ class Fallbacks:
     dispatch_keys = staticmethod(lambda tensor: SimpleNamespace(raw_repr=lambda: -1))
     raw_stream = staticmethod(lambda device: int(torch.cuda.current_stream(device).cuda_stream))
     unsafe_view = staticmethod(lambda tensor, size: tensor.reshape(tuple(size)).clone())
+    foreach_copy_ = staticmethod(lambda to, of: [t.copy_(each) for t, each in zip(to, of, strict=True)])
+    foreach_maximum_ = staticmethod(lambda to, of: [torch.maximum(t, o, out=t) for t, o in zip(to, of, strict=True)])
 
     @staticmethod
     def any_autocast_enabled() -> bool:
@@ -59,16 +56,6 @@ class Fallbacks:
         kind = kinds.TensorWise if scale_a.numel() == scale_b.numel() == 1 else kinds.RowWise
         options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": fast}
         return functional.scaled_mm(a, b, scale_a, kind, scale_b, kind, **options)
-
-    @staticmethod
-    def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    @staticmethod
-    def foreach_maximum_(targets: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-        for target, other in zip(targets, others, strict=True):
-            torch.maximum(target, other, out=target)
 
     @staticmethod
     def mkldnn_bf16_supported() -> bool:

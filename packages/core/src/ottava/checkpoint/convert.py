@@ -1,7 +1,5 @@
 """Files of tensors from one recipe to another, or to high precision, and what they are read from."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import re
@@ -27,6 +25,8 @@ from ottava.tensors import QuantizedTensorStorage
 
 #: Names for high precision in the place of a recipe.
 HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+#: What may become of a tensor, in the words of :class:`Conversion`.
+KINDS = ("quantized", "dequantized", "cast", "copied", "dropped")
 _EMBEDDING = re.compile(r"embed|(^|\.)(emb|wte|wpe)(\.|$)", re.IGNORECASE)
 _STATE = re.compile(r"(^|\.)recipe_state\.")
 _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -130,8 +130,7 @@ def convert_file(
         tell(total, total)
         after = sum(value.nbytes for _, value in written.values())
     save_file(made, target, metadata=metadata)
-    kinds = ("quantized", "dequantized", "cast", "copied", "dropped")
-    names = {kind: tuple(name for name in ways if ways[name] == kind) for kind in kinds}
+    names = {kind: tuple(name for name in ways if ways[name] == kind) for kind in KINDS}
     return Conversion(told, **names, skipped=skipped, bytes_before=total, bytes_after=after)
 
 

@@ -4,8 +4,6 @@ Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors
 all else. One without the other is damage, so that no single error makes another tool's file, which nobody can check.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -80,7 +78,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU, meanwhile."""
     plain = {name: in_memory(name, tensor) for name, tensor in tensors.items()}
     # Some tools ask every file for its format.
-    texts = {"format": "pt", **metadata, CHECKSUM_KEY: "0" * 8}
+    texts = {"format": "pt", **metadata}
     if "__metadata__" in plain:
         raise UsageError("a tensor has the name '__metadata__'", expected="another name")
     for text in (*plain, *texts, *texts.values()):
@@ -91,17 +89,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         for n, t in plain.items()
     }
     try:
-        # The checksum is made while the bytes are written, and put in the place that was left for it.
-        with ThreadPoolExecutor(1) as thread:
-            future = thread.submit(checksum, plain, texts)
-            serialize_file(specs, path, texts)
-            found = future.result()
+        serialize_file(specs, path, texts | {CHECKSUM_KEY: (found := checksum(plain, texts))})
         # The library lets nobody else read it; its permissions are to be those of the folder, which is as new as it is.
         os.chmod(path, stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
-        with open(path, "r+b") as file:
-            header, start = file.read(8 + int.from_bytes(file.read(8), "little")), f'"{CHECKSUM_KEY}":"'.encode()
-            file.seek(8 + header.index(start) + len(start))
-            file.write(found.encode())
         sync(path)
         # What did not reach the disk is not there now, whatever was said of it.
         with safe_open(path, "pt") as written:

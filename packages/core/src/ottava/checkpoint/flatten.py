@@ -5,8 +5,6 @@ bytes, and a description. Of a sharded one, inner tensors that are gathered are 
 rows; those that serve every usage are equal on all ranks; those that derive from others, like transposes, are left out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

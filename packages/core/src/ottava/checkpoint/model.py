@@ -1,7 +1,5 @@
 """Whole models in one file: everything is read and checked before the first byte of a model changes."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings

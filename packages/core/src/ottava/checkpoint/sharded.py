@@ -3,8 +3,6 @@
 What a nested state holds besides tensors is JSON, in which every node is a dict with one key that says what it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

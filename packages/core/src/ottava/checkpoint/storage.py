@@ -4,8 +4,6 @@ The index, ``ottava.json``, is JSON with a checksum, of which nothing is code. I
 folder without it, with a damaged one, or with files that are not as long as it says, is no checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """``ottava doctor``: what is installed, what is chosen, and whether the kernels agree with the reference."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform
@@ -45,10 +43,6 @@ def _gpus() -> list[str]:
     return ["{} ({}.{})".format(torch.cuda.get_device_name(n), *torch.cuda.get_device_capability(n)) for n in numbers]
 
 
-def _devices() -> list[str]:
-    return ["cpu", *(["cuda"] if _gpus() else [])]
-
-
 def _backend(name: str, status: str) -> Check:
     """Without its kernels a GPU is served by the reference, which is slow; without a GPU nothing is amiss."""
     from ottava.kernels.backends import UNPROVEN
@@ -68,13 +62,6 @@ def _backend(name: str, status: str) -> Check:
     elif name == "cuda":
         ok, detail = True, f"{status}; torch sees no GPU that would need them"
     return Check(f"backend {name}", ok, detail)
-
-
-def _backends() -> list[Check]:
-    from ottava.kernels import available_backends, backend_for
-
-    checks = [_backend(name, status) for name, status in available_backends().items()]
-    return checks + [_examined(f"backend chosen for {d}", partial(backend_for, d)) for d in _devices()]
 
 
 def _products() -> str:
@@ -129,8 +116,7 @@ def _offer(spec: Spec) -> str:
     provided = Provided(spec.kind, spec.name)
     if spec.kind == FACTORY:
         return "imported"
-    required = provided.options()[1]
-    if required:
+    if required := provided.options()[1]:
         return f"not built, it needs options: {', '.join(required)}"
     return f"built, a {type(get_recipe(spec.name)).__name__}"
 
@@ -157,15 +143,19 @@ def examine() -> list[Check]:
     """All checks, in the order in which they are printed."""
     import torch
 
+    from ottava.kernels import available_backends, backend_for
+
+    devices = ["cpu", *(["cuda"] if _gpus() else [])]
     return [
         Check("python", True, platform.python_version()),
         Check("torch", True, str(torch.__version__)),
         _private_names(),
         Check("ottava", True, ottava.__version__),
-        *_backends(),
+        *(_backend(name, status) for name, status in available_backends().items()),
+        *(_examined(f"backend chosen for {device}", partial(backend_for, device)) for device in devices),
         _examined("bfloat16 products on cpu", _products),
         *_plugins(),
-        *map(_self_test, _devices()),
+        *map(_self_test, devices),
     ]
 
 

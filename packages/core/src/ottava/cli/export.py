@@ -1,7 +1,5 @@
 """``ottava export``: a file of tensors converted to another recipe, or to high precision."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import re
@@ -15,7 +13,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ottava.cli.output import console, say, table
-from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError
+from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError, named, translated
 from ottava.filesystem import check_file_target
 from ottava.recipes.registry import list_recipes, parse_options
 
@@ -34,27 +32,24 @@ def make_model(reference: str) -> Any:
     """The model that ``module:callable`` makes, on the meta device where it can be made there."""
     import torch
 
+    what, expected = f"--model {reference!r}", "module:callable, what makes the model without arguments"
     # As of `python -m`: what is being worked on is found.
     sys.path.insert(0, os.getcwd())
     try:
-        make: Any = pkgutil.resolve_name(reference) if ":" in reference else None
-    except (ImportError, AttributeError, ValueError) as error:
-        what = f"--model {reference!r} cannot be had: {error}"
-        raise OptionError(what, expected="module:callable, what makes the model without arguments") from error
+        with translated(f"{what} cannot be had", expected, to=OptionError):
+            make: Any = pkgutil.resolve_name(reference) if ":" in reference else None
+            if not callable(make):
+                raise ValueError("it names no callable")
     finally:
         sys.path.remove(os.getcwd())
-    if not callable(make):
-        raise OptionError(f"--model {reference!r} cannot be had: it names no callable", expected="module:callable")
-    try:
+    with named(what), translated(f"{what} fails", "what makes the model", to=UsageError):
         try:
             with torch.device("meta"):
                 made = make()
         except RuntimeError:  # what looks at values as it makes them
             made = make()
-    except Exception as error:
-        raise UsageError(f"--model {reference!r} fails: {type(error).__name__}: {error}") from error
     if not isinstance(made, torch.nn.Module):
-        raise DTypeError(f"--model {reference!r} makes a {type(made).__name__}", expected="a torch.nn.Module")
+        raise DTypeError(f"{what} makes a {type(made).__name__}", expected="a torch.nn.Module")
     return made
 
 
@@ -84,7 +79,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Convert the tensors of a file to another recipe, or to high precision."""
-    from ottava.checkpoint.convert import HIGH_PRECISION_NAMES, convert_file
+    from ottava.checkpoint.convert import HIGH_PRECISION_NAMES, KINDS, convert_file
 
     if OUT.exists() and not force:
         raise UsageError(f"{OUT} exists", expected="a new file", remedy="--force replaces it")
@@ -116,14 +111,9 @@ def export(
             raise
         expected, remedy = f"one of {', '.join(known)}", "`ottava recipes` lists what is installed"
         raise RecipeNotFoundError(error.what, expected=expected, remedy=remedy) from error
-    rows = {
-        "quantized": done.quantized,
-        "dequantized": done.dequantized,
-        "cast": done.cast,
-        "copied as they are": done.copied,
-        "dropped: scaling state of another recipe": done.dropped,
-    }
-    counts = [(kind, str(len(names))) for kind, names in rows.items() if names]
+    words = {"copied": "copied as they are", "dropped": "dropped: scaling state of another recipe"}
+    rows = [(words.get(kind, kind), getattr(done, kind)) for kind in KINDS]
+    counts = [(kind, str(len(names))) for kind, names in rows if names]
     counts += [("bytes before", decimal(done.bytes_before)), ("bytes after", decimal(done.bytes_after))]
     console().print(table(f"Converted to {done.recipe}", ("tensors", "number"), counts, right=("number",)))
     for title, listed in (("Quantized", done.quantized), ("Left alone, named as embeddings", done.skipped)):

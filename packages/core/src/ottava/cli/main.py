@@ -4,8 +4,6 @@ Other packages add commands through entry points of the group ``ottava.commands`
 :mod:`typer` takes it. They are looked for where a name is none of core's, and imported when they run or are listed.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -35,13 +33,11 @@ def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
     owners = " and by ".join(f"{found.distribution} {found.version}" for found in offers)
     if len(offers) > 1:
         raise PluginError(f"the command {name!r} is offered by {owners}", remedy="uninstall one")
-    entry: Any = offers[0].entry
     try:
-        function: Callable[..., Any] = entry.load()
+        return offers[0].entry.load()  # type: ignore[union-attr, no-any-return]
     except (Exception, SystemExit) as error:
         what = f"the command {name!r} of {owners} cannot be imported: {describe(error)}"
         raise PluginError(what, remedy="reinstall the package, or report it to its authors") from error
-    return function
 
 
 def _command(name: str, function: Callable[..., Any], text: str, **settings: Any) -> Any:

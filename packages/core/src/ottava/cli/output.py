@@ -1,7 +1,5 @@
 """How commands print: tables and sentences for people, JSON for programs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any

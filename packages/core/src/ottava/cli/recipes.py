@@ -1,7 +1,5 @@
 """``ottava recipes``: what is installed, what is broken, and which layer gets what, from a recipe's own word."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,26 +68,18 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
 
 def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
     """One row for each that the plugin offers or is refused; a plugin without any has one among the recipes."""
-
-    found = [(s.name, s.summary, getattr(s, "capabilities", ()), "ok", "") for s in status.specs(kind)]
+    found = [(s.name, s.summary, getattr(s, "capabilities", ()), "ok", "") for s in status.offers if s.kind == kind]
     found += [(r.name, "", (), "refused", str(r.error)) for r in status.refused if r.kind == kind]
     if kind == RECIPE and not (status.offers or status.refused):
         empty = status.status == "ok"
         word, error = ("empty", "it offers nothing") if empty else (status.status, status.error)
         found.append(("", "", (), word, error))
-    return [
-        {
-            "name": name,
-            "summary": summary,
-            **({"capabilities": list(capabilities)} if kind == RECIPE else {}),
-            "plugin": status.name,
-            "distribution": status.distribution,
-            "version": status.version,
-            "status": word,
-            "error": error,
-        }
-        for name, summary, capabilities, word, error in found
-    ]
+    package: dict[str, Any] = {"plugin": status.name, "distribution": status.distribution, "version": status.version}
+    rows = []
+    for name, summary, capabilities, word, error in found:
+        able: dict[str, Any] = {"capabilities": list(capabilities)} if kind == RECIPE else {}
+        rows.append({"name": name, "summary": summary, **able, **package, "status": word, "error": error})
+    return rows
 
 
 def recipes(

@@ -1,5 +1,84 @@
-"""What helps to find out what FP8 does to a model."""
+"""What helps to find out what FP8 does to a model: ``fake_quantize``, what a tensor looks like after FP8.
 
-from ottava.debug.fake_quant import fake_quantize
+Formats are names that recipes list in their specs (``fake_quant_formats``). The two per-tensor ones are core's own.
+"""
+
+import re
+from typing import Any
+
+import torch
+
+from ottava.errors import OptionError, PluginError, ShapeError
+from ottava.formats import E4M3, E5M2
+from ottava.kernels.checks import check_device, check_high_precision, check_tensor
+from ottava.layout import Layout
+from ottava.recipes.base import get_recipe
+from ottava.recipes.registry import list_recipes
+from ottava.tensors import GridQuantizer, QuantizedTensorStorage, Quantizer
 
 __all__ = ["fake_quantize"]
+
+_PER_TENSOR = {f"FP8{f.name}": Layout(f.torch_dtype, (None, None), columnwise="same") for f in (E4M3, E5M2)}
+
+
+def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantize and dequantize; the gradient is that of the identity.
+
+    Args:
+        tensor: float32, bfloat16 or float16, any shape.
+        fp8_format: ``"FP8E4M3"`` or ``"FP8E5M2"`` for one scale a tensor, from its amax; or a format of an installed
+            recipe, which its spec lists (``fake_quant_formats``).
+            Values next to the largest of ``tensor``'s dtype may become infinite: a format rounds them up.
+        out: where to write the result, of the same shape, dtype and device.
+
+    Raises:
+        DTypeError: the tensor is not of a high-precision dtype, or ``out`` has another one.
+        ShapeError, DeviceError: ``out`` does not fit.
+        OptionError: no installed recipe serves the format; the message says which package to install.
+    """
+    if isinstance(tensor, QuantizedTensorStorage):
+        tensor = tensor.dequantize()
+    check_high_precision(tensor)
+    # A bare storage will do: there is less to make, and nothing to trace.
+    quantizer = _quantizer(fp8_format).copy()
+    quantizer.internal = True
+    if out is not None:
+        check_tensor(out, "out", tensor.dtype)
+        if out.shape != tensor.shape:
+            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(tuple(tensor.shape)))
+        check_device(out, tensor.device, "out")
+    result: torch.Tensor = _FakeQuantize.apply(tensor, quantizer)  # type: ignore[no-untyped-call]
+    return result if out is None else out.copy_(result)
+
+
+def _quantizer(fp8_format: str) -> Quantizer:
+    """The quantizer of a per-tensor format, or of the recipe that serves the format."""
+    if not isinstance(fp8_format, str):
+        raise OptionError(f"fp8_format is {fp8_format!r}", expected="the name of a format, for example 'FP8E4M3'")
+    if fp8_format in _PER_TENSOR:
+        return GridQuantizer(_PER_TENSOR[fp8_format], columnwise=False)
+    specs = list_recipes()
+    for spec in (spec for spec in specs if fp8_format in spec.fake_quant_formats):
+        quantizer = get_recipe(spec.name).fake_quantizer(fp8_format)
+        if quantizer is None:
+            what = f"recipe {spec.name!r} lists the format {fp8_format!r} and has no quantizer for it"
+            raise PluginError(what, expected="a quantizer from its fake_quantizer()")
+        return quantizer
+    known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
+    # A recipe's package is named after it, and so are its formats.
+    found = re.fullmatch(f"(.+)({E4M3.name}|{E5M2.name})", fp8_format)
+    remedy = f"pip install ottava-recipes-{found[1].lower()}" if found else ""
+    raise OptionError(f"no installed recipe serves the format {fp8_format!r}", expected=", ".join(known), remedy=remedy)
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """Quantization and dequantization with the straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+        values: torch.Tensor = quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None

@@ -6,8 +6,6 @@ other ones, quantized weights are gathered for both passes in each pass, the sca
 themselves, and a flat copy of each shard in high precision stays in memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys
@@ -83,10 +81,8 @@ class GatheredParameter(NamedTuple):
 def gathered_together(module: Any) -> list[GatheredParameter]:
     """The parameters that are gathered in one collective with those of ``module``, if that can be known."""
     with contextlib.suppress(*_OTHERWISE):
-        return [
-            GatheredParameter(local_tensor(p.sharded_param), p._orig_size, p._module_info.module)
-            for p in _group_and_state(module)[0].fsdp_params
-        ]
+        all_of = _group_and_state(module)[0].fsdp_params
+        return [GatheredParameter(local_tensor(p.sharded_param), p._orig_size, p._module_info.module) for p in all_of]
     return []
 
 

@@ -1,7 +1,5 @@
 """Shards of weights with scales on a grid: amaxes of blocks are reduced, whatever shards cut; one call casts all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -69,18 +67,14 @@ class GridBatch(ShardBatch):
                 if usage not in data:
                     continue
                 place = len(sides) * at + columnwise * (len(sides) - 1)
-                own = [self._of_blocks(each[place], bool(columnwise), matrices[at]) for each in made]
+                own = [each[place] for each in made]
+                if layout.shared is not None:
+                    common, own = own, [each.new_empty(layout.grid(matrices[at], bool(columnwise))) for each in own]
+                    self._spread += [(o, c, bool(columnwise), matrices[at]) for o, c in zip(own, common, strict=True)]
                 self._pairs[columnwise][at] = own[0], data[usage]
                 self._held += job.output.places(scales[usage] if usage in scales else scales["both"], own[-1])
         # After a call that raised nothing the same arguments are not looked at again.
         self._seen, self._cast = False, False
-
-    def _of_blocks(self, common: torch.Tensor, columnwise: bool, matrix: Size) -> torch.Tensor:
-        if self._layout.shared is None:
-            return common
-        spread = common.new_empty(self._layout.grid(matrix, columnwise))
-        self._spread.append((spread, common, columnwise, matrix))
-        return spread
 
     def amaxes(self) -> torch.Tensor:
         amaxes = kernels.grid_multi_amax(*self._places, checked=self._seen)

@@ -5,8 +5,6 @@ parameters of a group are reduced at once, when the first of them is gathered. W
 cut blocks, a quantizer that has to see all values) the values themselves are gathered, and quantized by the layer.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Sequence
@@ -42,11 +40,10 @@ _KEEPS_CLASS = {
     *aten_overloads("_pin_memory", "_to_copy"),
 }
 
-# Module that owns a parameter -> the version and the dtype of its values, and its shard as it was quantized of them
-# together with those of its group.
-_quantized: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, torch.dtype, QuantizedTensor]] = (
-    weakref.WeakKeyDictionary()
-)
+# The version and the dtype of values, and the shard that was quantized of them together with those of its group.
+_Made = tuple[int, torch.dtype, QuantizedTensor]
+# By the module that owns the parameter.
+_quantized: weakref.WeakKeyDictionary[torch.nn.Module, _Made] = weakref.WeakKeyDictionary()
 # The first module of a group -> the versions of all values and the reduced amaxes of the weights, of the last gather.
 _amaxes: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[int], list[torch.Tensor]]] = weakref.WeakKeyDictionary()
 
@@ -62,17 +59,11 @@ class HighPrecisionWeight(torch.Tensor):
     _plain: torch.Tensor
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, requires_grad: bool = False) -> HighPrecisionWeight:
-        made: HighPrecisionWeight = make_wrapper_subclass(
-            cls,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            device=values.device,
-            layout=values.layout,
-            requires_grad=requires_grad,
-        )
+    def __new__(cls, values: torch.Tensor, requires_grad: bool = False) -> "HighPrecisionWeight":
+        strides = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        about = {"dtype": values.dtype, "device": values.device, "layout": values.layout}
+        options = {**strides, **about, "requires_grad": requires_grad}
+        made: HighPrecisionWeight = make_wrapper_subclass(cls, values.shape, **options)
         return made
 
     def __init__(self, values: torch.Tensor, requires_grad: bool = False) -> None:
@@ -102,7 +93,7 @@ class HighPrecisionWeight(torch.Tensor):
         return ["_plain"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> HighPrecisionWeight:
+    def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> "HighPrecisionWeight":
         return HighPrecisionWeight(inner["_plain"])
 
     __torch_function__ = disabled_torch_function
@@ -191,7 +182,7 @@ def _quantize_together(parameters: Sequence[GatheredParameter], param_dtype: tor
     """Quantize the shards of parameters that are gathered together, with one all-reduce for all that need any."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     jobs: dict[torch.nn.Module, ShardJob] = {}
-    made: dict[torch.nn.Module, tuple[int, torch.dtype, QuantizedTensor]] = {}
+    made: dict[torch.nn.Module, _Made] = {}
     for shard, size, module in parameters:
         weight: Any = shard
         values, dtype = weight.high_precision(), param_dtype or weight.dtype

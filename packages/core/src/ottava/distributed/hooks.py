@@ -1,15 +1,10 @@
 """FSDP2's hooks of quantized tensors, derived from the storage declaration.
 
 A gather moves the inner tensors that are declared with ``gather=True``, as bytes, and builds the whole tensor around
-them. Where rows and columns have data of their own, the gather of the forward pass moves the rowwise and that of the
-backward pass the columnwise; both are moved when the weight is kept between the two.
-
-Inner tensors that serve every usage and are not gathered (the scale of a per-tensor recipe) are the same on every
-shard: checked at the first gather, and kept so by :meth:`ottava.Quantizer.for_shards` from then on. What derives from
-gathered bytes, a transpose for example, is not moved but made again where it is needed.
+them; what derives from them is made again. Inner tensors that serve every usage and are not gathered (the scale of a
+per-tensor recipe) are the same on every shard: checked at the first gather, and kept so by
+:meth:`ottava.Quantizer.for_shards` from then on.
 """
-
-from __future__ import annotations
 
 import math
 import weakref

@@ -5,13 +5,10 @@ those of its shard, one all-reduce(MAX) makes them those of the whole, and each 
 quantizer the shards are gathered, in one all-gather, and each rank quantizes the whole weight.
 """
 
-from __future__ import annotations
-
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -83,13 +80,6 @@ class ShardRule:
 _SILENT = ShardRule()
 
 
-@functools.cache
-def _named(place: str) -> Any:
-    """The rule of a module of this package, for classes that stand below it: ``"module.Class"``."""
-    module, _, name = place.partition(".")
-    return getattr(above(module), name)()
-
-
 def rule_of(quantizer: Quantizer) -> ShardRule:
     """What the class of ``quantizer`` declares, if the declaration is of its ``quantize_impl`` and not of an older one.
 
@@ -99,7 +89,9 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
     for cls in type(quantizer).__mro__:
         found = vars(cls).get("shards")
         if isinstance(found, str):
-            found = _named(found)
+            # Classes that stand below this package name its rule: "module.Class".
+            module, _, name = found.partition(".")
+            found = cls.shards = getattr(above(module), name)()  # type: ignore[attr-defined]
         if isinstance(found, ShardRule):
             return found
         if found is not None:
@@ -149,7 +141,7 @@ class ShardBatches(NamedTuple):
     gathered: GatheredBatch | None
 
     @classmethod
-    def of(cls, jobs: Sequence[ShardJob]) -> ShardBatches:
+    def of(cls, jobs: Sequence[ShardJob]) -> Self:
         """The jobs by what their quantizers declare, those with other values of its options apart."""
         together: dict[Any, list[ShardJob]] = {}
         for job in jobs:

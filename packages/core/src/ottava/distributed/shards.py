@@ -3,8 +3,6 @@
 A shard is a range of the flattened weight.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -138,8 +136,7 @@ def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows
     """Refuse rows of a weight of ``size`` that cut blocks of those inner tensors that are gathered, and vectors, which
     are one row of blocks."""
     leading = math.prod(size[1:-1])
-    for inner in inner_tensors:
-        step = inner.block_rows if inner.gather else None
+    for inner, step in ((inner, inner.block_rows) for inner in inner_tensors if inner.gather):
         if step is None:
             continue
         if len(size) < 2:

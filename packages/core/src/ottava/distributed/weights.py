@@ -2,23 +2,24 @@
 
 Afterwards every rank's shard has the bytes, and every rank the scales, that quantizing the whole weight at once would
 give. One all-reduce(MAX) serves all weights, whatever recipes they are of; where amaxes do not say what a quantizer
-does, one all-gather brings the shards of all such weights besides.
+does, one all-gather brings the shards of all such weights besides. All is checked before anything is written.
 """
 
-from __future__ import annotations
-
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ottava.distributed.arguments import checked_weights, default_group
-from ottava.distributed.rules import ShardBatches
-from ottava.distributed.shards import check_bytes, check_places
-from ottava.errors import DTypeError, ShapeError, UsageError
+from ottava.collectives import check_group, find_group
+from ottava.distributed.rules import ShardBatches, rule_of
+from ottava.distributed.shards import ShardJob, ShardOutput, check_bytes, check_places, ordered_bytes, shard_output
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.kernels.checks import check_device, check_high_precision
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava.tensors.declaration import check_flag
-from ottava.torch_private import local_tensor
+from ottava.tensors.declaration import check_flag, same_kind
+from ottava.torch_private import is_distributed, local_tensor
 
 
 def quantize_master_weights(
@@ -114,8 +115,8 @@ class MasterWeights:
 
     def _look(self) -> None:
         with torch.no_grad():
-            weights = checked_weights(*self._given)
-            self._group = default_group(weights, self._group_given)
+            weights = self._checked()
+            self._group = _default_group(weights, self._group_given)
             for weight in weights:
                 # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale.
                 weight.storage._whole = None
@@ -128,6 +129,29 @@ class MasterWeights:
         # A shard of a master that is not contiguous is a copy, which has to be made anew each time.
         self._keeps = all(master.is_contiguous() for master in self._masters)
         self._seen = self._addresses()
+
+    def _checked(self) -> "list[_Weight]":
+        """All weights, or a typed error for the first thing that does not fit."""
+        models, masters, quantizers, offsets, outs = self._given
+        count = len(models) if isinstance(models, (list, tuple)) else 0
+        lists = {
+            "model_weights": models,
+            "master_weights": masters,
+            "quantizers": [quantizers] * count if isinstance(quantizers, Quantizer | None) else quantizers,
+            "start_offsets": [None] * count if offsets is None else offsets,
+            "fsdp_shard_model_weights": [None] * count if outs is None else outs,
+        }
+        for name, entries in lists.items():
+            if not isinstance(entries, (list, tuple)):
+                raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, an entry for each weight")
+            if len(entries) != count:
+                raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
+        numbered = enumerate(zip(*lists.values(), strict=True))
+        weights = [_Weight(f"weight {place}", offsets is not None, *entries) for place, entries in numbered]
+        _check_agreement(weights)
+        if outs is not None:
+            check_places([data for weight in weights for data in weight.job.output.data])
+        return weights
 
     def _addresses(self) -> list[Any]:
         """Where everything lies that is read or written, and what quantizes it."""
@@ -219,3 +243,162 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None
         what = f"{type(x).__name__} is neither quantizer nor tensor"
         raise DTypeError(what, expected="a quantizer, a tensor or None")
     return isinstance(x, (Quantizer, QuantizedTensorStorage)) and x.custom
+
+
+class _Weight:
+    """One weight, checked: what errors call it, and what its quantizer is told.
+
+    Attributes:
+        storage: the quantized data that this rank has: the whole weight, or its rows.
+        group: the ranks that share the weight, if it says so itself.
+    """
+
+    def __init__(
+        self, what: str, offsets_given: bool, weight: Any, master: Any, quantizer: Any, offset: Any, out: Any
+    ) -> None:
+        self.what, self.storage, (rows, self.group) = what, local_tensor(weight), _rows_of(weight, what)
+        storage = self.storage
+        if not isinstance(storage, QuantizedTensorStorage):
+            remedy = "leave weights in high precision out: their optimizer writes them itself"
+            raise DTypeError(f"{what} is a {type(storage).__name__}", expected="a quantized tensor", remedy=remedy)
+        quantizer = storage._quantizer if quantizer is None else quantizer
+        if quantizer is None:
+            raise UsageError(f"{what} has no quantizer", remedy="pass quantizers, or set one with update_quantizer()")
+        if not isinstance(quantizer, Quantizer):
+            raise DTypeError(f"the quantizer of {what} is a {type(quantizer).__name__}", expected="an ottava.Quantizer")
+        self.shape, held = tuple(weight.size()), None if master is None else local_tensor(master)
+        if isinstance(held, QuantizedTensorStorage):
+            raise DTypeError(f"the master of {what} is quantized", expected="a dense tensor, or None for no shard")
+        if held is not None:
+            check_high_precision(held, f"the master of {what}")
+            check_device(held, storage.device, f"the master of {what}")
+        start = self._start(offset, offsets_given, None if held is None else held.numel(), rows)
+        _check_holds(storage, what)
+        if storage._whole is not None and storage is weight:
+            raise UsageError(f"{what} is a view of another tensor, whose scale it has", remedy="give the whole tensor")
+        empty = torch.empty(0, dtype=torch.float32, device=storage.device)
+        shard = empty if held is None else held.detach().reshape(-1)
+        output = self._output(out, start, shard.numel())
+        self.job = ShardJob(quantizer, shard, self.shape, storage.dtype, start, output)
+
+    def _start(self, offset: Any, offsets_given: bool, held: int | None, rows: range | None) -> int:
+        """Where a shard of so many elements starts; it must lie in the weight, or be the rows of it that are here."""
+        numel, count, what = math.prod(self.shape), held or 0, f"the master of {self.what}"
+        if offset is not None:
+            if isinstance(offset, bool) or not hasattr(offset, "__index__"):
+                what, expected = f"the start offset of {self.what} is {offset!r}", "an integer, or None for no shard"
+                raise OptionError(what, expected=expected)
+            offset = operator.index(offset)
+        if rows is not None:
+            row: int = math.prod(self.shape[1:])
+            first, own = rows.start * row, len(rows) * row
+            start = first if offset is None else offset
+            if held is not None and (count != own or (count and start != first)):
+                kind, expected = OptionError if count == own else ShapeError, f"{own} from {first} on, its rows here"
+                raise kind(f"{what} has {count} elements from {start} on", expected=expected)
+            return first
+        if offset is None and held is not None and (offsets_given or count != numel):
+            what = f"{self.what} has a master of {count} elements and no start offset"
+            expected = f"the index of its first element among the {numel} of the weight"
+            remedy = "pass start_offsets, with None only where the master is None"
+            raise OptionError(what, expected=expected, remedy=remedy)
+        start = offset or 0
+        if not 0 <= start <= numel - count:
+            expected = f"a range inside the {numel} of the weight"
+            raise ShapeError(f"{what} has {count} elements from {start} on", expected=expected)
+        return 0 if held is None else start
+
+    def _output(self, out: Any, start: int, count: int) -> ShardOutput:
+        """Where a shard goes: into the weight itself, into another tensor that is the shard, or into bytes."""
+        what, storage = f"the shard of {self.what}", self.storage
+        if isinstance(out, (list, tuple)):
+            # TransformerEngine's users write a pair with None for what there is no shard of.
+            out = [buffer for buffer in out if buffer is not None] or None
+        out = storage if out is None else out
+        if isinstance(out, QuantizedTensorStorage):
+            _check_holds(out, what)
+            if not same_kind(out, storage):
+                raise DTypeError(f"{what} is of another kind", expected=f"a {type(storage).__name__} like it")
+            if out.device != storage.device:
+                raise DeviceError(f"{what} is on {out.device}, the weight on {storage.device}")
+            return shard_output(out, self.shape, start, count, self.what)
+        raw, given = ordered_bytes(storage, self.what), list(out) if isinstance(out, (list, tuple)) else [out]
+        if len(given) != len(raw):
+            expected = f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}"
+            raise ShapeError(f"{what} has {len(given)} tensors of bytes", expected=expected)
+        buffers = zip(given, raw, strict=True)
+        data = [check_bytes(buffer, storage, inner, count, f"the buffer for {what}") for buffer, inner in buffers]
+        rows = range(self.shape[0] if self.shape else 1)
+        return ShardOutput(storage, tuple(buffer.view(-1).view(torch.uint8) for buffer in data), rows)
+
+    def fits(self, known: dict[Any, bool]) -> bool:
+        """Whether what the quantizer makes is of the weight's kind; ``known`` has what was found before."""
+        storage, quantizer, usages = self.storage, self.job.quantizer, self.storage.get_usages()
+        static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
+        shape = (1,) * len(self.shape)
+        key = (type(storage), static, tuple(usages.values()), storage.dtype, shape, quantizer)
+        if key not in known:
+            example = quantizer.with_usage(**usages).make_empty(shape, dtype=storage.dtype, device=storage.device)
+            known[key] = same_kind(example, storage)
+        return known[key]
+
+
+def _check_holds(storage: QuantizedTensorStorage, what: str) -> None:
+    if not any(storage.get_usages().values()):
+        raise UsageError(f"{what} holds no data to write to", remedy="it was cleared or saved")
+
+
+def _rows_of(weight: Any, what: str) -> tuple[range | None, Any]:
+    """The rows of a DTensor that are here, and the group that has them all."""
+    if not is_distributed(weight):
+        return None, None
+    sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if not sharded:
+        return range(weight.shape[0]), None
+    placement = weight.placements[sharded[0]]
+    if len(sharded) > 1 or not placement.is_shard(0):
+        what = f"{what} is placed as {weight.placements}"
+        raise ShapeError(what, expected="rows sharded along one dimension of the mesh, as fully_shard does")
+    mesh, rows = weight.device_mesh, weight.shape[0]
+    chunk = math.ceil(rows / mesh.size(sharded[0]))
+    start = min(mesh.get_local_rank(sharded[0]) * chunk, rows)
+    return range(start, min(start + chunk, rows)), mesh.get_group(sharded[0])
+
+
+def _check_agreement(weights: Sequence[_Weight]) -> None:
+    """What must be the same in a batch: the device, and the options that a class of quantizers names."""
+    seen: dict[type[Quantizer], _Weight] = {}
+    places: dict[int, _Weight] = {}
+    fitting: dict[Any, bool] = {}
+    for weight in weights:
+        what, storage, quantizer = weight.what, weight.storage, weight.job.quantizer
+        twin, first = places.setdefault(id(storage), weight), seen.setdefault(type(quantizer), weight)
+        if twin is not weight:
+            expected, remedy = "each weight once, with one shard on a rank", "list weights that layers share once"
+            raise OptionError(f"{what} is {twin.what} again", expected=expected, remedy=remedy)
+        if not weight.fits(fitting):
+            what = f"the quantizer of {what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}"
+            remedy = "leave quantizers out, or make the weight with this quantizer"
+            raise DTypeError(what, expected="a quantizer of its format and options, whatever the shape", remedy=remedy)
+        if storage.device != weights[0].storage.device:
+            what = f"{what} is on {storage.device}, {weights[0].what} on {weights[0].storage.device}"
+            raise DeviceError(what, expected="one device for a batch")
+        for name in rule_of(quantizer).options:
+            own, other = getattr(quantizer, name), getattr(first.job.quantizer, name)
+            if own != other:
+                what = f"{name} is {own!r} for {what} and {other!r} for {first.what}"
+                expected = "one value for all weights of a batch"
+                raise OptionError(what, expected=expected, remedy="quantize them in two batches")
+
+
+def _default_group(weights: Sequence[_Weight], group: Any) -> Any:
+    """The group to reduce over: the one given, that of the sharded weights, or None for the default group."""
+    check_group(group)
+    if group is not None:
+        return find_group(group)
+    groups = {weight.group.group_name: weight.group for weight in weights if weight.group is not None}
+    if len(groups) > 1:
+        what = f"the weights are sharded over {len(groups)} groups"
+        remedy = "quantize the weights of each group by themselves, or pass a group that contains them all"
+        raise OptionError(what, expected="one group for a batch", remedy=remedy)
+    return next(iter(groups.values()), None)

@@ -55,9 +55,8 @@ class Recipe(ABC):
         if isinstance(factory, str):
             factory = get_quantizer_factory(factory)
         if factory is not None and not callable(factory):
-            raise DTypeError(
-                f"the factory is a {type(factory).__name__}", expected="a callable factory(role), or a name"
-            )
+            what, expected = f"the factory is a {type(factory).__name__}", "a callable factory(role), or a name"
+            raise DTypeError(what, expected=expected)
         # Recipes may be frozen dataclasses: their fields say what they do, the factory is set over them.
         object.__setattr__(self, "_factory", factory)
 

@@ -1,7 +1,5 @@
 """What serves a role, in words: for people who ask which layer gets what."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,7 +41,7 @@ class Explanation:
     place: str = ""
 
 
-def words(quantizer: Quantizer, name: str = "") -> str:
+def words(quantizer: "Quantizer", name: str = "") -> str:
     """A quantizer in words: ``name``, or that of its class, and its element format if it has one."""
     import torch
 

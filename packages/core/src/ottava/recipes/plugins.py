@@ -4,8 +4,6 @@ What is wrong with one is reported, not raised. Of several plugins that claim a 
 takes a name over, with one exception: the distribution ``ottava-recipes-NAME`` owns NAME.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -26,7 +24,7 @@ from ottava.recipes.spec import API_VERSION, FactorySpec, RecipeSpec, Spec
 
 RECIPE, FACTORY = RecipeSpec.kind, FactorySpec.kind
 OWNER_PREFIX = "ottava-recipes-"
-# Hook -> what it gives, in the order of the fields of a status.
+# Hook -> what it gives.
 _HOOKS: dict[str, type[Spec]] = {"ottava_recipes": RecipeSpec, "ottava_quantizer_factories": FactorySpec}
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("", "0", "false", "no", "off"), False)
 # Files and folders (pluggy's, importlib's, Ottava's own) whose lines in a traceback are not a plugin's.
@@ -57,8 +55,7 @@ class PluginStatus:
         entry: the entry point itself; None where what is wrong is the distribution.
         status: ``"ok"``, ``"broken"`` or ``"disabled"``.
         error: why it is broken.
-        recipes: the specs that it offers.
-        quantizer_factories: the named quantizer factories that it offers.
+        offers: the specs of recipes and of named quantizer factories that it offers.
         refused: what it offers under names that are another's, or that two packages claim.
     """
 
@@ -68,8 +65,7 @@ class PluginStatus:
     entry: EntryPoint | None = field(default=None, repr=False)
     status: str = "ok"
     error: str = ""
-    recipes: tuple[RecipeSpec, ...] = ()
-    quantizer_factories: tuple[FactorySpec, ...] = ()
+    offers: tuple[RecipeSpec | FactorySpec, ...] = ()
     refused: tuple[Refusal, ...] = ()
 
     @property
@@ -82,13 +78,12 @@ class PluginStatus:
         return [*([self.error] if self.error else []), *(str(refusal.error) for refusal in self.refused)]
 
     @property
-    def offers(self) -> tuple[RecipeSpec | FactorySpec, ...]:
-        """All that it offers."""
-        return (*self.recipes, *self.quantizer_factories)
+    def recipes(self) -> tuple[RecipeSpec, ...]:
+        return tuple(spec for spec in self.offers if isinstance(spec, RecipeSpec))
 
-    def specs(self, kind: str) -> tuple[RecipeSpec | FactorySpec, ...]:
-        """What it offers of one kind."""
-        return self.recipes if kind == RECIPE else self.quantizer_factories
+    @property
+    def quantizer_factories(self) -> tuple[FactorySpec, ...]:
+        return tuple(spec for spec in self.offers if isinstance(spec, FactorySpec))
 
 
 def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: PluginStatus | None) -> DuplicateRecipeError:
@@ -104,46 +99,33 @@ def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: Plugin
     return DuplicateRecipeError(what, expected="one package for each name", remedy=remedy)
 
 
-def _owner(name: str, claimants: list[PluginStatus], statuses: list[PluginStatus]) -> PluginStatus | None:
-    title = OWNER_PREFIX + canonical(name)
-    titled = [s for s in claimants if canonical(s.distribution) == title]
-    # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
-    broken = [s for s in statuses if s.status == "broken" and canonical(s.distribution) == title]
-    return titled[0] if len(titled) == 1 else broken[0] if broken and not titled else None
-
-
 def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
     """The same plugins, without what they do not get."""
     claims: dict[tuple[str, str], list[PluginStatus]] = {}
     for status in statuses:
         for spec in status.offers:
             claims.setdefault((spec.kind, spec.name), []).append(status)
-    taken: dict[tuple[str, str], tuple[PluginStatus | None, Refusal]] = {}
+    lost: dict[str, dict[tuple[str, str], Refusal]] = {status.name: {} for status in statuses}
     for (kind, name), claimants in claims.items():
-        owner = _owner(name, claimants, statuses)
+        titled = [s for s in statuses if canonical(s.distribution) == OWNER_PREFIX + canonical(name)]
+        # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
+        owners = [s for s in titled if s in claimants] or [s for s in titled if s.status == "broken"][:1]
+        owner = owners[0] if len(owners) == 1 else None
         if len(claimants) > 1 or owner not in (None, claimants[0]):
-            taken[kind, name] = owner, Refusal(kind, name, _conflict(kind, name, claimants, owner))
+            refusal = Refusal(kind, name, _conflict(kind, name, claimants, owner))
+            for status in claimants:
+                lost[status.name] |= {} if status is owner else {(kind, name): refusal}
     settled = []
     for status in statuses:
-        lost = {key: refusal for key, (owner, refusal) in taken.items() if owner is not status}
-        refused = tuple(lost[spec.kind, spec.name] for spec in status.offers if (spec.kind, spec.name) in lost)
-        recipes = tuple(spec for spec in status.recipes if (RECIPE, spec.name) not in lost)
-        factories = tuple(spec for spec in status.quantizer_factories if (FACTORY, spec.name) not in lost)
-        settled.append(replace(status, refused=refused, recipes=recipes, quantizer_factories=factories))
+        refused = lost[status.name]
+        offers = tuple(spec for spec in status.offers if (spec.kind, spec.name) not in refused)
+        settled.append(replace(status, offers=offers, refused=tuple(refused.values())))
     return settled
 
 
 def disabled() -> set[str]:
     """The distributions that ``OTTAVA_DISABLE_PLUGINS`` names."""
     return {canonical(name) for name in os.environ.get("OTTAVA_DISABLE_PLUGINS", "").split(",") if name.strip()}
-
-
-def _is_strict() -> bool:
-    """Whether ``OTTAVA_STRICT_PLUGINS`` turns a broken plugin into an error."""
-    value = os.environ.get("OTTAVA_STRICT_PLUGINS", "").strip().lower()
-    if value not in _WORDS:
-        raise OptionError(f"OTTAVA_STRICT_PLUGINS={value}", expected="1 or 0, true or false, yes or no, on or off")
-    return _WORDS[value]
 
 
 def discover(group: str = hookspecs.ENTRY_POINT_GROUP) -> list[PluginStatus]:
@@ -208,8 +190,8 @@ def _collect(answers: list[Any], hook: str) -> tuple[Any, ...]:
     return tuple(specs.values())
 
 
-def _read(name: str, entry: EntryPoint) -> list[tuple[Any, ...]]:
-    """What each hook of a plugin gives. A manager of its own keeps to itself whatever it does."""
+def _read(name: str, entry: EntryPoint) -> tuple[Any, ...]:
+    """What the hooks of a plugin give. A manager of its own keeps to itself whatever it does."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     plugin = entry.load()
@@ -221,7 +203,7 @@ def _read(name: str, entry: EntryPoint) -> list[tuple[Any, ...]]:
     if not marked:
         expected, remedy = " or ".join(_HOOKS), "define one, with @ottava.hookimpl"
         raise PluginError(f"{entry.value} has no hook", expected=expected, remedy=remedy)
-    return [_collect(getattr(manager.hook, hook)(), hook) if hook in marked else () for hook in _HOOKS]
+    return tuple(spec for hook in _HOOKS if hook in marked for spec in _collect(getattr(manager.hook, hook)(), hook))
 
 
 def _loaded(found: PluginStatus, strict: bool) -> PluginStatus:
@@ -231,8 +213,7 @@ def _loaded(found: PluginStatus, strict: bool) -> PluginStatus:
     text = found.error
     if found.entry is not None:
         try:
-            recipes, factories = _read(found.name, found.entry)
-            return replace(found, recipes=recipes, quantizer_factories=factories)
+            return replace(found, offers=_read(found.name, found.entry))
         except KeyboardInterrupt:
             raise
         # A plugin may raise anything else, SystemExit and a test runner's own kinds as well.
@@ -246,11 +227,13 @@ def _loaded(found: PluginStatus, strict: bool) -> PluginStatus:
 
 def load() -> list[PluginStatus]:
     """Every plugin, read now; raises as :func:`ottava.recipes.plugin_statuses`."""
-    strict = _is_strict()
+    value = os.environ.get("OTTAVA_STRICT_PLUGINS", "").strip().lower()
+    if value not in _WORDS:
+        raise OptionError(f"OTTAVA_STRICT_PLUGINS={value}", expected="1 or 0, true or false, yes or no, on or off")
     # What plugins print must not get between the lines of a listing that is read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        settled = _settle([_loaded(found, strict) for found in discover()])
+        settled = _settle([_loaded(found, strict=_WORDS[value]) for found in discover()])
     refused = [refusal for status in settled for refusal in status.refused]
-    if refused and strict:
+    if refused and _WORDS[value]:
         raise refused[0].error.with_traceback(None)
     return settled

@@ -3,8 +3,6 @@
 Nothing here knows what a recipe or a quantizer is, so that :mod:`ottava.recipes.base`, which does, can ask.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import importlib
@@ -18,15 +16,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from ottava.errors import (
-    DuplicateRecipeError,
-    OptionError,
-    OttavaError,
-    PluginError,
-    RecipeNotFoundError,
-    listed,
-    text_of,
-)
+from ottava.errors import DuplicateRecipeError, OptionError, OttavaError, PluginError, RecipeNotFoundError, listed
 from ottava.recipes.plugins import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus, canonical, describe, disabled, load
 from ottava.recipes.spec import FactorySpec, RecipeSpec, is_name
 
@@ -71,7 +61,8 @@ def reload() -> None:
 
 def specs(kind: str) -> list[Any]:
     """The specs of one kind that can be used, by name. Nothing that they name is imported."""
-    return sorted((spec for status in plugin_statuses() for spec in status.specs(kind)), key=lambda spec: spec.name)
+    offers = (spec for status in plugin_statuses() for spec in status.offers)
+    return sorted((spec for spec in offers if spec.kind == kind), key=lambda spec: spec.name)
 
 
 def list_recipes() -> list[RecipeSpec]:
@@ -116,12 +107,12 @@ def build_recipe(name: str | os.PathLike[str], kind: type, options: dict[str, An
     except OttavaError:
         raise  # the recipe's own word on its options
     except (Exception, SystemExit) as error:
+        said = describe(error)
         # A factory that takes any keyword may hand them to one that does not.
-        said = text_of(error) if type(error) is TypeError else ""
-        refused = re.search(r"unexpected keyword argument '(\w+)'", said)
+        refused = re.match(r"TypeError: .*unexpected keyword argument '(\w+)'", said)
         if refused and refused[1] in options:
             raise OptionError(f"{provided} has no option {refused[1]!r}", expected=expected) from error
-        raise provided.error(f"cannot be built: {describe(error)}") from error
+        raise provided.error(f"cannot be built: {said}") from error
     if not isinstance(made, kind):
         raise provided.error(f"gives an object of type {type(made).__name__}", expected="an ottava.Recipe")
     return made
@@ -164,15 +155,20 @@ class Provided:
     """What a package provides under a name, with its reference resolved."""
 
     def __init__(self, kind: str, name: str) -> None:
-        self.spec, self.status = _find(kind, name)
+        statuses, asked = plugin_statuses(), (kind, name)
+        found = [(spec, of) for of in statuses for spec in of.offers if (spec.kind, spec.name) == asked]
+        if not found:
+            refused = [lost.error for of in statuses for lost in of.refused if (lost.kind, lost.name) == asked]
+            raise refused[0].with_traceback(None) if refused else _not_found(kind, name)
+        self.spec, self.status = found[0]
         try:
-            found: object = pkgutil.resolve_name(self.spec.factory)
+            made: object = pkgutil.resolve_name(self.spec.factory)
         except (Exception, SystemExit) as error:
             what = f"cannot be imported from {self.spec.factory}: {describe(error)}"
             raise self.error(what, remedy="reinstall the package") from error
-        if not callable(found):
-            raise self.error(f"is of type {type(found).__name__}, {self.spec.factory}", expected="something to call")
-        self.resolved: Callable[..., Any] = found
+        if not callable(made):
+            raise self.error(f"is of type {type(made).__name__}, {self.spec.factory}", expected="something to call")
+        self.resolved: Callable[..., Any] = made
 
     def __str__(self) -> str:
         return f"{self.spec.kind} {self.spec.name!r}"
@@ -191,17 +187,6 @@ class Provided:
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         required = [p.name for p in named if p.default is p.empty]
         return [p.name for p in named], required, any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _find(kind: str, name: str) -> tuple[RecipeSpec | FactorySpec, PluginStatus]:
-    for status in plugin_statuses():
-        for spec in status.specs(kind):
-            if spec.name == name:
-                return spec, status
-    for refusal in (refusal for status in plugin_statuses() for refusal in status.refused):
-        if (refusal.kind, refusal.name) == (kind, name):
-            raise refusal.error.with_traceback(None)
-    raise _not_found(kind, name)
 
 
 def _not_found(kind: str, name: object) -> RecipeNotFoundError:

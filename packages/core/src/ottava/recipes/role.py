@@ -1,8 +1,7 @@
 """``QuantizerRole``: what a quantizer is for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 from ottava.errors import DTypeError
 
@@ -25,7 +24,7 @@ class QuantizerRole:
     name: str = ""
 
     @classmethod
-    def of(cls, role: QuantizerRole | str) -> QuantizerRole:
+    def of(cls, role: Self | str) -> Self:
         """A role as it is; a plain string is taken as ``tensor_type``.
 
         Raises:
