@@ -144,5 +144,13 @@ def test_the_building_page_has_every_session() -> None:
     assert [name for name in sessions if f"| `{name}` |" not in page] == []
 
 
+def test_readme_and_quickstart_install_the_same_from_a_clone() -> None:
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/quickstart.md")]
+    assert all("pip install ./" in page for page in pages)
+    (command,) = {found for page in pages for found in re.findall(r"^pip install .*$", page, re.M)}
+    folders = command.removeprefix("pip install ").split()
+    assert [folder for folder in folders if not (ROOT / folder / "pyproject.toml").exists()] == []
+
+
 def test_the_citation_has_the_version() -> None:
     assert f"\nversion: {ottava.__version__}\n" in (ROOT / "CITATION.cff").read_text()
