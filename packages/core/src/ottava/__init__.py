@@ -15,6 +15,7 @@ _EXPORTS = {
     "E4M3": "ottava.formats",
     "E5M2": "ottava.formats",
     "E8M0": "ottava.formats",
+    "HEADS": "ottava.nn",
     "HYBRID": "ottava.formats",
     "ConversionReport": "ottava.nn",
     "FactorySpec": "ottava.recipes.spec",
@@ -42,6 +43,7 @@ _EXPORTS = {
     "list_recipes": "ottava.recipes.registry",
     "prepare_for_saving": "ottava.tensors",
     "quantized_model_init": "ottava.nn",
+    "register_converter": "ottava.nn",
     "restore_from_saved": "ottava.tensors",
 }
 _SUBMODULES = (
@@ -82,10 +84,12 @@ if TYPE_CHECKING:
     from ottava.formats import HYBRID as HYBRID
     from ottava.formats import Format as Format
     from ottava.layout import Layout as Layout
+    from ottava.nn import HEADS as HEADS
     from ottava.nn import ConversionReport as ConversionReport
     from ottava.nn import conversion_report as conversion_report
     from ottava.nn import convert as convert
     from ottava.nn import quantized_model_init as quantized_model_init
+    from ottava.nn import register_converter as register_converter
     from ottava.recipes.base import QuantizerRequest as QuantizerRequest
     from ottava.recipes.base import Recipe as Recipe
     from ottava.recipes.base import get_recipe as get_recipe

@@ -65,6 +65,8 @@ class Linear(torch.nn.Linear):
     _loaded_state: dict[str, Any] | None = None
     #: Whether the gradient of the weight goes to ``weight.main_grad``.
     fuse_wgrad_accumulation: bool = False
+    #: Whether the weight is stored ``[in_features, out_features]``; its gradient and ``main_grad`` are then, too.
+    weight_is_transposed: bool = False
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Linear(torch.nn.Linear):
         self.bind(recipe)
 
     @classmethod
-    def from_linear(cls, linear: torch.nn.Linear, *, name: str = "") -> Linear:
+    def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:
         """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
         made = cls.__new__(cls)
         made.__dict__ = linear.__dict__ | {"name": name}
@@ -202,7 +204,7 @@ class Linear(torch.nn.Linear):
         if recipe is None:
             return self._high_precision(input)
         # Looked up once, because nn.Module searches several places for a parameter.
-        weight = self.weight
+        weight = self._matrix()
         amp_dtype = autocast_dtype(weight)
         dtype = checked_dtype(self, input, weight, amp_dtype)
         state = self._state_for(recipe, group)
@@ -300,14 +302,18 @@ class Linear(torch.nn.Linear):
         """
         return may_begin() or (self.training and not torch.compiler.is_compiling() and graph_task_id() == -1)
 
+    def _matrix(self) -> torch.Tensor:
+        """The weight as ``[out_features, in_features]``."""
+        return self.weight.t() if self.weight_is_transposed else self.weight
+
     def _plain_weight(self) -> torch.Tensor:
-        weight = self.weight
+        weight = self._matrix()
         return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight
 
     def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
         # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
-        weight: Any = self._plain_weight() if main_grad is None else IntoMainGrad.apply(self.weight, (main_grad,))  # type: ignore[no-untyped-call]
+        weight: Any = self._plain_weight() if main_grad is None else IntoMainGrad.apply(self._matrix(), (main_grad,))  # type: ignore[no-untyped-call]
         return high_precision_linear(input, weight, self.bias, autocast_dtype(weight))
 
     def _kept_weight(
@@ -316,7 +322,7 @@ class Linear(torch.nn.Linear):
         """The weight as it was quantized in the first microbatch of the step."""
         if self._quantized_weight is None or (is_first_microbatch and backward_task() == -1):
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
-            weight = self.weight.detach()
+            weight = self._plain_weight().detach()
             with torch.no_grad():
                 kept = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)
             if state.stateful:
