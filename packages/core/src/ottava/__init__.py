@@ -15,7 +15,7 @@ _EXPORTS = {
     "E4M3": "ottava.formats",
     "E5M2": "ottava.formats",
     "E8M0": "ottava.formats",
-    "HEADS": "ottava.nn",
+    "HEADS": "ottava.nn.conversion",
     "HYBRID": "ottava.formats",
     "ConversionReport": "ottava.nn",
     "FactorySpec": "ottava.recipes.spec",
@@ -84,12 +84,12 @@ if TYPE_CHECKING:
     from ottava.formats import HYBRID as HYBRID
     from ottava.formats import Format as Format
     from ottava.layout import Layout as Layout
-    from ottava.nn import HEADS as HEADS
     from ottava.nn import ConversionReport as ConversionReport
     from ottava.nn import conversion_report as conversion_report
     from ottava.nn import convert as convert
     from ottava.nn import quantized_model_init as quantized_model_init
     from ottava.nn import register_converter as register_converter
+    from ottava.nn.conversion import HEADS as HEADS
     from ottava.recipes.base import QuantizerRequest as QuantizerRequest
     from ottava.recipes.base import Recipe as Recipe
     from ottava.recipes.base import get_recipe as get_recipe

@@ -150,7 +150,7 @@ def _weights(modules: dict[str, torch.nn.Module], decisions: dict[str, Decision]
         # What a parametrization keeps counts as the layer's.
         name = path.rpartition("parametrizations.")[0].rstrip(".") if parametrized else path
         known = decisions.get(name)
-        reason = known.reason if known else f"a parameter of {type(module).__name__}, which no converter takes"
+        reason = known.reason if known else f"{type(module).__name__} has no converter"
         for key, parameter in module._parameters.items():
             if parameter is None or not _multiplies(module, key, parameter, known is not None):
                 continue
