@@ -179,3 +179,17 @@ def test_it_is_initialized_by_its_number_of_inputs(recipe: Any) -> None:
     assert weight.shape == (400, 2)
     assert 0.03 < weight.abs().max() <= 0.05  # 1 / sqrt(400)
     assert layer.bias.abs().max() <= 0.05
+
+
+def test_it_can_be_made_as_any_layer(recipe: Any) -> None:
+    with ottava.quantized_model_init(recipe):
+        layer = TransposedLinear(400, 2, recipe=recipe)
+    assert type(layer.weight) is torch.nn.Parameter
+    assert layer.weight.shape == (400, 2)
+    assert 0.03 < layer.weight.abs().max() <= 0.05  # 1 / sqrt(400)
+    twin = Linear(400, 2, recipe=recipe)
+    with torch.no_grad():
+        twin.weight.copy_(layer.weight.t())
+        twin.bias.copy_(layer.bias)
+    x = torch.randn(3, 400)
+    assert torch.equal(layer(x), twin(x))

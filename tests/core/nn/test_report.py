@@ -23,14 +23,24 @@ class Experts(torch.nn.Module):
         self.gate_up_bias = torch.nn.Parameter(torch.zeros(4, 16))
 
 
+class PositionEmbedding(torch.nn.Module):
+    """Rows that are looked up, in a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(20, 8))
+
+
 class Model(torch.nn.Module):
     """128 elements in linear layers, 576 in other products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(100, 8)
+        self.rows = PositionEmbedding()
         self.positions = torch.nn.Parameter(torch.zeros(1, 50, 8))
         self.cls = torch.nn.Parameter(torch.zeros(1, 1, 8))
+        self.queries = torch.nn.Parameter(torch.zeros(1, 1, 8))
         self.norm = torch.nn.LayerNorm((4, 8))
         self.up = torch.nn.Linear(8, 8)
         self.down = torch.nn.Linear(8, 8)
@@ -110,6 +120,9 @@ def test_reasons_stay_known(recipe: Any, copied: Any) -> None:
     assert ottava.conversion_report(torch.nn.ModuleDict({"module": model})).swapped == ("module.up",)
     other = ottava.convert(torch.nn.Sequential(model), recipe, exclude="0.up")
     assert ottava.conversion_report(other).swapped == ("0.up", "0.down")
+    # What an earlier conversion of a part was told is no longer so.
+    model.down = torch.nn.Linear(8, 8)
+    assert "after the last conversion" in ottava.conversion_report(other).skipped["0.down"]
 
 
 def test_layers_under_several_recipes(recipe: Any) -> None:

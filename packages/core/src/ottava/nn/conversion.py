@@ -32,22 +32,9 @@ Filter = str | Iterable[str] | Predicate
 #: A pattern for the output heads of a model, which may have none: what ``get_output_embeddings()`` gives, modules that
 #: share a weight with an embedding, and those with usual names (``lm_head``, ``classifier``, ...) outside of stacks.
 HEADS = "ottava.HEADS"
-_HEAD_NAMES = frozenset(
-    (
-        *(
-            "lm_head",
-            "embed_out",
-            "head",
-            "heads",
-            "classifier",
-            "score",
-            "output",
-            "output_layer",
-            "qa_outputs",
-            "cls",
-        ),
-        *("output_projection", "logits", "to_logits", "vocab_proj", "proj_out", "fc", "classification_head", "unembed"),
-    )
+_HEAD_NAME = re.compile(
+    "lm_head|embed_out|unembed|heads?|classifier|classification_head|score|qa_outputs|cls|fc|proj_out|vocab_proj|"
+    "(to_)?logits|output(_layer|_projection)?"
 )
 # Below this share of the weights of products `convert` says what is left out.
 _ENOUGH = 0.9
@@ -65,7 +52,7 @@ def _heads(model: torch.nn.Module) -> set[str]:
     for name, module in model.named_modules(remove_duplicate=False):
         *path, last = name.split(".")
         # In a stack, whose modules have numbers for names, a hidden layer may be called so.
-        if module in found or (last in _HEAD_NAMES and not any(part.isdigit() for part in path)):
+        if module in found or (_HEAD_NAME.fullmatch(last) and not any(part.isdigit() for part in path)):
             names.add(name)
     return names
 
@@ -229,8 +216,9 @@ def _warn(report: ConversionReport) -> None:
         shares[name] = shares.get(name, 0.0) + weight.share
     largest = [f"{shares[name]:.0%} {name}" for name in sorted(shares, key=lambda name: -shares[name])[:3]]
     amount = f"only {report.share:.0%}" if report.share else "nothing"
-    what = f"{amount} of the weights of products runs quantized; not {'; '.join(largest) or 'one was found'}"
-    warnings.warn(f"{what}. See print(ottava.conversion_report(model))", UserWarning, stacklevel=3)
+    rest = f"the largest others: {'; '.join(largest)}" if largest else "none was found"
+    what = f"{amount} of the weights of products runs quantized; {rest}. See print(ottava.conversion_report(model))"
+    warnings.warn(what, UserWarning, stacklevel=3)
 
 
 def _keep_from_broadcast(model: torch.nn.Module) -> None:

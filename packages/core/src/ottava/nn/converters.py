@@ -92,10 +92,15 @@ class TransposedLinear(Linear):
     """A layer whose weight is stored ``[in_features, out_features]``, as in the ``Conv1D`` of Transformers.
 
     It computes bit for bit what :class:`ottava.nn.Linear` does with the transposed weight. The parameter keeps its
-    shape, and so do its gradient and ``main_grad``; it stays in high precision. :meth:`from_linear` makes them.
+    shape, and so do its gradient and ``main_grad``; it stays in high precision.
     """
 
     weight_is_transposed = True
+
+    def __init__(self, in_features: int, out_features: int, *args: Any, **options: Any) -> None:
+        super().__init__(in_features, out_features, *args, **options)
+        self.weight = torch.nn.Parameter(self.weight.detach().t().contiguous())
+        self.reset_parameters()
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:

@@ -116,8 +116,8 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
         if isinstance(module, Linear) and module.recipe is not None:
             decisions[name] = Decision(name, True, _how(module, modules.get(name.rpartition(".")[0])))
         elif is_convertible(module):
-            why = told.get(name) or refusal(module) or default
-            decisions[name] = Decision(name, False, "no recipe is bound" if isinstance(module, Linear) else why)
+            unbound = "no recipe is bound" if isinstance(module, Linear) else default
+            decisions[name] = Decision(name, False, told.get(name) or refusal(module) or unbound)
     names = {_named(modules[name]) for name, decision in decisions.items() if decision.swapped}
     return ConversionReport(", ".join(sorted(names)), (*decisions.values(),), (*_weights(modules, decisions),))
 
