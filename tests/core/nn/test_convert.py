@@ -1,14 +1,15 @@
-"""convert: filters, ties, sharing, hooks, the report, and that errors change nothing."""
+"""convert: filters, ties, sharing, hooks, what it says, and that errors change nothing."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
 import ottava
-from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError
+from ottava.errors import DTypeError, OptionError, RecipeNotFoundError
 from ottava.nn import Linear
 
 
@@ -97,9 +98,11 @@ def test_errors_change_nothing(recipe: Any) -> None:
         ottava.convert(model, "nonesuch")
     with pytest.raises(DTypeError):
         ottava.convert(torch.zeros(2), recipe)  # type: ignore[type-var]
+    for option in ({"primary": 1}, {"keep_initial_values": "yes"}):
+        with pytest.raises(OptionError, match=next(iter(option))):
+            ottava.convert(model, recipe, **option)  # type: ignore[arg-type]
     assert not any(isinstance(m, Linear) for m in model.modules())
-    with pytest.raises(UsageError, match="convert"):
-        ottava.conversion_report(model)
+    assert ottava.conversion_report(model).swapped == ()
 
 
 def test_a_factory_goes_over_a_recipe(recipe: Any) -> None:
@@ -217,3 +220,66 @@ def test_the_report_tells_of_the_encoder_fast_path(recipe: Any) -> None:
     reasons = {d.name: d.reason for d in ottava.conversion_report(model).decisions if d.swapped}
     assert set(reasons) == {"linear1", "linear2"}
     assert all("bypasses it" in reason for reason in reasons.values())
+
+
+class Tied(torch.nn.Module):
+    """A head that only its weight gives away, and one that only the method does."""
+
+    def __init__(self, own: bool = True) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(10, 4)
+        self.inner = torch.nn.Linear(4, 4)
+        self.to_words = torch.nn.Linear(4, 10, bias=False)
+        self.by_method = torch.nn.Linear(4, 10)
+        self.to_words.weight = self.embedding.weight
+        self.own = own
+
+    def get_output_embeddings(self) -> torch.nn.Module | None:
+        if not self.own:
+            raise NotImplementedError
+        return self.by_method
+
+
+def test_heads_are_excluded(recipe: Any) -> None:
+    for name in ("lm_head", "classifier", "score", "fc", "output"):
+        model = torch.nn.ModuleDict({"stack": torch.nn.ModuleList([Block()]), name: torch.nn.Linear(4, 2)})
+        ottava.convert(model, recipe, exclude=ottava.HEADS)
+        assert ottava.conversion_report(model).skipped == {name: "in exclude"}
+    for wrapped in (Tied(), torch.nn.ModuleDict({"model": Tied()})):
+        ottava.convert(wrapped, recipe, exclude=[ottava.HEADS, "*inner"])
+        names = {name.removeprefix("model.") for name in ottava.conversion_report(wrapped).skipped}
+        assert names == {"to_words", "by_method", "inner"}
+    assert set(ottava.conversion_report(ottava.convert(Tied(False), recipe, exclude=ottava.HEADS)).skipped) == {
+        "to_words"
+    }
+
+
+def test_hidden_layers_with_the_name_of_a_head_are_converted(recipe: Any) -> None:
+    stack = torch.nn.Sequential(torch.nn.ModuleDict({"output": torch.nn.Linear(4, 4), "fc": torch.nn.Linear(4, 4)}))
+    # There is no head at all, and that is no mistake.
+    ottava.convert(stack, recipe, exclude=ottava.HEADS)
+    assert ottava.conversion_report(stack).swapped == ("0.output", "0.fc")
+
+
+def test_it_says_what_is_left_out_where_that_is_much(recipe: Any) -> None:
+    blocks = torch.nn.ModuleList([Block(), Block()])
+    model = torch.nn.ModuleDict({"blocks": blocks, "wide": torch.nn.Linear(16, 64), "last": torch.nn.Linear(8, 2)})
+    with pytest.warns(UserWarning, match="only 5% of the weights of products") as caught:
+        ottava.convert(model, recipe, include="blocks.*.up")
+    (said,) = [str(warning.message) for warning in caught]
+    assert "; the largest others: 88% wide.weight (not in include); 5% blocks.*.down.weight (not in include); 1% last.weight" in said
+    assert "\n" not in said
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("model", [torch.nn.ReLU(), torch.nn.Conv2d(3, 8, 3), torch.nn.Linear(4, 4).double()])
+def test_it_says_that_nothing_runs_quantized(recipe: Any, model: torch.nn.Module) -> None:
+    with pytest.warns(UserWarning, match="nothing of the weights of products runs quantized"):
+        ottava.convert(model, recipe)
+
+
+def test_it_says_nothing_where_most_is_quantized(recipe: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ottava.convert(model, recipe, exclude="1")

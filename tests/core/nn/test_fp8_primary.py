@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 
 import ottava
-from ottava.nn import Linear, quantized_model_init
+from ottava.errors import DTypeError, UsageError
+from ottava.nn import Linear, TransposedLinear, quantized_model_init
 from ottava.tensors import Float8Tensor
 
 
@@ -178,3 +181,144 @@ def test_parametrized_layer(recipe: Any) -> None:
     assert torch.equal(layer(x), expected(x))
     layer(x).sum().backward()
     assert layer.parametrizations.weight.original1.grad is not None
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(24, 16)
+        self.inner = torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 24, bias=False)
+        self.other = torch.nn.Linear(16, 16)
+        self.head.weight = self.embedding.weight
+        self.other.weight = self.inner.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.other(self.inner(self.embedding(tokens))))
+
+
+def test_an_existing_model_is_given_quantized_weights(recipe: Any) -> None:
+    net = Tied()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    bias = net.inner.bias
+    net.inner.weight.sequence_parallel = True
+    net.head.weight.requires_grad_(False)
+    ottava.convert(net, recipe, primary=True)
+    for weight, name in ((net.head.weight, "head.weight"), (net.inner.weight, "inner.weight")):
+        assert isinstance(weight, Float8Tensor)
+        assert isinstance(weight, torch.nn.Parameter)
+        assert weight.get_high_precision_init_val() is None
+        assert torch.equal(weight.dequantize(), weight._quantizer(before[name]).dequantize())
+    assert net.head.weight is net.embedding.weight
+    assert net.other.weight is net.inner.weight
+    assert net.inner.weight.sequence_parallel is True
+    assert not net.head.weight.requires_grad
+    assert net.inner.bias is bias
+    assert [name for name, _ in net.named_parameters()] == [
+        "embedding.weight",
+        "inner.weight",
+        "inner.bias",
+        "other.bias",
+    ]
+    net(torch.arange(5)).sum().backward()
+    assert net.inner.weight.grad.shape == (16, 16)
+    # Quantized weights stay what they are.
+    weight = net.inner.weight
+    assert ottava.convert(net, recipe, primary=True).inner.weight is weight
+
+
+def test_initial_values_are_kept_on_request(recipe: Any) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    before = net[0].weight.detach().clone()
+    ottava.convert(net, recipe, primary=True, keep_initial_values=True)
+    assert torch.equal(net[0].weight.get_high_precision_init_val(), before)
+    with torch.device("meta"):
+        empty = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    ottava.convert(empty, recipe, primary=True, keep_initial_values=True)
+    assert isinstance(empty[0].weight, Float8Tensor)
+    assert empty[0].weight.get_high_precision_init_val() is None
+
+
+def test_weights_that_cannot_be_primary_stay_with_a_warning(recipe: Any) -> None:
+    class Conv1D(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(16, 16))
+
+    ottava.register_converter(Conv1D, TransposedLinear.from_linear)
+    net = torch.nn.ModuleDict({"conv": Conv1D(), "tied": Tied(), "plain": torch.nn.Linear(16, 4)})
+    head, conv = net.tied.head.weight, net.conv.weight
+    net.weighted = torch.nn.utils.parametrizations.weight_norm(Linear(4, 4))
+    with pytest.warns(UserWarning, match="of 'conv', 'tied.inner', 'weighted' stay in high precision"):
+        ottava.convert(net, recipe, primary=True, exclude="tied.other")
+    assert net.conv.weight is conv
+    assert type(net.tied.inner.weight) is torch.nn.Parameter
+    assert net.tied.head.weight is not head
+    assert isinstance(net.plain.weight, Float8Tensor)
+    assert net.tied.other.weight is net.tied.inner.weight
+
+
+def test_what_cannot_be_quantized_leaves_the_model_alone(recipe: Any) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 8))
+    weights = [layer.weight for layer in net]
+    original = recipe.make_quantizer
+
+    def without_a_tensor(role: Any) -> Any:
+        quantizer = original(role)
+        if role.name == "1" and role.tensor_type == "weight":
+            quantizer.quantize_impl = lambda tensor, dtype: tensor
+            quantizer.copy = lambda: quantizer
+        return quantizer
+
+    recipe.set_quantizer_factory(without_a_tensor)
+    with pytest.raises(DTypeError):
+        ottava.convert(net, recipe, primary=True)
+    assert [type(layer) for layer in net] == [torch.nn.Linear] * 2
+    assert all(layer.weight is weight for layer, weight in zip(net, weights, strict=True))
+    recipe.set_quantizer_factory(None)
+    ottava.distributed.gather_quantized(ottava.convert(net, recipe))
+    with pytest.raises(UsageError, match=r"HighPrecisionWeight.*before gather_quantized"):
+        ottava.convert(net, recipe, primary=True)
+
+
+def test_a_block_that_quantizes_nothing_says_so(recipe: Any) -> None:
+    with pytest.warns(UserWarning, match=r"made 2 torch\.nn\.Linear and no ottava\.nn\.Linear") as caught:
+        with quantized_model_init(recipe):
+            net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Embedding(4, 4))
+    assert caught[0].filename == __file__
+    alive = weakref.ref(net)
+    del net
+    gc.collect()
+    assert alive() is None
+
+
+def test_blocks_that_have_nothing_to_say(recipe: Any) -> None:
+    from torch.nn.modules import module
+
+    hooks = len(module._global_parameter_registration_hooks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.nn.Linear(4, 4)
+        with quantized_model_init(recipe):
+            assert len(module._global_parameter_registration_hooks) == hooks + 1
+            torch.nn.Linear(4, 4)
+            Linear(4, 4)
+        with quantized_model_init(recipe, enabled=False):
+            torch.nn.Linear(4, 4)
+        with quantized_model_init(recipe), quantized_model_init(recipe):
+            Linear(4, 4)
+        with quantized_model_init(recipe):
+            torch.nn.Embedding(4, 4)
+        with pytest.raises(KeyError), quantized_model_init(recipe):
+            torch.nn.Linear(4, 4)
+            raise KeyError
+    assert len(module._global_parameter_registration_hooks) == hooks
+
+
+def test_layers_of_other_threads_are_not_counted(recipe: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as pool:
+        warnings.simplefilter("error")
+        with quantized_model_init(recipe):
+            pool.submit(lambda: torch.nn.Linear(4, 4)).result()

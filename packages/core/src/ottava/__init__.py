@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "formats": "E4M3 E5M2 E8M0 HYBRID Format",
     "layout": "Layout",
-    "nn": "ConversionReport conversion_report convert quantized_model_init",
+    "nn": "HEADS ConversionReport conversion_report convert quantized_model_init register_converter",
     "recipes.base": "QuantizerRequest Recipe get_recipe",
     "recipes.hookspecs": "hookimpl",
     "recipes.region": "autocast microbatch",
@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from ottava.nn import conversion_report as conversion_report
     from ottava.nn import convert as convert
     from ottava.nn import quantized_model_init as quantized_model_init
+    from ottava.nn import register_converter as register_converter
+    from ottava.nn.conversion import HEADS as HEADS
     from ottava.recipes.base import QuantizerRequest as QuantizerRequest
     from ottava.recipes.base import Recipe as Recipe
     from ottava.recipes.base import get_recipe as get_recipe

@@ -219,8 +219,9 @@ def _chosen(
     if model is not None:
         if recipe is None:
             raise OptionError("a model, to convert to high precision", expected="a model for a recipe alone")
-        layers = convert(model, recipe, include=include, exclude=exclude).named_modules(remove_duplicate=False)
-        weights = {f"{n}.weight".lstrip(".") for n, m in layers if isinstance(m, Linear) and m.recipe is recipe}
+        modules = convert(model, recipe, include=include, exclude=exclude).named_modules(remove_duplicate=False)
+        layers = [n for n, m in modules if isinstance(m, Linear) and m.recipe is recipe and not m.weight_is_transposed]
+        weights = {f"{name}.weight".lstrip(".") for name in layers}
         if missing := sorted(weights - {*able}):
             raise CheckpointError(f"the file misses {listed(missing)}", expected="every weight of the model")
         return weights, ()

@@ -256,4 +256,5 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
 
 def _is_gathered(module: torch.nn.Module, name: str) -> bool:
     """Whether a parameter is the weight of a layer that quantizes it."""
-    return name == "weight" and hasattr(module, "_binding") and getattr(module, "recipe", None) is not None
+    bound = hasattr(module, "_binding") and getattr(module, "recipe", None) is not None
+    return name == "weight" and bound and not getattr(module, "weight_is_transposed", False)

@@ -1,7 +1,18 @@
 """Modules that compute on quantized operands."""
 
-from ottava.nn.conversion import ConversionReport, conversion_report, convert
+from ottava.nn.conversion import HEADS, convert
+from ottava.nn.converters import TransposedLinear, register_converter
 from ottava.nn.linear import Linear
 from ottava.nn.model_init import quantized_model_init
+from ottava.nn.report import ConversionReport, conversion_report
 
-__all__ = ["ConversionReport", "Linear", "conversion_report", "convert", "quantized_model_init"]
+__all__ = [
+    "HEADS",
+    "ConversionReport",
+    "Linear",
+    "TransposedLinear",
+    "conversion_report",
+    "convert",
+    "quantized_model_init",
+    "register_converter",
+]

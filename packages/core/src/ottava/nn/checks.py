@@ -60,7 +60,7 @@ def checked_dtype(
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
-    """What the gradient of the layer's weight is added to; None where it is returned, or there is none.
+    """What the gradient of the layer's weight is added to, as a matrix ``[out, in]``; None where nothing is added.
 
     Raises:
         UsageError: the weight has no ``main_grad``, and is to have one.
@@ -79,4 +79,4 @@ def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
     if main_grad.shape != weight.shape:
         raise ShapeError(f"{what} has shape {tuple(main_grad.shape)}", expected=str(tuple(weight.shape)))
     check_device(main_grad, weight.device, what)
-    return main_grad
+    return main_grad.t() if layer.weight_is_transposed else main_grad

@@ -1,67 +1,63 @@
-"""``convert``: swap the ``nn.Linear`` modules of a model and bind a recipe to them."""
+"""``convert``: swap the linear modules of a model for Ottava's and bind a recipe to them."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
+import re
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 
-from ottava.errors import DTypeError, OptionError, UsageError
-from ottava.kernels import HIGH_PRECISION
+from ottava.errors import DTypeError, OptionError, UsageError, listed
+from ottava.nn.converters import converted, is_convertible, refusal
 from ottava.nn.linear import Linear
+from ottava.nn.model_init import quantized_parameter
+from ottava.nn.report import LEFT_ALONE, ConversionReport, conversion_report
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.region import begins_steps
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor
+from ottava.torch_private import is_distributed
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 Predicate = Callable[[str, torch.nn.Module], bool]
 Filter = str | Iterable[str] | Predicate
 
-_REPORT_ATTRIBUTE = "_ottava_conversion_report"
-# Where tensor subclasses are defined that layers are known to work with: tensors that are traced, DTensors, Ottava's.
-_KNOWN_SUBCLASSES = ("torch._subclasses.", "torch.distributed.", "ottava.")
+#: A pattern for the output heads of a model, which may have none: what ``get_output_embeddings()`` gives, modules that
+#: share a weight with an embedding, and those with usual names (``lm_head``, ``classifier``, ...) outside of stacks.
+HEADS = "ottava.HEADS"
+_HEAD_NAME = re.compile(
+    "lm_head|embed_out|unembed|heads?|classifier|classification_head|score|qa_outputs|cls|fc|proj_out|vocab_proj|"
+    "(to_)?logits|output(_layer|_projection)?"
+)
+# Below this share of the weights of products `convert` says what is left out.
+_ENOUGH = 0.9
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What became of one linear module: its qualified name, whether it was swapped, and why."""
-
-    name: str
-    swapped: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """What :func:`convert` did, module by module."""
-
-    recipe: str
-    decisions: tuple[Decision, ...]
-
-    @property
-    def swapped(self) -> tuple[str, ...]:
-        """Qualified names of the modules that run under the recipe now."""
-        return tuple(d.name for d in self.decisions if d.swapped)
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """Qualified name -> reason, for linear modules that were left alone."""
-        return {d.name: d.reason for d in self.decisions if not d.swapped}
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.swapped)} of {len(self.decisions)} linear modules run under {self.recipe!r}"]
-        lines += [f"  {'+' if d.swapped else '-'} {d.name or '(root)'}: {d.reason}" for d in self.decisions]
-        return "\n".join(lines)
+def _heads(model: torch.nn.Module) -> set[str]:
+    """Qualified names of what ``HEADS`` stands for."""
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    found = {m for m in model.modules() if is_convertible(m) and getattr(m, "weight", None) in tables}
+    for module in model.modules():
+        # Models without a head may have the method, and raise.
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            found.add(module.get_output_embeddings())  # type: ignore[operator]
+    names = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        *path, last = name.split(".")
+        # In a stack, whose modules have numbers for names, a hidden layer may be called so.
+        if module in found or (_HEAD_NAME.fullmatch(last) and not any(part.isdigit() for part in path)):
+            names.add(name)
+    return names
 
 
-def _matcher(names: list[str], given: Filter | None, what: str) -> Predicate | None:
+def _matcher(model: torch.nn.Module, names: list[str], given: Filter | None, what: str) -> Predicate | None:
     """A predicate for a filter that was given. Patterns that match no module are mistakes."""
     if given is None or callable(given):
         return given
@@ -69,6 +65,9 @@ def _matcher(names: list[str], given: Filter | None, what: str) -> Predicate | N
         raise DTypeError(f"{what} is a {type(given).__name__}", expected="name patterns or a predicate")
     matched: set[str] = set()
     for pattern in [given] if isinstance(given, str) else given:
+        if pattern == HEADS:
+            matched |= _heads(model)
+            continue
         if not isinstance(pattern, str):
             raise DTypeError(f"{what} holds a {type(pattern).__name__}", expected="name patterns or a predicate")
         found = [name for name in names if fnmatchcase(name, pattern)]
@@ -82,91 +81,144 @@ def _matcher(names: list[str], given: Filter | None, what: str) -> Predicate | N
     return lambda name, module: any(path in matched for path in accumulate(name.split("."), "{}.{}".format))
 
 
-def _refusal(module: torch.nn.Module) -> str | None:
-    """Why a linear module cannot be swapped, or None."""
-    if type(module) is not torch.nn.Linear and not isinstance(module, Linear):
-        return f"is a subclass, {type(module).__name__}, whose behaviour would be lost"
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance, which would go on running the old module"
-    cls = type(module.weight)
-    own = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
-    if not own and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with operators of its own"
-    dtype = module.weight.dtype
-    return None if dtype in HIGH_PRECISION else f"its weight has dtype {dtype}"
-
-
 def convert(
     model: ModelT,
     recipe: Recipe | str | os.PathLike[str],
     *,
     include: Filter | None = None,
     exclude: Filter | None = None,
+    primary: bool = False,
+    keep_initial_values: bool = False,
 ) -> ModelT:
-    """Swap every ``nn.Linear`` of ``model`` for :class:`ottava.nn.Linear`, bind ``recipe`` to them, return the model.
+    """Swap the linear modules of ``model`` for :class:`ottava.nn.Linear`, bind ``recipe`` to them, return the model.
 
+    Linear are ``nn.Linear``, the ``Conv1D`` of Transformers, and what :func:`register_converter` was called for.
     Parameters stay the same objects: tied weights stay tied and optimizers stay valid. A module that stands in several
-    places is swapped in all of them by one new module. A bare ``nn.Linear`` gives the new module itself.
+    places is swapped in all of them by one new module. A bare linear module gives the new module itself. Where less
+    than 90 % of the weights of products run quantized then, a ``UserWarning`` names the largest that do not.
 
     Args:
         model: swapped in place.
         recipe: a recipe, or the name of an installed one.
-        include: only these: name patterns (``fnmatch`` on qualified names, of the module or of a module that it is in)
-            or ``predicate(name, module)``.
+        include: only these: name patterns (``fnmatch`` on qualified names, of the module or of a module that it is in),
+            ``ottava.HEADS``, or ``predicate(name, module)``.
         exclude: not these, in the same forms; it wins over ``include``.
+        primary: keep the weights quantized only, as :func:`quantized_model_init` does. They become new parameters, in
+            all modules that share them: make optimizers afterwards. A weight that is stored transposed, or shared with
+            a linear module that is left alone, stays in high precision, with a ``UserWarning``.
+        keep_initial_values: with ``primary``, ``weight.get_high_precision_init_val()`` has the values from before, on
+            the CPU.
 
     Raises:
-        DTypeError: ``model`` is no module, ``recipe`` no recipe, or a filter neither patterns nor a predicate.
+        DTypeError: ``model`` is no module, ``recipe`` no recipe, a filter neither patterns nor a predicate, or what a
+            converter returned no layer around the module's parameters.
         RecipeNotFoundError: no installed package provides the name.
-        OptionError: a pattern matches no module. Nothing is changed by any of these.
+        OptionError: a pattern matches no module, or ``primary`` or ``keep_initial_values`` is no bool.
+        UsageError: weights that are to be primary are sharded already. Nothing is changed by any of these.
 
-    See :func:`conversion_report` for what was swapped and what was not, and why.
+    See :func:`conversion_report` for what runs quantized and what does not, and why.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
+    for option, value in (("primary", primary), ("keep_initial_values", keep_initial_values)):
+        if not isinstance(value, bool):
+            raise OptionError(f"{option} is {value!r}", expected="True or False")
     chosen = as_recipe(recipe)
-    aliases: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        aliases.setdefault(id(module), []).append(name)
-    names = [name for group in aliases.values() for name in group]
-    included, excluded = _matcher(names, include, "include"), _matcher(names, exclude, "exclude")
+    left_alone, replacements = _replacements(model, include, exclude)
+    # All states and weights are made before the first change, because a quantizer factory may raise.
+    states = {module: layer._make_state(chosen) for module, layer in replacements.items()}
+    weights = _primary_weights(model, replacements, chosen, keep_initial_values) if primary else {}
 
-    fast_paths = {name for name, m in model.named_modules() if isinstance(m, torch.nn.TransformerEncoderLayer)}
-    decisions: list[Decision] = []
-    replacements: dict[int, Linear] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear):
-            continue
-        reason = _refusal(module)
-        if reason is None and included and not any(included(alias, module) for alias in aliases[id(module)]):
-            reason = "not in include"
-        if excluded and any(excluded(alias, module) for alias in aliases[id(module)]):
-            reason = "in exclude"
-        if reason is None:
-            made = module if isinstance(module, Linear) else Linear.from_linear(module, name=name)
-            reason = "nn.Linear swapped" if made is not module else "already an ottava.nn.Linear: recipe bound"
-            if name.rpartition(".")[0] in fast_paths:
-                reason += "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high precision"
-            replacements[id(module)] = made
-        decisions.append(Decision(name, id(module) in replacements, reason))
-
-    # All states are made before the first change, because a quantizer factory may raise.
-    states = {key: replacement._make_state(chosen) for key, replacement in replacements.items()}
-    for key, replacement in replacements.items():
-        replacement._bind_prepared(chosen, states[key])
+    for module, layer in replacements.items():
+        layer._bind_prepared(chosen, states[module])
     for parent in list(model.modules()):
+        parent.__dict__.pop(LEFT_ALONE, None)
         for child_name, child in parent._modules.items():
-            if child is not None and id(child) in replacements:
-                parent._modules[child_name] = replacements[id(child)]
-    result: Any = replacements.get(id(model), model)
+            if child in replacements:
+                parent._modules[child_name] = replacements[child]
+    result: Any = replacements.get(model, model)
+    for owner in result.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter in weights:
+                owner._parameters[name] = weights[parameter]
     if any(state.stateful for state in states.values()):
         step = begins_steps(result)
-        for replacement in replacements.values():
-            replacement._binding.step = step
+        for layer in replacements.values():
+            layer._binding.step = step
         _keep_from_broadcast(result)
-    report = ConversionReport(chosen.name or type(chosen).__name__, tuple(decisions))
-    setattr(result, _REPORT_ATTRIBUTE, report)
+    result.__dict__[LEFT_ALONE] = left_alone
+    _warn(conversion_report(result))
     return result  # type: ignore[no-any-return]
+
+
+def _replacements(
+    model: torch.nn.Module, include: Filter | None, exclude: Filter | None
+) -> tuple[dict[str, str], dict[Any, Linear]]:
+    """Why modules are left alone that could be converted, by name, and module -> layer for the others."""
+    aliases: dict[torch.nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(module, []).append(name)
+    names = [name for group in aliases.values() for name in group]
+    included, excluded = _matcher(model, names, include, "include"), _matcher(model, names, exclude, "exclude")
+    left_alone: dict[str, str] = {}
+    replacements: dict[Any, Linear] = {}
+    for module, known_as in aliases.items():
+        if not is_convertible(module):
+            continue
+        made: Linear | str | None = None
+        if excluded and any(excluded(alias, module) for alias in known_as):
+            made = "in exclude"
+        elif refusal(module):
+            continue
+        elif included and not any(included(alias, module) for alias in known_as):
+            made = "not in include"
+        else:
+            made = converted(module, known_as[0])
+        if isinstance(made, str):
+            left_alone[known_as[0]] = made
+        else:
+            replacements[module] = made
+    return left_alone, replacements
+
+
+def _primary_weights(
+    model: torch.nn.Module, replacements: dict[Any, Linear], recipe: Recipe, keep_initial_values: bool
+) -> dict[Any, torch.nn.Parameter]:
+    """The weights that are to be quantized -> the parameters that take their places."""
+    made: dict[Any, torch.nn.Parameter] = {}
+    others = [m for m in model.modules() if is_convertible(m) and m not in replacements]
+    others += [layer for layer in replacements.values() if layer.weight_is_transposed]
+    kept: set[Any] = {None, *(parameter for module in others for parameter in module._parameters.values())}
+    layers = {name: replacements[module] for name, module in model.named_modules() if module in replacements}
+    for name, layer in layers.items():
+        weight = layer._parameters.get("weight")
+        if weight in kept or weight in made or isinstance(weight, QuantizedTensor):
+            continue
+        if is_distributed(weight) or hasattr(weight, "high_precision"):
+            what = f"the weight of {name!r} is a {type(weight).__name__}, of which FSDP2 gathers shards"
+            remedy = "convert with primary=True before gather_quantized and fully_shard"
+            raise UsageError(what, expected="a plain parameter", remedy=remedy)
+        made[weight] = quantized_parameter(weight, recipe, layer.name, keep_initial_values)
+    if staying := [name for name, layer in layers.items() if layer._parameters.get("weight") in kept]:
+        why = "they are stored transposed, parametrized, or shared with a linear module that is left alone"
+        warnings.warn(f"the weights of {listed(staying)} stay in high precision: {why}", UserWarning, stacklevel=3)
+    return made
+
+
+def _warn(report: ConversionReport) -> None:
+    """Say in a line what runs in high precision, if that is much."""
+    if report.share >= _ENOUGH:
+        return
+    shares: dict[str, float] = {}
+    for weight in report.left_out:
+        # The layers of a stack count together.
+        name = re.sub(r"\b\d+\b", "*", weight.name) + f" ({weight.reason})"
+        shares[name] = shares.get(name, 0.0) + weight.share
+    largest = [f"{shares[name]:.0%} {name}" for name in sorted(shares, key=lambda name: -shares[name])[:3]]
+    amount = f"only {report.share:.0%}" if report.share else "nothing"
+    rest = f"the largest others: {'; '.join(largest)}" if largest else "none was found"
+    what = f"{amount} of the weights of products runs quantized; {rest}. See print(ottava.conversion_report(model))"
+    warnings.warn(what, UserWarning, stacklevel=3)
 
 
 def _keep_from_broadcast(model: torch.nn.Module) -> None:
@@ -180,15 +232,3 @@ def _keep_from_broadcast(model: torch.nn.Module) -> None:
         if isinstance(module, RecipeState) and isinstance(module, torch.nn.Module):
             ignored |= {f"{name}.{buffer}" for buffer, _ in module.named_buffers()}
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]
-
-
-def conversion_report(model: torch.nn.Module) -> ConversionReport:
-    """The report of the last :func:`convert` of ``model``.
-
-    Raises:
-        UsageError: the model was not converted.
-    """
-    report = getattr(model, _REPORT_ATTRIBUTE, None)
-    if not isinstance(report, ConversionReport):
-        raise UsageError("this model was not converted", remedy="call ottava.convert(model, recipe) first")
-    return report

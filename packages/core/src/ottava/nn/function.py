@@ -178,8 +178,10 @@ _apply: Any = super(torch.autograd.Function, LinearFunction).apply
 
 def _note_added(weight: Any) -> None:
     """Tell those who ask the weight that its gradient is in ``main_grad`` already."""
-    if hasattr(weight, "grad_added_to_main_grad"):
-        weight.grad_added_to_main_grad = True
+    # A weight that is stored transposed comes as a view of the parameter.
+    for parameter in (weight, weight._base):
+        if hasattr(parameter, "grad_added_to_main_grad"):
+            parameter.grad_added_to_main_grad = True
 
 
 class IntoMainGrad(torch.autograd.Function):

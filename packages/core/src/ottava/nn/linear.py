@@ -45,6 +45,8 @@ class Linear(torch.nn.Linear):
     recomputes: bool = False
     #: Whether the gradient of the weight goes to ``weight.main_grad``.
     fuse_wgrad_accumulation: bool = False
+    #: Whether the weight is stored ``[in_features, out_features]``; its gradient and ``main_grad`` are then, too.
+    weight_is_transposed: bool = False
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Linear(torch.nn.Linear):
         self.bind(recipe)
 
     @classmethod
-    def from_linear(cls, linear: torch.nn.Linear, *, name: str = "") -> Linear:
+    def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:
         """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
         made = cls.__new__(cls)
         made.__dict__ = dict(linear.__dict__)
@@ -119,6 +121,8 @@ class Linear(torch.nn.Linear):
         # A module searches several places for an attribute. (Parametrizations put these elsewhere.)
         own: Any = self._parameters
         weight = own["weight"] if "weight" in own else self.weight
+        if self.weight_is_transposed:
+            weight = weight.t()
         bias = own["bias"] if "bias" in own else self.bias
         amp_dtype = autocast_dtype(weight)
         dtype = checked_dtype(self, input, weight, amp_dtype)
@@ -153,14 +157,18 @@ class Linear(torch.nn.Linear):
         state.quantizer("weight", rowwise=True, columnwise=True).calibrate(self._plain_weight().detach())
         return self._high_precision(input)
 
+    def _matrix(self) -> torch.Tensor:
+        """The weight as ``[out_features, in_features]``."""
+        return self.weight.t() if self.weight_is_transposed else self.weight
+
     def _plain_weight(self) -> torch.Tensor:
-        weight = self.weight
+        weight = self._matrix()
         return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight
 
     def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
         # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
-        weight: Any = self._plain_weight() if main_grad is None else IntoMainGrad.apply(self.weight, (main_grad,))  # type: ignore[no-untyped-call]
+        weight: Any = self._plain_weight() if main_grad is None else IntoMainGrad.apply(self._matrix(), (main_grad,))  # type: ignore[no-untyped-call]
         return high_precision_linear(input, weight, self.bias, autocast_dtype(weight))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ottava.errors import DTypeError
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensor
 
-# The recipe of the innermost block of this thread; None outside any, and in one that is disabled.
-_innermost: ContextVar[Recipe | None] = ContextVar("quantized_model_init", default=None)
+
+@dataclass(eq=False)
+class _Block:
+    """What is known of a block: its recipe, how many weights it quantized, and how many layers of torch it saw made."""
+
+    recipe: Recipe
+    quantized: int = 0
+    plain: int = 0
+
+    def count(self, module: Any, name: str, parameter: Any) -> None:
+        """Called for each parameter that any module is given, in any thread."""
+        if _innermost.get() is self and name == "weight" and isinstance(module, torch.nn.Linear):
+            self.plain += 1
+
+
+# The innermost block of this thread; None outside any, and in one that is disabled.
+_innermost: ContextVar[_Block | None] = ContextVar("quantized_model_init", default=None)
 
 
 @contextmanager
@@ -24,25 +42,42 @@ def quantized_model_init(recipe: Recipe | str | os.PathLike[str], *, enabled: bo
     """Inside, every :class:`~ottava.nn.Linear` that is made keeps its weight quantized by ``recipe`` only.
 
     The values before quantization stay available on the CPU as ``weight.get_high_precision_init_val()``, for an
-    optimizer's master weights, until ``weight.clear_high_precision_init_val()``.
+    optimizer's master weights, until ``weight.clear_high_precision_init_val()``. Code that makes ``torch.nn.Linear``
+    layers is not affected, and a ``UserWarning`` says so where it makes no others.
 
     Raises:
         DTypeError, RecipeNotFoundError: ``recipe`` is no recipe.
     """
-    outer = _innermost.set(as_recipe(recipe) if enabled else None)
+    block = _Block(as_recipe(recipe)) if enabled else None
+    outer = _innermost.set(block)
+    hook = register_module_parameter_registration_hook(block.count) if block else None
     try:
         yield
     finally:
         _innermost.reset(outer)
+        if hook is not None:
+            hook.remove()
+    if block and block.plain and not block.quantized:
+        what = f"quantized_model_init quantized nothing: the code inside made {block.plain} torch.nn.Linear"
+        remedy = "make them ottava.nn.Linear, or call ottava.convert(model, recipe, primary=True) afterwards"
+        warnings.warn(f"{what} and no ottava.nn.Linear; {remedy}", UserWarning, stacklevel=3)
 
 
 def quantize_new_weight(layer: Any) -> None:
     """Replace the weight of a layer that was just made by a quantized one, inside ``quantized_model_init``."""
-    recipe = _innermost.get()
-    if recipe is None:
-        return
-    weight = layer.weight
-    quantizer = recipe.quantizer(QuantizerRole("linear", "weight", layer.name)).copy()
+    block = _innermost.get()
+    if block is not None and not layer.weight_is_transposed:
+        layer.weight = quantized_parameter(layer.weight, block.recipe, layer.name, keep_initial_values=True)
+        block.quantized += 1
+
+
+def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_values: bool) -> Any:
+    """A parameter in place of the weight of the layer ``name``, quantized by ``recipe``, with the same attributes.
+
+    Raises:
+        DTypeError: the recipe's quantizer gives no tensor.
+    """
+    quantizer = recipe.quantizer(QuantizerRole("linear", "weight", name)).copy()
     quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled() or not quantizer.columns_when_asked)
     quantizer.internal = False
     with torch.no_grad():
@@ -53,6 +88,7 @@ def quantize_new_weight(layer: Any) -> None:
         remedy = "FP8-primary weights need a quantizer whose results are tensors when internal is False"
         raise DTypeError(what, expected="a QuantizedTensor", remedy=remedy)
     parameter: Any = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
-    if not weight.is_meta:
+    parameter.__dict__.update(weight.__dict__)
+    if keep_initial_values and not weight.is_meta:
         parameter._high_precision_init_val = weight.detach().cpu().clone()
-    layer.weight = parameter
+    return parameter

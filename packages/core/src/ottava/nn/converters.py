@@ -1,0 +1,132 @@
+"""The table of converters: what makes an Ottava layer of a module, by the module's class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ottava.errors import DTypeError, ShapeError
+from ottava.kernels import HIGH_PRECISION
+from ottava.nn.linear import Linear
+from ottava.tensors import QuantizedTensor
+
+Converter = Callable[[torch.nn.Module, str], Linear | str]
+# By class, or by its qualified name, so that the class need not be imported.
+_CONVERTERS: dict[type | str, Converter] = {}
+# Where tensor subclasses are defined that layers are known to work with: tensors that are traced, DTensors, Ottava's.
+_KNOWN_SUBCLASSES = ("torch._subclasses.", "torch.distributed.", "ottava.")
+
+
+def register_converter(cls: type[torch.nn.Module] | str, function: Converter) -> None:
+    """Have :func:`convert` make layers of the modules of a class. A later registration replaces an earlier one.
+
+    Args:
+        cls: the class, or its qualified name, ``"package.module.Class"``, which imports nothing. It stands for itself
+            alone: subclasses, whose behaviour may differ, are left alone unless they are registered too.
+        function: ``function(module, name)``, given a module and its qualified name, changes nothing and returns an
+            :class:`ottava.nn.Linear` with the module's own parameter objects, as ``ottava.nn.Linear.from_linear`` and
+            ``ottava.nn.TransposedLinear.from_linear`` make it, or a string: why the module is left alone. What it
+            raises comes out of :func:`convert`, before anything is changed.
+
+    Raises:
+        DTypeError: ``cls`` is neither a class of modules nor a qualified name, or ``function`` cannot be called.
+    """
+    qualified = isinstance(cls, str) and "." in cls.strip(".")
+    if not qualified and not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        expected = "a subclass of torch.nn.Module, or the name of one as 'package.module.Class'"
+        raise DTypeError(f"a converter was registered for {cls!r}", expected=expected)
+    if not callable(function):
+        what = f"the converter for {cls!r} is a {type(function).__name__}"
+        raise DTypeError(what, expected="a function of a module and its name")
+    _CONVERTERS[cls] = function
+
+
+def _converter_of(cls: type) -> Any:
+    return _CONVERTERS.get(cls) or _CONVERTERS.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def is_convertible(module: torch.nn.Module) -> bool:
+    """Whether a converter is registered for the class of a module, or for a base of it; Ottava's layers are."""
+    return any(map(_converter_of, type(module).__mro__))
+
+
+def refusal(module: torch.nn.Module) -> str | None:
+    """Why a convertible module is left alone whatever its converter says, or None."""
+    if not isinstance(module, Linear) and _converter_of(type(module)) is None:
+        return f"is a subclass, {type(module).__name__}, whose behaviour would be lost"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance, which would go on running the old module"
+    for weight in (p for p in module._parameters.values() if p is not None and p.dim() > 1):
+        cls = type(weight)
+        own = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
+        if not own and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with operators of its own"
+        if weight.dtype not in HIGH_PRECISION:
+            return f"its weight has dtype {weight.dtype}"
+    return None
+
+
+def converted(module: torch.nn.Module, name: str) -> Linear | str:
+    """The layer that the converter makes of a module that :func:`refusal` has nothing against, or why there is none.
+
+    Raises:
+        DTypeError: the converter returned something else, or a layer that does not have the module's parameters.
+    """
+    made = module if isinstance(module, Linear) else _converter_of(type(module))(module, name)
+    if isinstance(made, str):
+        return made
+    cls = type(made)
+    what = f"the converter for {type(module).__name__} returned for {name!r} a {cls.__module__}.{cls.__qualname__}"
+    if not isinstance(made, Linear):
+        raise DTypeError(what, expected="an ottava.nn.Linear, or the reason for leaving the module alone as a string")
+    if {*map(id, made.parameters())} != {*map(id, module.parameters())}:
+        raise DTypeError(f"{what} with other parameters", expected="the module's own parameter objects")
+    if lacking := [key for key in ("in_features", "out_features", "weight", "bias") if not hasattr(made, key)]:
+        raise DTypeError(f"{what} without {', '.join(lacking)}", expected="what a torch.nn.Linear has")
+    return made
+
+
+class TransposedLinear(Linear):
+    """A layer whose weight is stored ``[in_features, out_features]``, as in the ``Conv1D`` of Transformers.
+
+    It computes bit for bit what :class:`ottava.nn.Linear` does with the transposed weight. The parameter keeps its
+    shape, and so do its gradient and ``main_grad``; it stays in high precision.
+    """
+
+    weight_is_transposed = True
+
+    def __init__(self, in_features: int, out_features: int, *args: Any, **options: Any) -> None:
+        super().__init__(in_features, out_features, *args, **options)
+        self.weight = torch.nn.Parameter(self.weight.detach().t().contiguous())
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:
+        """This class around a module with a matrix ``weight`` and, or not, a ``bias``: same parameters, hooks, mode.
+
+        Raises:
+            ShapeError: there is no such ``weight``.
+        """
+        weight = linear._parameters.get("weight")
+        if weight is None or weight.dim() != 2:
+            what = f"{type(linear).__name__} {name!r} has no parameter 'weight' of two dimensions"
+            raise ShapeError(what, expected="a matrix [in_features, out_features]")
+        made = super().from_linear(linear, name)
+        made._parameters = {**linear._parameters, "bias": linear._parameters.get("bias")}
+        made.in_features, made.out_features = weight.shape
+        return made
+
+    def reset_parameters(self) -> None:
+        """As :meth:`ottava.nn.Linear.reset_parameters`, which tells the layer's features by the shape of the weight."""
+        weight: Any = self._parameters["weight"]
+        self._parameters["weight"] = weight.detach().t()
+        try:
+            super().reset_parameters()
+        finally:
+            self._parameters["weight"] = weight
+
+
+register_converter(torch.nn.Linear, Linear.from_linear)
+register_converter("transformers.pytorch_utils.Conv1D", TransposedLinear.from_linear)

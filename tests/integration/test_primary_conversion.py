@@ -1,0 +1,77 @@
+"""``convert(primary=True)`` gives the weights, and the training, of layers that were made with quantized weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import ottava
+from ottava.errors import UsageError
+from tests import ranks
+
+RECIPES = ["blockwise", "current", "delayed", "mxfp8", "rowwise"]
+
+
+def net(layer: Any) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(layer(64, 96), torch.nn.GELU(), layer(96, 32))
+
+
+def losses(model: torch.nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen = []
+    for step in range(3):
+        loss = model(torch.randn(32, 64, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_trains_as_a_model_that_was_made_so(recipe: str) -> None:
+    with ottava.quantized_model_init(recipe):
+        made = net(ottava.nn.Linear)
+    ottava.convert(made, recipe)
+    existing = ottava.convert(net(torch.nn.Linear), recipe, primary=True, keep_initial_values=True)
+    for one, other in ((made[0].weight, existing[0].weight), (made[2].weight, existing[2].weight)):
+        assert type(one) is type(other)
+        assert torch.equal(one.dequantize(), other.dequantize())
+        assert torch.equal(one.get_high_precision_init_val(), other.get_high_precision_init_val())
+    assert losses(existing) == losses(made)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_embedding_may_share_the_weight(recipe: str) -> None:
+    head = torch.nn.Linear(64, 128, bias=False)
+    model = torch.nn.ModuleDict({"table": torch.nn.Embedding(128, 64), "head": head})
+    model.table.weight = head.weight
+    ottava.convert(model, recipe, primary=True)
+    weight = model.head.weight
+    assert weight is model.table.weight
+    assert isinstance(weight, ottava.QuantizedTensor)
+    tokens = torch.arange(32)
+    rows = model.table(tokens)
+    assert torch.equal(rows, weight.dequantize()[:32])
+    model.head(rows).square().mean().backward()
+    assert weight.grad.shape == (128, 64)
+
+
+def sharded(mesh: Any) -> None:
+    model = ottava.convert(net(torch.nn.Linear), "current")
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(UsageError, match=r"the weight of '0' is a DTensor.*before gather_quantized"):
+        ottava.convert(model, "current", primary=True)
+    first = ottava.convert(net(torch.nn.Linear), "current", primary=True)
+    expected = losses(ottava.convert(net(torch.nn.Linear), "current", primary=True))
+    fully_shard(first, mesh=mesh)
+    assert losses(first) == expected
+    assert "the weight is kept quantized" in str(ottava.conversion_report(first))
+
+
+def test_it_comes_before_fully_shard() -> None:
+    assert ranks.failures(__name__, ["sharded"]) == {"sharded": None}
