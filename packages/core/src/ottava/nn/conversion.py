@@ -15,6 +15,7 @@ import torch
 from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
+from ottava.nn.loading import fill_in_states
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.region import enter_module, leave_module
 from ottava.recipes.state import RecipeState
@@ -163,6 +164,7 @@ def convert(
         # The model's forward pass becomes a region, so that all its layers begin a step together.
         result.register_forward_pre_hook(enter_module, prepend=True)
         result.register_forward_hook(leave_module, always_call=True)
+        result.register_load_state_dict_pre_hook(fill_in_states)
         _keep_from_broadcast(result)
     report = ConversionReport(chosen.name or type(chosen).__name__, tuple(decisions))
     setattr(result, _REPORT_ATTRIBUTE, report)

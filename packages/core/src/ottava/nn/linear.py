@@ -12,6 +12,7 @@ from ottava.errors import CheckpointError, OptionError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.checks import autocast_dtype, checked_dtype, main_grad_of
 from ottava.nn.function import IntoMainGrad, LinearPlan, high_precision_linear, quantized_linear
+from ottava.nn.loading import fill_in_states
 from ottava.nn.model_init import quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.mixed import layer_state
@@ -359,6 +360,7 @@ class Linear(torch.nn.Linear):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
         before = local_tensor(self.weight)
+        fill_in_states(self, state_dict, prefix, metadata)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self._gather_as(before)
         enters_first(self)
