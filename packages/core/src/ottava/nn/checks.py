@@ -8,6 +8,7 @@ import torch
 
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels.checks import HIGH_PRECISION, check_device, check_high_precision
+from ottava.kernels.direct import has_tangent, transform
 from ottava.torch_private import any_autocast_enabled
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
@@ -56,6 +57,24 @@ def checked_dtype(
         what = f"input of {layer._label()} has dtype {dtype}, its weight {weight.dtype}"
         raise DTypeError(what, expected="one dtype", remedy="convert one of them, or run inside torch.autocast")
     return dtype if autocast_dtype is None else autocast_dtype
+
+
+def check_derivatives(layer: Any, *tensors: torch.Tensor | None) -> None:
+    """Refuse what takes functions apart to differentiate or to record them, which quantization does not survive.
+
+    Raises:
+        UsageError: a transform of torch.func, ``torch.jit.trace`` or a forward-mode derivative is at work.
+    """
+    found = transform() or ("forward-mode derivatives" if has_tangent(*tensors) else None)
+    if found is None:
+        return
+    remedy = "use it inside ottava.autocast(enabled=False), or backward() for gradients"
+    if found == "trace":
+        found, remedy = "torch.jit.trace", "use torch.export, or trace inside ottava.autocast(enabled=False)"
+    elif " " not in found:
+        found = f"{found}, a transform of torch.func,"
+    what = f"{layer._label()} computes on quantized operands, which {found} cannot take"
+    raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:

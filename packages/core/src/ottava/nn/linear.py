@@ -10,7 +10,7 @@ import torch
 
 from ottava.errors import CheckpointError, OptionError
 from ottava.kernels import HIGH_PRECISION
-from ottava.nn.checks import autocast_dtype, checked_dtype, main_grad_of
+from ottava.nn.checks import autocast_dtype, check_derivatives, checked_dtype, main_grad_of
 from ottava.nn.function import IntoMainGrad, LinearPlan, high_precision_linear, quantized_linear
 from ottava.nn.loading import fill_in_states
 from ottava.nn.model_init import quantize_new_weight
@@ -207,6 +207,8 @@ class Linear(torch.nn.Linear):
         amp_dtype = autocast_dtype(weight)
         dtype = checked_dtype(self, input, weight, amp_dtype)
         state = self._state_for(recipe, group)
+        if not torch.compiler.is_compiling() and not state.keeps_values:
+            check_derivatives(self, input, weight, self.bias)
         if state.stateful:
             self._take_part(state, group, weight)
         if calibrating:

@@ -18,7 +18,7 @@ OF_STATE = re.compile(r"(?:^|(?<=\.))recipe_state\.")
 
 
 def layers_with_state(names: Iterable[str]) -> set[str]:
-    """What the names of all layers whose state is in a state dict begin with: ``"0."``, or nothing for a model's own."""
+    """What the names of each layer whose state is in a state dict begin with: ``"0."``, or ``""`` for a lone layer."""
     return {OF_STATE.split(name)[0] for name in names if OF_STATE.search(name)}
 
 

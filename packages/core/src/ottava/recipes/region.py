@@ -19,6 +19,7 @@ import torch
 
 from ottava.collectives import check_group
 from ottava.errors import OptionError
+from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
 from ottava.recipes.state import RecipeState, by_recipe
@@ -51,7 +52,19 @@ def backward_task() -> int:
 
 def may_begin() -> bool:
     """Whether a region that is entered now begins a step: not in evaluation, not in a recomputation."""
-    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or graph_task_id() == -1)
+    return differentiates() and (torch.compiler.is_compiling() or graph_task_id() == -1)
+
+
+def differentiates() -> bool:
+    """Whether a backward pass may follow this forward pass."""
+    return torch.is_grad_enabled() and not is_taken_apart()
+
+
+def is_taken_apart() -> bool:
+    """Whether this runs for an exported program, which has no backward pass, or in what layers refuse to run in."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return transform() is not None or in_dual_level()
 
 
 class Step:
@@ -269,7 +282,7 @@ def enter_module(module: torch.nn.Module, args: Any = ()) -> None:
     # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
     checkpointed = module.training and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     task = backward_task()
-    began = may_begin() or (checkpointed and task == -1)
+    began = may_begin() or (checkpointed and task == -1 and not is_taken_apart())
     compiling = torch.compiler.is_compiling()
     if began and (compiling or module not in _ahead):
         begin_step(states_of(module), None)
