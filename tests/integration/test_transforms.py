@@ -1,4 +1,4 @@
-"""Transforms of torch.func, forward-mode derivatives and torch.jit.trace refuse quantized layers, and change nothing."""
+"""Quantized layers refuse torch.func, forward-mode derivatives and torch.jit.trace, before anything changes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_refused(recipe: str, name: str) -> None:
     before = copied(model)
     regions: list[Any] = [contextlib.nullcontext(), torch.no_grad()]
     for region in regions:
-        with region, pytest.raises(UsageError, match="Linear '[02]'") as caught:
+        with region, pytest.raises(UsageError, match=r"Linear '[02]'") as caught:
             TRANSFORMS[name](model, x)
         assert "autocast(enabled=False)" in caught.value.remedy
         assert caught.value.expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels.checks import HIGH_PRECISION, check_device, check_high_precision
 from ottava.kernels.direct import has_tangent, transform
-from ottava.torch_private import any_autocast_enabled
+from ottava.recipes.state import RecipeState
+from ottava.torch_private import any_autocast_enabled, local_tensor
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
 _WITH_AUTOCAST = frozenset(
@@ -75,6 +77,47 @@ def check_derivatives(layer: Any, *tensors: torch.Tensor | None) -> None:
         found = f"{found}, a transform of torch.func,"
     what = f"{layer._label()} computes on quantized operands, which {found} cannot take"
     raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
+
+
+def check_export(layer: Any) -> None:
+    """Refuse ``torch.export`` of a layer whose recipe keeps state in training mode: a program makes no steps.
+
+    Raises:
+        UsageError: that is what happens here.
+    """
+    if layer.training and torch.compiler.is_exporting():
+        what = f"{layer._label()} is in training mode, and torch.export writes no steps of a recipe that keeps state"
+        raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
+
+
+def warn_of_mismatch(layer: Any, before: RecipeState | None, state: RecipeState | None) -> None:
+    """Warn, once for a layer, of a weight that another recipe keeps quantized, or of a change to another kind of recipe.
+
+    Args:
+        before: the state that the layer ran under, or was bound with; None where that is no matter.
+        state: the one that it runs under from now on.
+    """
+    if state is None or torch.compiler.is_compiling() or layer._mismatch_told:
+        return
+    name = _name(state.recipe)
+    kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
+    if kept is not None and type(kept) is not type(state.quantizer("weight", rowwise=True, columnwise=True)):
+        what = f"the weight of {layer._label()} stays as a {type(kept).__name__} quantized it, and the layer runs under"
+        what = f"{what} {name!r}: make the model inside quantized_model_init({name!r})"
+    elif (
+        before is not None
+        and type(before.recipe) is not type(state.recipe)
+        and not (before.stateful and state.stateful)
+    ):
+        what = f"{layer._label()} changes from recipe {_name(before.recipe)!r} to {name!r}"
+    else:
+        return
+    layer.__dict__["_mismatch_told"] = True
+    warnings.warn(what, UserWarning, stacklevel=5)
+
+
+def _name(recipe: Any) -> str:
+    return str(recipe.name or type(recipe).__name__)
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:

@@ -10,13 +10,28 @@ import torch
 
 from ottava.errors import CheckpointError, OptionError
 from ottava.kernels import HIGH_PRECISION
-from ottava.nn.checks import autocast_dtype, check_derivatives, checked_dtype, main_grad_of
+from ottava.nn.checks import (
+    autocast_dtype,
+    check_derivatives,
+    check_export,
+    checked_dtype,
+    main_grad_of,
+    warn_of_mismatch,
+)
 from ottava.nn.function import IntoMainGrad, LinearPlan, high_precision_linear, quantized_linear
 from ottava.nn.loading import fill_in_states
 from ottava.nn.model_init import quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.mixed import layer_state
-from ottava.recipes.region import backward_task, begin_ahead, begin_step, current_region, enters_first, may_begin
+from ottava.recipes.region import (
+    backward_task,
+    begin_ahead,
+    begin_step,
+    current_region,
+    differentiates,
+    enters_first,
+    may_begin,
+)
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
 from ottava.tensors.quantizer import Quantizer
@@ -64,6 +79,8 @@ class Linear(torch.nn.Linear):
     _last: tuple[Recipe | None, Any, bool] | None = None
     # The state that a checkpoint held, until a region brings the recipe that it belongs to.
     _loaded_state: dict[str, Any] | None = None
+    # Whether a warning has said that the layer's recipe, or its weight's, is another one.
+    _mismatch_told: bool = False
     #: Whether the gradient of the weight goes to ``weight.main_grad``.
     fuse_wgrad_accumulation: bool = False
 
@@ -117,6 +134,7 @@ class Linear(torch.nn.Linear):
             # The layer has another recipe for good, and the old state goes. (Bound to none, it keeps the state for
             # a region that brings its recipe.)
             self._modules.pop("recipe_state", None)
+        warn_of_mismatch(self, None, state)
         self._set_state(state)
 
     def _make_state(self, recipe: Recipe, group: Any) -> RecipeState:
@@ -157,6 +175,7 @@ class Linear(torch.nn.Linear):
                     UserWarning,
                     stacklevel=4,
                 )
+        warn_of_mismatch(self, self._state, state)
         self._set_state(state)
         self._quantized_weight = None
         return state
@@ -167,7 +186,7 @@ class Linear(torch.nn.Linear):
 
         Reentrant checkpointing runs the forward without gradients: there the recomputation is what is seen.
         """
-        region, task, recording = current_region(), backward_task(), torch.is_grad_enabled()
+        region, task, recording = current_region(), backward_task(), differentiates()
         recipe, group, calibrating = self._recipe, None, False
         if task != -1:
             last_recipe, last_group, recorded = self._last or (recipe, None, False)
@@ -210,6 +229,7 @@ class Linear(torch.nn.Linear):
         if not torch.compiler.is_compiling() and not state.keeps_values:
             check_derivatives(self, input, weight, self.bias)
         if state.stateful:
+            check_export(self)
             self._take_part(state, group, weight)
         if calibrating:
             state.quantizer("input", rowwise=True, columnwise=True).calibrate(input.detach())
@@ -219,7 +239,7 @@ class Linear(torch.nn.Linear):
             return self._high_precision(input)
         if isinstance(input, QuantizedTensorStorage):
             input = input.dequantize()
-        grad_enabled = torch.is_grad_enabled()
+        grad_enabled = differentiates()
         kept_weight = None
         if isinstance(weight, QuantizedTensorStorage):
             state.use_gathered(weight, recording=recording)

@@ -37,9 +37,7 @@ def fill_in_states(
         warnings.warn(f"{what}. To keep it, save the state dict of the converted model.", UserWarning, stacklevel=2)
 
 
-def _filled(
-    module: torch.nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any
-) -> Iterator[str]:
+def _filled(module: torch.nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any) -> Iterator[str]:
     present = layers_with_state(state_dict)
     for name, layer in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
         state: Any = layer._modules.get("recipe_state")
