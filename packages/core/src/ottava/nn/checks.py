@@ -91,7 +91,7 @@ def check_export(layer: Any) -> None:
 
 
 def warn_of_mismatch(layer: Any, before: RecipeState | None, state: RecipeState | None) -> None:
-    """Warn, once for a layer, of a weight that another recipe keeps quantized, or of a change to another kind of recipe.
+    """Warn, once for a layer, of a weight that another recipe keeps quantized, or of a change to another recipe's kind.
 
     Args:
         before: the state that the layer ran under, or was bound with; None where that is no matter.
