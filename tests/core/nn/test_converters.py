@@ -163,7 +163,7 @@ def test_calibration_sees_the_weight_as_a_product_does(recipe: Any) -> None:
     shapes: list[Any] = []
     ottava.register_converter(Conv1D, TransposedLinear.from_linear)
     layer = ottava.convert(Conv1D(8, 4), recipe)
-    for quantizer in layer._state.quantizers.values():
+    for quantizer in layer._binding.state.quantizers.values():
         quantizer.calibrate = lambda tensor: shapes.append(tuple(tensor.shape))
     with ottava.autocast(calibrating=True):
         layer(torch.randn(3, 4))

@@ -246,3 +246,27 @@ def test_a_copy_of_a_layer_has_a_state_of_its_own() -> None:
     state.steps += 1
     assert copied.steps == 0
     assert copied.is_of(Counting("a"))
+
+
+# -- what the base class does for states --
+
+
+@pytest.mark.parametrize("recipe", [Counting(), over(Counting("outer"), input=QuantizerRequest(Counting("inner")))])
+def test_states_are_float32_whatever_the_defaults_are(recipe: Any) -> None:
+    """Of a class that names neither dtype nor device, and leaves ``_apply`` to torch."""
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        layer = ottava.nn.Linear(8, 8, recipe=recipe, device="cpu")
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    layer(torch.ones(2, 8, dtype=torch.bfloat16))
+    for cast in (layer.bfloat16, layer.half, layer.double, layer.float, lambda: layer.to(torch.bfloat16)):
+        cast()
+        found = [buffer for name, buffer in layer.named_buffers()]
+        assert {(buffer.dtype, buffer.device.type) for buffer in found} == {(torch.float32, "cpu")}
+    assert any(bool(buffer.any()) for buffer in layer.buffers())
+    layer.to("meta").to_empty(device="cpu")
+    steps = [buffer for name, buffer in layer.named_buffers() if name.endswith("steps")]
+    assert not any(bool(buffer.any()) for buffer in steps)

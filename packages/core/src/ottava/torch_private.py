@@ -216,11 +216,11 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def may_refuse_to_load(module: torch.nn.Module) -> bool:
-    """Whether ``load_state_dict`` of a module runs hooks, or methods that are neither torch's nor Ottava's."""
-    hooks = [getattr(module, f"_load_state_dict_{when}_hooks", True) for when in ("pre", "post")]
+    """Whether ``load_state_dict`` of a module runs hooks or methods that are neither torch's nor Ottava's."""
+    hooks = [getattr(module, f"_load_state_dict_{when}_hooks", {0: None}).values() for when in ("pre", "post")]
     cls = type(module)
-    methods = (cls.load_state_dict, cls._load_from_state_dict, cls.set_extra_state)
-    return any(hooks) or any(m.__module__.partition(".")[0] not in ("torch", "ottava") for m in methods)
+    called = (*hooks[0], *hooks[1], cls.load_state_dict, cls._load_from_state_dict, cls.set_extra_state)
+    return any(getattr(one, "__module__", "").partition(".")[0] not in ("torch", "ottava") for one in called)
 
 
 def is_distributed(tensor: Any) -> bool:

@@ -86,7 +86,8 @@ class DelayedScaling(Recipe):
 
     def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Float8Quantizer:
         """A quantizer with a state of its own; those of a layer share the layer's."""
-        return Float8Quantizer(torch.ones(1), torch.zeros(1), self.fp8_dtype(role))
+        scale, amax = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.float32)
+        return Float8Quantizer(scale, amax, self.fp8_dtype(role))
 
     def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> DelayedScalingState:
         return DelayedScalingState(self, roles, amax_reduction_group=amax_reduction_group)

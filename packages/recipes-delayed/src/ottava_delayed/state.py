@@ -66,9 +66,11 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         # Quantizers that a factory put in the place of the recipe's.
         self.given = {role.tensor_type: recipe.quantizer(role) for role in roles if recipe.given(role) is not None}
         self.maxima = tuple(largest(dtype, recipe.margin) for dtype in self.formats)
-        self.register_buffer("scale", torch.ones(len(roles)))
-        self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, len(roles)))
-        self.register_buffer("saturated", torch.zeros(len(roles), dtype=torch.int64))
+        # Neither torch's default dtype nor its default device: a model may be built under any.
+        exact: Any = {"dtype": torch.float32, "device": "cpu"}
+        self.register_buffer("scale", torch.ones(len(roles), **exact))
+        self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, len(roles), **exact))
+        self.register_buffer("saturated", torch.zeros(len(roles), dtype=torch.int64, device="cpu"))
         # The amax that the last gather of a high-precision weight observed.
         self.register_buffer("gathered_amax", None, persistent=False)
         self.register_buffer("gathered_saturated", None, persistent=False)
@@ -175,18 +177,6 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.scale.fill_(1.0)
         self.amax_history.zero_()
         self.saturated.zero_()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
-            moved: torch.Tensor = fn(tensor)
-            # ``model.bfloat16()`` converts buffers too, but scales stay float32.
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        without_values = self.scale.is_meta
-        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
-        if without_values and not self.scale.is_meta:
-            self.reset()
-        return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         key = f"{prefix}amax_history"

@@ -2,7 +2,7 @@
 
 from ottava.checkpoint.convert import Conversion, convert_file
 from ottava.checkpoint.flatten import flatten_state_dict, load_file, save_file, unflatten_state_dict
-from ottava.checkpoint.model import load_model, save_model
+from ottava.checkpoint.model import load_model, save_model, without_state
 from ottava.checkpoint.sharded import is_complete, latest_checkpoint, load_sharded, save_sharded, save_step
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "save_sharded",
     "save_step",
     "unflatten_state_dict",
+    "without_state",
 ]

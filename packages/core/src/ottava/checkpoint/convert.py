@@ -19,6 +19,7 @@ from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, 
 from ottava.filesystem import AnyPath, as_path, check_file_target
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn import Linear, convert
+from ottava.nn.loading import OF_STATE
 from ottava.recipes import QuantizerRole, get_recipe
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.tensors import QuantizedTensorStorage
@@ -28,7 +29,6 @@ HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": t
 #: What may become of a tensor, in the words of :class:`Conversion`.
 KINDS = ("quantized", "dequantized", "cast", "copied", "dropped")
 _EMBEDDING = re.compile(r"embed|(^|\.)(emb|wte|wpe)(\.|$)", re.IGNORECASE)
-_STATE = re.compile(r"(^|\.)recipe_state\.")
 _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _Patterns = Sequence[str] | None
 
@@ -119,7 +119,7 @@ def convert_file(
             tell(read, total)
             key = (place_of(value), name in chosen)
             read += sizes.pop(key[0], 0)
-            if _STATE.search(name) and not keeps:
+            if OF_STATE.search(name) and not keeps:
                 ways[name] = "dropped"
                 continue
             if key not in written:
@@ -194,7 +194,7 @@ def _keeps_state(recipe: Recipe | None, state: Mapping[str, Any]) -> bool:
     if recipe is None or not recipe.stateful:
         return False
     made: Any = recipe.make_state([QuantizerRole("linear", "weight")])
-    found = {_STATE.split(name)[-1] for name in state if _STATE.search(name)}
+    found = {OF_STATE.split(name)[-1] for name in state if OF_STATE.search(name)}
     return isinstance(made, torch.nn.Module) and found == {*made.state_dict()}
 
 
@@ -215,7 +215,7 @@ def _chosen(
     able: list[str] = []
     for name, value in state.items():
         with of_any_class(name):
-            able += [name] if value.dtype in HIGH_PRECISION and not _STATE.search(name) else []
+            able += [name] if value.dtype in HIGH_PRECISION and not OF_STATE.search(name) else []
     if model is not None:
         if recipe is None:
             raise OptionError("a model, to convert to high precision", expected="a model for a recipe alone")

@@ -13,6 +13,7 @@ from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, l
 from ottava.filesystem import AnyPath, as_path, uninterrupted
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
+from ottava.nn.loading import OF_STATE, layers_with_state
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 from ottava.tensors.declaration import check_flag
@@ -58,9 +59,11 @@ def load_model(
             raise UsageError(f"{what} on meta", expected="memory to load into", remedy="call model.to_empty first")
     state: dict[str, Any] = load_file(path, verify=verify)
     modules = dict(model.named_modules(remove_duplicate=False))
-    # Layers keep the state of a recipe that a region has yet to bring.
+    # Layers keep the state of a recipe that a region has yet to bring, and make the state that a file has nothing of.
     bare = {n: m for n, m in modules.items() if isinstance(m, Linear) and m.recipe is None}
     waiting = tuple(f"{n}.recipe_state.".lstrip(".") for n, m in bare.items() if "recipe_state" not in m._modules)
+    afresh = layers_with_state(targets) - layers_with_state(state)
+    waiting += tuple(f"{layer}recipe_state." for layer in afresh if f"{layer}weight" in state)
     with named(as_path(path)):
         missing = [name for name in targets if name not in state and not name.startswith(waiting)]
         unexpected = [name for name in state if name not in targets and not name.startswith(waiting)]
@@ -83,6 +86,21 @@ def load_model(
                     copy.deepcopy(module).load_state_dict(found, strict=False)
         _write(model, targets, state)
     return missing, unexpected
+
+
+def without_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What a state dict has besides the state of recipes, as torch loads it strictly into a model in high precision.
+
+    Raises:
+        DTypeError: it is no dict.
+    """
+    if not isinstance(state_dict, dict):
+        raise DTypeError(f"the state dict is a {type(state_dict).__name__}", expected="what model.state_dict() gives")
+    # Copied with its attributes: torch keeps the versions of modules there.
+    kept = copy.copy(state_dict)
+    for name in [name for name in kept if OF_STATE.search(name)]:
+        del kept[name]
+    return kept
 
 
 def _module(model: Any) -> torch.nn.Module:

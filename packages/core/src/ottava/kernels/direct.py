@@ -8,10 +8,13 @@ backend is called itself.
 from __future__ import annotations
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from ottava.torch_private import (
+    Fallbacks,
     dispatch_keys,
     dispatch_modes,
+    forward_ad,
     function_modes,
     profiling,
     strange_keys,
@@ -41,6 +44,27 @@ _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", 
 # What torch's dispatcher knows of a tensor, unless it is memory of a CPU or a GPU that is read as it lies: that it has
 # no memory (meta, fake), that its values are still to be negated, that it stands for others (transforms), and so on.
 _STRANGE = strange_keys(_PLAIN_KEYS)
+
+
+def transform() -> str | None:
+    """What eager code runs in that takes functions apart: a transform of torch.func, by its name, or ``"trace"``.
+
+    None where a torch without the private names cannot tell.
+    """
+    for active in (transforms(), tracing()):
+        if active is not None and active is not True:
+            return str(active.key()).rpartition(".")[2].lower() if hasattr(active, "key") else "trace"
+    return None
+
+
+def in_dual_level() -> bool:
+    """Whether forward-mode derivatives may be at work in eager code."""
+    return forward_ad is not Fallbacks.forward_ad and forward_ad._current_level >= 0
+
+
+def has_tangent(*tensors: torch.Tensor | None) -> bool:
+    """Whether a forward-mode derivative flows through any of these."""
+    return in_dual_level() and any(t is not None and unpack_dual(t).tangent is not None for t in tensors)
 
 
 def is_direct(*tensors: torch.Tensor | None) -> bool:

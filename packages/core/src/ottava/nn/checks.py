@@ -8,6 +8,7 @@ import torch
 
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels.checks import HIGH_PRECISION, check_device, check_high_precision
+from ottava.kernels.direct import has_tangent, transform
 from ottava.recipes.binding import label_of
 from ottava.torch_private import any_autocast_enabled
 
@@ -57,6 +58,30 @@ def checked_dtype(
         what = f"input of {label_of(layer)} has dtype {dtype}, its weight {weight.dtype}"
         raise DTypeError(what, expected="one dtype", remedy="convert one of them, or run inside torch.autocast")
     return dtype if autocast_dtype is None else autocast_dtype
+
+
+def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
+    """Refuse what takes functions apart to differentiate or to record them, which quantization does not survive.
+
+    Raises:
+        UsageError: a transform of torch.func, ``torch.jit.trace`` or a forward-mode derivative is at work, or
+            ``torch.export`` writes a layer in training mode whose recipe keeps state: a program makes no steps.
+    """
+    if torch.compiler.is_compiling():
+        if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
+            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps of a recipe that keeps state"
+            raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
+        return
+    found = transform() or ("forward-mode derivatives" if has_tangent(*tensors) else None)
+    if found is None:
+        return
+    remedy = "use it inside ottava.autocast(enabled=False), or backward() for gradients"
+    if found == "trace":
+        found, remedy = "torch.jit.trace", "use torch.export, or trace inside ottava.autocast(enabled=False)"
+    elif " " not in found:
+        found = f"{found}, a transform of torch.func,"
+    what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
+    raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:

@@ -17,10 +17,11 @@ import torch
 from ottava.errors import DTypeError, OptionError, UsageError, listed
 from ottava.nn.converters import converted, is_convertible, refusal
 from ottava.nn.linear import Linear
+from ottava.nn.loading import fill_in_states
 from ottava.nn.model_init import quantized_parameter
 from ottava.nn.report import LEFT_ALONE, ConversionReport, conversion_report
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.region import begins_steps
+from ottava.recipes.region import ConvertedModel, begins_steps
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor
 from ottava.torch_private import is_distributed
@@ -142,6 +143,8 @@ def convert(
             if parameter in weights:
                 owner._parameters[name] = weights[parameter]
     if any(state.stateful for state in states.values()):
+        if not isinstance(result, ConvertedModel):
+            result.register_load_state_dict_pre_hook(fill_in_states)
         step = begins_steps(result)
         for layer in replacements.values():
             layer._binding.step = step

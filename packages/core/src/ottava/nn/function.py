@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from ottava.gemm import as_matrix, multiply
 from ottava.kernels import HIGH_PRECISION
-from ottava.kernels.direct import unobserved
 from ottava.kernels.products import mm, product_dtype
 from ottava.kernels.table import rounded, sum_rows
 from ottava.recipes.binding import Call
@@ -33,17 +32,20 @@ def quantized_linear(
     dtype: torch.dtype,
     kept: QuantizedTensorStorage | None,
     main_grad: torch.Tensor | None,
+    observed: bool,
 ) -> torch.Tensor:
     """``y = x · wᵀ + b`` in ``dtype``.
 
     Args:
         kept: the quantized weight, if there is one already.
         main_grad: what the gradient of the weight is added to; None where it is returned.
+        observed: whether somebody looks at what is called: a compiler, a mode, a profiler.
     """
     rest = call, dtype, kept, main_grad
     result: torch.Tensor
-    if not unobserved() or forward_ad._current_level >= 0:
-        result = LinearFunction.apply(x, weight, bias, rest, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    if observed:
+        grad_enabled = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        result = LinearFunction.apply(x, weight, bias, rest, grad_enabled)  # type: ignore[no-untyped-call]
     elif torch.is_grad_enabled():
         result = _apply(x, weight, bias, rest, True)
     else:

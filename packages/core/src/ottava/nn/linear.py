@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from ottava.errors import OptionError
-from ottava.nn.checks import autocast_dtype, checked_dtype, main_grad_of
+from ottava.kernels.direct import in_dual_level, unobserved
+from ottava.nn.checks import autocast_dtype, check_use, checked_dtype, main_grad_of
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
+from ottava.nn.loading import fill_in_states
 from ottava.nn.microbatch import KeptWeight
 from ottava.nn.model_init import quantize_new_weight
 from ottava.nn.moved import apply_to_layer, gather_as
@@ -135,6 +137,9 @@ class Linear(torch.nn.Linear):
             return self._calibrate(call, input)
         if state.keeps_values and call.first is None and not primary:
             return self._high_precision(input)
+        observed = not unobserved() or in_dual_level()
+        if observed:
+            check_use(self, input, weight, bias)
         if isinstance(input, QuantizedTensorStorage):
             input = input.dequantize()
         grad_enabled, kept = torch.is_grad_enabled(), None
@@ -147,9 +152,9 @@ class Linear(torch.nn.Linear):
             kept = self._kept.for_call(call, weight, dtype)
         main_grad = main_grad_of(self, grad_enabled) if self.fuse_wgrad_accumulation else None
         if amp_dtype is None:
-            return quantized_linear(input, weight, bias, call, dtype, kept, main_grad)
+            return quantized_linear(input, weight, bias, call, dtype, kept, main_grad, observed)
         with torch.autocast(device_type=weight.device.type, enabled=False):
-            return quantized_linear(input, weight, bias, call, dtype, kept, main_grad)
+            return quantized_linear(input, weight, bias, call, dtype, kept, main_grad, observed)
 
     def _calibrate(self, call: Call, input: torch.Tensor) -> torch.Tensor:
         state: Any = call.state
@@ -188,6 +193,7 @@ class Linear(torch.nn.Linear):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
         before = local_tensor(self.weight)
+        fill_in_states(self, state_dict, prefix, metadata)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         gather_as(self, before)
         self._kept.clear()

@@ -14,15 +14,19 @@ from ottava.recipes.mixed import layer_state
 from ottava.recipes.region import Region, backward_task, begin_ahead, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
-from ottava.recipes.step import Step, begin
+from ottava.recipes.step import Step, begin, is_taken_apart
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, is_distributed
+from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, is_distributed, local_tensor
 
 
 def label_of(layer: Any) -> str:
     """What errors call a layer."""
     return f"{type(layer).__name__} {layer.name!r}" if layer.name else type(layer).__name__
+
+
+def _name(recipe: Any) -> str:
+    return str(recipe.name or type(recipe).__name__)
 
 
 class Call(NamedTuple):
@@ -60,6 +64,7 @@ class Binding:
     step: Step | None = None
     #: The state that a checkpoint held, until a region brings the recipe that it belongs to.
     loaded: dict[str, Any] | None = None
+    _mismatch_told: bool = False
     # Of the last forward pass of a step, which activation checkpointing repeats.
     _last: Call | None = None
 
@@ -92,6 +97,7 @@ class Binding:
             gone: Any = layer._modules.pop("recipe_state", None)
             if gone is not None:
                 gone._pending = False
+        self._warn_of_mismatch(layer, None, prepared)
         self._use(layer, prepared)
 
     def _use(self, layer: Any, state: RecipeState | None) -> None:
@@ -147,8 +153,34 @@ class Binding:
                     UserWarning,
                     stacklevel=5,
                 )
+        self._warn_of_mismatch(layer, self.state, state)
         self._use(layer, state)
         return state
+
+    def _warn_of_mismatch(self, layer: Any, before: RecipeState | None, state: RecipeState | None) -> None:
+        """Warn, once, of a weight that another recipe keeps quantized, or of a change to another kind of recipe.
+
+        Args:
+            before: the state that the layer ran under; None where that is no matter.
+            state: the one that it runs under from now on.
+        """
+        if state is None or self._mismatch_told or torch.compiler.is_compiling():
+            return
+        name, label = _name(state.recipe), label_of(layer)
+        kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
+        if kept is not None and type(kept) is not type(state.quantizer("weight", rowwise=True, columnwise=True)):
+            what = f"the weight of {label} stays as a {type(kept).__name__} quantized it, and the layer runs under"
+            what = f"{what} {name!r}: make the model inside quantized_model_init({name!r})"
+        elif (
+            before is not None
+            and type(before.recipe) is not type(state.recipe)
+            and not (before.stateful and state.stateful)
+        ):
+            what = f"{label} changes from recipe {_name(before.recipe)!r} to {name!r}"
+        else:
+            return
+        self._mismatch_told = True
+        warnings.warn(what, UserWarning, stacklevel=6)
 
     # -- calls --
 
@@ -161,7 +193,9 @@ class Binding:
             first = regions.first
         if task != -1 and (region is None or region.graph_task != task or region.owner is None):
             return self._again(layer, first)
-        grad_enabled, recipe, group, calibrating = torch.is_grad_enabled(), self.recipe, None, False
+        # An exported program has no backward pass.
+        grad_enabled = torch.is_grad_enabled() and not (compiling and torch.compiler.is_exporting())
+        recipe, group, calibrating = self.recipe, None, False
         if region is not None:
             group, calibrating = region.group, region.calibrating
             recipe = recipe if region.recipe is None else region.recipe
@@ -172,6 +206,7 @@ class Binding:
             if not (compiling or training or task != -1):
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
+            training = training and (compiling or not is_taken_apart())
             self._take_part(layer, state, region, group, training, grad_enabled)
         if task != -1:
             return Call(recipe, state, group, self._last is None or not self._last.recording, calibrating, first, True)

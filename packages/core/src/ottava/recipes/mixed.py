@@ -27,7 +27,7 @@ def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reductio
     parts: list[tuple[Sequence[QuantizerRole], RecipeState]] = []
     if any(server is not recipe for server, _ in shares):
         for server, together in shares:
-            make = recipe.make_state if server is recipe else partial(layer_state, server)
+            make = partial(_own_state if server is recipe else layer_state, server)
             parts.append((together, make(together, amax_reduction_group=amax_reduction_group)))
     # Quantizers without state need no parts: they are the recipe's own.
     mixed = any(part.stateful for _, part in parts)
@@ -40,10 +40,23 @@ def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reductio
     if mixed:
         made = MixedState(recipe, parts, amax_reduction_group=amax_reduction_group)
     else:
-        made = recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+        made = _own_state(recipe, roles, amax_reduction_group=amax_reduction_group)
     unquantized = [role.tensor_type for server, role in servers if server.wgrad_high_precision]
     made.wgrad_unquantized = tuple(name for name in unquantized if name != "weight")
     return made
+
+
+def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any) -> RecipeState:
+    """The recipe's own state, made under the default dtype float32 and on the CPU if it keeps values."""
+    if not recipe.stateful:
+        return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+    finally:
+        torch.set_default_dtype(default)
 
 
 class MixedState(torch.nn.Module, RecipeState):

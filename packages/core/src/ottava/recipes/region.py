@@ -17,7 +17,7 @@ from ottava.collectives import check_group
 from ottava.errors import OptionError
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
-from ottava.recipes.step import Step, may_begin, step_for
+from ottava.recipes.step import Step, is_taken_apart, may_begin, step_for
 from ottava.torch_private import constant_to_compiler, graph_task_id
 
 
@@ -247,7 +247,7 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
     # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
     checkpointed = module.training and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     step, task = module._ottava_step, backward_task()
-    began = may_begin() or (checkpointed and task == -1)
+    began = may_begin() or (checkpointed and task == -1 and not is_taken_apart())
     if torch.compiler.is_compiling():
         if began:
             step.begin(None, module)

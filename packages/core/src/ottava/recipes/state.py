@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -41,12 +42,32 @@ def by_recipe(pairs: Sequence[tuple[Any, ItemT]]) -> list[tuple[Any, list[ItemT]
     return groups
 
 
+def _keeping_dtypes(apply: Any) -> Any:
+    """``Module._apply`` for a state: ``model.bfloat16()`` converts all buffers, but scales stay exact."""
+
+    @functools.wraps(apply)
+    def apply_to_state(state: Any, fn: Any, recurse: bool = True) -> Any:
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            moved: torch.Tensor = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        without_values = any(buffer.is_meta for buffer in state.buffers())
+        apply(state, keep_dtype, recurse)
+        if without_values and not any(buffer.is_meta for buffer in state.buffers()):
+            state.reset()
+        return state
+
+    return apply_to_state
+
+
 class RecipeState:
     """The quantizers of one layer, one for each role and combination of usages.
 
     They are made beforehand, so that a forward pass only looks them up and never changes one: a compiled graph then
     has nothing to mutate. A stateful recipe's state derives from ``torch.nn.Module`` and this, sets :attr:`stateful`,
-    keeps its values in buffers, and defines :meth:`quantizer`; the layer owns it as the submodule ``recipe_state``.
+    keeps its values in buffers, and defines :meth:`quantizer`; the layer owns it as the submodule ``recipe_state``. It
+    is made under the default dtype float32 and on the CPU, whatever torch's defaults are; ``model.bfloat16()`` and the
+    like move its buffers and leave their dtypes; buffers that leave the meta device are :meth:`reset`.
     """
 
     #: Whether there are values that outlive a step. Such states are kept, saved and updated at the entry of regions.
@@ -78,6 +99,10 @@ class RecipeState:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _REDUCED_BY_MAX.update(cls.reduced_by_max)
+        apply = getattr(cls, "_apply", None)
+        if apply is not None:
+            # Here, because the method of torch.nn.Module, which stands first among the bases, hides one of this class.
+            cls._apply = _keeping_dtypes(apply)  # type: ignore[attr-defined]
 
     def __init__(self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
         self.recipe, self.factory = recipe, recipe._factory

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ottava.collectives import process_groups_ready
+from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
 from ottava.recipes.ranks import check_alike
 from ottava.recipes.state import RecipeState, by_recipe
@@ -25,9 +26,17 @@ from ottava.torch_private import graph_task_id
 _MOST_STEPS = 16
 
 
+def is_taken_apart() -> bool:
+    """Whether this runs for an exported program, which has no backward pass, or in what layers refuse to run in."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return transform() is not None or in_dual_level()
+
+
 def may_begin() -> bool:
     """Whether a region that is entered now begins a step: not in evaluation, not in a recomputation."""
-    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or graph_task_id() == -1)
+    outside = torch.compiler.is_compiling() or graph_task_id() == -1
+    return torch.is_grad_enabled() and outside and not is_taken_apart()
 
 
 def begin(states: Sequence[RecipeState], amax_reduction_group: Any) -> None:

@@ -1,0 +1,151 @@
+"""Ranks whose models differ in what delayed scaling keeps: each is told so, by name, at the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ottava
+from ottava.errors import OttavaError
+from ottava_delayed import DelayedScaling
+
+
+def model(recipe: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    names = ("first", "second", "third")
+    layers = torch.nn.Sequential()
+    for name in names:
+        layers.add_module(name, torch.nn.Linear(16, 16))
+    return ottava.convert(layers, recipe, **options)
+
+
+def run(net: Any, recipe: Any) -> None:
+    net(torch.ones(4, 16)).sum().backward()
+
+
+def run_in_block(net: Any, recipe: Any) -> None:
+    with ottava.autocast(recipe):
+        net(torch.ones(4, 16)).sum().backward()
+
+
+def same_on_all_ranks(text: str) -> None:
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert all(other for other in texts), texts
+
+
+def refused(
+    mesh: Any, make: Callable[[bool], tuple[Any, Any]], *words: str, step: Callable[[Any, Any], None] = run
+) -> None:
+    """A step of what ``make(other)`` makes on each rank, another one on rank 1, is an error that has these words."""
+    net, recipe = make(mesh.get_rank() == 1)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    error = None
+    try:
+        step(net, recipe)
+        if step is run_in_block:
+            # A block knows its layers when they have run in it once.
+            step(net, recipe)
+    except OttavaError as raised:
+        error = raised
+    assert error is not None, "nothing was said"
+    for word in words:
+        assert word in str(error), f"{word!r} is not in {error}"
+    if step is run:
+        assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    # The group serves the next, which agree.
+    same_on_all_ranks(str(error))
+    agreed = model(DelayedScaling())
+    for _ in range(2):
+        run(agreed, None)
+
+
+def option(name: str, value: Any) -> Callable[[bool], tuple[Any, Any]]:
+    def make(other: bool) -> tuple[Any, Any]:
+        recipe = DelayedScaling(**({name: value} if other else {}))
+        return model(recipe), recipe
+
+    return make
+
+
+def other_margin(mesh: Any) -> None:
+    refused(mesh, option("margin", 1), "margin")
+
+
+def other_history(mesh: Any) -> None:
+    refused(mesh, option("amax_history_len", 4), "amax_history_len")
+
+
+def other_algorithm(mesh: Any) -> None:
+    refused(mesh, option("amax_compute_algo", "most_recent"), "amax_compute_algo")
+
+
+def other_format(mesh: Any) -> None:
+    refused(mesh, option("fp8_format", ottava.Format.E4M3), "fp8_format")
+
+
+def not_reducing(mesh: Any) -> None:
+    refused(mesh, option("reduce_amax", False), "reduce_amax")
+
+
+def other_options_in_a_block(mesh: Any) -> None:
+    refused(mesh, option("margin", 1), "margin", step=run_in_block)
+
+
+def fewer_layers(mesh: Any) -> None:
+    recipe = DelayedScaling()
+    refused(mesh, lambda other: (model(recipe, exclude="second" if other else None), recipe), "second")
+
+
+def other_layers(mesh: Any) -> None:
+    """As many, of the same shapes."""
+    recipe = DelayedScaling()
+    refused(mesh, lambda other: (model(recipe, exclude="second" if other else "third"), recipe), "second", "third")
+
+
+def fewer_layers_in_a_block(mesh: Any) -> None:
+    recipe = DelayedScaling()
+
+    def make(other: bool) -> tuple[Any, Any]:
+        return model(recipe, exclude="second" if other else None), recipe
+
+    refused(mesh, make, "second", step=run_in_block)
+
+
+def other_roles(mesh: Any) -> None:
+    """A layer whose input alone another recipe serves on one rank."""
+
+    def make(other: bool) -> tuple[Any, Any]:
+        recipe = DelayedScaling()
+        request = ottava.QuantizerRequest("current")
+        if other:
+            recipe.set_quantizer_factory(
+                lambda role: request if (role.name, role.tensor_type) == ("second", "input") else None
+            )
+        return model(recipe), recipe
+
+    refused(mesh, make, "second")
+
+
+def agreeing(mesh: Any) -> None:
+    """One more collective, of a fixed size, at the first step, and one a step from then on."""
+    net, count, original = model(DelayedScaling()), [0], dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        counts = []
+        for _ in range(3):
+            count[0] = 0
+            run(net, None)
+            counts.append(count[0])
+    finally:
+        dist.all_reduce = original
+    assert counts[0] in (1, 2), counts
+    assert counts[1:] == [1, 1], counts

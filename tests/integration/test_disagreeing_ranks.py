@@ -1,0 +1,29 @@
+"""Ranks with other layers or other options of a recipe that keeps state are told so, all of them, at the first step."""
+
+from __future__ import annotations
+
+import pytest
+
+from ottava_testing import launch
+
+CASES = [
+    "agreeing",
+    "other_margin",
+    "other_history",
+    "other_algorithm",
+    "other_format",
+    "not_reducing",
+    "other_options_in_a_block",
+    "fewer_layers",
+    "other_layers",
+    "fewer_layers_in_a_block",
+    "other_roles",
+]
+NOT_YET = pytest.mark.xfail(strict=False, reason="ranks do not compare what they reduce")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "agreeing" else NOT_YET) for case in CASES])
+def test_ranks(case: str) -> None:
+    name = f"tests.integration.disagreeing_cases.{case}"
+    (failure,) = launch.run_on_ranks("tests.ranks:run", [name], seconds=30).values()
+    assert failure is None, failure
