@@ -165,6 +165,20 @@ def test_a_plan_asks_python_little(recipe: str) -> None:
 
 
 @each_layout
+def test_a_plan_that_was_made_in_inference_mode_serves_training(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_scratch", products._Scratch())
+    x, w = operands(recipe)
+    with torch.inference_mode():
+        expected = gemm(x, w, out_dtype=F32).clone()
+    ((left, right, _),) = products._scratch.plans.values()
+    assert not left[-1].is_inference()
+    assert not right[-1].is_inference()
+    made = gemm(x, w, out_dtype=F32)
+    assert torch.equal(made, expected)
+    assert not made.is_inference()
+
+
+@each_layout
 def test_plans_are_no_more_than_so_many(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products._Scratch, "PLANS", 3)
     monkeypatch.setattr(products, "_scratch", products._Scratch())

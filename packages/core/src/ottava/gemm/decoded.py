@@ -81,11 +81,9 @@ decoded_mm = define("decoded_mm", "ScalarType compute_dtype", _multiply)
 
 
 def _plan(a: Operand, b: Operand, bias_dtype: torch.dtype | None, out_dtype: torch.dtype) -> tuple[Any, ...]:
-    """What does not change between products of operands like these, whose layouts and shapes are the same.
-
-    Of each operand the function that decodes it, what that is told before and after the scales, whether these are part
-    of the values, and the values; what multiplies these. Nothing where the products are not :func:`planned_mm`'s.
-    """
+    """What does not change between products of operands like these, whose layouts and shapes are the same: of each the
+    function that decodes it, what that is told before and after the scales, whether these are part of the values, and
+    the values; what multiplies these. Nothing where the products are not :func:`planned_mm`'s."""
     device = a.values.device
     if backend_for(device.type) == "reference" or product_of(a, b) is not None:
         return ()
@@ -114,7 +112,8 @@ def planned_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dty
     if plan is None:
         if len(plans) >= _scratch.PLANS:
             plans.clear()
-        plan = plans[key] = _plan(a, b, of_bias, out_dtype)
+        with torch.inference_mode(False):
+            plan = plans[key] = _plan(a, b, of_bias, out_dtype)
     if not plan:
         return None
     threads, values, factors = torch.get_num_threads(), [], []
