@@ -40,7 +40,6 @@ class Model(torch.nn.Module):
         self.rows = PositionEmbedding()
         self.positions = torch.nn.Parameter(torch.zeros(1, 50, 8))
         self.cls = torch.nn.Parameter(torch.zeros(1, 1, 8))
-        self.queries = torch.nn.Parameter(torch.zeros(1, 1, 8))
         self.norm = torch.nn.LayerNorm((4, 8))
         self.up = torch.nn.Linear(8, 8)
         self.down = torch.nn.Linear(8, 8)
