@@ -87,10 +87,6 @@ def other_format(mesh: Any) -> None:
     refused(mesh, option("fp8_format", ottava.Format.E4M3), "fp8_format")
 
 
-def not_reducing(mesh: Any) -> None:
-    refused(mesh, option("reduce_amax", False), "reduce_amax")
-
-
 def other_options_in_a_block(mesh: Any) -> None:
     refused(mesh, option("margin", 1), "margin", step=run_in_block)
 

@@ -12,7 +12,6 @@ CASES = [
     "other_history",
     "other_algorithm",
     "other_format",
-    "not_reducing",
     "other_options_in_a_block",
     "fewer_layers",
     "other_layers",

@@ -8,10 +8,8 @@ backend is called itself.
 from __future__ import annotations
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 
 from ottava.torch_private import (
-    Fallbacks,
     dispatch_keys,
     dispatch_modes,
     forward_ad,
@@ -58,13 +56,15 @@ def transform() -> str | None:
 
 
 def in_dual_level() -> bool:
-    """Whether forward-mode derivatives may be at work in eager code."""
-    return forward_ad is not Fallbacks.forward_ad and forward_ad._current_level >= 0
+    """Whether forward-mode derivatives may be at work in eager code; False where torch cannot tell."""
+    return forward_ad._current_level >= 0 and hasattr(forward_ad, "unpack_dual")
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
     """Whether a forward-mode derivative flows through any of these."""
-    return in_dual_level() and any(t is not None and unpack_dual(t).tangent is not None for t in tensors)
+    return in_dual_level() and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
 
 
 def is_direct(*tensors: torch.Tensor | None) -> bool:
