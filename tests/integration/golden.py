@@ -307,7 +307,7 @@ def nested_blocks(record: Recorder, recipe: Any, other: Any) -> None:
         record.step(step, run)
 
 
-@program(ranks=True)
+@program()
 def converted_in_blocks(record: Recorder, recipe: Any, other: Any) -> None:
     """A converted model in a block of its recipe, in one that names none, switched off, and by itself."""
     net = ottava.convert(Net(), recipe)
@@ -389,7 +389,7 @@ def microbatches(record: Recorder, recipe: Any, other: Any, way: str) -> None:
         record.backward(f"weights {step}", 0.0 * next(net.parameters()).sum())
 
 
-@program(reentrant=(None, True, False))
+@program(reentrant=(None, False))
 def microbatches_in_one_block(record: Recorder, recipe: Any, other: Any, reentrant: bool | None) -> None:
     """All forward passes in a block, and all backward passes after it."""
     net = Net(reentrant=reentrant)
