@@ -133,7 +133,7 @@ def test_grids_are_those_of_the_operator(layout: Layout) -> None:
 def quantizer_of(name: str) -> Any:
     layer = ottava.convert(torch.nn.Linear(64, 32), name)
     layer(values())
-    return layer._state.quantizer("input", rowwise=True, columnwise=True)
+    return layer._binding.state.quantizer("input", rowwise=True, columnwise=True)
 
 
 def calls(function: Callable[[], Any]) -> int:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ottava.gemm import as_matrix, multiply
+from ottava.gemm import as_matrix
+from ottava.gemm import multiply as gemm
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.products import mm, product_dtype
 from ottava.kernels.table import rounded, sum_rows
@@ -78,7 +79,7 @@ def _product(
     if qw is None:
         quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=call.recording)
         qw = quantizer.quantize_impl(weight, dtype)
-    y = multiply(qx, qw, "fprop", dtype, bias, None, False, False)
+    y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
     if matrix is not x or torch.compiler.is_compiling() or is_view(y):
         # The output must not be a view, because an activation, say, may modify it in place.
         y = unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
@@ -148,16 +149,16 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
             quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=quantized)
             qdy = quantizer.quantize_impl(_as_operand(dy2, quantizer), dtype)
         if qw is not None:
-            dx = multiply(qdy, qw, "dgrad", dtype)
+            dx = gemm(qdy, qw, "dgrad", out_dtype=dtype)
             dx = dx if dtype is x_dtype else dx.to(x_dtype)
             dx = dx if len(x_shape) == 2 else dx.view(x_shape)
         if qx is not None:
             dy_columns = qdy if quantized else dy2.to(dtype)
             if main_grad is None:
-                dw = multiply(dy_columns, qx, "wgrad", dtype)
+                dw = gemm(dy_columns, qx, "wgrad", out_dtype=dtype)
                 dw = dw if dtype is w_dtype else dw.to(w_dtype)
             else:
-                multiply(dy_columns, qx, "wgrad", dtype, None, main_grad, True)
+                gemm(dy_columns, qx, "wgrad", out_dtype=dtype, out=main_grad, accumulate=True)
                 _note_added(weight)
     if b_dtype is not None:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
