@@ -89,7 +89,7 @@ class Step:
         self._ran: list[Any] = []
 
     def states(self, model: torch.nn.Module | None = None) -> list[RecipeState]:
-        """Those that begin the next step: all of a model, in the order of its modules, and others in that of their runs."""
+        """Those that begin the next step: all of a model, in the order of its modules, others as they ran."""
         found: dict[int, Any] = {}
         for module in () if model is None else model.modules():
             if isinstance(module, RecipeState) and module.stateful:
