@@ -520,13 +520,17 @@ def record(name: str, recipes: tuple[ottava.Recipe, ottava.Recipe], rank: int = 
         warnings.simplefilter("ignore")
         PROGRAMS[name](recorder, *recipes)
     recorder.nets.clear()
-    _wait_for_the_end_of(recorder.watched)
+    wait_for_the_end_of(recorder.watched)
     return recorder.events
 
 
-def _wait_for_the_end_of(layers: list[Any]) -> None:
-    """Ranks would reduce the amaxes of layers that still exist on one of them; a thread may be about to let go."""
-    for _ in range(1000):
+def wait_for_the_end_of(layers: list[Any]) -> None:
+    """Ranks would reduce the amaxes of layers that still exist on one of them; a thread may be about to let go.
+
+    Raises:
+        RuntimeError: something holds a layer.
+    """
+    for _ in range(30):
         if all(layer() is None for layer in layers):
             return
         gc.collect()

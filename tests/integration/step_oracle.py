@@ -1,0 +1,728 @@
+"""Runs a program of steps, and beside it the rule for scales and histories, which are compared after each event.
+
+The layers are independent of each other: what goes into one, and the gradient of what comes out, is chosen, so that no
+product has to be known to know an amax. A batch has one row and a weight is diagonal, so that each element of a product
+is one product, rounded once: outputs and gradients say which scales were used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from torch.utils.checkpoint import checkpoint
+
+import ottava
+from ottava_delayed import DelayedScaling
+from tests.integration.golden import wait_for_the_end_of
+from tests.integration.step_programs import Add, Evaluate, Program, Remove, Replace, Step, Use, programs
+from tests.recipes_delayed.slot_oracle import Slot
+
+#: How many programs ranks run.
+EXAMPLES = "OTTAVA_TESTS_STEP_PROGRAMS"
+SIZE = 4
+PATTERN = torch.tensor([1.0, -0.625, 0.3, 0.1375])
+MAGNITUDES = (1.0, 0.37, 12.5, 700.0, 3e-4, 0.0, 2.0**90, math.inf)
+FORMATS = {"input": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "grad_output": torch.float8_e5m2}
+#: The recipe of each model.
+RECIPES = ("A", "A", "B")
+
+
+#: What is not as the rule says: programs are run without it.
+#: "alone": an evaluation of a layer in a block of which it has yet to train, on one rank of several.
+#: "empty": a block of another recipe, entered before a layer has run in the block around it.
+#: "evaluates": an evaluation in training mode of a layer that has yet to run in the block around it.
+#: "inherits": a block without a recipe inside of what is recomputed, which is another one's then.
+#: "joins": a block without a recipe inside a converted model, whose layers begin a step when they first run in it.
+#: "kept": the amax of a weight that is kept for microbatches, where a reentrant checkpoint recomputes the layer.
+#: "loads": the all-reduces of layers that were loaded or copied, one for each that runs in a block for the first time.
+#: "mixed": a layer that is recomputed reentrantly, and then runs once more in the step.
+#: "records": a forward pass without gradients, in training mode or of a reentrant checkpoint, before a layer is
+#: recomputed, which then records once more.
+AVOIDED = frozenset({"alone", "empty", "evaluates", "inherits", "joins", "kept", "loads", "mixed", "records"})
+
+
+class Stopped(Exception):
+    """What a program raises."""
+
+
+def values(index: int, rank: int = 0) -> torch.Tensor:
+    magnitude = MAGNITUDES[(index + 3 * rank) % len(MAGNITUDES)]
+    made = PATTERN.roll(index) * (1.0 if math.isinf(magnitude) else magnitude)
+    if math.isinf(magnitude):
+        made[0] = -math.inf
+    return made.view(1, SIZE)
+
+
+def amax(x: torch.Tensor) -> float:
+    return float(np.abs(x.numpy()).max())
+
+
+Operand = tuple[np.ndarray, np.float32, bool]
+
+
+def quantized(x: torch.Tensor, scale: float, kind: str) -> Operand:
+    """The elements, what multiplies them, and whether these numbers are ordinary: far from the ends of float32."""
+    largest = torch.finfo(FORMATS[kind]).max
+    elements = (x.detach() * torch.tensor(scale)).clamp(-largest, largest).to(FORMATS[kind]).float()
+    ordinary = 2.0**-40 < scale < 2.0**40
+    return elements.numpy(), np.float32(1) / np.float32(scale), ordinary
+
+
+def same_product(found: torch.Tensor, a: Operand, b: Operand, what: str) -> None:
+    if a[2] and b[2]:
+        expected = (a[0] * b[0]) * (a[1] * b[1])
+        assert np.array_equal(found.detach().numpy(), expected), (what, found, expected)
+
+
+# -- the rule --
+
+
+@dataclass(eq=False)
+class Layer:
+    """A layer, and what its scales and histories should be on each rank.
+
+    Attributes:
+        key: of the regions that begin a step for it.
+        joined: whether a region of these knows it: as a part of a converted model, or because it has run in one.
+        brought: whether it has what a load or a copy brought, and has not run since.
+        kept: the quantized weight of the first microbatch.
+        pending: whether the recomputation of this step is yet to come.
+    """
+
+    module: Any
+    key: Any
+    ranks: list[dict[str, Slot]]
+    joined: bool
+    brought: bool = False
+    kept: Operand | None = None
+    pending: bool = False
+
+
+@dataclass
+class Region:
+    key: Any
+    recipe: str | None
+    enabled: bool
+    began: bool = False
+    module: bool = False
+    # Whether the step that began at its entry takes an all-reduce.
+    reduced: bool = False
+
+
+@dataclass
+class Rule:
+    """When scales change, as the specification says: at the entry of a region, for all of its slots, over all ranks."""
+
+    reduces: bool
+    layers: list[Layer] = field(default_factory=list)
+    stack: list[Region] = field(default_factory=list)
+    reductions: int = 0
+    # All-reduces that may come besides: one for each region that layers with amaxes of their own run in for the first
+    # time, or one for each of these layers.
+    extra: int = 0
+    extra_for_each: int = 0
+
+    def begin(self, layers: list[Layer]) -> None:
+        if layers and self.reduces and len(layers[0].ranks) > 1:
+            self.reductions += 1
+        for layer in layers:
+            for kind in FORMATS:
+                slots = [slots[kind] for slots in layer.ranks]
+                if self.reduces:
+                    largest = max(slot.history[0] for slot in slots)
+                    for slot in slots:
+                        slot.history[0] = largest
+                for slot in slots:
+                    slot.update()
+
+    def enter(self, region: Region, *, training: bool) -> None:
+        region.began = any(outer.key == region.key and outer.began for outer in self.stack)
+        if training and region.enabled and not region.began:
+            before = self.reductions
+            self.begin([layer for layer in self.layers if layer.key == region.key and layer.joined])
+            region.began, region.reduced = True, self.reductions > before
+        self.stack.append(region)
+
+    def join(self, layer: Layer) -> None:
+        if layer.joined:
+            return
+        layer.joined = True
+        if layer.brought:
+            before = self.reductions
+            self.begin([layer])
+            region = next(region for region in self.stack if region.key == layer.key and region.began)
+            self.extra += self.reductions > before and not region.reduced
+            self.extra_for_each += self.reductions - before
+            self.reductions, region.reduced = before, True
+
+
+# -- the program --
+
+
+def diagonal() -> ottava.nn.Linear:
+    made = ottava.nn.Linear(SIZE, SIZE, bias=False)
+    with torch.no_grad():
+        made.weight.copy_(torch.eye(SIZE))
+    return made
+
+
+class Bank(torch.nn.Module):
+    """Layers; ``run`` says which of them are used."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(diagonal() for _ in range(count))
+
+    def forward(self, run: Callable[[int, torch.Tensor], torch.Tensor], *inputs: torch.Tensor) -> Any:
+        return tuple(run(number, x) for number, x in enumerate(inputs))
+
+
+@dataclass
+class Run:
+    """A use of a layer, with its operands; without, where they are not quantized by delayed scaling."""
+
+    use: Use
+    layer: Layer
+    x: torch.Tensor
+    quantized_x: Operand | None = None
+    quantized_w: Operand | None = None
+    y: Any = None
+
+
+class World:
+    """The models of a program on one rank, and the rule for all ranks."""
+
+    def __init__(self, program: Program, rank: int = 0, ranks: int = 1, *, avoids: frozenset[str] = AVOIDED) -> None:
+        self.program, self.rank, self.ranks, self.avoids = program, rank, ranks, avoids
+        self.rule = Rule(program.reduce)
+        self.counted = 0
+        self.training, self.replaying = True, False
+        self.recipes = {}
+        for name, (length, algorithm, margin) in zip("AB", program.options, strict=True):
+            # Never the same.
+            self.recipes[name] = DelayedScaling(
+                amax_history_len=length,
+                amax_compute_algo=algorithm,
+                margin=margin + 4 * (name == "B"),
+                reduce_amax=program.reduce,
+            )
+        self.ways = (*program.ways, "block")
+        self.banks: list[Bank] = []
+        self.of_bank: list[list[Layer]] = []
+        self.watched: list[Any] = []
+        for number in range(3):
+            self.banks.append(Bank(2))
+            self.of_bank.append([])
+            self._take(number, self._prepared(number, self.banks[number]))
+
+    def _prepared(self, number: int, bank: Bank) -> Bank:
+        return bank if self.ways[number] == "block" else ottava.convert(bank, self.recipes[RECIPES[number]])
+
+    def _slots(self, number: int) -> dict[str, Slot]:
+        recipe = self.recipes[RECIPES[number]]
+        of = {"amax_of": lambda history: history[0]} if recipe.amax_compute_algo == "most_recent" else {}
+        fp8_max = {kind: torch.finfo(dtype).max for kind, dtype in FORMATS.items()}
+        return {kind: Slot(recipe.amax_history_len, fp8_max[kind], recipe.margin, **of) for kind in FORMATS}
+
+    def _take(self, number: int, bank: Bank, before: list[Layer] | None = None) -> None:
+        """Put a model in its place, whose layers have what those of ``before`` had."""
+        way = self.ways[number]
+        key = {"converted": ("module", number), "block": RECIPES[number], "bound": "none"}[way]
+        made = []
+        for place, module in enumerate(bank.layers):
+            old = before[place] if before else None
+            slots = copy.deepcopy(old.ranks) if old else [self._slots(number) for _ in range(self.ranks)]
+            made.append(Layer(module, key, slots, joined=way == "converted", brought=old is not None))
+            self.watched.append(weakref.ref(module))
+        self._forget(number)
+        self.banks[number], self.of_bank[number] = bank, made
+        self.rule.layers += made
+
+    def _forget(self, number: int) -> None:
+        self.rule.layers = [layer for layer in self.rule.layers if layer not in self.of_bank[number]]
+        self.of_bank[number] = []
+
+    # -- regions --
+
+    @contextlib.contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """A block, for the rule and in truth."""
+        if not name:
+            yield
+            return
+        named = {"A": "A", "B": "B", "same": "A", "other": "B", "current": "current"}.get(name)
+        if self.replaying:
+            with self._autocast(named, name != "off"):
+                yield
+            return
+        outer = self.rule.stack[-1] if self.rule.stack else None
+        recipe = named or (outer.recipe if outer else None)
+        key = recipe or next((r.key for r in self.rule.stack if r.module), "none")
+        depth = len(self.rule.stack)
+        self.rule.enter(Region(key, recipe, name != "off"), training=self.training)
+        try:
+            with self._autocast(named, name != "off"):
+                yield
+        finally:
+            del self.rule.stack[depth:]
+
+    def _autocast(self, named: str | None, enabled: bool) -> Any:
+        recipe: Any = self.recipes.get(named, named) if named else None
+        return ottava.autocast(recipe, enabled=enabled)
+
+    @contextlib.contextmanager
+    def module_region(self, number: int) -> Iterator[None]:
+        if self.ways[number] != "converted":
+            yield
+            return
+        self.rule.enter(Region(("module", number), None, True, module=True), training=self.training)
+        try:
+            yield
+        finally:
+            self.rule.stack.pop()
+
+    def top(self, number: int) -> Any:
+        return self.block({"converted": "", "block": RECIPES[number], "bound": "none"}[self.ways[number]])
+
+    # -- a call of a layer --
+
+    def layer_of(self, number: int, use: Use) -> Layer:
+        layers = self.of_bank[2 if "other" in use.blocks else number]
+        return layers[use.layer % len(layers)]
+
+    def call(self, number: int, use: Use, x: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+        layer = self.layer_of(number, use)
+
+        def plain(x: torch.Tensor) -> torch.Tensor:
+            run = None if self.replaying else self.observe(layer, use, x, runs)
+            y = layer.module(x, use.first)
+            if run is not None and run.quantized_x is not None and run.quantized_w is not None:
+                same_product(y, run.quantized_x, run.quantized_w, "output")
+            return y
+
+        def in_blocks(x: torch.Tensor) -> torch.Tensor:
+            with contextlib.ExitStack() as stack:
+                for name in use.blocks:
+                    stack.enter_context(self.block(name))
+                return plain(x)
+
+        if use.recompute is None:
+            return in_blocks(x)
+        if use.inside:
+            return checkpoint(in_blocks, x, use_reentrant=use.recompute)
+        with contextlib.ExitStack() as stack:
+            for name in use.blocks:
+                stack.enter_context(self.block(name))
+            return checkpoint(plain, x, use_reentrant=use.recompute)
+
+    def observe(self, layer: Layer, use: Use, x: torch.Tensor, runs: list[Run]) -> Run:
+        """What the rule makes of a call."""
+        run = Run(use, layer, x)
+        runs.append(run)
+        region = self.rule.stack[-1]
+        if not region.enabled:
+            return run
+        if region.recipe == "current":
+            layer.kept = None
+            return run
+        if self.training:
+            self.rule.join(layer)
+            layer.brought = False
+            for rank, slots in enumerate(layer.ranks):
+                slots["input"].observe(amax(values(use.x, rank)))
+                if use.first is not False:
+                    slots["weight"].observe(amax(layer.module.weight.detach()))
+        mine = layer.ranks[self.rank]
+        run.quantized_x = quantized(x, mine["input"].scale, "input")
+        run.quantized_w = self.weight(layer, use)
+        if use.first:
+            layer.kept = run.quantized_w
+        return run
+
+    def weight(self, layer: Layer, use: Use) -> Operand:
+        if use.first is False:
+            assert layer.kept is not None
+            return layer.kept
+        scale = layer.ranks[self.rank]["weight"].scale
+        return quantized(layer.module.weight.diagonal().view(1, SIZE), scale, "weight")
+
+    # -- events --
+
+    def run(self) -> None:
+        with self.counting(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for event in self.program.events:
+                self.do(event)
+                self.check(event)
+        self.banks.clear()
+        self.of_bank.clear()
+        self.rule.layers.clear()
+        wait_for_the_end_of(self.watched)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        original = dist.all_reduce
+
+        def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # The ranks may compare other numbers besides.
+            self.counted += tensor.dtype is torch.float32
+            return original(tensor, *args, **kwargs)
+
+        dist.all_reduce = all_reduce
+        try:
+            yield
+        finally:
+            dist.all_reduce = original
+
+    def do(self, event: Any, *, between: bool = False) -> None:
+        if isinstance(event, Step):
+            with contextlib.suppress(Stopped):
+                self.step(self.possible(event), new_weights=not between)
+        elif isinstance(event, Evaluate):
+            self.evaluate(event)
+        elif isinstance(event, Replace):
+            self.replace(event)
+        elif isinstance(event, Add):
+            self.add(event.bank)
+        elif isinstance(event, Remove) and len(self.of_bank[event.bank]) > 1:
+            self.remove(event.bank, event.layer % len(self.of_bank[event.bank]))
+
+    def check(self, event: Any) -> None:
+        """Scales and histories are those of the rule; one all-reduce for each step that began."""
+        assert not self.rule.stack
+        for number, layers in enumerate(self.of_bank):
+            state = self.banks[number].state_dict()
+            for place, layer in enumerate(layers):
+                prefix = f"layers.{place}.recipe_state."
+                scale, history = state.get(f"{prefix}scale"), state.get(f"{prefix}amax_history")
+                if not layer.joined and (layer.brought or scale is None):
+                    # What was brought is updated at the next step that it takes part in, or when it first runs.
+                    continue
+                assert scale is not None, (number, place)
+                slots = [layer.ranks[self.rank][kind] for kind in FORMATS]
+                where = f"model {number}, layer {place}, after {event}"
+                assert scale.tolist() == [slot.scale for slot in slots], where
+                rows = history.t().tolist()
+                expected = [slot.history for slot in slots]
+                if layer.pending:
+                    rows, expected = ([row[1:] for row in table] for table in (rows, expected))
+                assert rows == expected, where
+        extra = self.counted - self.rule.reductions
+        allowed = self.rule.extra_for_each if "loads" in self.avoids else self.rule.extra
+        assert 0 <= extra <= allowed, f"{self.counted} all-reduces, not {self.rule.reductions}, after {event}"
+
+    def possible(self, step: Step) -> Step:
+        """The step without what the documented limits leave out."""
+        number, way = step.bank, self.ways[step.bank]
+        whole, fail, backward = step.whole, step.fail, step.backward
+        outer = step.outer if way == "block" or (way == "bound" and step.outer == "off") else ""
+        if outer == "other" and "empty" in self.avoids and not self.known("B"):
+            outer = ""
+        if fail is not None and fail[0] != "forward":
+            backward = "each"
+        if whole is not None:
+            fail = None if fail is not None and fail[0] != "forward" else fail
+            backward = "together" if backward == "each" else backward
+        # Reentrant checkpointing may see amaxes in the forward pass or in the recomputation, whatever lies between.
+        between = isinstance(step.between, Step) or step.around_backward in ("same", "other")
+        reentrant = fail is None and backward != "none" and not between
+        if whole and not reentrant:
+            whole = False
+        uses = []
+        for use in step.uses:
+            use = self.possible_use(number, use)
+            recompute = None if whole is not None or (use.recompute and not reentrant) else use.recompute
+            blocks, inside = use.blocks, use.inside
+            if whole is not None:
+                # A recomputed layer repeats the recipe that it last ran under.
+                blocks = tuple(b for b in blocks if b not in ("off", "current") and not (b == "other" and whole))
+            if recompute is not None and {"off", "current"} & set(blocks):
+                inside = True
+            if recompute and "other" in blocks:
+                # No step begins inside of a reentrant checkpoint, and each such block begins one.
+                recompute = False
+            repeated = whole is not None or (recompute is not None and inside)
+            joins = "joins" in self.avoids and way == "converted"
+            if joins or ("inherits" in self.avoids and repeated):
+                named = blocks[:1] in (("same",), ("other",), ("current",))
+                blocks = tuple(b for b in blocks if named or b != "none")
+            if "kept" in self.avoids and (recompute or whole) and use.first:
+                use = replace(use, first=None)
+            uses.append(replace(use, recompute=recompute, blocks=blocks, inside=inside))
+        uses = self._consistent(number, uses)
+        return replace(
+            step,
+            uses=tuple(uses),
+            whole=whole,
+            fail=fail,
+            backward=backward,
+            outer=outer,
+            passes=step.passes if way != "converted" else 1,
+        )
+
+    def _consistent(self, number: int, uses: list[Use]) -> list[Use]:
+        """A layer that is recomputed runs under one recipe in a step."""
+        made = []
+        key = self.of_bank[number][0].key
+        known = self.known(key)
+        for use in uses:
+            if "empty" in self.avoids and not known:
+                use = replace(use, blocks=())
+            known = True
+            mine = [other for other in uses if self.layer_of(number, other) is self.layer_of(number, use)]
+            elsewhere = any({"off", "current"} & set(other.blocks) for other in mine)
+            mixed = "mixed" in self.avoids and use.recompute and any(other.recompute is not True for other in mine)
+            made.append(replace(use, recompute=None) if elsewhere or mixed else use)
+        return made
+
+    def known(self, key: Any) -> bool:
+        """Whether a layer has run in such regions."""
+        return any(layer.joined for layer in self.rule.layers if layer.key == key)
+
+    def possible_use(self, number: int, use: Use) -> Use:
+        same = self.ways[number] == "block" and number != 2
+        blocks = tuple("none" if b == "same" and not same else b for b in use.blocks)
+        if number == 2:
+            blocks = tuple("none" if b == "other" else b for b in blocks)
+        if "other" in blocks:
+            # The layer is one of the other recipe's.
+            blocks = (*(b for b in blocks if b in ("none", "off") and b != "off"), "other")
+        if "same" in blocks and "current" in blocks:
+            blocks = ("current",)
+        return replace(use, blocks=blocks, needs=use.needs or bool(use.recompute))
+
+    def inputs(self, uses: tuple[Use, ...], whole: bool | None = None) -> list[torch.Tensor]:
+        needs = [self.training and (use.needs or bool(whole)) for use in uses]
+        return [values(use.x, self.rank).requires_grad_(need) for use, need in zip(uses, needs, strict=True)]
+
+    def with_first(self, number: int, use: Use) -> Use:
+        """``is_first_microbatch=False`` only where a weight was kept, and where the recipe is one with state."""
+        high = {"off", "current"} & set(use.blocks)
+        lacking = use.first is False and self.layer_of(number, use).kept is None
+        return replace(use, first=None) if high or lacking else use
+
+    def step(self, step: Step, *, new_weights: bool) -> None:
+        for place, use in enumerate(step.uses if new_weights else ()):
+            layer = self.layer_of(step.bank, use)
+            with torch.no_grad():
+                layer.module.weight.copy_(torch.diag(values((step.weights + place) % 4)[0]))
+        runs: list[Run] = []
+        try:
+            self.passes(step, runs)
+        finally:
+            # Whatever a graph that had no backward pass holds would hold itself by them.
+            runs.clear()
+
+    def passes(self, step: Step, runs: list[Run]) -> None:
+        with self.block(step.outer), self.top(step.bank):
+            for _ in range(step.passes):
+                self.forward(step, runs)
+        if step.backward != "none" and any(run.use.recompute or step.whole for run in runs):
+            for run in runs:
+                run.layer.pending = True
+        if step.between is not None:
+            recomputes = step.whole is not None or any(use.recompute is not None for use in step.uses)
+            self.do(self.before_recomputation(step.between) if recomputes else step.between, between=True)
+        self.check(step)
+        if step.backward != "none":
+            with self.block(step.around_backward):
+                self.backward(step, runs)
+        for run in runs:
+            run.layer.pending = False
+
+    def before_recomputation(self, event: Any) -> Any:
+        """Without blocks of other recipes: a recomputed layer repeats the one that it last ran under."""
+        uses = tuple(replace(u, blocks=tuple(b for b in u.blocks if b not in ("off", "current"))) for u in event.uses)
+        if "records" in self.avoids:
+            uses = tuple(replace(u, recompute=u.recompute and None) for u in uses)
+            event = replace(event, **({"mode": "eval"} if isinstance(event, Evaluate) else {"whole": None}))
+        return replace(event, uses=uses)
+
+    def forward(self, step: Step, runs: list[Run]) -> None:
+        number, start = step.bank, len(runs)
+        inputs = self.inputs(step.uses, step.whole)
+
+        def run(place: int, x: torch.Tensor) -> torch.Tensor:
+            if not self.replaying and step.fail is not None and step.fail == ("forward", place):
+                raise Stopped
+            if self.replaying:
+                return self.call(number, chosen[place], x, runs)
+            chosen.append(self.with_first(number, step.uses[place]))
+            return self.call(number, chosen[place], x, runs)
+
+        chosen: list[Use] = []
+        with self.module_region(number):
+            if step.whole is None:
+                outputs = self.banks[number](run, *inputs)
+            else:
+                outputs = checkpoint(self.banks[number], run, *inputs, use_reentrant=step.whole)
+        for made, x, y in zip(runs[start:], inputs, outputs, strict=True):
+            made.x, made.y = x, y
+
+    def backward(self, step: Step, runs: list[Run]) -> None:
+        self.replaying = True
+        try:
+            if step.backward == "together":
+                torch.autograd.backward([run.y for run in runs], [values(run.use.dy, self.rank) for run in runs])
+                for run in runs:
+                    self.observe_gradient(run, step)
+                return
+            for place, run in reversed(list(enumerate(runs))):
+                self.backward_of(run, step, None if step.fail is None or step.fail[1] != place else step.fail[0])
+        finally:
+            self.replaying = False
+
+    def backward_of(self, run: Run, step: Step, fail: str | None) -> None:
+        def stop(_: torch.Tensor) -> None:
+            raise Stopped
+
+        weight = run.layer.module.weight
+        weight.grad = None
+        if fail is not None:
+            (run.x if fail == "after" and run.x.requires_grad else run.y).register_hook(stop)
+            stopped = False
+            try:
+                run.y.backward(values(run.use.dy, self.rank))
+            except Stopped:
+                stopped = True
+            assert stopped
+            if fail == "after" and run.x.requires_grad:
+                self.observe_gradient(run, step, computed=False)
+            raise Stopped
+        run.y.backward(values(run.use.dy, self.rank))
+        self.observe_gradient(run, step)
+        x = run.quantized_x
+        if x is not None:
+            if run.use.recompute is not None:
+                x = quantized(run.x, run.layer.ranks[self.rank]["input"].scale, "input")
+            dy = self.gradient(run)
+            same_product(weight.grad, (dy[0].reshape(SIZE, 1), *dy[1:]), x, "gradient of the weight")
+
+    def gradient(self, run: Run) -> Operand:
+        dy = values(run.use.dy, self.rank)
+        return quantized(dy, run.layer.ranks[self.rank]["grad_output"].scale, "grad_output")
+
+    def observe_gradient(self, run: Run, step: Step, *, computed: bool = True) -> None:
+        if run.quantized_w is None:
+            return
+        for rank, slots in enumerate(run.layer.ranks):
+            slots["grad_output"].observe(amax(values(run.use.dy, rank)))
+        if computed and run.x.requires_grad:
+            weight = run.quantized_w
+            if (run.use.recompute is not None or step.whole is not None) and run.use.first is None:
+                weight = self.weight(run.layer, run.use)
+            if run.use.first is None or run.use.recompute is step.whole is None:
+                assert run.x.grad is not None
+                same_product(run.x.grad, self.gradient(run), weight, "gradient of the input")
+
+    def evaluate(self, event: Evaluate) -> None:
+        if event.rank is not None and event.rank != self.rank and self.ranks > 1:
+            return
+        number = event.bank
+        unknown = not all(self.layer_of(number, self.possible_use(number, use)).joined for use in event.uses)
+        if "alone" in self.avoids and self.ranks > 1 and unknown:
+            return
+        uses = tuple(replace(self.possible_use(number, use), recompute=None) for use in event.uses)
+        if event.rank is not None:
+            # The ranks go on alike.
+            uses = tuple(replace(u, blocks=tuple(b for b in u.blocks if b != "current")) for u in uses)
+        uses = tuple(replace(u, first=False if u.first is False else None) for u in uses)
+        unknown = any(use.blocks or not self.layer_of(number, use).joined for use in uses)
+        for bank in self.banks:
+            bank.train(event.mode != "eval" and not ("evaluates" in self.avoids and unknown))
+        self.training = False
+        try:
+            with torch.inference_mode() if event.mode == "inference" else torch.no_grad(), self.top(number):
+                runs: list[Run] = []
+                with self.module_region(number):
+                    run = lambda place, x: self.call(number, self.with_first(number, uses[place]), x, runs)  # noqa: E731
+                    self.banks[number](run, *self.inputs(uses))
+        finally:
+            self.training = True
+            for bank in self.banks:
+                bank.train()
+
+    def replace(self, event: Replace) -> None:
+        number, before = event.bank, self.of_bank[event.bank]
+        old = self.banks[number]
+        if event.how == "copied":
+            self._take(number, copy.deepcopy(old), before)
+            return
+        made = Bank(len(before))
+        if event.how == "loaded":
+            made = self._prepared(number, made)
+        if event.how != "fresh":
+            # A checkpoint in a file shares nothing with the model.
+            state = {name: value.clone() for name, value in old.state_dict().items()}
+            made.load_state_dict(state, strict=event.how == "bound" or self.ways[number] != "block")
+        if event.how != "loaded":
+            made = self._prepared(number, made)
+        self._take(number, made, None if event.how == "fresh" else before)
+
+    def add(self, number: int) -> None:
+        bank, layers = self.banks[number], self.of_bank[number]
+        bank.layers.append(diagonal())
+        self._prepared(number, bank)
+        for layer in layers if self.ways[number] != "block" else ():
+            layer.kept = None
+        joined = self.ways[number] == "converted"
+        key = layers[0].key
+        made = Layer(bank.layers[-1], key, [self._slots(number) for _ in range(self.ranks)], joined)
+        layers.append(made)
+        self.rule.layers.append(made)
+        self.watched.append(weakref.ref(made.module))
+
+    def remove(self, number: int, place: int) -> None:
+        del self.banks[number].layers[place]
+        self.rule.layers.remove(self.of_bank[number].pop(place))
+
+
+# -- two ranks --
+
+
+def of_ranks(mesh: Any) -> None:
+    """Random programs, the same on all ranks; their data differ."""
+    rank, ranks = mesh.get_rank(), mesh.size()
+
+    @settings(
+        max_examples=int(os.environ.get(EXAMPLES, "60")),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        # All ranks are to run the same programs: no shrinking, which follows what one of them saw.
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs)
+    def check(program: Program) -> None:
+        World(program, rank, ranks).run()
+
+    check()
+
+
+def alone(mesh: Any) -> None:
+    uses = (Use(0, 0, 0),)
+    events = (Evaluate(0, uses, rank=0), Step(0, uses), Step(0, uses))
+    _not_yet("alone", events, mesh)
+
+
+def loads(mesh: Any) -> None:
+    uses = (Use(0, 0, 0), Use(1, 0, 0))
+    _not_yet("loads", (Step(0, uses), Replace(0, "loaded"), Step(0, uses)), mesh)
+
+
+def _not_yet(name: str, events: tuple[Any, ...], mesh: Any) -> None:
+    program = Program(("block", "block"), ((2, "max", 0), (2, "max", 0)), True, events)
+    World(program, mesh.get_rank(), mesh.size(), avoids=AVOIDED - {name}).run()
