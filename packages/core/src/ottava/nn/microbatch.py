@@ -25,7 +25,9 @@ class KeptWeight:
         """What was kept, or what is kept from now on."""
         state: Any = call.state
         if self.quantized is None or self._state is not state or (call.first and not call.recomputed):
-            quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=call.recording)
+            # Where operands are seen when they are recomputed, this one is not quantized again.
+            recording = call.recording or state._unseen
+            quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
             weight = weight.detach()
             with torch.no_grad():
                 kept = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)

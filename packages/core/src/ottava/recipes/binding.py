@@ -39,6 +39,7 @@ class Call(NamedTuple):
         recording: whether the state is to see the operands: not those of an evaluation, and those of a step once.
         calibrating: whether the state is to observe them while the layer computes in high precision.
         first: whether the weight is quantized and kept (True), was kept (False), or is quantized for this call (None).
+        of_block: what a ``microbatch`` block said of that, and the call did not.
         recomputed: whether this is a forward pass that activation checkpointing runs again.
     """
 
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     calibrating: bool = False
     first: bool | None = None
     recomputed: bool = False
+    of_block: bool | None = None
 
 
 class Binding:
@@ -190,9 +192,10 @@ class Binding:
         compiling = torch.compiler.is_compiling()
         task = -1 if compiling else graph_task_id()
         region = current_region() if regions.stack else None
-        if first is None:
-            first = regions.first
-        if task != -1 and (region is None or region.graph_task != task or region.owner is None):
+        last = self._last
+        of_block = None if first is not None else regions.first if task == -1 else last and last.of_block
+        first = of_block if first is None else first
+        if task != -1 and (region is None or region.graph_task != task or (region.recipe is None and region.enabled)):
             return self._again(layer, first)
         # An exported program has no backward pass.
         grad_enabled = torch.is_grad_enabled() and not (compiling and torch.compiler.is_exporting())
@@ -202,16 +205,18 @@ class Binding:
             recipe = recipe if region.recipe is None else region.recipe
             recipe = recipe if region.enabled or calibrating else None
         state = None if recipe is None else self.state_for(layer, recipe, group)
+        if task != -1:
+            return Call(recipe, state, group, self._records_again(state), calibrating, first, True)
         if state is not None and state.stateful:
-            training = task == -1 and grad_enabled
-            if not (compiling or training or task != -1):
+            training = grad_enabled
+            if not (compiling or training):
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
             training = training and (compiling or not is_taken_apart())
             self._take_part(layer, state, region, group, training, grad_enabled)
-        if task != -1:
-            return Call(recipe, state, group, self._last is None or not self._last.recording, calibrating, first, True)
-        call = Call(recipe, state, group, grad_enabled, calibrating, first)
+            if training and not grad_enabled:
+                state._unseen = True
+        call = Call(recipe, state, group, grad_enabled, calibrating, first, False, of_block)
         if not compiling and (grad_enabled or layer.training):
             self._last = call._replace(recipe=None) if calibrating else call
         return call
@@ -219,10 +224,13 @@ class Binding:
     def _again(self, layer: Any, first: bool | None) -> Call:
         """What activation checkpointing recomputes under, in the backward pass: whatever region surrounds that now, the
         recipe is that of the forward pass."""
-        last = self._last or Call(self.recipe, recording=False, first=first)
+        last = self._last or Call(self.recipe)
         state = None if last.recipe is None else self.state_for(layer, last.recipe, last.group)
-        kept = None if last.first is first is None else False
-        return last._replace(state=state, recording=not last.recording, calibrating=False, first=kept, recomputed=True)
+        return Call(last.recipe, state, last.group, self._records_again(state), first=first, recomputed=True)
+
+    def _records_again(self, state: RecipeState | None) -> bool:
+        """Whether what is recomputed has not been seen before."""
+        return self._last is None or (state is not None and state._unseen)
 
     def _take_part(
         self, layer: Any, state: RecipeState, region: Region | None, group: Any, training: bool, grad_enabled: bool

@@ -139,7 +139,10 @@ class autocast(contextlib.ContextDecorator):
         self._calibrating = calibrating
 
     def __enter__(self) -> autocast:
-        outer = current_region()
+        outer, task = current_region(), backward_task()
+        if outer is not None and outer.graph_task != task:
+            # What is recomputed in a backward pass knows what surrounded its forward pass.
+            outer = None
         recipe, group = self._recipe, self._group
         if outer is not None:
             recipe = outer.recipe if recipe is None else recipe
@@ -152,7 +155,7 @@ class autocast(contextlib.ContextDecorator):
             step.begin(group, model)
             began = True
         options = recipe, self._enabled, group, self._calibrating
-        region = Region(*options, step, began, backward_task(), self, model)
+        region = Region(*options, step, began, task, self, model)
         try:
             regions.stack.append(region)
             return self

@@ -91,6 +91,8 @@ class RecipeState:
     _pending: bool = False
     # Whether a backward pass has run since the step began.
     _backward_ran: bool = False
+    # Whether operands of the step are seen when they are recomputed, and not before.
+    _unseen: bool = False
     # For errors.
     _layer_name: str = ""
     # Whether all quantizers keep the values, so that the layer computes in high precision.

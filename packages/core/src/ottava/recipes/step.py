@@ -22,10 +22,6 @@ from ottava.recipes.ranks import check_alike
 from ottava.recipes.state import RecipeState, by_recipe
 from ottava.torch_private import graph_task_id
 
-# Blocks of so many recipes and groups are known at a time. One that comes back later begins with what it still has.
-_MOST_STEPS = 16
-
-
 def is_taken_apart() -> bool:
     """Whether this runs for an exported program, which has no backward pass, or in what layers refuse to run in."""
     if torch.compiler.is_compiling():
@@ -48,7 +44,7 @@ def begin(states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
     if not torch.compiler.is_compiling():
         for state in (*states, *parts.values()):
             # Not by assignments, which modules make slow.
-            state.__dict__.update(_pending=False, _backward_ran=False)
+            state.__dict__.update(_pending=False, _backward_ran=False, _unseen=False)
 
 
 _collecting = [False]
@@ -140,19 +136,23 @@ class Step:
         return self.__dict__ | {"_ran": [], "model": None}
 
 
-# Found again by what a region says: a new block for every step, with an equal recipe, continues the last one.
-_steps: list[tuple[Recipe | None, Any, Step]] = []
+# Found again by what a region says: a new block for every step, with an equal recipe, continues the last one. Open regions
+# and the states that ran in them keep a step; nothing else does.
+_steps: list[tuple[Recipe | None, Any, Any]] = []
 
 
 def step_for(recipe: Recipe | None, amax_reduction_group: Any) -> Step:
     """The step of regions with this recipe (None: the bound ones) and group."""
     # A name can be held when the group is gone.
     key = getattr(amax_reduction_group, "group_name", amax_reduction_group)
-    for known, known_key, step in _steps:
+    for known, known_key, entry in _steps:
         same = known is recipe if known is None or recipe is None else known.same_as(recipe)
-        if same and known_key == key:
-            return step
+        found: Step | None = entry if isinstance(entry, Step) else entry()
+        if same and known_key == key and found is not None:
+            return found
     made = Step()
-    # Those of recipes that nothing runs under any more go.
-    _steps[:] = [*[entry for entry in _steps if entry[2].states()][1 - _MOST_STEPS :], (recipe, key, made)]
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        _steps[:] = [entry for entry in _steps if isinstance(entry[2], Step) or entry[2]() is not None]
+    _steps.append((recipe, key, made if compiling else weakref.ref(made)))
     return made
