@@ -1,5 +1,6 @@
-// Quantizing an operand of a layer in one call from Python: tensors are read, allocated and written here. Each function
-// returns None where a tensor is no plain memory of a CPU, or somebody looks at operators: Python does it then.
+// Quantizing an operand of a layer, and multiplying two, in one call from Python: tensors are read, allocated and written
+// here. Each function returns None where a tensor is no plain memory of a CPU, or somebody looks at operators: Python
+// does it then.
 #include "operands.h"
 
 #include <exception>
@@ -202,6 +203,114 @@ PyObject* grid_quantize_operand(PyObject* const* given) {
     });
 }
 
+// What does not change between products of operands of the same layouts and shapes.
+class ProductPlan {
+public:
+    ProductPlan(const py::tuple& left, const py::tuple& right, py::object multiply, py::object dtype, int finished)
+        : sides{side_of(left), side_of(right)},
+          multiply(std::move(multiply)),
+          dtype(std::move(dtype)),
+          finishes(finished >= 0),
+          out(finishes ? ottava::dtype_of(finished) : Dtype::float32) {}
+
+    // One operand: elements, whose values go to memory that the product reads.
+    struct Side {
+        Stored element;
+        int64_t rows, cols;
+        bool folded;  // whether scales are part of the values
+        bool e8m0;
+        int64_t block_rows, block_cols;
+        void* out;
+        Dtype dtype;
+        py::object values;
+
+        void decode(const void* data, const void* scales, int threads) const {
+            if (folded)
+                grid_decode(static_cast<const uint8_t*>(data), element, rows, cols, scales, e8m0, block_rows,
+                            block_cols, out, dtype, threads);
+            else
+                ottava::decode(static_cast<const uint8_t*>(data), static_cast<Fp8>(element), rows * cols, nullptr, out,
+                               dtype, threads);
+        }
+    };
+
+    const Side sides[2];
+    const py::object multiply;  // what Python multiplies the values with, and what it is told
+    const py::object dtype;
+    const bool finishes;  // whether torch's sums are finished here
+    const Dtype out;      // and the dtype of the result then
+
+private:
+    // (element, rows, cols, folded, e8m0, rows and columns of a block, address, dtype, values)
+    static Side side_of(const py::tuple& side) {
+        return {stored_of(side[0].cast<int>()), side[1].cast<int64_t>(), side[2].cast<int64_t>(),
+                side[3].cast<bool>(),           side[4].cast<bool>(),    side[5].cast<int64_t>(),
+                side[6].cast<int64_t>(),        at<void>(side[7].cast<Address>()),
+                ottava::dtype_of(side[8].cast<int>()), side[9]};
+    }
+};
+
+// What a product reads, contiguous.
+class Read {
+public:
+    bool open(PyObject* object, bool gradients) {
+        if (!view_of(object, view) || !settled(object, gradients)) return false;
+        if (view.contiguous()) return true;
+        copy_.reset(PyObject_CallMethodNoArgs(object, torch.contiguous));
+        return copy_.get() != nullptr && view_of(copy_.get(), view);
+    }
+
+    View view;
+
+private:
+    Owned copy_;
+};
+
+// (plan, data, scales, data, scales, bias) -> the product
+PyObject* planned_product(PyObject* const* given) {
+    if (torch.exchange == nullptr || observed() || autocast_enabled()) return python_does_it();
+    const ProductPlan& plan = *py::handle(given[0]).cast<const ProductPlan*>();
+    const bool gradients = gradients_enabled(), biased = given[5] != Py_None;
+    Read data[2], scales[2], bias;
+    for (int i = 0; i < 2; ++i) {
+        const ProductPlan::Side& side = plan.sides[i];
+        if (!data[i].open(given[1 + 2 * i], gradients) || !scales[i].open(given[2 + 2 * i], gradients) ||
+            data[i].view.size != side.rows * side.cols ||
+            (!side.folded && (scales[i].view.size != 1 || !scales[i].view.is(dlpack::kFloat32))))
+            return python_does_it();
+    }
+    Dtype bias_dtype = Dtype::float32;
+    if (biased && (!bias.open(given[5], gradients) || !dtype_of(bias.view, bias_dtype))) return python_does_it();
+    const int threads = torch_threads();
+    {
+        const py::gil_scoped_release unlocked;
+        for (int i = 0; i < 2; ++i) plan.sides[i].decode(data[i].view.data, scales[i].view.data, threads);
+    }
+    PyObject* const left = plan.sides[0].values.ptr();
+    PyObject* const right = plan.sides[1].values.ptr();
+    PyObject* const factors[2] = {plan.sides[0].folded ? Py_None : given[2], plan.sides[1].folded ? Py_None : given[4]};
+    if (!plan.finishes)
+        return PyObject_CallFunctionObjArgs(plan.multiply.ptr(), left, right, factors[0], factors[1], given[5],
+                                            plan.dtype.ptr(), nullptr);
+    Owned sums(PyObject_CallMethodObjArgs(torch.module, torch.mm, left, right, nullptr));
+    View made;
+    if (sums.get() == nullptr || !view_of(sums.get(), made) || !made.is(dlpack::kFloat32) || made.ndim != 2 ||
+        !made.contiguous() || (biased && bias.view.size != made.cols()))
+        return python_does_it();
+    View result = made;
+    Owned other(plan.out == Dtype::float32 ? nullptr : allocate(made.shape, made.ndim, type_of(plan.out), result));
+    if (plan.out != Dtype::float32 && other.get() == nullptr) return nullptr;
+    const auto factor = [&](int i) {
+        return plan.sides[i].folded ? nullptr : static_cast<const float*>(scales[i].view.data);
+    };
+    {
+        const py::gil_scoped_release unlocked;
+        epilogue32(static_cast<const float*>(made.data), made.shape[0], made.shape[1], factor(0), factor(1),
+                   biased ? bias.view.data : nullptr, bias_dtype, result.data, plan.out, threads);
+    }
+    return (other.get() == nullptr ? sums : other).release();
+}
+
 // What torch is asked, and how its tensors are read; false where this torch has no table that is understood.
 bool connect(const py::object& exchange, const py::dict& names) {
     if (!PyCapsule_IsValid(exchange.ptr(), "dlpack_exchange_api")) return false;
@@ -212,7 +321,8 @@ bool connect(const py::object& exchange, const py::dict& names) {
     torch.tensor = held("tensor"), torch.parameter = held("parameter");
     torch.modes = held("dispatch_modes"), torch.functions = held("function_modes");
     torch.transforms = held("transforms"), torch.tracing = held("tracing"), torch.profiling = held("profiling");
-    torch.grad_enabled = held("grad_enabled"), torch.threads = held("threads");
+    torch.grad_enabled = held("grad_enabled"), torch.threads = held("threads"), torch.autocast = held("autocast");
+    torch.module = held("torch"), torch.mm = PyUnicode_InternFromString("mm");
     torch.is_neg = PyUnicode_InternFromString("is_neg"), torch.contiguous = PyUnicode_InternFromString("contiguous");
     torch.requires_grad = PyUnicode_InternFromString("requires_grad");
     torch.exchange = found;
@@ -240,11 +350,14 @@ PyMethodDef method(const char* name) {
 
 void bind_operands(py::module_& m) {
     py::class_<GridPlan>(m, "GridPlan").def(py::init(&plan_of));
+    py::class_<ProductPlan>(m, "ProductPlan")
+        .def(py::init<const py::tuple&, const py::tuple&, py::object, py::object, int>());
     m.def("connect", &connect);
     // Without pybind's conversions, which would take longer than the rest.
     static PyMethodDef methods[] = {method<quantize_operand, 6>("quantize_operand"),
                                     method<cast_operand, 7>("cast_operand"),
-                                    method<grid_quantize_operand, 4>("grid_quantize_operand"), {}};
+                                    method<grid_quantize_operand, 4>("grid_quantize_operand"),
+                                    method<planned_product, 6>("planned_product"), {}};
     PyModule_AddFunctions(m.ptr(), methods);
 }
 
