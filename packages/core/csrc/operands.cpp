@@ -5,6 +5,8 @@
 
 #include <exception>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "addresses.h"
 #include "cpu/kernels.h"
@@ -311,6 +313,35 @@ PyObject* planned_product(PyObject* const* given) {
     return (other.get() == nullptr ? sums : other).release();
 }
 
+// (scales, histories, maxima, most_recent), lists -> whether the next step's scales were made: the tensors fit together
+PyObject* update_slots(PyObject* const* given) {
+    const Py_ssize_t count = PyList_Size(given[0]);
+    if (torch.exchange == nullptr || count < 1 || PyList_Size(given[1]) != count || observed()) return python_does_it();
+    std::vector<HistorySlots> slots;
+    const bool gradients = gradients_enabled();
+    int64_t length = 0, total = 0;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject *const scales = PyList_GET_ITEM(given[0], i), *const histories = PyList_GET_ITEM(given[1], i);
+        View scale, history;
+        if (!view_of(scales, scale) || !scale.is(dlpack::kFloat32) || scale.ndim != 1 || !scale.contiguous() ||
+            !view_of(histories, history) || !history.is(dlpack::kFloat32) || history.ndim != 2 ||
+            !history.contiguous() || history.shape[1] != scale.size || history.shape[0] < 1 ||
+            (i > 0 && history.shape[0] != length) || !settled(scales, gradients) || !settled(histories, gradients))
+            return python_does_it();
+        length = history.shape[0], total += scale.size;
+        slots.push_back({static_cast<float*>(scale.data), static_cast<float*>(history.data), scale.size});
+    }
+    std::vector<float> maxima;
+    for (Py_ssize_t i = 0; i < PyList_Size(given[2]); ++i)
+        maxima.push_back(static_cast<float>(PyFloat_AsDouble(PyList_GET_ITEM(given[2], i))));
+    if (static_cast<int64_t>(maxima.size()) != total || PyErr_Occurred() != nullptr) return python_does_it();
+    {
+        const py::gil_scoped_release unlocked;
+        update_scales(slots.data(), count, length, maxima.data(), is_true(given[3]), nullptr);
+    }
+    Py_RETURN_TRUE;
+}
+
 // What torch is asked, and how its tensors are read; false where this torch has no table that is understood.
 bool connect(const py::object& exchange, const py::dict& names) {
     if (!PyCapsule_IsValid(exchange.ptr(), "dlpack_exchange_api")) return false;
@@ -357,7 +388,8 @@ void bind_operands(py::module_& m) {
     static PyMethodDef methods[] = {method<quantize_operand, 6>("quantize_operand"),
                                     method<cast_operand, 7>("cast_operand"),
                                     method<grid_quantize_operand, 4>("grid_quantize_operand"),
-                                    method<planned_product, 6>("planned_product"), {}};
+                                    method<planned_product, 6>("planned_product"),
+                                    method<update_slots, 4>("update_slots"), {}};
     PyModule_AddFunctions(m.ptr(), methods);
 }
 

@@ -163,3 +163,8 @@ class ProductPlan:
 def planned_product(
     plan: ProductPlan, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor | None, bias: Tensor | None, /
 ) -> Tensor | None: ...
+
+# Of slots that fit together, one maximum for each; where Python has to do it or has something to refuse, None.
+def update_slots(
+    scales: list[Tensor], histories: list[Tensor], maxima: list[float], most_recent: bool, /
+) -> bool | None: ...

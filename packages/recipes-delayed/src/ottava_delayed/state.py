@@ -81,6 +81,11 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         """The group does not matter here, because only the update reduces."""
         return self.is_of(recipe)
 
+    def scale_and_history(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both buffers; a module searches several places for an attribute."""
+        buffers: dict[str, Any] = self._buffers
+        return buffers["scale"], buffers["amax_history"]
+
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
         given = self.given.get(tensor_type)
         if given is not None:

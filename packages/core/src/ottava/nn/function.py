@@ -135,7 +135,8 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     (dy,) = grads
     specs, (state, dtype, main_grad, weight), (x_shape, x_dtype, w_dtype, b_dtype) = ctx.rest
     if state.stateful and not torch.compiler.is_compiling() and not state._backward_ran:
-        state._backward_ran = True
+        # Not by an assignment, which modules make slow.
+        state.__dict__["_backward_ran"] = True
     tensors = ctx.saved_tensors
     qx, qw = rebuild_saved(tensors, specs)
     # The last saved tensor is the FP8-primary weight, if the layer has one.

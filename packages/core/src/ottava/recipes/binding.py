@@ -232,7 +232,7 @@ class Binding:
             if training:
                 begin([state], group)
             if not compiling and (state.step is not None or not state._pending):
-                state.step, state._pending = None, True
+                state.__dict__.update(step=None, _pending=True)
             return
         if compiling and region.model is not None:
             # The model begins a step with all its layers, and compiled code had better change nothing.

@@ -130,9 +130,13 @@ class Step:
 
     def take(self, layer: Any, state: Any) -> None:
         """Have the state of a layer begin the next step with the others."""
-        state.step, state._pending = self, True
-        # Compiled code makes no weak references.
-        self._ran.append(state if torch.compiler.is_compiling() else _member(state, layer))
+        if torch.compiler.is_compiling():
+            # Compiled code makes no weak references.
+            state.step, state._pending = self, True
+            self._ran.append(state)
+        else:
+            state.__dict__.update(step=self, _pending=True)
+            self._ran.append(_member(state, layer))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_ran": [], "model": None}
