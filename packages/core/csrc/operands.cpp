@@ -313,31 +313,43 @@ PyObject* planned_product(PyObject* const* given) {
     return (other.get() == nullptr ? sums : other).release();
 }
 
-// (scales, histories, maxima, most_recent), lists -> whether the next step's scales were made: the tensors fit together
+// A list or tuple; null with a Python error.
+class Sequence {
+public:
+    explicit Sequence(PyObject* object) : held_(PySequence_Fast(object, "a sequence is expected")) {}
+    Py_ssize_t size() const { return held_.get() == nullptr ? -1 : PySequence_Fast_GET_SIZE(held_.get()); }
+    PyObject* operator[](Py_ssize_t i) const { return PySequence_Fast_GET_ITEM(held_.get(), i); }
+
+private:
+    Owned held_;
+};
+
+// (scales, histories, maxima, most_recent) -> True: the tensors fit together, and have the next step's scales
 PyObject* update_slots(PyObject* const* given) {
-    const Py_ssize_t count = PyList_Size(given[0]);
-    if (torch.exchange == nullptr || count < 1 || PyList_Size(given[1]) != count || observed()) return python_does_it();
+    const Sequence scales(given[0]), histories(given[1]), maxima(given[2]);
+    if (torch.exchange == nullptr || scales.size() < 1 || histories.size() != scales.size() || observed())
+        return python_does_it();
     std::vector<HistorySlots> slots;
     const bool gradients = gradients_enabled();
     int64_t length = 0, total = 0;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject *const scales = PyList_GET_ITEM(given[0], i), *const histories = PyList_GET_ITEM(given[1], i);
+    for (Py_ssize_t i = 0; i < scales.size(); ++i) {
         View scale, history;
-        if (!view_of(scales, scale) || !scale.is(dlpack::kFloat32) || scale.ndim != 1 || !scale.contiguous() ||
-            !view_of(histories, history) || !history.is(dlpack::kFloat32) || history.ndim != 2 ||
+        if (!view_of(scales[i], scale) || !scale.is(dlpack::kFloat32) || scale.ndim != 1 || !scale.contiguous() ||
+            !view_of(histories[i], history) || !history.is(dlpack::kFloat32) || history.ndim != 2 ||
             !history.contiguous() || history.shape[1] != scale.size || history.shape[0] < 1 ||
-            (i > 0 && history.shape[0] != length) || !settled(scales, gradients) || !settled(histories, gradients))
+            (i > 0 && history.shape[0] != length) || !settled(scales[i], gradients) ||
+            !settled(histories[i], gradients))
             return python_does_it();
         length = history.shape[0], total += scale.size;
         slots.push_back({static_cast<float*>(scale.data), static_cast<float*>(history.data), scale.size});
     }
-    std::vector<float> maxima;
-    for (Py_ssize_t i = 0; i < PyList_Size(given[2]); ++i)
-        maxima.push_back(static_cast<float>(PyFloat_AsDouble(PyList_GET_ITEM(given[2], i))));
-    if (static_cast<int64_t>(maxima.size()) != total || PyErr_Occurred() != nullptr) return python_does_it();
+    if (maxima.size() != total) return python_does_it();
+    std::vector<float> limits;
+    for (Py_ssize_t i = 0; i < maxima.size(); ++i) limits.push_back(static_cast<float>(PyFloat_AsDouble(maxima[i])));
+    if (PyErr_Occurred() != nullptr) return nullptr;
     {
         const py::gil_scoped_release unlocked;
-        update_scales(slots.data(), count, length, maxima.data(), is_true(given[3]), nullptr);
+        update_scales(slots.data(), scales.size(), length, limits.data(), is_true(given[3]), nullptr);
     }
     Py_RETURN_TRUE;
 }

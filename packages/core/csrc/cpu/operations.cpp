@@ -128,26 +128,27 @@ const DecodeTable& bare_table(Fp8 format, Dtype dtype) {
 std::vector<float> move_up(const HistorySlots& t, int64_t length, const std::vector<float>& seen) {
     constexpr int64_t kRows = 16;
     const auto width = static_cast<size_t>(kRows * t.slots), slots = static_cast<size_t>(t.slots);
-    std::vector<float> largest(width), older(width), kept(width);
-    std::vector<uint32_t> moving(width);
-    for (size_t i = 0; i < width; ++i) {
-        largest[i] = seen[i % slots];
-        moving[i] = seen[i % slots] != 0.0f;
+    std::vector<float> memory(4 * width);
+    float *__restrict const largest = memory.data(), *__restrict const older = largest + width;
+    float *__restrict const kept = older + width, *__restrict const first = kept + width;
+    for (size_t i = 0; i < width; i += slots) {
+        std::copy_n(seen.data(), slots, largest + i);
+        std::copy_n(seen.data(), slots, first + i);
     }
     for (int64_t row = 1; row < length; row += kRows) {
         const auto count = static_cast<size_t>(std::min(kRows, length - row) * t.slots);
         float* const to = t.history + (row - 1) * t.slots;
-        std::copy_n(to + t.slots, count, older.data());
-        std::copy_n(to, count, kept.data());
-        float *const high = largest.data(), *const out = kept.data();
+        std::copy_n(to + t.slots, count, older);
+        std::copy_n(to, count, kept);
         for (size_t i = 0; i < count; ++i) {
-            high[i] = high[i] < older[i] ? older[i] : high[i];
-            out[i] = moving[i] != 0 ? older[i] : out[i];
+            largest[i] = largest[i] < older[i] ? older[i] : largest[i];
+            kept[i] = first[i] != 0.0f ? older[i] : kept[i];
         }
-        std::copy_n(out, count, to);
+        std::copy_n(kept, count, to);
     }
     for (size_t i = slots; i < width; ++i) largest[i % slots] = std::max(largest[i % slots], largest[i]);
-    return largest;
+    memory.resize(slots);
+    return memory;
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 """The compiled CPU kernels. Pointers are addresses as integers, 0 where something is absent."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 # Why the build has no CUDA kernels; empty if it has.
@@ -166,5 +168,5 @@ def planned_product(
 
 # Of slots that fit together, one maximum for each; where Python has to do it or has something to refuse, None.
 def update_slots(
-    scales: list[Tensor], histories: list[Tensor], maxima: list[float], most_recent: bool, /
+    scales: Sequence[Tensor], histories: Sequence[Tensor], maxima: Sequence[float], most_recent: bool, /
 ) -> bool | None: ...

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ottava import kernels
+from ottava.collectives import process_groups_ready
 from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, ShapeError
 from ottava.formats import fp8_format
@@ -21,8 +22,11 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) 
     Raises:
         ShapeError, DTypeError: a function of the recipe returned something else than one float32 for each slot.
     """
-    last = None
-    if states and recipe.reduce_amax and _reduces(group):
+    last, reduces = None, bool(states) and recipe.reduce_amax and _reduces(group)
+    if len(states) == 1 and not reduces:
+        _update_on_device(recipe, states, None)
+        return
+    if reduces:
         # Amaxes of all devices go to one, so that one collective serves all layers.
         device = states[0].scale.device
         last = reduce_amax(torch.cat([state.amax_history[0].to(device) for state in states]), group)
@@ -51,7 +55,7 @@ def _update_on_device(recipe: Settings, states: Sequence[DelayedScalingState], l
 
 
 def _reduces(group: Any) -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    return process_groups_ready() and dist.get_world_size(group) > 1
 
 
 @torch.no_grad()

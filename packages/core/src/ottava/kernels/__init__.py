@@ -161,8 +161,7 @@ def update_scales(
     """
     if not _is_compiling() and last is None and backends._chosen.get("cpu") == "cpu" and graph_task_id() == -1:
         # The compiled module checks what it is given, and leaves the rest to Python.
-        native = backends._loaded["cpu"].native
-        if native.update_slots(list(scales), list(histories), list(maxima), most_recent):
+        if backends._loaded["cpu"].native.update_slots(scales, histories, maxima, most_recent):
             return
     total = sum(scale.numel() for scale in scales)
     if len(scales) != len(histories) or len(maxima) != total:

@@ -9,12 +9,13 @@ import torch
 
 from ottava.errors import CheckpointError
 from ottava.kernels.backends import backend_for
+from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
 from ottava.recipes.mixed import layer_state
 from ottava.recipes.region import Region, backward_task, begin_ahead, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
-from ottava.recipes.step import Step, begin, is_taken_apart
+from ottava.recipes.step import Step, begin
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, is_distributed, local_tensor
@@ -206,8 +207,8 @@ class Binding:
             if not (compiling or training or task != -1):
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
-            training = training and (compiling or not is_taken_apart())
-            self._take_part(layer, state, region, group, training, grad_enabled)
+            training = training and (compiling or not (transform() or in_dual_level()))
+            self._take_part(layer, state, region, group, training, grad_enabled, compiling)
         if task != -1:
             return Call(recipe, state, group, self._last is None or not self._last.recording, calibrating, first, True)
         call = Call(recipe, state, group, grad_enabled, calibrating, first)
@@ -224,10 +225,16 @@ class Binding:
         return last._replace(state=state, recording=not last.recording, calibrating=False, first=kept, recomputed=True)
 
     def _take_part(
-        self, layer: Any, state: RecipeState, region: Region | None, group: Any, training: bool, grad_enabled: bool
+        self,
+        layer: Any,
+        state: RecipeState,
+        region: Region | None,
+        group: Any,
+        training: bool,
+        grad_enabled: bool,
+        compiling: bool,
     ) -> None:
         """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
-        compiling = torch.compiler.is_compiling()
         if region is None:
             if training:
                 begin([state], group)
@@ -266,7 +273,8 @@ class Binding:
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # The gather comes before the forward pass, so that a step may begin with it.
-                self._take_part(layer, state, region, region.group, region.began and backward_task() == -1, False)
+                training, compiling = region.began and backward_task() == -1, torch.compiler.is_compiling()
+                self._take_part(layer, state, region, region.group, training, False, compiling)
         return state.gather_quantizer()
 
     def own_shard(self, layer: Any, shard: QuantizedTensor) -> None:

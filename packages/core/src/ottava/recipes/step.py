@@ -42,11 +42,18 @@ def may_begin() -> bool:
 def begin(states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
     """Update the states, those of equal recipes in one call. They hold nothing of the step before afterwards."""
     # A state that consists of several may be found by itself and as a part.
-    parts = {id(part): part for state in states for part in state.parts()}
-    for recipe, together in by_recipe([(state.recipe, state) for state in parts.values()]):
-        recipe.update_states(together, amax_reduction_group)
+    parts: list[RecipeState] = []
+    for state in states:
+        parts += state.parts()
+    # A layer that is alone begins a step with each of its calls.
+    if len(parts) == 1:
+        parts[0].recipe.update_states(parts, amax_reduction_group)
+    else:
+        unique = {id(part): part for part in parts}.values()
+        for recipe, together in by_recipe([(part.recipe, part) for part in unique]):
+            recipe.update_states(together, amax_reduction_group)
     if not torch.compiler.is_compiling():
-        for state in (*states, *parts.values()):
+        for state in (*states, *parts):
             # Not by assignments, which modules make slow.
             state.__dict__.update(_pending=False, _backward_ran=False)
 
