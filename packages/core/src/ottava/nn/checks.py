@@ -18,10 +18,10 @@ _WITH_AUTOCAST = frozenset(
 )
 
 
-def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:
     """What torch.autocast computes in where ``tensor`` is; None outside of it."""
     # In eager mode this one cheap question answers for every device; compiled code cannot ask it.
-    if not torch.compiler.is_compiling() and not any_autocast_enabled():
+    if not compiling and not any_autocast_enabled():
         return None
     device_type = tensor.device.type
     enabled = device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
@@ -69,7 +69,7 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
-            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps of a recipe that keeps state"
+            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
             raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
         return
     found = transform() or ("forward-mode derivatives" if has_tangent(*tensors) else None)

@@ -9,13 +9,12 @@ import torch
 
 from ottava.errors import CheckpointError
 from ottava.kernels.backends import backend_for
-from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
 from ottava.recipes.mixed import layer_state
 from ottava.recipes.region import Region, backward_task, begin_ahead, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
-from ottava.recipes.step import Step, begin
+from ottava.recipes.step import Step, begin, is_taken_apart
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, is_distributed, local_tensor
@@ -169,7 +168,8 @@ class Binding:
             return
         name, label = _name(state.recipe), label_of(layer)
         kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
-        if kept is not None and type(kept) is not type(state.quantizer("weight", rowwise=True, columnwise=True)):
+        own = None if kept is None else state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
+        if type(kept) is not type(own):
             what = f"the weight of {label} stays as a {type(kept).__name__} quantized it, and the layer runs under"
             what = f"{what} {name!r}: make the model inside quantized_model_init({name!r})"
         elif (
@@ -185,11 +185,10 @@ class Binding:
 
     # -- calls --
 
-    def call(self, layer: Any, input: torch.Tensor, first: bool | None = None) -> Call:
+    def call(self, layer: Any, input: torch.Tensor, first: bool | None, compiling: bool) -> Call:
         """What a forward pass of the layer runs under, which takes part in the step of its region."""
-        compiling = torch.compiler.is_compiling()
         task = -1 if compiling else graph_task_id()
-        region = current_region() if regions.stack else None
+        region = regions.stack[-1] if regions.stack else None
         if first is None:
             first = regions.first
         if task != -1 and (region is None or region.graph_task != task or region.owner is None):
@@ -207,7 +206,7 @@ class Binding:
             if not (compiling or training or task != -1):
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
-            training = training and (compiling or not (transform() or in_dual_level()))
+            training = training and (compiling or not is_taken_apart(False))
             self._take_part(layer, state, region, group, training, grad_enabled, compiling)
         if task != -1:
             return Call(recipe, state, group, self._last is None or not self._last.recording, calibrating, first, True)
@@ -237,7 +236,7 @@ class Binding:
         """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
         if region is None:
             if training:
-                begin([state], group)
+                begin([state], group, compiling)
             if not compiling and (state.step is not None or not state._pending):
                 state.__dict__.update(step=None, _pending=True)
             return
@@ -248,7 +247,7 @@ class Binding:
             region.step.begin(group, region.model)
             region.began = True
         if training or region.calibrating:
-            region.step.join(layer, state, group, calibrating=region.calibrating)
+            region.step.join(layer, state, group, region.calibrating, compiling)
         elif not (compiling or state._pending):
             state.step = region.step
         if state._backward_ran and KNOWS_BACKWARD and not compiling and training and grad_enabled:
