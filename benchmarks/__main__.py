@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import imports, kernels, layouts, linear, multi
+from benchmarks import host, imports, kernels, layouts, linear, multi
 from benchmarks.kind import cpu_model, this_kind
 from benchmarks.markdown import markdown
 from benchmarks.timing import Row, interleaved, measure
@@ -26,6 +26,7 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results.json", ROOT / "docs" / "benchmark
 _VARIABLES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 # Code that Inductor compiled before, for all instructions of a machine, would serve a run that is held to fewer.
 _VARIABLES["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+_SMALL = (16, 64, 64)
 _INTRODUCTION = """\
 # Benchmarks
 
@@ -77,8 +78,19 @@ def sections(kernel_size: int, linear_sizes: list[int], rounds: int, at_most: fl
         "Shards of float32 weights, quantized as bf16": multi.table(many),
         f"Products of BF16 operands by layout, {product_size}³": layouts.table(products),
         "Linear without bias, forward and backward, BF16 in and out": linear.table(layers),
+        f"Host time of a bound layer, {'x'.join(map(str, _SMALL))}, float32, one thread": _host(rounds),
         **({"Imports": imports.measure(rounds // 2)} if rounds > 1 else {}),
     }
+
+
+def _host(rounds: int) -> list[Row]:
+    """What an eager step of a small layer costs the host."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return host.measure(_SMALL, torch.float32, torch.device("cpu"), rounds=10 * rounds, calls=10)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def main() -> None:

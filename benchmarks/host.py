@@ -1,22 +1,28 @@
 """What an eager step of a linear layer costs the host, against ``torch.nn.Linear``: ``python -m benchmarks.host``.
 
-Shapes are small, so that the time is that of Python, of allocations and of launches. Calls come in bursts, the
-alternatives in turns. On a GPU the device is waited for between bursts only: what it does itself is not in the figures.
-On a CPU the kernels are in them, for both sides. A layer that is alone begins a step of its own with each forward pass:
-delayed scaling's update is in its figures, once for this layer instead of once for a model.
+Shapes are small, so that the time is that of Python, of allocations and of launches. Calls come in short bursts, the
+alternatives in turns, and of each the fastest burst counts: what else the machine does only adds to one. On a GPU the
+device is waited for between bursts only: what it does itself is not in the figures. On a CPU, with one thread, the
+kernels are in them, for both sides; without kernels, functions of the compiled module that quantize give what they gave
+once, and a product is torch's alone. (What a recipe does in plain PyTorch stays.) A layer that is alone begins a step of
+its own with each forward pass: delayed scaling's update is in its figures, once for this layer instead of once for a
+model. Python calls are those that ``sys.setprofile`` sees of one step, torch's own included.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 import ottava
 from benchmarks.installed import recipes
+from ottava.kernels.backends import backend_for, backend_module, changed
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -24,7 +30,7 @@ Run = Callable[[], object]
 
 
 def bursts(runs: Mapping[str, Run], wait: Run, *, rounds: int, calls: int) -> dict[str, float]:
-    """Median seconds of a call of each alternative: of ``rounds`` bursts of ``calls``, after one that is not timed."""
+    """Least seconds of a call of each alternative: of ``rounds`` bursts of ``calls``, after one that is not timed."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(1 + rounds):
         for name, run in runs.items():
@@ -36,7 +42,72 @@ def bursts(runs: Mapping[str, Run], wait: Run, *, rounds: int, calls: int) -> di
             if turn:
                 times[name].append(elapsed / calls)
     wait()
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: min(values) for name, values in times.items()}
+
+
+def python_calls(run: Run) -> int:
+    """How many functions of Python a call enters."""
+    run()
+    seen = 0
+
+    def note(_: object, event: str, __: object) -> None:
+        nonlocal seen
+        seen += event == "call"
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    # One is the call itself.
+    return seen - 1
+
+
+class _Idle:
+    """The compiled module, whose functions for layers do nothing the second time."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._native, name)
+        if not name.endswith("_operand"):
+            return found
+        made: dict[Any, Any] = {}
+
+        def once(x: torch.Tensor, *rest: Any) -> Any:
+            # The format, the plan or the scale comes first, which directions are wanted last.
+            key = x.shape, id(rest[0]), rest[-2:]
+            if key not in made:
+                made[key] = found(x, *rest)
+            return made[key]
+
+        self.__dict__[name] = once
+        return once
+
+    def ProductPlan(self, left: Any, right: Any, multiply: object, dtype: torch.dtype, finished: int) -> Any:
+        return left[-1], right[-1], dtype
+
+    def planned_product(self, plan: Any, *_: Any) -> torch.Tensor:
+        left, right, dtype = plan
+        made = torch.mm(left, right)
+        return made if made.dtype is dtype else made.to(dtype)
+
+    def update_slots(self, *_: Any) -> bool:
+        return True
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inside a ``with`` block layers on a CPU compute nothing but torch's products, of values that are not theirs."""
+    backend = backend_module("cpu")
+    backend.native = _Idle(backend.native)
+    changed()
+    try:
+        yield
+    finally:
+        del backend.native
+        changed()
 
 
 def _steps(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Run]:
@@ -64,9 +135,9 @@ def _steps(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[st
 
 
 def measure(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, rounds: int = 40, calls: int = 25
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, rounds: int = 150, calls: int = 10
 ) -> list[dict[str, object]]:
-    """One row for each step and each installed recipe: microseconds of a call, and how many times ``nn.Linear``'s.
+    """One row for each step and each installed recipe: Python calls, microseconds, and how many times ``nn.Linear``'s.
 
     Args:
         shape: rows of the input, features in, features out.
@@ -87,13 +158,21 @@ def measure(
             torch.cuda.synchronize(device)
 
     table: list[dict[str, object]] = []
+
+    def add(step: str, title: str) -> None:
+        runs = {name: own[step] for name, own in steps.items()}
+        calls_of = {name: python_calls(run) for name, run in runs.items()}
+        seconds = bursts(runs, wait, rounds=rounds, calls=calls)
+        for name, value in seconds.items():
+            row = {"step": title, "recipe": name, "Python calls": calls_of[name], "microseconds": 1e6 * value}
+            table.append(row | {"times nn.Linear": value / seconds["nn.Linear"]})
+
     for step in steps["nn.Linear"]:
-        seconds = bursts({name: own[step] for name, own in steps.items()}, wait, rounds=rounds, calls=calls)
-        base = seconds["nn.Linear"]
-        table += [
-            {"step": step, "recipe": name, "microseconds": 1e6 * value, "times nn.Linear": value / base}
-            for name, value in seconds.items()
-        ]
+        add(step, step)
+    if backend_for(device.type) == "cpu":
+        with without_kernels():
+            for step in ("forward", "forward and backward"):
+                add(step, f"{step}, no kernels")
     return table
 
 
@@ -108,10 +187,10 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("ROWS", "IN", "OUT"), default=(16, 64, 64))
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--calls", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--calls", type=int, default=10)
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -113,11 +113,3 @@ def test_microbatches() -> None:
             layer(x, is_first_microbatch=step % 2 == 0).square().sum().backward()
     assert torch.equal(eager.weight.grad, twin.weight.grad)
     assert torch.equal(eager.recipe_state.scale, twin.recipe_state.scale)
-
-
-def test_no_recompilation_after_the_first_steps() -> None:
-    torch._dynamo.reset()
-    net = ottava.convert(torch.nn.Sequential(torch.nn.Linear(16, 8)), DelayedScaling())
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    train(net.bfloat16(), torch.compile(net, fullgraph=True, backend=counter))
-    assert counter.frame_count == 1

@@ -59,6 +59,11 @@ bool gradients_enabled() {
     return enabled < 0 ? !fails() : enabled != 0;
 }
 
+bool autocast_enabled() {
+    const int enabled = says(torch.autocast);
+    return enabled < 0 ? !fails() : enabled != 0;
+}
+
 int torch_threads() {
     const Owned count(PyObject_CallNoArgs(torch.threads));
     const long threads = count.get() == nullptr ? -1 : PyLong_AsLong(count.get());
@@ -87,6 +92,11 @@ bool dtype_of(const View& view, Dtype& out) {
     if (view.is(dlpack::kBfloat16)) return out = Dtype::bfloat16, true;
     if (view.is(dlpack::kFloat16)) return out = Dtype::float16, true;
     return false;
+}
+
+dlpack::Type type_of(Dtype dtype) {
+    if (dtype == Dtype::float32) return dlpack::kFloat32;
+    return dtype == Dtype::bfloat16 ? dlpack::kBfloat16 : dlpack::kFloat16;
 }
 
 PyObject* allocate(const int64_t* shape, int32_t ndim, const dlpack::Type& type, View& out) {

@@ -91,8 +91,9 @@ struct Torch {
     const dlpack::Exchange* exchange = nullptr;
     PyObject *tensor, *parameter;                   // the types that are plain
     PyObject *modes, *functions, *transforms, *tracing, *profiling;  // who would see an operator
-    PyObject *grad_enabled, *threads;
-    PyObject *is_neg, *contiguous, *requires_grad;  // names of methods and attributes
+    PyObject *grad_enabled, *threads, *autocast;
+    PyObject* module;                                     // torch, which has the product
+    PyObject *is_neg, *contiguous, *requires_grad, *mm;  // names of methods and attributes
 };
 extern Torch torch;
 
@@ -104,8 +105,11 @@ bool view_of(PyObject* object, View& out);
 // Whether the memory has the values, and no gradient is asked for.
 bool settled(PyObject* object, bool gradients);
 bool gradients_enabled();
+// Whether torch.autocast is on, for any device.
+bool autocast_enabled();
 int torch_threads();
 bool dtype_of(const View& view, Dtype& out);
+dlpack::Type type_of(Dtype dtype);
 
 // A new tensor on the CPU; null with a Python error.
 PyObject* allocate(const int64_t* shape, int32_t ndim, const dlpack::Type& type, View& out);

@@ -1,9 +1,12 @@
-// Quantizing an operand of a layer in one call from Python: tensors are read, allocated and written here. Each function
-// returns None where a tensor is no plain memory of a CPU, or somebody looks at operators: Python does it then.
+// Quantizing an operand of a layer, and multiplying two, in one call from Python: tensors are read, allocated and written
+// here. Each function returns None where a tensor is no plain memory of a CPU, or somebody looks at operators: Python
+// does it then.
 #include "operands.h"
 
 #include <exception>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "addresses.h"
 #include "cpu/kernels.h"
@@ -202,6 +205,155 @@ PyObject* grid_quantize_operand(PyObject* const* given) {
     });
 }
 
+// What does not change between products of operands of the same layouts and shapes.
+class ProductPlan {
+public:
+    ProductPlan(const py::tuple& left, const py::tuple& right, py::object multiply, py::object dtype, int finished)
+        : sides{side_of(left), side_of(right)},
+          multiply(std::move(multiply)),
+          dtype(std::move(dtype)),
+          finishes(finished >= 0),
+          out(finishes ? ottava::dtype_of(finished) : Dtype::float32) {}
+
+    // One operand: elements, whose values go to memory that the product reads.
+    struct Side {
+        Stored element;
+        int64_t rows, cols;
+        bool folded;  // whether scales are part of the values
+        bool e8m0;
+        int64_t block_rows, block_cols;
+        void* out;
+        Dtype dtype;
+        py::object values;
+
+        void decode(const void* data, const void* scales, int threads) const {
+            if (folded)
+                grid_decode(static_cast<const uint8_t*>(data), element, rows, cols, scales, e8m0, block_rows,
+                            block_cols, out, dtype, threads);
+            else
+                ottava::decode(static_cast<const uint8_t*>(data), static_cast<Fp8>(element), rows * cols, nullptr, out,
+                               dtype, threads);
+        }
+    };
+
+    const Side sides[2];
+    const py::object multiply;  // what Python multiplies the values with, and what it is told
+    const py::object dtype;
+    const bool finishes;  // whether torch's sums are finished here
+    const Dtype out;      // and the dtype of the result then
+
+private:
+    // (element, rows, cols, folded, e8m0, rows and columns of a block, address, dtype, values)
+    static Side side_of(const py::tuple& side) {
+        return {stored_of(side[0].cast<int>()), side[1].cast<int64_t>(), side[2].cast<int64_t>(),
+                side[3].cast<bool>(),           side[4].cast<bool>(),    side[5].cast<int64_t>(),
+                side[6].cast<int64_t>(),        at<void>(side[7].cast<Address>()),
+                ottava::dtype_of(side[8].cast<int>()), side[9]};
+    }
+};
+
+// What a product reads, contiguous.
+class Read {
+public:
+    bool open(PyObject* object, bool gradients) {
+        if (!view_of(object, view) || !settled(object, gradients)) return false;
+        if (view.contiguous()) return true;
+        copy_.reset(PyObject_CallMethodNoArgs(object, torch.contiguous));
+        return copy_.get() != nullptr && view_of(copy_.get(), view);
+    }
+
+    View view;
+
+private:
+    Owned copy_;
+};
+
+// (plan, data, scales, data, scales, bias) -> the product
+PyObject* planned_product(PyObject* const* given) {
+    if (torch.exchange == nullptr || observed() || autocast_enabled()) return python_does_it();
+    const ProductPlan& plan = *py::handle(given[0]).cast<const ProductPlan*>();
+    const bool gradients = gradients_enabled(), biased = given[5] != Py_None;
+    Read data[2], scales[2], bias;
+    for (int i = 0; i < 2; ++i) {
+        const ProductPlan::Side& side = plan.sides[i];
+        if (!data[i].open(given[1 + 2 * i], gradients) || !scales[i].open(given[2 + 2 * i], gradients) ||
+            data[i].view.size != side.rows * side.cols ||
+            (!side.folded && (scales[i].view.size != 1 || !scales[i].view.is(dlpack::kFloat32))))
+            return python_does_it();
+    }
+    Dtype bias_dtype = Dtype::float32;
+    if (biased && (!bias.open(given[5], gradients) || !dtype_of(bias.view, bias_dtype))) return python_does_it();
+    const int threads = torch_threads();
+    {
+        const py::gil_scoped_release unlocked;
+        for (int i = 0; i < 2; ++i) plan.sides[i].decode(data[i].view.data, scales[i].view.data, threads);
+    }
+    PyObject* const left = plan.sides[0].values.ptr();
+    PyObject* const right = plan.sides[1].values.ptr();
+    PyObject* const factors[2] = {plan.sides[0].folded ? Py_None : given[2], plan.sides[1].folded ? Py_None : given[4]};
+    if (!plan.finishes)
+        return PyObject_CallFunctionObjArgs(plan.multiply.ptr(), left, right, factors[0], factors[1], given[5],
+                                            plan.dtype.ptr(), nullptr);
+    Owned sums(PyObject_CallMethodObjArgs(torch.module, torch.mm, left, right, nullptr));
+    View made;
+    if (sums.get() == nullptr || !view_of(sums.get(), made) || !made.is(dlpack::kFloat32) || made.ndim != 2 ||
+        !made.contiguous() || (biased && bias.view.size != made.cols()))
+        return python_does_it();
+    View result = made;
+    Owned other(plan.out == Dtype::float32 ? nullptr : allocate(made.shape, made.ndim, type_of(plan.out), result));
+    if (plan.out != Dtype::float32 && other.get() == nullptr) return nullptr;
+    const auto factor = [&](int i) {
+        return plan.sides[i].folded ? nullptr : static_cast<const float*>(scales[i].view.data);
+    };
+    {
+        const py::gil_scoped_release unlocked;
+        epilogue32(static_cast<const float*>(made.data), made.shape[0], made.shape[1], factor(0), factor(1),
+                   biased ? bias.view.data : nullptr, bias_dtype, result.data, plan.out, threads);
+    }
+    return (other.get() == nullptr ? sums : other).release();
+}
+
+// A list or tuple; null with a Python error.
+class Sequence {
+public:
+    explicit Sequence(PyObject* object) : held_(PySequence_Fast(object, "a sequence is expected")) {}
+    Py_ssize_t size() const { return held_.get() == nullptr ? -1 : PySequence_Fast_GET_SIZE(held_.get()); }
+    PyObject* operator[](Py_ssize_t i) const { return PySequence_Fast_GET_ITEM(held_.get(), i); }
+
+private:
+    Owned held_;
+};
+
+// (scales, histories, maxima, most_recent) -> True: the tensors fit together, and have the next step's scales
+PyObject* update_slots(PyObject* const* given) {
+    const Sequence scales(given[0]), histories(given[1]), maxima(given[2]);
+    if (torch.exchange == nullptr || scales.size() < 1 || histories.size() != scales.size() || observed())
+        return python_does_it();
+    std::vector<HistorySlots> slots;
+    const bool gradients = gradients_enabled();
+    int64_t length = 0, total = 0;
+    for (Py_ssize_t i = 0; i < scales.size(); ++i) {
+        View scale, history;
+        if (!view_of(scales[i], scale) || !scale.is(dlpack::kFloat32) || scale.ndim != 1 || !scale.contiguous() ||
+            !view_of(histories[i], history) || !history.is(dlpack::kFloat32) || history.ndim != 2 ||
+            !history.contiguous() || history.shape[1] != scale.size || history.shape[0] < 1 ||
+            (i > 0 && history.shape[0] != length) || !settled(scales[i], gradients) ||
+            !settled(histories[i], gradients))
+            return python_does_it();
+        length = history.shape[0], total += scale.size;
+        slots.push_back({static_cast<float*>(scale.data), static_cast<float*>(history.data), scale.size});
+    }
+    if (maxima.size() != total) return python_does_it();
+    std::vector<float> limits;
+    for (Py_ssize_t i = 0; i < maxima.size(); ++i) limits.push_back(static_cast<float>(PyFloat_AsDouble(maxima[i])));
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    {
+        const py::gil_scoped_release unlocked;
+        update_scales(slots.data(), scales.size(), length, limits.data(), is_true(given[3]), nullptr);
+    }
+    Py_RETURN_TRUE;
+}
+
 // What torch is asked, and how its tensors are read; false where this torch has no table that is understood.
 bool connect(const py::object& exchange, const py::dict& names) {
     if (!PyCapsule_IsValid(exchange.ptr(), "dlpack_exchange_api")) return false;
@@ -212,7 +364,8 @@ bool connect(const py::object& exchange, const py::dict& names) {
     torch.tensor = held("tensor"), torch.parameter = held("parameter");
     torch.modes = held("dispatch_modes"), torch.functions = held("function_modes");
     torch.transforms = held("transforms"), torch.tracing = held("tracing"), torch.profiling = held("profiling");
-    torch.grad_enabled = held("grad_enabled"), torch.threads = held("threads");
+    torch.grad_enabled = held("grad_enabled"), torch.threads = held("threads"), torch.autocast = held("autocast");
+    torch.module = held("torch"), torch.mm = PyUnicode_InternFromString("mm");
     torch.is_neg = PyUnicode_InternFromString("is_neg"), torch.contiguous = PyUnicode_InternFromString("contiguous");
     torch.requires_grad = PyUnicode_InternFromString("requires_grad");
     torch.exchange = found;
@@ -240,11 +393,15 @@ PyMethodDef method(const char* name) {
 
 void bind_operands(py::module_& m) {
     py::class_<GridPlan>(m, "GridPlan").def(py::init(&plan_of));
+    py::class_<ProductPlan>(m, "ProductPlan")
+        .def(py::init<const py::tuple&, const py::tuple&, py::object, py::object, int>());
     m.def("connect", &connect);
     // Without pybind's conversions, which would take longer than the rest.
     static PyMethodDef methods[] = {method<quantize_operand, 6>("quantize_operand"),
                                     method<cast_operand, 7>("cast_operand"),
-                                    method<grid_quantize_operand, 4>("grid_quantize_operand"), {}};
+                                    method<grid_quantize_operand, 4>("grid_quantize_operand"),
+                                    method<planned_product, 6>("planned_product"),
+                                    method<update_slots, 4>("update_slots"), {}};
     PyModule_AddFunctions(m.ptr(), methods);
 }
 

@@ -123,6 +123,34 @@ const DecodeTable& bare_table(Fp8 format, Dtype dtype) {
     return tables[static_cast<int>(format)][static_cast<int>(dtype)];
 }
 
+// Moves up by one the columns of a history whose step has `seen` something, and gives the largest of each column, `seen`
+// included; NaN counts in `seen` alone. Loops run over whole rows, a few at a time, so that they become vectors.
+std::vector<float> move_up(const HistorySlots& t, int64_t length, const std::vector<float>& seen) {
+    constexpr int64_t kRows = 16;
+    const auto width = static_cast<size_t>(kRows * t.slots), slots = static_cast<size_t>(t.slots);
+    std::vector<float> memory(4 * width);
+    float *__restrict const largest = memory.data(), *__restrict const older = largest + width;
+    float *__restrict const kept = older + width, *__restrict const first = kept + width;
+    for (size_t i = 0; i < width; i += slots) {
+        std::copy_n(seen.data(), slots, largest + i);
+        std::copy_n(seen.data(), slots, first + i);
+    }
+    for (int64_t row = 1; row < length; row += kRows) {
+        const auto count = static_cast<size_t>(std::min(kRows, length - row) * t.slots);
+        float* const to = t.history + (row - 1) * t.slots;
+        std::copy_n(to + t.slots, count, older);
+        std::copy_n(to, count, kept);
+        for (size_t i = 0; i < count; ++i) {
+            largest[i] = largest[i] < older[i] ? older[i] : largest[i];
+            kept[i] = first[i] != 0.0f ? older[i] : kept[i];
+        }
+        std::copy_n(kept, count, to);
+    }
+    for (size_t i = slots; i < width; ++i) largest[i % slots] = std::max(largest[i % slots], largest[i]);
+    memory.resize(slots);
+    return memory;
+}
+
 }  // namespace
 
 void amax(const void* src, Dtype dtype, int64_t n, float* out, int threads) {
@@ -178,18 +206,14 @@ void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, c
                    const float* last) {
     for (int64_t i = 0; i < count; ++i) {
         const HistorySlots& t = tensors[i];
+        const float* const first = last == nullptr ? t.history : last;
+        const std::vector<float> seen(first, first + t.slots), largest = move_up(t, length, seen);
         for (int64_t slot = 0; slot < t.slots; ++slot) {
-            const float seen = last == nullptr ? t.history[slot] : last[slot];
-            if (seen == 0.0f) continue;
-            float amax = seen;
-            for (int64_t row = 1; row < length; ++row) {
-                const float older = t.history[row * t.slots + slot];
-                if (!most_recent) amax = std::max(amax, older);
-                t.history[(row - 1) * t.slots + slot] = older;
-            }
-            t.history[(length - 1) * t.slots + slot] = seen;
+            const auto at = static_cast<size_t>(slot);
+            if (seen[at] == 0.0f) continue;
+            t.history[(length - 1) * t.slots + slot] = seen[at];
             t.history[slot] = 0.0f;
-            t.scale[slot] = scale_from_history(amax, maxima[slot], t.scale[slot]);
+            t.scale[slot] = scale_from_history((most_recent ? seen : largest)[at], maxima[slot], t.scale[slot]);
         }
         maxima += t.slots;
         if (last != nullptr) last += t.slots;

@@ -1,5 +1,7 @@
 """The compiled CPU kernels. Pointers are addresses as integers, 0 where something is absent."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 # Why the build has no CUDA kernels; empty if it has.
@@ -150,3 +152,21 @@ def cast_operand(
 def grid_quantize_operand(
     x: Tensor, plan: GridPlan, rowwise: bool, columnwise: bool, /
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None: ...
+
+# Of one operand: the code of its elements, rows and columns as stored, whether scales are part of the values, whether
+# those are E8M0, rows and columns of a block, address and dtype of the values, and these as torch multiplies them.
+_Decoded = tuple[int, int, int, bool, bool, int, int, int, int, Tensor]
+
+class ProductPlan:
+    # What multiplies the values, of (values, values, scale, scale, bias, dtype), and the dtype; the code of the dtype of
+    # the result where the module is to finish torch's product itself, or -1.
+    def __init__(self, left: _Decoded, right: _Decoded, multiply: object, dtype: object, finished: int) -> None: ...
+
+def planned_product(
+    plan: ProductPlan, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor | None, bias: Tensor | None, /
+) -> Tensor | None: ...
+
+# Of slots that fit together, one maximum for each; where Python has to do it or has something to refuse, None.
+def update_slots(
+    scales: Sequence[Tensor], histories: Sequence[Tensor], maxima: Sequence[float], most_recent: bool, /
+) -> bool | None: ...

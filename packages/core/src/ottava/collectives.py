@@ -18,9 +18,8 @@ _T = TypeVar("_T")
 _keepers: deque[torch.Tensor] = deque(maxlen=16)
 
 
-def process_groups_ready() -> bool:
-    """Whether there is a process group to reduce over."""
-    return dist.is_available() and dist.is_initialized()
+#: Whether there is a process group to reduce over.
+process_groups_ready: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
 
 
 def check_group(group: Any) -> None:

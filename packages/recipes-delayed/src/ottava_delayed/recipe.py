@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -94,4 +94,4 @@ class DelayedScaling(Recipe):
 
     def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
         """Reduce and update all slots of all layers, in one collective and one operation."""
-        update(self, cast("Sequence[DelayedScalingState]", states), amax_reduction_group)
+        update(self, states, amax_reduction_group)  # type: ignore[arg-type]

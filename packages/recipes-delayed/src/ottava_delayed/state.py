@@ -13,6 +13,8 @@ from ottava.recipes.state import RecipeState
 from ottava.tensors import Quantizer
 from ottava_delayed.quantizer import Float8Quantizer, largest
 
+_is_compiling = torch.compiler.is_dynamo_compiling
+
 
 class Settings(Protocol):
     """What the state and its update read of their recipe, a :class:`~ottava_delayed.DelayedScaling`."""
@@ -81,6 +83,11 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         """The group does not matter here, because only the update reduces."""
         return self.is_of(recipe)
 
+    def scale_and_history(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both buffers; a module searches several places for an attribute."""
+        buffers: dict[str, Any] = self._buffers
+        return buffers["scale"], buffers["amax_history"]
+
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
         given = self.given.get(tensor_type)
         if given is not None:
@@ -88,24 +95,19 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             made.internal = True
             return made
         wanted = tensor_type, rowwise, columnwise, recording
-        if not self._may_keep():
-            return self._internal(*wanted)
-        kept = self._kept.get(wanted)
-        if kept is None:
-            kept = self._kept[wanted] = self._internal(*wanted)
-        return kept
-
-    def _may_keep(self) -> bool:
-        """Whether quantizers can be kept; those of buffers that lay elsewhere, on another device say, are dropped."""
         buffers: dict[str, Any] = self._buffers
         scale = buffers["scale"]
-        if torch.compiler.is_compiling() or type(scale) is not torch.Tensor or torch.is_inference_mode_enabled():
-            return False
+        if _is_compiling() or type(scale) is not torch.Tensor or torch.is_inference_mode_enabled():
+            return self._internal(*wanted)
+        # Those of buffers that lay elsewhere, on another device say, are dropped.
         at = scale.data_ptr(), buffers["amax_history"].data_ptr(), buffers["saturated"].data_ptr()
         if at != self._kept_at:
             self._kept.clear()
             self.__dict__["_kept_at"] = at
-        return True
+        kept = self._kept.get(wanted)
+        if kept is None:
+            kept = self._kept[wanted] = self._internal(*wanted)
+        return kept
 
     def _internal(self, tensor_type: str, rowwise: bool, columnwise: bool, recording: bool) -> Float8Quantizer:
         made = self._own(tensor_type, recording, rowwise, columnwise)

@@ -9,27 +9,30 @@ import torch
 import torch.distributed as dist
 
 from ottava import kernels
+from ottava.collectives import process_groups_ready
 from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava_delayed.state import DelayedScalingState, Settings
 
 
-@torch.no_grad()
 def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) -> None:
     """Begin a step for the layers of ``states``: one all-reduce if there is a group, then one operation.
 
     Raises:
         ShapeError, DTypeError: a function of the recipe returned something else than one float32 for each slot.
     """
-    last = None
-    if states and recipe.reduce_amax and _reduces(group):
+    last, reduces = None, bool(states) and recipe.reduce_amax and _reduces(group)
+    if len(states) == 1 and not reduces:
+        _update_on_device(recipe, states, None)
+        return
+    if reduces:
         # Amaxes of all devices go to one, so that one collective serves all layers.
         device = states[0].scale.device
         last = reduce_amax(torch.cat([state.amax_history[0].to(device) for state in states]), group)
     by_device: dict[torch.device, list[int]] = {}
     for position, state in enumerate(states):
-        by_device.setdefault(state.scale.device, []).append(position)
+        by_device.setdefault(state.scale_and_history()[0].device, []).append(position)
     for device, positions in by_device.items():
         there = [states[position] for position in positions]
         seen = last
@@ -43,19 +46,19 @@ def _update_on_device(recipe: Settings, states: Sequence[DelayedScalingState], l
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _update_by_functions(recipe, states, last)
         return
-    kernels.update_scales(
-        [state.scale for state in states],
-        [state.amax_history for state in states],
-        [maximum for state in states for maximum in state.maxima],
-        most_recent=recipe.amax_compute_algo == "most_recent",
-        last=last,
-    )
+    held, maxima = [], []
+    for state in states:
+        held.append(state.scale_and_history())
+        maxima += state.maxima
+    scales, histories = zip(*held, strict=True)
+    kernels.update_scales(scales, histories, maxima, most_recent=recipe.amax_compute_algo == "most_recent", last=last)
 
 
 def _reduces(group: Any) -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    return process_groups_ready() and dist.get_world_size(group) > 1
 
 
+@torch.no_grad()
 def _update_by_functions(recipe: Settings, states: Sequence[DelayedScalingState], last: torch.Tensor | None) -> None:
     """The same with the recipe's own functions, each called once for all slots of a format."""
     history = torch.cat([state.amax_history for state in states], 1)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import torch
 
+from ottava.formats import FP8
 from ottava.gemm.operand import Operand, define
 from ottava.gemm.scaled import product_of
 from ottava.kernels import backends
 from ottava.kernels.backends import backend_for, backend_module
-from ottava.kernels.compiled import DTYPE_CODES
+from ottava.kernels.compiled import DTYPE_CODES, known
 from ottava.kernels.direct import is_direct
 from ottava.kernels.products import WHOLE, Rows, compute_dtype, product, product_for, product_of_blocks
 from ottava.layout import Layout
-from ottava.torch_private import any_autocast_enabled
 
 Tensor = torch.Tensor
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class _Scratch(threading.local):
@@ -81,46 +83,44 @@ decoded_mm = define("decoded_mm", "ScalarType compute_dtype", _multiply)
 
 
 def _plan(a: Operand, b: Operand, bias_dtype: torch.dtype | None, out_dtype: torch.dtype) -> tuple[Any, ...]:
-    """What does not change between products of operands like these, whose layouts and shapes are the same: of each the
-    function that decodes it, what that is told before and after the scales, whether these are part of the values, and
-    the values; what multiplies these. Nothing where the products are not :func:`planned_mm`'s."""
+    """What does not change between products of operands like these, whose layouts and shapes are the same: of each what
+    the compiled module is told to decode it, with the values; and the module's function of ``(values, scales, values,
+    scales, bias)``. Nothing where the products are not :func:`planned_mm`'s."""
     device = a.values.device
     if backend_for(device.type) == "reference" or product_of(a, b) is not None:
         return ()
     compute, sides, scaled = compute_dtype(device, out_dtype), [], False
     for side, operand in enumerate((a, b)):
         out, rows, whole, folded = _memory(side, operand, compute)
-        known = backend_module(device.type).decoder(out.shape, operand.layout, operand.columnwise, folded)
-        if known is None or out.nbytes > _scratch.LARGEST or not (whole or folded):
+        layout, code, (e8m0, *_), _ = known(operand.layout)
+        if out.nbytes > _scratch.LARGEST or not (folded or (whole and layout.element in FP8)):
             return ()
-        decode, between, rest = known
-        rest += out.data_ptr(), DTYPE_CODES[compute]
-        sides.append((decode, between, rest, folded, rows.t() if side else rows))
+        block = [size or 0 for size in layout.stored_block(operand.columnwise)]
+        sizes = layout.stored_matrix(out.shape, operand.columnwise)
+        to = out.data_ptr(), DTYPE_CODES[compute], rows.t() if side else rows
+        sides.append((code, *sizes, folded, e8m0, *block, *to))
         scaled |= whole
-    return *sides, product_for(compute, device, out_dtype, bias_dtype, scaled)
+    multiply, native = product_for(compute, device, out_dtype, bias_dtype, scaled), backend_module(device.type).native
+    # Sums in float32 that scales multiply are the module's own to finish.
+    finished = DTYPE_CODES[out_dtype] if scaled and compute is torch.float32 else -1
+    return *sides, partial(native.planned_product, native.ProductPlan(*sides, multiply, out_dtype, finished))
 
 
 def planned_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor | None:
     """:data:`decoded_mm` on a CPU where nobody looks on, of elements; None for any others."""
     left, right = a.values, b.values
-    if not left.is_cpu or not is_direct(left, a.scales, right, b.scales, bias) or any_autocast_enabled():
+    # Of the others that look on the compiled module asks itself.
+    if not left.is_cpu or _is_compiling() or type(left) is not Tensor:
         return None
     of_bias, plans = None if bias is None else bias.dtype, _scratch.plans
     # A plan does not outlive a change of the settings that it was made under.
     key = a.layout, left.shape, a.columnwise, b.layout, right.shape, b.columnwise, of_bias, out_dtype, backends.changes
     plan = plans.get(key)
     if plan is None:
+        if not is_direct(left):
+            return None
         if len(plans) >= _scratch.PLANS:
             plans.clear()
         with torch.inference_mode(False):
             plan = plans[key] = _plan(a, b, of_bias, out_dtype)
-    if not plan:
-        return None
-    threads, values, factors = torch.get_num_threads(), [], []
-    of_left, of_right, multiply = plan
-    for (decode, between, rest, folded, rows), operand in ((of_left, a), (of_right, b)):
-        data, scales = operand.values.contiguous(), operand.scales.contiguous()  # type: ignore[union-attr]
-        decode(data.data_ptr(), *between, scales.data_ptr() if folded else 0, *rest, threads)
-        values.append(rows)
-        factors.append(None if folded else scales)
-    return multiply(*values, *factors, bias, out_dtype)  # type: ignore[no-any-return]
+    return plan[2](left, a.scales, right, b.scales, bias) if plan else None  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ottava.torch_private import (
+    any_autocast_enabled,
     dispatch_keys,
     dispatch_modes,
     forward_ad,
@@ -31,6 +32,8 @@ QUESTIONS = {
     "profiling": profiling,
     "grad_enabled": torch.is_grad_enabled,
     "threads": torch.get_num_threads,
+    "autocast": any_autocast_enabled,
+    "torch": torch,
     "tensor": torch.Tensor,
     "parameter": torch.nn.Parameter,
 }

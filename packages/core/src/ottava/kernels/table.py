@@ -232,19 +232,19 @@ def define_product(schema: str, function: Callable[..., Tensor], sizes: Callable
     return operator
 
 
-def _sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.sum(0, dtype=dtype)
-
-
 # What a compiler would compute otherwise than eager code does, if it saw through: it adds in another order, and leaves
 # out the rounding of what it does not store.
-_define("sum_rows(Tensor x, ScalarType dtype) -> Tensor", _sum_rows, lambda x, t: x.new_empty(x.shape[1:], dtype=t))
+_define(
+    "sum_rows(Tensor x, ScalarType dtype) -> Tensor",
+    lambda x, dtype: x.sum(0, dtype=dtype),
+    lambda x, dtype: x.new_empty(x.shape[1:], dtype=dtype),
+)
 _define("rounded(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
-def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_rows(x: Tensor, dtype: torch.dtype, compiling: bool) -> Tensor:
     """``x.sum(0, dtype=dtype)``, in compiled code too."""
-    return torch.ops.ottava.sum_rows(x, dtype) if torch.compiler.is_compiling() else _sum_rows(x, dtype)
+    return torch.ops.ottava.sum_rows(x, dtype) if compiling else x.sum(0, dtype=dtype)
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ _WITH_AUTOCAST = frozenset(
 )
 
 
-def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:
     """What torch.autocast computes in where ``tensor`` is; None outside of it."""
     # In eager mode this one cheap question answers for every device; compiled code cannot ask it.
-    if not torch.compiler.is_compiling() and not any_autocast_enabled():
+    if not compiling and not any_autocast_enabled():
         return None
     device_type = tensor.device.type
     enabled = device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)

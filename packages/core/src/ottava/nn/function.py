@@ -42,7 +42,7 @@ def quantized_linear(
         main_grad: what the gradient of the weight is added to; None where it is returned.
         observed: whether somebody looks at what is called: a compiler, a mode, a profiler.
     """
-    rest = call, dtype, kept, main_grad
+    rest = call, dtype, kept, main_grad, observed
     result: torch.Tensor
     if observed:
         grad_enabled = torch.is_grad_enabled() and not torch.compiler.is_exporting()
@@ -51,7 +51,7 @@ def quantized_linear(
         result = _apply(x, weight, bias, rest, True)
     else:
         # No backward pass follows, so that nothing is saved.
-        result = _product(x, weight, bias, call, dtype, kept, False, False)[0]
+        result = _product(x, weight, bias, call, dtype, kept, False, False, False)[0]
     return result
 
 
@@ -64,6 +64,7 @@ def _product(
     kept: QuantizedTensorStorage | None,
     x_needs: bool,
     w_needs: bool,
+    observed: bool,
 ) -> tuple[torch.Tensor, Any, Any]:
     """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
     state: Any = call.state
@@ -80,7 +81,7 @@ def _product(
         quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=call.recording)
         qw = quantizer.quantize_impl(weight, dtype)
     y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
-    if matrix is not x or torch.compiler.is_compiling() or is_view(y):
+    if matrix is not x or (observed and torch.compiler.is_compiling()) or is_view(y):
         # The output must not be a view, because an activation, say, may modify it in place.
         y = unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
     return y, qx, qw
@@ -101,10 +102,10 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rest: Any, grad_enabled: bool
     ) -> torch.Tensor:
-        call, dtype, kept, main_grad = rest
+        call, dtype, kept, main_grad, observed = rest
         x_needs, w_needs, b_needs = ctx.needs_input_grad[:3]
         x_needs, w_needs = grad_enabled and x_needs, grad_enabled and w_needs
-        y, qx, qw = _product(x, weight, bias, call, dtype, kept, x_needs, w_needs)
+        y, qx, qw = _product(x, weight, bias, call, dtype, kept, x_needs, w_needs, observed)
         primary = isinstance(weight, QuantizedTensorStorage)
         x_tensors: list[torch.Tensor | None]
         if w_needs and "input" in call.state.wgrad_unquantized:
@@ -134,8 +135,9 @@ class LinearFunction(torch.autograd.Function):
 def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     (dy,) = grads
     specs, (state, dtype, main_grad, weight), (x_shape, x_dtype, w_dtype, b_dtype) = ctx.rest
-    if state.stateful and not torch.compiler.is_compiling() and not state._backward_ran:
-        state._backward_ran = True
+    compiling = torch.compiler.is_compiling()
+    if state.stateful and not compiling and not (state._backward_ran and state._pending):
+        state.note_backward()
     tensors = ctx.saved_tensors
     qx, qw = rebuild_saved(tensors, specs)
     # The last saved tensor is the FP8-primary weight, if the layer has one.
@@ -164,7 +166,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
         # float32 sum has to be asked for.
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
-        db = sum_rows(dy2, dy2.dtype if narrow else torch.float32)
+        db = sum_rows(dy2, dy2.dtype if narrow else torch.float32, compiling)
         db = db if db.dtype is b_dtype else db.to(b_dtype)
     return dx, dw, db, None, None
 

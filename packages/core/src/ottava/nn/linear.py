@@ -116,7 +116,10 @@ class Linear(torch.nn.Linear):
         """
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise OptionError(f"is_first_microbatch is {is_first_microbatch!r}", expected="True, False or None")
-        call = self._binding.call(self, input, is_first_microbatch)
+        # Asked once: whether somebody looks at what is called, a compiler perhaps.
+        observed = not unobserved() or in_dual_level()
+        compiling = observed and torch.compiler.is_compiling()
+        call = self._binding.call(self, input, is_first_microbatch, compiling)
         state = call.state
         if state is None:
             return self._high_precision(input)
@@ -126,10 +129,10 @@ class Linear(torch.nn.Linear):
         if self.weight_is_transposed:
             weight = weight.t()
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - asked for only there
-        amp_dtype = autocast_dtype(weight)
+        amp_dtype = autocast_dtype(weight, compiling)
         dtype = checked_dtype(self, input, weight, amp_dtype)
         primary = isinstance(weight, QuantizedTensorStorage)
-        if primary and state.stateful and not torch.compiler.is_compiling():
+        if primary and state.stateful and not compiling:
             quantizer = state.weight_quantizer(weight)
             if quantizer is not None:
                 weight.update_quantizer(quantizer)
@@ -137,7 +140,6 @@ class Linear(torch.nn.Linear):
             return self._calibrate(call, input)
         if state.keeps_values and call.first is None and not primary:
             return self._high_precision(input)
-        observed = not unobserved() or in_dual_level()
         if observed:
             check_use(self, input, weight, bias)
         if isinstance(input, QuantizedTensorStorage):
@@ -145,7 +147,7 @@ class Linear(torch.nn.Linear):
         grad_enabled, kept = torch.is_grad_enabled(), None
         if primary:
             state.use_gathered(weight, recording=call.recording)
-            if grad_enabled and not torch.compiler.is_compiling() and weight.rebuilds_derived:
+            if grad_enabled and not compiling and weight.rebuilds_derived:
                 with torch.no_grad():
                     weight.rebuild_derived()
         elif call.first is not None:
@@ -174,7 +176,7 @@ class Linear(torch.nn.Linear):
         main_grad = main_grad_of(self, torch.is_grad_enabled())
         # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
         weight: Any = self._plain_weight() if main_grad is None else IntoMainGrad.apply(self._matrix(), (main_grad,))  # type: ignore[no-untyped-call]
-        return high_precision_linear(input, weight, self.bias, autocast_dtype(weight))
+        return high_precision_linear(input, weight, self.bias, autocast_dtype(weight, torch.compiler.is_compiling()))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._kept.clear()

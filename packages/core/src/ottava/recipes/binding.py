@@ -187,11 +187,10 @@ class Binding:
 
     # -- calls --
 
-    def call(self, layer: Any, input: torch.Tensor, first: bool | None = None) -> Call:
+    def call(self, layer: Any, input: torch.Tensor, first: bool | None, compiling: bool) -> Call:
         """What a forward pass of the layer runs under, which takes part in the step of its region."""
-        compiling = torch.compiler.is_compiling()
         task = -1 if compiling else graph_task_id()
-        region = current_region() if regions.stack else None
+        region = regions.stack[-1] if regions.stack else None
         last = self._last
         of_block = None if first is not None else regions.first if task == -1 else last and last.of_block
         first = of_block if first is None else first
@@ -212,8 +211,8 @@ class Binding:
             if not (compiling or training):
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
-            training = training and (compiling or not is_taken_apart())
-            self._take_part(layer, state, region, group, training, grad_enabled)
+            training = training and (compiling or not is_taken_apart(False))
+            self._take_part(layer, state, region, group, training, grad_enabled, compiling)
             if training and not grad_enabled:
                 state._unseen = True
         call = Call(recipe, state, group, grad_enabled, calibrating, first, False, of_block)
@@ -233,15 +232,21 @@ class Binding:
         return self._last is None or (state is not None and state._unseen)
 
     def _take_part(
-        self, layer: Any, state: RecipeState, region: Region | None, group: Any, training: bool, grad_enabled: bool
+        self,
+        layer: Any,
+        state: RecipeState,
+        region: Region | None,
+        group: Any,
+        training: bool,
+        grad_enabled: bool,
+        compiling: bool,
     ) -> None:
         """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
-        compiling = torch.compiler.is_compiling()
         if region is None:
             if training:
-                begin([state], group)
+                begin([state], group, compiling)
             if not compiling and (state.step is not None or not state._pending):
-                state.step, state._pending = None, True
+                state.__dict__.update(step=None, _pending=True)
             return
         if compiling and region.model is not None:
             # The model begins a step with all its layers, and compiled code had better change nothing.
@@ -250,7 +255,7 @@ class Binding:
             region.step.begin(group, region.model)
             region.began = True
         if training or region.calibrating:
-            region.step.join(layer, state, group, calibrating=region.calibrating)
+            region.step.join(layer, state, group, region.calibrating, compiling)
         elif not (compiling or state._pending):
             state.step = region.step
         if state._backward_ran and KNOWS_BACKWARD and not compiling and training and grad_enabled:
@@ -275,7 +280,8 @@ class Binding:
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # The gather comes before the forward pass, so that a step may begin with it.
-                self._take_part(layer, state, region, region.group, region.began and backward_task() == -1, False)
+                training, compiling = region.began and backward_task() == -1, torch.compiler.is_compiling()
+                self._take_part(layer, state, region, region.group, training, False, compiling)
         return state.gather_quantizer()
 
     def own_shard(self, layer: Any, shard: QuantizedTensor) -> None:

@@ -17,7 +17,7 @@ from ottava.collectives import check_group
 from ottava.errors import OptionError
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
-from ottava.recipes.step import Step, is_taken_apart, may_begin, step_for
+from ottava.recipes.step import Step, is_taken_apart, step_for
 from ottava.torch_private import constant_to_compiler, graph_task_id
 
 
@@ -151,7 +151,11 @@ class autocast(contextlib.ContextDecorator):
         step, model = (outer.step, outer.model) if outer is not None and same else (step_for(recipe, group), None)
         # Inside a region that has begun the step nothing is left to begin.
         began = any(region.began and region.step is step for region in regions.stack)
-        if self._enabled and not self._calibrating and not began and may_begin():
+        compiling = torch.compiler.is_compiling()
+        task = -1 if compiling else graph_task_id()
+        # Neither in evaluation nor in a recomputation.
+        training = self._enabled and not self._calibrating and torch.is_grad_enabled() and task == -1
+        if training and not began and not is_taken_apart(compiling):
             step.begin(group, model)
             began = True
         options = recipe, self._enabled, group, self._calibrating
@@ -250,11 +254,14 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
     """Enter the region of a converted model, unless it is inside of one."""
     if regions.stack and not _is_apart(module):
         return
-    # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
-    checkpointed = module.training and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    step, task = module._ottava_step, backward_task()
-    began = may_begin() or (checkpointed and task == -1 and not is_taken_apart())
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    step, task = module._ottava_step, -1 if compiling else graph_task_id()
+    training = torch.is_grad_enabled()
+    if not training and module.training:
+        # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
+        training = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    began = task == -1 and training and not is_taken_apart(compiling)
+    if compiling:
         if began:
             step.begin(None, module)
     else:

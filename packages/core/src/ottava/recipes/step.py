@@ -20,29 +20,27 @@ from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
 from ottava.recipes.ranks import check_alike
 from ottava.recipes.state import RecipeState, by_recipe
-from ottava.torch_private import graph_task_id
 
-def is_taken_apart() -> bool:
+def is_taken_apart(compiling: bool) -> bool:
     """Whether this runs for an exported program, which has no backward pass, or in what layers refuse to run in."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
-    return transform() is not None or in_dual_level()
+    return torch.compiler.is_exporting() if compiling else transform() is not None or in_dual_level()
 
 
-def may_begin() -> bool:
-    """Whether a region that is entered now begins a step: not in evaluation, not in a recomputation."""
-    outside = torch.compiler.is_compiling() or graph_task_id() == -1
-    return torch.is_grad_enabled() and outside and not is_taken_apart()
-
-
-def begin(states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
+def begin(states: Sequence[RecipeState], amax_reduction_group: Any, compiling: bool = False) -> None:
     """Update the states, those of equal recipes in one call. They hold nothing of the step before afterwards."""
     # A state that consists of several may be found by itself and as a part.
-    parts = {id(part): part for state in states for part in state.parts()}
-    for recipe, together in by_recipe([(state.recipe, state) for state in parts.values()]):
-        recipe.update_states(together, amax_reduction_group)
-    if not torch.compiler.is_compiling():
-        for state in (*states, *parts.values()):
+    parts: list[RecipeState] = []
+    for state in states:
+        parts += state.parts()
+    # A layer that is alone begins a step with each of its calls.
+    if len(parts) == 1:
+        parts[0].recipe.update_states(parts, amax_reduction_group)
+    else:
+        unique = {id(part): part for part in parts}.values()
+        for recipe, together in by_recipe([(part.recipe, part) for part in unique]):
+            recipe.update_states(together, amax_reduction_group)
+    if not compiling:
+        for state in (*states, *parts):
             # Not by assignments, which modules make slow.
             state.__dict__.update(_pending=False, _backward_ran=False, _unseen=False)
 
@@ -69,6 +67,18 @@ def _member(state: Any, layer: Any) -> Callable[[], Any]:
     return lambda: held[0] if held and alive is not None else None  # which keeps the reference, and so what it calls
 
 
+def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """``model.modules()``, in a third of the time."""
+    found: dict[int, torch.nn.Module] = {}
+    waiting: list[Any] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting += reversed(module._modules.values())
+    return list(found.values())
+
+
 class Step:
     """The states that begin a step together.
 
@@ -84,10 +94,11 @@ class Step:
     def __init__(self) -> None:
         self._ran: list[Any] = []
 
-    def states(self, model: torch.nn.Module | None = None) -> list[RecipeState]:
+    def states(self, model: torch.nn.Module | None = None, compiling: bool = False) -> list[RecipeState]:
         """Those that begin the next step: all of a model, in the order of its modules, others as they ran."""
         found: dict[int, Any] = {}
-        for module in () if model is None else model.modules():
+        modules: Any = () if model is None else model.modules() if compiling else _modules_of(model)
+        for module in modules:
             if isinstance(module, RecipeState) and module.stateful:
                 found[id(module)] = module
         for entry in self._ran:
@@ -104,33 +115,37 @@ class Step:
         Raises:
             UsageError: at the first one, on all ranks, if they have other layers, or other options of a recipe.
         """
-        states = self.states(model)
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        states = self.states(model, compiling)
+        if not compiling:
             if states and not self._compared:
                 check_alike(states, amax_reduction_group)
                 self._compared = True
-        begin(states, amax_reduction_group)
-        if not (calibrated or torch.compiler.is_compiling()):
+        begin(states, amax_reduction_group, compiling)
+        if not (calibrated or compiling):
             # After an interrupt on the way here, the next step begins with them.
             self._ran = []
         for state in states if calibrated else ():
             state._pending = True
 
-    def join(self, layer: Any, state: Any, amax_reduction_group: Any, *, calibrating: bool = False) -> None:
+    def join(self, layer: Any, state: Any, amax_reduction_group: Any, calibrating: bool, compiling: bool) -> None:
         """Take in the state of a layer that runs now."""
         if state._pending:
             if state.step is self:
                 return
             if not calibrating:
                 # It still holds amaxes of a step that others began, or that a checkpoint was saved in.
-                begin([state], amax_reduction_group)
-        self.take(layer, state)
+                begin([state], amax_reduction_group, compiling)
+        self.take(layer, state, compiling)
 
-    def take(self, layer: Any, state: Any) -> None:
+    def take(self, layer: Any, state: Any, compiling: bool = False) -> None:
         """Have the state of a layer begin the next step with the others."""
-        # Compiled code makes no weak references. (In this order, an interrupt in between loses nobody.)
-        self._ran.append(state if torch.compiler.is_compiling() else _member(state, layer))
-        state.step, state._pending = self, True
+        # In this order, an interrupt in between loses nobody. Compiled code makes no weak references.
+        self._ran.append(state if compiling else _member(state, layer))
+        if compiling:
+            state.step, state._pending = self, True
+        else:
+            state.__dict__.update(step=self, _pending=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_ran": [], "model": None}

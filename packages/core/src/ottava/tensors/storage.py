@@ -64,8 +64,7 @@ class Pattern:
     def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> QuantizedTensorStorage:
         """A storage around what fits together because a kernel made it."""
         made = object.__new__(self._cls)
-        held = made.__dict__
-        held.update(self._attributes)
+        made.__dict__ = held = self._attributes.copy()
         held["_quantizer"], held["_writes"] = quantizer, GemmCache()
         if self._derives and tensors[self.rows] is not None:
             made._put_inner(tensors)
