@@ -1,7 +1,5 @@
 """``convert``: swap the linear modules of a model for Ottava's and bind a recipe to them."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import os
@@ -49,21 +47,22 @@ def _heads(model: torch.nn.Module) -> set[str]:
         # Models without a head may have the method, and raise.
         with contextlib.suppress(NotImplementedError, AttributeError):
             found.add(module.get_output_embeddings())  # type: ignore[operator]
-    names = set()
-    for name, module in model.named_modules(remove_duplicate=False):
+
+    def is_named_so(name: str) -> bool:
         *path, last = name.split(".")
         # In a stack, whose modules have numbers for names, a hidden layer may be called so.
-        if module in found or (_HEAD_NAME.fullmatch(last) and not any(part.isdigit() for part in path)):
-            names.add(name)
-    return names
+        return bool(_HEAD_NAME.fullmatch(last)) and not any(part.isdigit() for part in path)
+
+    return {name for name, m in model.named_modules(remove_duplicate=False) if m in found or is_named_so(name)}
 
 
-def _matcher(model: torch.nn.Module, names: list[str], given: Filter | None, what: str) -> Predicate | None:
+def _matcher(model: torch.nn.Module, given: Filter | None, what: str) -> Predicate | None:
     """A predicate for a filter that was given. Patterns that match no module are mistakes."""
     if given is None or callable(given):
         return given
     if not isinstance(given, (str, Iterable)):
         raise DTypeError(f"{what} is a {type(given).__name__}", expected="name patterns or a predicate")
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     matched: set[str] = set()
     for pattern in [given] if isinstance(given, str) else given:
         if pattern == HEADS:
@@ -94,9 +93,9 @@ def convert(
     """Swap the linear modules of ``model`` for :class:`ottava.nn.Linear`, bind ``recipe`` to them, return the model.
 
     Linear are ``nn.Linear``, the ``Conv1D`` of Transformers, and what :func:`register_converter` was called for.
-    Parameters stay the same objects: tied weights stay tied and optimizers stay valid. A module that stands in several
-    places is swapped in all of them by one new module. A bare linear module gives the new module itself. Where less
-    than 90 % of the weights of products run quantized then, a ``UserWarning`` names the largest that do not.
+    Parameters stay the same objects: tied weights stay tied and optimizers stay valid. One new module takes all places
+    of a module. A bare linear module gives the new module itself. Where less than 90 % of the weights of products run
+    quantized then, a ``UserWarning`` names the largest others. :func:`conversion_report` says all of it.
 
     Args:
         model: swapped in place.
@@ -116,8 +115,6 @@ def convert(
         RecipeNotFoundError: no installed package provides the name.
         OptionError: a pattern matches no module, or ``primary`` or ``keep_initial_values`` is no bool.
         UsageError: weights that are to be primary are sharded already. Nothing is changed by any of these.
-
-    See :func:`conversion_report` for what runs quantized and what does not, and why.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
@@ -134,14 +131,10 @@ def convert(
         layer._bind_prepared(chosen, states[module])
     for parent in list(model.modules()):
         parent.__dict__.pop(LEFT_ALONE, None)
-        for child_name, child in parent._modules.items():
-            if child in replacements:
-                parent._modules[child_name] = replacements[child]
+        parent._modules.update({name: replacements[m] for name, m in parent._modules.items() if m in replacements})
     result: Any = replacements.get(model, model)
     for owner in result.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter in weights:
-                owner._parameters[name] = weights[parameter]
+        owner._parameters.update({name: weights[p] for name, p in owner._parameters.items() if p in weights})
     if any(state.stateful for state in states.values()):
         if not isinstance(result, ConvertedModel):
             result.register_load_state_dict_pre_hook(fill_in_states)
@@ -161,24 +154,21 @@ def _replacements(
     aliases: dict[torch.nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(module, []).append(name)
-    names = [name for group in aliases.values() for name in group]
-    included, excluded = _matcher(model, names, include, "include"), _matcher(model, names, exclude, "exclude")
+    included, excluded = _matcher(model, include, "include"), _matcher(model, exclude, "exclude")
     left_alone: dict[str, str] = {}
     replacements: dict[Any, Linear] = {}
     for module, known_as in aliases.items():
         if not is_convertible(module):
             continue
-        made: Linear | str | None = None
+        name = known_as[0]
         if excluded and any(excluded(alias, module) for alias in known_as):
-            made = "in exclude"
+            left_alone[name] = "in exclude"
         elif refusal(module):
             continue
         elif included and not any(included(alias, module) for alias in known_as):
-            made = "not in include"
-        else:
-            made = converted(module, known_as[0])
-        if isinstance(made, str):
-            left_alone[known_as[0]] = made
+            left_alone[name] = "not in include"
+        elif isinstance(made := converted(module, name), str):
+            left_alone[name] = made
         else:
             replacements[module] = made
     return left_alone, replacements
@@ -217,21 +207,17 @@ def _warn(report: ConversionReport) -> None:
         # The layers of a stack count together.
         name = re.sub(r"\b\d+\b", "*", weight.name) + f" ({weight.reason})"
         shares[name] = shares.get(name, 0.0) + weight.share
-    largest = [f"{shares[name]:.0%} {name}" for name in sorted(shares, key=lambda name: -shares[name])[:3]]
+    largest = "; ".join(f"{shares[name]:.0%} {name}" for name in sorted(shares, key=lambda name: -shares[name])[:3])
     amount = f"only {report.share:.0%}" if report.share else "nothing"
-    rest = f"the largest others: {'; '.join(largest)}" if largest else "none was found"
+    rest = f"the largest others: {largest}" if largest else "none was found"
     what = f"{amount} of the weights of products runs quantized; {rest}. See print(ottava.conversion_report(model))"
     warnings.warn(what, UserWarning, stacklevel=3)
 
 
 def _keep_from_broadcast(model: torch.nn.Module) -> None:
-    """Have DistributedDataParallel leave the states alone.
-
-    It copies the first rank's buffers over those of the others at every forward pass, which would lose what these
-    recorded before it is reduced.
-    """
+    """Have DistributedDataParallel leave the states alone, because it copies the first rank's buffers over those of the
+    others at every forward pass, which would lose what these recorded before it is reduced."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, RecipeState) and isinstance(module, torch.nn.Module):
-            ignored |= {f"{name}.{buffer}" for buffer, _ in module.named_buffers()}
+        ignored |= {f"{name}.{b}" for b, _ in module.named_buffers() if isinstance(module, RecipeState)}
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]

@@ -1,7 +1,5 @@
 """The table of converters: what makes an Ottava layer of a module, by the module's class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +58,8 @@ def refusal(module: torch.nn.Module) -> str | None:
         return "its forward was replaced on the instance, which would go on running the old module"
     for weight in (p for p in module._parameters.values() if p is not None and p.dim() > 1):
         cls = type(weight)
-        own = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
-        if not own and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        known = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
+        if not known and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with operators of its own"
         if weight.dtype not in HIGH_PRECISION:
             return f"its weight has dtype {weight.dtype}"

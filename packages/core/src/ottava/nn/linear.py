@@ -1,7 +1,5 @@
 """``Linear``: ``torch.nn.Linear`` whose GEMMs run on quantized operands."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -12,9 +10,8 @@ from ottava.kernels.direct import in_dual_level, unobserved
 from ottava.nn.checks import autocast_dtype, check_use, checked_dtype, main_grad_of
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
 from ottava.nn.loading import fill_in_states
-from ottava.nn.microbatch import KeptWeight
 from ottava.nn.model_init import quantize_new_weight
-from ottava.nn.moved import apply_to_layer, gather_as
+from ottava.nn.weight import KeptWeight, apply_to_layer, gather_as
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.binding import Binding, Call
 from ottava.recipes.state import RecipeState
@@ -71,7 +68,7 @@ class Linear(torch.nn.Linear):
         self.bind(recipe)
 
     @classmethod
-    def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:
+    def from_linear(cls, linear: torch.nn.Module, name: str = "") -> "Linear":
         """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
         made = cls.__new__(cls)
         made.__dict__ = dict(linear.__dict__)
@@ -122,10 +119,10 @@ class Linear(torch.nn.Linear):
             return self._high_precision(input)
         # A module searches several places for an attribute. (Parametrizations put these elsewhere.)
         own: Any = self._parameters
-        weight = own["weight"] if "weight" in own else self.weight
+        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
         if self.weight_is_transposed:
             weight = weight.t()
-        bias = own["bias"] if "bias" in own else self.bias
+        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
         amp_dtype = autocast_dtype(weight)
         dtype = checked_dtype(self, input, weight, amp_dtype)
         primary = isinstance(weight, QuantizedTensorStorage)
@@ -205,5 +202,4 @@ class Linear(torch.nn.Linear):
             destination[f"{prefix}recipe_state.{name}"] = value
 
     def extra_repr(self) -> str:
-        recipe = self.recipe
-        return super().extra_repr() + ("" if recipe is None else f", recipe={recipe.name or type(recipe).__name__}")
+        return super().extra_repr() + ("" if self.recipe is None else f", recipe={self.recipe._label}")

@@ -1,7 +1,5 @@
 """``quantized_model_init``: layers made inside it have FP8-primary weights."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

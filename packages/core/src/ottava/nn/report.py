@@ -1,7 +1,5 @@
 """``conversion_report``: which layers of a model run under which recipe, and the weights of products that do not."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator
@@ -83,10 +81,8 @@ class ConversionReport:
 
     def __str__(self) -> str:
         under = f"under {self.recipe!r}" if self.recipe else "under a recipe"
-        lines = [
-            f"{len(self.swapped)} of {len(self.decisions)} linear modules run {under}, "
-            f"with {self.share:.1%} of the weights of products"
-        ]
+        modules = f"{len(self.swapped)} of {len(self.decisions)} linear modules run {under}"
+        lines = [f"{modules}, with {self.share:.1%} of the weights of products"]
         lines += [f"  {'+' if d.swapped else '-'} {d.name or '(root)'}: {d.reason}" for d in self.decisions]
         lines += [f"  {w.share:6.1%} in high precision: {w.name} {[*w.shape]}, {w.reason}" for w in self.left_out]
         return "\n".join(lines)
@@ -118,28 +114,26 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
         elif is_convertible(module):
             unbound = "no recipe is bound" if isinstance(module, Linear) else default
             decisions[name] = Decision(name, False, told.get(name) or refusal(module) or unbound)
-    names = {_named(modules[name]) for name, decision in decisions.items() if decision.swapped}
+    names = {modules[name].recipe._label for name, decision in decisions.items() if decision.swapped}
     return ConversionReport(", ".join(sorted(names)), (*decisions.values(),), (*_weights(modules, decisions),))
-
-
-def _named(layer: Any) -> str:
-    return layer.recipe.name or type(layer.recipe).__name__
 
 
 def _keeps_values(layer: Any) -> bool:
     """Whether the bound recipe has the layer compute in high precision."""
-    return layer._binding.state is not None and layer._binding.state.keeps_values and layer._binding.state.recipe is layer.recipe
+    state = layer._binding.state
+    return state is not None and state.keeps_values and state.recipe is layer.recipe
 
 
 def _how(layer: Any, parent: Any) -> str:
-    how = f"recipe bound: {_named(layer)}"
-    if _keeps_values(layer):
-        how += ", which keeps its operands in high precision"
-    if isinstance(local_tensor(layer.weight), QuantizedTensor):
-        how += "; the weight is kept quantized"
-    if isinstance(parent, torch.nn.TransformerEncoderLayer):
-        how += "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high precision"
-    return how
+    told = {
+        "": True,
+        ", which keeps its operands in high precision": _keeps_values(layer),
+        "; the weight is kept quantized": isinstance(local_tensor(layer.weight), QuantizedTensor),
+        "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high precision": isinstance(
+            parent, torch.nn.TransformerEncoderLayer
+        ),
+    }
+    return f"recipe bound: {layer.recipe._label}" + "".join(text for text, so in told.items() if so)
 
 
 def _weights(modules: dict[str, torch.nn.Module], decisions: dict[str, Decision]) -> Iterator[ProductWeight]:
@@ -154,7 +148,8 @@ def _weights(modules: dict[str, torch.nn.Module], decisions: dict[str, Decision]
         for key, parameter in module._parameters.items():
             if parameter is None or not _multiplies(module, key, parameter, known is not None):
                 continue
-            recipe = _named(modules[name]) if known and known.swapped and not _keeps_values(modules[name]) else None
+            quantized = known is not None and known.swapped and not _keeps_values(modules[name])
+            recipe = modules[name].recipe._label if quantized else None
             if parameter not in found or (found[parameter][1] is not None and recipe is None):
                 found[parameter] = f"{path}.{key}".strip("."), recipe, reason
     total = sum(parameter.numel() for parameter in found) or 1

@@ -1,7 +1,5 @@
 """What a layer runs under: the recipe that is bound to it, the states that it keeps, and the call that is asked for."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, NamedTuple
 
@@ -23,10 +21,6 @@ from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, is_distributed, 
 def label_of(layer: Any) -> str:
     """What errors call a layer."""
     return f"{type(layer).__name__} {layer.name!r}" if layer.name else type(layer).__name__
-
-
-def _name(recipe: Any) -> str:
-    return str(recipe.name or type(recipe).__name__)
 
 
 class Call(NamedTuple):
@@ -77,7 +71,7 @@ class Binding:
     def prepare(self, layer: Any, recipe: Recipe, group: Any = None) -> RecipeState:
         """A new state for a recipe, which may refuse its options. Nothing is changed."""
         roles = [QuantizerRole("linear", tensor_type, layer.name) for tensor_type in OF_LINEAR]
-        state = layer_state(recipe, roles, amax_reduction_group=group)
+        state = layer_state(recipe, roles, group)
         for part in (state, *state.parts()):
             part._layer_name = layer.name
         # Chosen now, so that code compiled later finds it chosen.
@@ -91,12 +85,11 @@ class Binding:
         kept: Any = layer._modules.get("recipe_state")
         if kept is not None and recipe is not None and kept.serves(recipe, None):
             prepared = kept
-        elif prepared is not None and not prepared.stateful:
+        elif kept is not None and prepared is not None and not prepared.stateful:
             # The layer has another recipe for good, and the old state goes. (Bound to none, it keeps the state for
             # a region that brings its recipe.)
-            gone: Any = layer._modules.pop("recipe_state", None)
-            if gone is not None:
-                gone._pending = False
+            del layer._modules["recipe_state"]
+            kept._pending = False
         self._warn_of_mismatch(layer, None, prepared)
         self._use(layer, prepared)
 
@@ -147,38 +140,27 @@ class Binding:
         else:
             state = self.prepare(layer, recipe, group)
             if kept is not None and state.stateful:
-                warnings.warn(
-                    f"the scaling state of {label_of(layer)} is discarded: the recipe changed from {kept.recipe!r} to "
-                    f"{recipe!r}, and the new one starts afresh",
-                    UserWarning,
-                    stacklevel=5,
-                )
+                what = f"the scaling state of {label_of(layer)} is discarded: the recipe changed from"
+                what = f"{what} {kept.recipe!r} to {recipe!r}, and the new one starts afresh"
+                warnings.warn(what, UserWarning, stacklevel=5)
         self._warn_of_mismatch(layer, self.state, state)
         self._use(layer, state)
         return state
 
     def _warn_of_mismatch(self, layer: Any, before: RecipeState | None, state: RecipeState | None) -> None:
-        """Warn, once, of a weight that another recipe keeps quantized, or of a change to another kind of recipe.
-
-        Args:
-            before: the state that the layer ran under; None where that is no matter.
-            state: the one that it runs under from now on.
-        """
+        """Warn, once, of a weight that another recipe than that of ``state`` keeps quantized, or of a change from
+        ``before`` to another kind of recipe."""
         if state is None or self._mismatch_told or torch.compiler.is_compiling():
             return
-        name, label = _name(state.recipe), label_of(layer)
+        name, label = state.recipe._label, label_of(layer)
         kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
         if kept is not None and type(kept) is not type(state.quantizer("weight", rowwise=True, columnwise=True)):
             what = f"the weight of {label} stays as a {type(kept).__name__} quantized it, and the layer runs under"
             what = f"{what} {name!r}: make the model inside quantized_model_init({name!r})"
-        elif (
-            before is not None
-            and type(before.recipe) is not type(state.recipe)
-            and not (before.stateful and state.stateful)
-        ):
-            what = f"{label} changes from recipe {_name(before.recipe)!r} to {name!r}"
-        else:
+        elif before is None or type(before.recipe) is type(state.recipe) or (before.stateful and state.stateful):
             return
+        else:
+            what = f"{label} changes from recipe {before.recipe._label!r} to {name!r}"
         self._mismatch_told = True
         warnings.warn(what, UserWarning, stacklevel=6)
 
@@ -246,12 +228,9 @@ class Binding:
             state.step = region.step
         if state._backward_ran and KNOWS_BACKWARD and not compiling and training and grad_enabled:
             state._backward_ran = False
-            warnings.warn(
-                f"{label_of(layer)} runs another forward pass after a backward pass, in one region: scales are updated "
-                "at the entry of a region only; enter it anew for every step",
-                UserWarning,
-                stacklevel=5,
-            )
+            what = f"{label_of(layer)} runs another forward pass after a backward pass, in one region"
+            what = f"{what}: scales are updated at the entry of a region only; enter it anew for every step"
+            warnings.warn(what, UserWarning, stacklevel=5)
 
     # -- weights that are gathered, and quantized before a forward pass uses them --
 

@@ -1,9 +1,7 @@
 """``layer_state``: the state of a layer whose roles may be served by several recipes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from functools import partial
+from itertools import chain, count
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +13,7 @@ from ottava.recipes.state import RecipeState, by_recipe
 from ottava.tensors.quantizer import Quantizer
 
 
-def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> RecipeState:
+def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any = None) -> RecipeState:
     """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of other recipes.
 
     Raises:
@@ -23,30 +21,24 @@ def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reductio
     """
     given = [(recipe.given(role), role) for role in roles]
     servers = [(answer.recipe if isinstance(answer, QuantizerRequest) else recipe, role) for answer, role in given]
-    shares = by_recipe(servers)
     parts: list[tuple[Sequence[QuantizerRole], RecipeState]] = []
-    if any(server is not recipe for server, _ in shares):
-        for server, together in shares:
-            make = partial(_own_state if server is recipe else layer_state, server)
-            parts.append((together, make(together, amax_reduction_group=amax_reduction_group)))
+    if any(server is not recipe for server, _ in servers):
+        for server, together in by_recipe(servers):
+            make = _own_state if server is recipe else layer_state
+            parts.append((together, make(server, together, amax_reduction_group)))
     # Quantizers without state need no parts: they are the recipe's own.
     mixed = any(part.stateful for _, part in parts)
     if torch.compiler.is_compiling() and (mixed or recipe.stateful):
-        name = recipe.name or type(recipe).__name__
-        what = f"Linear {roles[0].name!r} has no state for {name!r} yet, and compiled code cannot make one"
+        what = f"Linear {roles[0].name!r} has no state for {recipe._label!r} yet, and compiled code cannot make one"
         expected = "a layer that was converted, or bound to the recipe, or has run under it once"
         raise UsageError(what, expected=expected, remedy="call ottava.convert(model, recipe) before torch.compile")
-    made: RecipeState
-    if mixed:
-        made = MixedState(recipe, parts, amax_reduction_group=amax_reduction_group)
-    else:
-        made = _own_state(recipe, roles, amax_reduction_group=amax_reduction_group)
+    made = MixedState(recipe, parts, amax_reduction_group) if mixed else _own_state(recipe, roles, amax_reduction_group)
     unquantized = [role.tensor_type for server, role in servers if server.wgrad_high_precision]
     made.wgrad_unquantized = tuple(name for name in unquantized if name != "weight")
     return made
 
 
-def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any) -> RecipeState:
+def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any) -> RecipeState:
     """The recipe's own state, made under the default dtype float32 and on the CPU if it keeps values."""
     if not recipe.stateful:
         return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
@@ -67,32 +59,24 @@ class MixedState(torch.nn.Module, RecipeState):
 
     stateful: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        parts: Sequence[tuple[Sequence[QuantizerRole], RecipeState]],
-        *,
-        amax_reduction_group: Any = None,
-    ) -> None:
+    __getstate__ = RecipeState.__getstate__  # that of a module would keep the process group
+
+    def __init__(self, recipe: Recipe, parts: Any, amax_reduction_group: Any = None) -> None:
         super().__init__()
-        self.recipe, self.factory = recipe, recipe._factory
-        self.amax_reduction_group = amax_reduction_group
+        self.recipe, self.factory, self.amax_reduction_group = recipe, recipe._factory, amax_reduction_group
         # By the tensor type. Those without state no checkpoint sees.
         self.serving: dict[str, RecipeState] = {}
         taken: set[str] = set()
         for roles, part in parts:
-            name = free = (part.recipe.name or type(part.recipe).__name__).replace(".", "_")
-            number = 2
-            while free in taken or hasattr(self, free):
-                number, free = number + 1, f"{name}_{number}"
-            taken.add(free)
+            name = part.recipe._label.replace(".", "_")
+            names = chain([name], (f"{name}_{number}" for number in count(2)))
+            taken.add(free := next(name for name in names if name not in taken and not hasattr(self, name)))
             if isinstance(part, torch.nn.Module):
                 self.add_module(free, part)
             self.serving |= {role.tensor_type: part for role in roles}
 
-    def parts(self) -> list[RecipeState]:
-        parts: list[Any] = list(self._modules.values())
-        return parts
+    def parts(self) -> list[Any]:
+        return list(self._modules.values())
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """Whether this is the state for that recipe, and its parts are for that group."""
@@ -115,7 +99,3 @@ class MixedState(torch.nn.Module, RecipeState):
 
     def use_gathered(self, weight: Any, *, recording: bool) -> None:
         self.serving["weight"].use_gathered(weight, recording=recording)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Not that of a module, which would keep the process group.
-        return RecipeState.__getstate__(self)

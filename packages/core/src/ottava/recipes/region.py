@@ -1,14 +1,11 @@
 """Regions: ``autocast`` blocks, which override the recipes bound to layers, and forward passes of converted models."""
 
-from __future__ import annotations
-
 import contextlib
 import copyreg
 import os
 import threading
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -81,7 +78,7 @@ class microbatch(contextlib.ContextDecorator):
         self._first = first
         self._outer: list[bool | None] = []
 
-    def __enter__(self) -> microbatch:
+    def __enter__(self) -> "microbatch":
         self._outer.append(regions.first)
         regions.first = self._first
         return self
@@ -138,13 +135,13 @@ class autocast(contextlib.ContextDecorator):
         self._group = amax_reduction_group
         self._calibrating = calibrating
 
-    def __enter__(self) -> autocast:
+    def __enter__(self) -> "autocast":
         outer = current_region()
         recipe, group = self._recipe, self._group
+        same = outer is not None and recipe is None and group is None
         if outer is not None:
             recipe = outer.recipe if recipe is None else recipe
             group = outer.group if group is None else group
-        same = outer is not None and self._recipe is None and self._group is None
         step, model = (outer.step, outer.model) if outer is not None and same else (step_for(recipe, group), None)
         # Inside a region that has begun the step nothing is left to begin.
         began = any(region.began and region.step is step for region in regions.stack)
@@ -160,9 +157,7 @@ class autocast(contextlib.ContextDecorator):
             self._leave()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         region = self._leave()
         if region is not None and region.calibrating and error is None and region.graph_task == -1:
             # What was observed serves the next step, and evaluation, which begins none.
@@ -170,10 +165,8 @@ class autocast(contextlib.ContextDecorator):
 
     def _leave(self) -> Region | None:
         stack = regions.stack
-        for place in reversed(range(len(stack))):
-            if stack[place].owner is self:
-                return stack.pop(place)
-        return None
+        place = next((place for place in reversed(range(len(stack))) if stack[place].owner is self), None)
+        return None if place is None else stack.pop(place)
 
 
 class ConvertedModel(torch.nn.Module):

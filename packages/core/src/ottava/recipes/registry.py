@@ -193,22 +193,20 @@ def _not_found(kind: str, name: object) -> RecipeNotFoundError:
     known = [spec.name for spec in specs(kind)]
     near = difflib.get_close_matches(str(name).lower(), known, n=3)
     expected = f"one of {', '.join(known)}" if known else f"a package with a {kind} to be installed"
-    if near:
-        expected += f" (nearest: {', '.join(near)})"
-    remedies = []
     idle = [status for status in plugin_statuses() if status.status != "ok"]
+    remedies = []
     # The name may be misspelled: it must not become a command that installs whatever has that name.
     if near:
+        expected += f" (nearest: {', '.join(near)})"
         remedies.append(f"use {near[0]!r}, or install the package that has {name!r}")
     elif OWNER_PREFIX + canonical(str(name)) not in (canonical(status.distribution) for status in idle):
         own = f"were it one of Ottava's own: pip install {OWNER_PREFIX}{name}"
         named = own if is_name(name) else f"Ottava's own are named {OWNER_PREFIX}NAME"
         remedies.append(f"install the package that has it; {named}")
-    hints = {
-        "disabled": "take the one that has it out of OTTAVA_DISABLE_PLUGINS",
-        "broken": "mend the one that has it, `ottava recipes` says what is broken",
-    }
-    for word, hint in hints.items():
+    for word, hint in (
+        ("disabled", "take the one that has it out of OTTAVA_DISABLE_PLUGINS"),
+        ("broken", "mend the one that has it, `ottava recipes` says what is broken"),
+    ):
         if plugins := [status.name for status in idle if status.status == word]:
             remedies.append(f"{hint}: {', '.join(plugins)}")
     what = f"no installed package provides {kind} {name!r}"
@@ -216,15 +214,13 @@ def _not_found(kind: str, name: object) -> RecipeNotFoundError:
 
 
 class OptionDefaults:
-    """What the options of a recipe are by default, which tells what may stand in their place.
+    """What the options of an installed recipe are by default, which tells what may stand in their place.
 
-    Args:
-        recipe: the name of an installed recipe. Of one that cannot be built without options nothing is known.
+    Of a recipe that cannot be built without options nothing is known: whoever builds it is told what is wrong.
     """
 
     def __init__(self, recipe: str) -> None:
         self._recipe: Any = None
-        # Whoever builds it with its options is told what is wrong.
         with contextlib.suppress(OttavaError):
             self._recipe = build_recipe(recipe, object, {})
 
@@ -236,21 +232,17 @@ class OptionDefaults:
         """
         default = getattr(self._recipe, option, None)
         if isinstance(default, Enum) and isinstance(value, str):
-            members = type(default).__members__
-            if value not in members:
+            if value not in (members := type(default).__members__):
                 raise OptionError(f"{option} is {value!r}", expected=f"one of {', '.join(members)}")
             return members[value]
-        if isinstance(default, tuple) and isinstance(value, list):
-            return tuple(value)
-        return value
+        return tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value
 
     def parse(self, option: str, text: str) -> Any:
         """The value that ``text`` says: JSON where that makes sense, else text; then as of :meth:`adapt`."""
         value: Any = text
         if not isinstance(getattr(self._recipe, option, None), (Enum, str)):
-            value = {"True": True, "False": False, "None": None}.get(text, text)
             with contextlib.suppress(ValueError, RecursionError):
-                value = json.loads(text)
+                value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
         return self.adapt(option, value)
 
 
@@ -266,7 +258,5 @@ def parse_options(recipe: str | None, given: Sequence[str]) -> dict[str, Any]:
         if not equals or not key.isidentifier() or key in options:
             raise OptionError(f"--option {text!r}", expected="key=value, each key once")
         options[key] = value
-    if options and recipe is not None:
-        defaults = OptionDefaults(recipe)
-        options = {key: defaults.parse(key, value) for key, value in options.items()}
-    return options
+    defaults = None if recipe is None or not options else OptionDefaults(recipe)
+    return {key: value if defaults is None else defaults.parse(key, value) for key, value in options.items()}

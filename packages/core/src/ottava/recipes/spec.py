@@ -22,13 +22,13 @@ def _are_texts(value: Any, pattern: str = ".+") -> bool:
     return isinstance(value, tuple) and all(_is_text(each, pattern) for each in value)
 
 
-def _is_positive(value: Any) -> bool:
-    return type(value) is int and value > 0
+def _are_positive(values: Any) -> bool:
+    return all(type(value) is int and value > 0 for value in values)
 
 
 def _is_block(value: Any) -> bool:
-    pair = isinstance(value, tuple) and len(value) == 2 and all(size is None or _is_positive(size) for size in value)
-    return value is None or (pair and value != (None, None))
+    sizes = [size for size in value if size is not None] if isinstance(value, tuple) and len(value) == 2 else []
+    return value is None or (sizes != [] and _are_positive(sizes))
 
 
 def is_name(name: object) -> bool:
@@ -45,7 +45,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "name": (is_name, "lower-case letters, digits, - and _, a letter first"),
     "summary": (_is_text, "one line of printable text"),
     "factory": (_REFERENCE, 'a reference "package.module:Object"'),
-    "api_version": (_is_positive, "a positive integer"),
+    "api_version": (lambda value: _are_positive([value]), "a positive integer"),
     "block_size": (_is_block, "None or a tuple of two, positive integers or one None"),
     "relative_error": (lambda value: type(value) in (int, float) and 0 < value < float("inf"), "a positive number"),
     "file_suffixes": (partial(_are_texts, pattern=r"\.[a-z0-9]+"), 'a tuple of suffixes, for example (".yaml",)'),

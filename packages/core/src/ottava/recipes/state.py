@@ -1,7 +1,5 @@
 """``RecipeState``: what a layer keeps for the recipe that it runs under."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Sequence
@@ -15,8 +13,7 @@ if TYPE_CHECKING:
     from ottava.tensors.quantizer import Quantizer
 
 _USAGES = ((True, False), (False, True), (True, True))
-
-
+ItemT = TypeVar("ItemT")
 # The names that any class of states gave.
 _REDUCED_BY_MAX: set[str] = set()
 
@@ -26,19 +23,14 @@ def is_reduced_by_max(name: str) -> bool:
     return ".recipe_state." in f".{name}" and name.rpartition(".")[2] in _REDUCED_BY_MAX
 
 
-ItemT = TypeVar("ItemT")
-
-
 def by_recipe(pairs: Sequence[tuple[Any, ItemT]]) -> list[tuple[Any, list[ItemT]]]:
     """The second of each pair, those of equal recipes together, in the order of the recipes."""
     groups: list[tuple[Any, list[ItemT]]] = []
     for recipe, item in pairs:
-        for known, together in groups:
-            if known.same_as(recipe):
-                together.append(item)
-                break
-        else:
-            groups.append((recipe, [item]))
+        together = next((together for known, together in groups if known.same_as(recipe)), None)
+        if together is None:
+            groups.append((recipe, together := []))
+        together.append(item)
     return groups
 
 
@@ -47,9 +39,9 @@ def _keeping_dtypes(apply: Any) -> Any:
 
     @functools.wraps(apply)
     def apply_to_state(state: Any, fn: Any, recurse: bool = True) -> Any:
-        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
-            moved: torch.Tensor = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+        def keep_dtype(tensor: "torch.Tensor") -> "torch.Tensor":
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)  # type: ignore[no-any-return]
 
         without_values = any(buffer.is_meta for buffer in state.buffers())
         apply(state, keep_dtype, recurse)
@@ -123,10 +115,9 @@ class RecipeState:
 
     def is_of(self, recipe: Any) -> bool:
         """Whether it was made by an equal recipe, under the factory that the recipe has now."""
-        same: bool = self.recipe.same_as(recipe) and recipe.has_factory(self.factory)
-        return same
+        return self.recipe.same_as(recipe) and recipe.has_factory(self.factory)  # type: ignore[no-any-return]
 
-    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
+    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> "Quantizer":
         """The quantizer of ``tensor_type`` with these usages.
 
         ``recording`` is False where a value is quantized that the state has seen, or is not to see: in the
@@ -134,18 +125,18 @@ class RecipeState:
         """
         return self.quantizers[tensor_type, rowwise, columnwise]
 
-    def parts(self) -> Sequence[RecipeState]:
+    def parts(self) -> "Sequence[RecipeState]":
         """The states that begin a step, each with those of its own recipe: this one, or those that it consists of."""
         return [self]
 
     def reset(self) -> None:
         """Forget what was learnt. Nothing to do without state."""
 
-    def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
+    def weight_quantizer(self, weight: "torch.Tensor") -> "Quantizer | None":
         """The quantizer for in-place updates of an FP8-primary weight, or None to leave it the one that it has."""
         return None
 
-    def gather_quantizer(self) -> Quantizer:
+    def gather_quantizer(self) -> "Quantizer":
         """The quantizer for a weight in high precision whose shards are quantized when they are gathered."""
         made = self.quantizers["weight", True, True].copy()
         made.internal = False
@@ -159,7 +150,7 @@ class RecipeState:
         # A process group belongs to its process, and a step to the states that run together.
         return self.__dict__ | {"amax_reduction_group": None, "step": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RecipeState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecipeState":
         # Quantizers without state need not be copied.
         if not self.stateful:
             return self

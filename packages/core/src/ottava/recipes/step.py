@@ -6,19 +6,20 @@ follows from what ran, in the order in which it ran, which is the same on all ra
 collector, which is not.
 """
 
-from __future__ import annotations
-
 import gc
+import hashlib
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ottava.collectives import process_groups_ready
+from ottava.collectives import Ranks, all_gather, find_group, process_groups_ready
+from ottava.errors import UsageError, listed
 from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
-from ottava.recipes.ranks import check_alike
 from ottava.recipes.state import RecipeState, by_recipe
 from ottava.torch_private import graph_task_id
 
@@ -49,6 +50,31 @@ def begin(states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
         for state in (*states, *parts.values()):
             # Not by assignments, which modules make slow.
             state.__dict__.update(_pending=False, _backward_ran=False)
+
+
+def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
+    """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather.
+
+    Raises:
+        UsageError: on all ranks, if they differ: their amaxes would be those of other layers, or waited for for ever.
+    """
+    if not process_groups_ready() or dist.get_world_size(group) == 1:
+        return
+    parts: list[Any] = [part for state in states for part in state.parts() if part.recipe.reduces_amaxes]
+    # Functions are at another address in each process.
+    lines = [f"{part._layer_name or 'a layer'}: {re.sub(r' at 0x[0-9a-f]+', '', repr(part.recipe))}" for part in parts]
+    device = next((buffer.device for part in parts for buffer in part.buffers()), None)
+    digest = torch.tensor(list(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.uint8, device=device)
+    if not lines or bool((all_gather(digest, group) == digest).all()):
+        return
+    first, *others = Ranks(find_group(group)).gather(lines)
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    mine, theirs = [line for line in first if line not in other], [line for line in other if line not in first]
+    found = f"rank 0 has {listed(mine)}, rank {rank} {listed(theirs)}" if mine or theirs else "in another order"
+    what = f"the ranks of the group reduce amaxes of other layers: {found}"
+    expected = "the same layers and the same options of their recipe on all ranks"
+    remedy = "give layers that only some ranks have a group of these ranks, by autocast(amax_reduction_group=...)"
+    raise UsageError(what, expected=expected, remedy=remedy)
 
 
 _collecting = [False]
@@ -89,11 +115,9 @@ class Step:
         self._ran: list[Any] = []
 
     def states(self, model: torch.nn.Module | None = None) -> list[RecipeState]:
-        """Those that begin the next step: all of a model, in the order of its modules, and others in that of their runs."""
-        found: dict[int, Any] = {}
-        for module in () if model is None else model.modules():
-            if isinstance(module, RecipeState) and module.stateful:
-                found[id(module)] = module
+        """Those that begin the next step: all of a model, in the order of its modules, then others as they ran."""
+        modules = () if model is None else model.modules()
+        found: dict[int, Any] = {id(m): m for m in modules if isinstance(m, RecipeState) and m.stateful}
         for entry in self._ran:
             state = entry if isinstance(entry, RecipeState) else entry()
             if state is not None and state.step is self and state._pending:
@@ -111,7 +135,7 @@ class Step:
         states = self.states(model)
         if not torch.compiler.is_compiling():
             if states and not self._compared:
-                check_alike(states, amax_reduction_group)
+                _check_alike(states, amax_reduction_group)
                 self._compared = True
             self._ran = self._ran if calibrated else []
         begin(states, amax_reduction_group)

@@ -1,15 +1,40 @@
-"""What becomes of a layer's weight when the layer is moved, or another weight is loaded in its place."""
-
-from __future__ import annotations
+"""What a layer keeps of its weight between microbatches, and what becomes of it where it is moved or replaced."""
 
 from typing import Any
 
 import torch
 
 from ottava.kernels import HIGH_PRECISION
+from ottava.recipes.binding import Call
+from ottava.recipes.state import RecipeState
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import local_tensor, set_local_tensor
+
+
+class KeptWeight:
+    """The weight as it was quantized in the first microbatch, by a state of the layer."""
+
+    quantized: QuantizedTensorStorage | None = None
+    _state: RecipeState | None = None
+
+    def clear(self) -> None:
+        """Keep nothing: the weight or the recipe has changed."""
+        self.quantized = self._state = None
+
+    def for_call(self, call: Call, weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        """What was kept, or what is kept from now on."""
+        state: Any = call.state
+        if self.quantized is None or self._state is not state or (call.first and not call.recomputed):
+            quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=call.recording)
+            weight = weight.detach()
+            with torch.no_grad():
+                kept = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)
+            if state.stateful:
+                # It is never quantized again, and the quantizer holds the state as it is now.
+                kept.update_quantizer(None)
+            self.quantized, self._state = kept, state
+        return self.quantized
 
 
 def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
