@@ -29,11 +29,7 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 def checked_dtype(
     layer: Any, input: torch.Tensor, weight: torch.Tensor, autocast_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype that a layer computes in.
-
-    Raises:
-        ShapeError, DTypeError, DeviceError: the input does not fit the layer.
-    """
+    """The dtype that a layer computes in; a ShapeError, DTypeError or DeviceError where the input does not fit it."""
     if not isinstance(input, torch.Tensor):
         check_high_precision(input)
     if input.is_nested:
@@ -57,12 +53,8 @@ def checked_dtype(
 
 
 def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
-    """Refuse what takes functions apart to differentiate or to record them, which quantization does not survive.
-
-    Raises:
-        UsageError: a transform of torch.func, ``torch.jit.trace`` or a forward-mode derivative is at work, or
-            ``torch.export`` writes a layer in training mode whose recipe keeps state: a program makes no steps.
-    """
+    """Refuse what takes functions apart to differentiate or to record them, which quantization does not survive: a
+    transform of torch.func, ``torch.jit.trace``, forward-mode derivatives; and to export a layer that makes steps."""
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
             what = f"{label_of(layer)} is in training mode: torch.export writes no steps of a recipe that keeps state"
@@ -81,10 +73,7 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
     """What the gradient of the layer's weight is added to, as a matrix ``[out, in]``; None where nothing is added.
-
-    Raises:
-        UsageError, DTypeError, ShapeError, DeviceError: ``main_grad`` is missing, or is not of the weight's kind.
-    """
+    Refused where it is missing, or is not of the weight's kind."""
     weight = layer.weight
     if not layer.fuse_wgrad_accumulation or not grad_enabled or not weight.requires_grad:
         return None

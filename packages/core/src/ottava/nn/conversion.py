@@ -22,6 +22,7 @@ from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.region import ConvertedModel, begins_steps
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor
+from ottava.tensors.declaration import check_flag
 from ottava.torch_private import is_distributed
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -100,27 +101,24 @@ def convert(
     Args:
         model: swapped in place.
         recipe: a recipe, or the name of an installed one.
-        include: only these: name patterns (``fnmatch`` on qualified names, of the module or of a module that it is in),
-            ``ottava.HEADS``, or ``predicate(name, module)``.
+        include: only these: patterns (``fnmatch``) of the qualified names of modules, or of modules that they are in;
+            ``ottava.HEADS``; or ``predicate(name, module)``.
         exclude: not these, in the same forms; it wins over ``include``.
         primary: keep the weights quantized only, as :func:`quantized_model_init` does. They become new parameters, in
             all modules that share them: make optimizers afterwards. A weight that is stored transposed, or shared with
             a linear module that is left alone, stays in high precision, with a ``UserWarning``.
-        keep_initial_values: with ``primary``, ``weight.get_high_precision_init_val()`` has the values from before, on
-            the CPU.
+        keep_initial_values: with ``primary``, have ``weight.get_high_precision_init_val()`` give the values of before.
 
     Raises:
         DTypeError: ``model`` is no module, ``recipe`` no recipe, a filter neither patterns nor a predicate, or what a
             converter returned no layer around the module's parameters.
-        RecipeNotFoundError: no installed package provides the name.
-        OptionError: a pattern matches no module, or ``primary`` or ``keep_initial_values`` is no bool.
+        RecipeNotFoundError, OptionError: there is no such recipe; a pattern matches no module, a flag is no bool.
         UsageError: weights that are to be primary are sharded already. Nothing is changed by any of these.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
-    for option, value in (("primary", primary), ("keep_initial_values", keep_initial_values)):
-        if not isinstance(value, bool):
-            raise OptionError(f"{option} is {value!r}", expected="True or False")
+    check_flag("primary", primary)
+    check_flag("keep_initial_values", keep_initial_values)
     chosen = as_recipe(recipe)
     left_alone, replacements = _replacements(model, include, exclude)
     # All states and weights are made before the first change, because a quantizer factory may raise.
@@ -153,13 +151,12 @@ def _replacements(
     """Why modules are left alone that could be converted, by name, and module -> layer for the others."""
     aliases: dict[torch.nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        aliases.setdefault(module, []).append(name)
+        if is_convertible(module):
+            aliases.setdefault(module, []).append(name)
     included, excluded = _matcher(model, include, "include"), _matcher(model, exclude, "exclude")
     left_alone: dict[str, str] = {}
     replacements: dict[Any, Linear] = {}
     for module, known_as in aliases.items():
-        if not is_convertible(module):
-            continue
         name = known_as[0]
         if excluded and any(excluded(alias, module) for alias in known_as):
             left_alone[name] = "in exclude"

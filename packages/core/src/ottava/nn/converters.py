@@ -67,11 +67,7 @@ def refusal(module: torch.nn.Module) -> str | None:
 
 
 def converted(module: torch.nn.Module, name: str) -> Linear | str:
-    """The layer that the converter makes of a module that :func:`refusal` has nothing against, or why there is none.
-
-    Raises:
-        DTypeError: the converter returned something else, or a layer that does not have the module's parameters.
-    """
+    """The layer that the converter makes of a module that :func:`refusal` has nothing against, or why there is none."""
     made = module if isinstance(module, Linear) else _converter_of(type(module))(module, name)
     if isinstance(made, str):
         return made

@@ -1,5 +1,4 @@
-"""The autograd functions of ``Linear``: products of quantized operands and in high precision, gradients that go to
-``main_grad``."""
+"""The autograd functions of ``Linear``: products on quantized operands and in high precision, ``main_grad``."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -34,13 +33,8 @@ def quantized_linear(
     main_grad: torch.Tensor | None,
     observed: bool,
 ) -> torch.Tensor:
-    """``y = x · wᵀ + b`` in ``dtype``.
-
-    Args:
-        kept: the quantized weight, if there is one already.
-        main_grad: what the gradient of the weight is added to; None where it is returned.
-        observed: whether somebody looks at what is called: a compiler, a mode, a profiler.
-    """
+    """``y = x · wᵀ + b`` in ``dtype``. The gradient of the weight is added to ``main_grad``, if there is one; ``kept``
+    is the weight if it is quantized already; ``observed`` says that a compiler, a mode or a profiler looks on."""
     rest = call, dtype, kept, main_grad
     if observed:
         grad_enabled = torch.is_grad_enabled() and not torch.compiler.is_exporting()
@@ -98,7 +92,7 @@ class LinearFunction(torch.autograd.Function):
         x_needs, w_needs = grad_enabled and x_needs, grad_enabled and w_needs
         y, qx, qw = _product(x, weight, bias, call, dtype, kept, x_needs, w_needs)
         primary = isinstance(weight, QuantizedTensorStorage)
-        x_tensors: list[torch.Tensor | None]
+        x_tensors: Any
         if w_needs and "input" in call.state.wgrad_unquantized:
             x_tensors, x_spec = [as_matrix(x.detach()).to(dtype)], None
         else:
@@ -153,8 +147,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
                 gemm(dy_columns, qx, "wgrad", out_dtype=dtype, out=main_grad, accumulate=True)
                 _note_added(weight)
     if b_dtype is not None:
-        # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
-        # float32 sum has to be asked for.
+        # A GPU sums bfloat16 in float32 and rounds once, up to 2 GiB; elsewhere the float32 sum has to be asked for.
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
         db = sum_rows(dy2, dy2.dtype if narrow else torch.float32)
         db = db if db.dtype is b_dtype else db.to(b_dtype)
@@ -197,11 +190,7 @@ class IntoMainGrad(torch.autograd.Function):
 def high_precision_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, autocast_dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """``torch.nn.functional.linear``, which multiplies in float32 where that is faster and rounds the result once.
-
-    Args:
-        autocast_dtype: what ``torch.autocast`` computes in here; None outside of it.
-    """
+    """``torch.nn.functional.linear``, which multiplies in float32 where that is faster and rounds the result once."""
     dtype = weight.dtype if autocast_dtype is None else autocast_dtype
     wide = product_dtype(dtype, weight.device)
     if wide is dtype or not isinstance(x, torch.Tensor) or x.device != weight.device or x.is_nested:

@@ -15,6 +15,7 @@ from ottava.nn.weight import KeptWeight, apply_to_layer, gather_as
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.binding import Binding, Call
 from ottava.recipes.state import RecipeState
+from ottava.tensors.declaration import check_flag
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
@@ -60,8 +61,7 @@ class Linear(torch.nn.Linear):
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        if not isinstance(fuse_wgrad_accumulation, bool):
-            raise OptionError(f"fuse_wgrad_accumulation is {fuse_wgrad_accumulation!r}", expected="True or False")
+        check_flag("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._unbound(name)
         quantize_new_weight(self)
@@ -119,7 +119,7 @@ class Linear(torch.nn.Linear):
             return self._high_precision(input)
         # A module searches several places for an attribute. (Parametrizations put these elsewhere.)
         own: Any = self._parameters
-        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
+        weight: Any = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
         if self.weight_is_transposed:
             weight = weight.t()
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
@@ -170,12 +170,13 @@ class Linear(torch.nn.Linear):
     def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
         # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
-        weight: Any = self._plain_weight() if main_grad is None else IntoMainGrad.apply(self._matrix(), (main_grad,))  # type: ignore[no-untyped-call]
+        into: Any = IntoMainGrad.apply
+        weight = self._plain_weight() if main_grad is None else into(self._matrix(), (main_grad,))
         return high_precision_linear(input, weight, self.bias, autocast_dtype(weight))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._kept.clear()
-        apply = super()._apply
+        apply: Any = super()._apply
         apply_to_layer(self, fn, lambda fn: apply(fn, recurse))
         return self
 

@@ -125,18 +125,17 @@ def _keeps_values(layer: Any) -> bool:
 
 
 def _how(layer: Any, parent: Any) -> str:
-    told = {
-        "": True,
-        ", which keeps its operands in high precision": _keeps_values(layer),
-        "; the weight is kept quantized": isinstance(local_tensor(layer.weight), QuantizedTensor),
-        "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high precision": isinstance(
-            parent, torch.nn.TransformerEncoderLayer
-        ),
-    }
-    return f"recipe bound: {layer.recipe._label}" + "".join(text for text, so in told.items() if so)
+    how = f"recipe bound: {layer.recipe._label}"
+    if _keeps_values(layer):
+        how += ", which keeps its operands in high precision"
+    if isinstance(local_tensor(layer.weight), QuantizedTensor):
+        how += "; the weight is kept quantized"
+    if isinstance(parent, torch.nn.TransformerEncoderLayer):
+        how += "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high precision"
+    return how
 
 
-def _weights(modules: dict[str, torch.nn.Module], decisions: dict[str, Decision]) -> Iterator[ProductWeight]:
+def _weights(modules: dict[str, Any], decisions: dict[str, Decision]) -> Iterator[ProductWeight]:
     # Each parameter with what is known of a product by it, of one in high precision if there is any.
     found: dict[Any, tuple[str, str | None, str]] = {}
     for path, module in modules.items():

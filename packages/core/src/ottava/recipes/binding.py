@@ -9,10 +9,10 @@ from ottava.errors import CheckpointError
 from ottava.kernels.backends import backend_for
 from ottava.recipes.base import Recipe
 from ottava.recipes.mixed import layer_state
-from ottava.recipes.region import Region, backward_task, begin_ahead, current_region, regions
+from ottava.recipes.region import Region, begin_ahead, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
-from ottava.recipes.step import Step, begin, is_taken_apart
+from ottava.recipes.step import Step, backward_task, begin, is_taken_apart
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, is_distributed, local_tensor

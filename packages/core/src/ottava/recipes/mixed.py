@@ -14,11 +14,7 @@ from ottava.tensors.quantizer import Quantizer
 
 
 def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any = None) -> RecipeState:
-    """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of other recipes.
-
-    Raises:
-        UsageError: in compiled code, where there is something to keep.
-    """
+    """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of other recipes."""
     given = [(recipe.given(role), role) for role in roles]
     servers = [(answer.recipe if isinstance(answer, QuantizerRequest) else recipe, role) for answer, role in given]
     parts: list[tuple[Sequence[QuantizerRole], RecipeState]] = []

@@ -5,9 +5,7 @@ takes a name over, with one exception: the distribution ``ottava-recipes-NAME`` 
 """
 
 import contextlib
-import importlib
 import os
-import pkgutil
 import re
 import sys
 import traceback
@@ -27,9 +25,8 @@ OWNER_PREFIX = "ottava-recipes-"
 # Hook -> what it gives.
 _HOOKS: dict[str, type[Spec]] = {"ottava_recipes": RecipeSpec, "ottava_quantizer_factories": FactorySpec}
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("", "0", "false", "no", "off"), False)
-# Files and folders (pluggy's, importlib's, Ottava's own) whose lines in a traceback are not a plugin's.
-_FOLDERS = (os.path.dirname(path) for path in (pluggy.__file__, importlib.__file__, os.path.dirname(__file__)))
-_MACHINERY = (pkgutil.__file__, *(os.path.join(os.path.abspath(folder), "") for folder in _FOLDERS))
+# Packages whose lines in a traceback are not a plugin's.
+_MACHINERY = ("_frozen_importlib", "_frozen_importlib_external", "importlib", "ottava", "pkgutil", "pluggy")
 
 
 def canonical(name: str) -> str:
@@ -153,11 +150,15 @@ def _examine(dist: Distribution, group: str) -> list[PluginStatus]:
         return [PluginStatus(name, version, error=f"its entry_points.txt cannot be read: {error}")]
 
 
+def _package(module: dict[str, Any]) -> str:
+    return str(module.get("__name__", "")).partition(".")[0]
+
+
 def describe(error: BaseException) -> str:
     """Kind and text of an error, and where in a plugin's own code it comes from."""
     text = " ".join(text_of(error).split())
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [(path, line) for path, line in places if not path.startswith(("<", *_MACHINERY))]
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(f.f_code.co_filename, line) for f, line in frames if _package(f.f_globals) not in _MACHINERY]
     return type(error).__name__ + (f": {text}" if text else "") + (" ({}:{})".format(*own[-1]) if own else "")
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ottava.collectives import check_group
-from ottava.errors import OptionError
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
-from ottava.recipes.step import Step, is_taken_apart, may_begin, step_for
-from ottava.torch_private import constant_to_compiler, graph_task_id
+from ottava.recipes.step import Step, backward_task, is_taken_apart, may_begin, step_for
+from ottava.tensors.declaration import check_flag
+from ottava.torch_private import constant_to_compiler
 
 
 @dataclass(eq=False, slots=True)
@@ -53,11 +53,6 @@ class _Regions(threading.local):
 regions = _Regions()
 
 
-def backward_task() -> int:
-    """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
-    return -1 if torch.compiler.is_compiling() else graph_task_id()
-
-
 def current_region() -> Region | None:
     """The innermost region of this thread, or None."""
     return regions.stack[-1] if regions.stack else None
@@ -73,8 +68,7 @@ class microbatch(contextlib.ContextDecorator):
     """
 
     def __init__(self, first: bool) -> None:
-        if not isinstance(first, bool):
-            raise OptionError(f"microbatch(first={first!r})", expected="True or False")
+        check_flag("first, of microbatch,", first)
         self._first = first
         self._outer: list[bool | None] = []
 
@@ -108,8 +102,7 @@ class autocast(contextlib.ContextDecorator):
 
     Raises:
         OptionError: ``enabled`` or ``calibrating`` is not a bool, or the group no process group.
-        DTypeError: ``recipe`` is neither a recipe nor a name.
-        RecipeNotFoundError: no installed package provides the name.
+        DTypeError, RecipeNotFoundError: ``recipe`` is neither a recipe nor the name of an installed one.
         UsageError: at the entry, on all ranks, if these have other layers or other options of a recipe that reduces.
     """
 
@@ -120,10 +113,8 @@ class autocast(contextlib.ContextDecorator):
         amax_reduction_group: Any = None,
         calibrating: bool = False,
     ) -> None:
-        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
-            if not isinstance(value, bool):
-                what = f"autocast({name}={value!r})"
-                raise OptionError(what, expected="True or False", remedy="pass the recipe as the first argument")
+        check_flag("enabled", enabled)
+        check_flag("calibrating", calibrating)
         check_group(amax_reduction_group)
         if isinstance(recipe, (str, os.PathLike)):
             # The same object each time: layers keep the state that it gave them.
@@ -188,11 +179,11 @@ class ConvertedModel(torch.nn.Module):
             del stack[depth:]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made, arguments, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        made, arguments, *rest = reduced
         if made is copyreg.__newobj__:  # type: ignore[attr-defined]
             # A pickle names classes, and the one that was converted has a name.
-            own, *others = arguments
-            made, arguments = _new, (own.__bases__[1], *others)
+            made, arguments = _new, (arguments[0].__bases__[1], *arguments[1:])
         return made, arguments, *rest
 
 
@@ -203,9 +194,8 @@ def begins_steps(model: Any) -> Step:
         model.__class__ = _converted(type(model))
         model.register_forward_pre_hook(_enter_of_other_class, prepend=True)
         model.register_forward_hook(_leave_of_other_class, always_call=True)
-    step: Step = model._ottava_step
-    step.model = weakref.ref(model)
-    return step
+    model._ottava_step.model = weakref.ref(model)
+    return model._ottava_step  # type: ignore[no-any-return]
 
 
 def _enter_of_other_class(module: torch.nn.Module, args: Any) -> None:
@@ -220,13 +210,13 @@ def _leave_of_other_class(module: torch.nn.Module, args: Any, output: Any) -> No
         regions.stack.pop()
 
 
-def _converted(cls: type[Any]) -> type[Any]:
+def _converted(cls: Any) -> Any:
     """The class of converted models of a class, which looks like that."""
     for known in cls.__subclasses__():
         if known.__bases__ == (ConvertedModel, cls):
             return known
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (ConvertedModel, cls), names)  # type: ignore[no-any-return]
+    return type(cls)(cls.__name__, (ConvertedModel, cls), names)
 
 
 def _new(cls: type[Any], *arguments: Any) -> Any:
@@ -253,17 +243,13 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
 
 
 def begin_ahead(step: Step | None) -> None:
-    """Begin the step of a converted model, a weight of which is gathered before its forward pass begins.
-
-    Nothing is done in a region, in a backward pass, and in evaluation. (Whether gradients are enabled cannot be told:
-    FSDP turns them off.)
-    """
+    """Begin the step of a converted model, a weight of which is gathered before its forward pass begins: not in a
+    region, in a backward pass, or in evaluation. (FSDP turns gradients off, so that these cannot tell.)"""
     model = None if step is None or step.model is None else step.model()
-    if step is None or model is None or regions.stack or step.ahead or not model.training:
+    if step is None or model is None or regions.stack or step.ahead or not model.training or backward_task() != -1:
         return
-    if backward_task() == -1:
-        step.begin(None, model)
-        step.ahead = True
+    step.begin(None, model)
+    step.ahead = True
 
 
 def _is_apart(module: torch.nn.Module) -> bool:

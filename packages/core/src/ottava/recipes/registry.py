@@ -81,8 +81,8 @@ def unknown_disabled() -> list[str]:
 
 
 def import_offered(module: str) -> Any:
-    """A module that a file names, if it is of a package with recipes and can be imported: nothing else is imported
-    because a file says so; None where it is not."""
+    """A module that a file names, if it is of a package with recipes and can be imported, else None. Nothing else is
+    imported because a file says so."""
     with contextlib.suppress(Exception, SystemExit):
         if module.partition(".")[0] in {re.split(r"[.:]", spec.factory)[0] for spec in specs(RECIPE)}:
             return importlib.import_module(module)
@@ -225,11 +225,7 @@ class OptionDefaults:
             self._recipe = build_recipe(recipe, object, {})
 
     def adapt(self, option: str, value: Any) -> Any:
-        """``value`` as the recipe takes it: the member of an enumeration for its name, a tuple for a list.
-
-        Raises:
-            OptionError: an enumeration has no such member.
-        """
+        """``value`` as the recipe takes it: the member of an enumeration for its name, a tuple for a list."""
         default = getattr(self._recipe, option, None)
         if isinstance(default, Enum) and isinstance(value, str):
             if value not in (members := type(default).__members__):
@@ -247,11 +243,7 @@ class OptionDefaults:
 
 
 def parse_options(recipe: str | None, given: Sequence[str]) -> dict[str, Any]:
-    """Options from texts ``key=value``, each value as of :meth:`OptionDefaults.parse`; with no recipe a text.
-
-    Raises:
-        OptionError: one is not ``key=value``, stands there twice, or names no member of an enumeration.
-    """
+    """Options from texts ``key=value``, each value as of :meth:`OptionDefaults.parse`; with no recipe a text."""
     options: dict[str, Any] = {}
     for text in given:
         key, equals, value = text.partition("=")

@@ -41,7 +41,7 @@ def _keeping_dtypes(apply: Any) -> Any:
     def apply_to_state(state: Any, fn: Any, recurse: bool = True) -> Any:
         def keep_dtype(tensor: "torch.Tensor") -> "torch.Tensor":
             moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)  # type: ignore[no-any-return]
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         without_values = any(buffer.is_meta for buffer in state.buffers())
         apply(state, keep_dtype, recurse)

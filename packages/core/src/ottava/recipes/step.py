@@ -34,10 +34,14 @@ def is_taken_apart() -> bool:
     return transform() is not None or in_dual_level()
 
 
+def backward_task() -> int:
+    """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
+    return -1 if torch.compiler.is_compiling() else graph_task_id()
+
+
 def may_begin() -> bool:
     """Whether a region that is entered now begins a step: not in evaluation, not in a recomputation."""
-    outside = torch.compiler.is_compiling() or graph_task_id() == -1
-    return torch.is_grad_enabled() and outside and not is_taken_apart()
+    return torch.is_grad_enabled() and backward_task() == -1 and not is_taken_apart()
 
 
 def begin(states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
@@ -53,11 +57,8 @@ def begin(states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
 
 
 def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
-    """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather.
-
-    Raises:
-        UsageError: on all ranks, if they differ: their amaxes would be those of other layers, or waited for for ever.
-    """
+    """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather. Ranks that differ
+    would take the amaxes of other layers for theirs, or wait for ever: a UsageError on all of them."""
     if not process_groups_ready() or dist.get_world_size(group) == 1:
         return
     parts: list[Any] = [part for state in states for part in state.parts() if part.recipe.reduces_amaxes]
@@ -127,11 +128,7 @@ class Step:
     def begin(
         self, amax_reduction_group: Any, model: torch.nn.Module | None = None, *, calibrated: bool = False
     ) -> None:
-        """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin the next one, too.
-
-        Raises:
-            UsageError: at the first one, on all ranks, if they have other layers, or other options of a recipe.
-        """
+        """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin the next one, too."""
         states = self.states(model)
         if not torch.compiler.is_compiling():
             if states and not self._compared:
