@@ -57,7 +57,7 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     transform of torch.func, ``torch.jit.trace``, forward-mode derivatives; and to export a layer that makes steps."""
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
-            what = f"{label_of(layer)} is in training mode: torch.export writes no steps of a recipe that keeps state"
+            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
             raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
         return
     name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"

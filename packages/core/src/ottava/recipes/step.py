@@ -71,7 +71,9 @@ def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
     first, *others = Ranks(find_group(group)).gather(lines)
     rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
     mine, theirs = [line for line in first if line not in other], [line for line in other if line not in first]
-    found = f"rank 0 has {listed(mine)}, rank {rank} {listed(theirs)}" if mine or theirs else "in another order"
+    found = "they ran in another order"
+    if mine or theirs:
+        found = f"rank 0 has {listed(mine) or 'nothing else'}, rank {rank} {listed(theirs) or 'nothing else'}"
     what = f"the ranks of the group reduce amaxes of other layers: {found}"
     expected = "the same layers and the same options of their recipe on all ranks"
     remedy = "give layers that only some ranks have a group of these ranks, by autocast(amax_reduction_group=...)"
@@ -134,8 +136,10 @@ class Step:
             if states and not self._compared:
                 _check_alike(states, amax_reduction_group)
                 self._compared = True
-            self._ran = self._ran if calibrated else []
         begin(states, amax_reduction_group)
+        if not (calibrated or torch.compiler.is_compiling()):
+            # After an interrupt on the way here, the next step begins with them.
+            self._ran = []
         for state in states if calibrated else ():
             state._pending = True
 
@@ -151,9 +155,9 @@ class Step:
 
     def take(self, layer: Any, state: Any) -> None:
         """Have the state of a layer begin the next step with the others."""
-        state.step, state._pending = self, True
-        # Compiled code makes no weak references.
+        # Compiled code makes no weak references. (In this order, an interrupt in between loses nobody.)
         self._ran.append(state if torch.compiler.is_compiling() else _member(state, layer))
+        state.step, state._pending = self, True
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_ran": [], "model": None}
