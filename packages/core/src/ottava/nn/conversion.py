@@ -122,7 +122,7 @@ def convert(
     chosen = as_recipe(recipe)
     left_alone, replacements = _replacements(model, include, exclude)
     # All states and weights are made before the first change, because a quantizer factory may raise.
-    states = {module: layer._make_state(chosen) for module, layer in replacements.items()}
+    states = {module: layer._binding.prepare(layer, chosen) for module, layer in replacements.items()}
     weights = _primary_weights(model, replacements, chosen, keep_initial_values) if primary else {}
 
     for module, layer in replacements.items():

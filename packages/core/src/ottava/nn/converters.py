@@ -98,11 +98,8 @@ class TransposedLinear(Linear):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:
-        """This class around a module with a matrix ``weight`` and, or not, a ``bias``: same parameters, hooks, mode.
-
-        Raises:
-            ShapeError: there is no such ``weight``.
-        """
+        """This class around a module with a ``bias`` or none: same parameters, hooks, mode. A ShapeError where its
+        ``weight`` is no matrix."""
         weight = linear._parameters.get("weight")
         if weight is None or weight.dim() != 2:
             what = f"{type(linear).__name__} {name!r} has no parameter 'weight' of two dimensions"

@@ -13,7 +13,7 @@ from ottava.nn.loading import fill_in_states
 from ottava.nn.model_init import quantize_new_weight
 from ottava.nn.weight import KeptWeight, apply_to_layer, gather_as
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.binding import Binding, Call
+from ottava.recipes.binding import Binding
 from ottava.recipes.state import RecipeState
 from ottava.tensors.declaration import check_flag
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -43,7 +43,6 @@ class Linear(torch.nn.Linear):
     _kept: KeptWeight
     #: Whether each gather of a sharded weight brings what serves rows and columns, for passes that are recomputed.
     recomputes: bool = False
-    #: Whether the gradient of the weight goes to ``weight.main_grad``.
     fuse_wgrad_accumulation: bool = False
     #: Whether the weight is stored ``[in_features, out_features]``; its gradient and ``main_grad`` are then, too.
     weight_is_transposed: bool = False
@@ -90,10 +89,7 @@ class Linear(torch.nn.Linear):
             DTypeError, RecipeNotFoundError: as in :func:`~ottava.get_recipe`.
         """
         bound = None if recipe is None else as_recipe(recipe)
-        self._bind_prepared(bound, None if bound is None else self._make_state(bound))
-
-    def _make_state(self, recipe: Recipe) -> RecipeState:
-        return self._binding.prepare(self, recipe)
+        self._bind_prepared(bound, None if bound is None else self._binding.prepare(self, bound))
 
     def _bind_prepared(self, recipe: Recipe | None, state: RecipeState | None) -> None:
         self._kept.clear()
@@ -131,7 +127,9 @@ class Linear(torch.nn.Linear):
             if quantizer is not None:
                 weight.update_quantizer(quantizer)
         if call.calibrating:
-            return self._calibrate(call, input)
+            for name, tensor in (("input", input), ("weight", self._plain_weight())):
+                state.quantizer(name, rowwise=True, columnwise=True).calibrate(tensor.detach())
+            return self._high_precision(input)
         if state.keeps_values and call.first is None and not primary:
             return self._high_precision(input)
         observed = not unobserved() or in_dual_level()
@@ -152,12 +150,6 @@ class Linear(torch.nn.Linear):
             return quantized_linear(input, weight, bias, call, dtype, kept, main_grad, observed)
         with torch.autocast(device_type=weight.device.type, enabled=False):
             return quantized_linear(input, weight, bias, call, dtype, kept, main_grad, observed)
-
-    def _calibrate(self, call: Call, input: torch.Tensor) -> torch.Tensor:
-        state: Any = call.state
-        state.quantizer("input", rowwise=True, columnwise=True).calibrate(input.detach())
-        state.quantizer("weight", rowwise=True, columnwise=True).calibrate(self._plain_weight().detach())
-        return self._high_precision(input)
 
     def _matrix(self) -> torch.Tensor:
         """The weight as ``[out_features, in_features]``."""

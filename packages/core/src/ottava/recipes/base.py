@@ -78,12 +78,8 @@ class Recipe(ABC):
         return self.make_quantizer(role, amax_reduction_group=amax_reduction_group) if given is None else given
 
     def given(self, role: QuantizerRole) -> "Quantizer | QuantizerRequest | None":
-        """What a factory that was put over this recipe gives for ``role``; None where the recipe's own serves.
-
-        Raises:
-            DTypeError: the factory returned something else.
-            OptionError: it asks for what this recipe uses itself, which would lead back to it.
-        """
+        """What a factory that was put over this recipe gives for ``role``; None where the recipe's own serves. Refused
+        are other kinds of answers, and a request for this recipe, which would lead back to it."""
         return None if self._factory is None else self._checked_answer(self._factory(role), role)
 
     def _checked_answer(self, answer: Any, role: QuantizerRole) -> "Quantizer | QuantizerRequest | None":
@@ -149,10 +145,7 @@ class QuantizerRequest:
     belongs to the layer. The layer answers the requests that name equal recipes with one state.
 
     Attributes:
-        recipe: a recipe; the name of an installed one is built with its defaults.
-
-    Raises:
-        DTypeError, RecipeNotFoundError: ``recipe`` is no recipe.
+        recipe: a recipe; the name of an installed one is built with its defaults, or refused as by :func:`get_recipe`.
     """
 
     recipe: Recipe
@@ -176,12 +169,7 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
 
 
 def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
-    """A recipe object, built with its defaults when given by name, or from the file whose path it is.
-
-    Raises:
-        DTypeError: neither a recipe nor a string.
-        RecipeNotFoundError, OptionError: as of :func:`ottava.get_recipe`.
-    """
+    """A recipe object, built by :func:`get_recipe` with its defaults when given by name or path; else a DTypeError."""
     if isinstance(recipe, (str, os.PathLike)):
         return get_recipe(recipe)
     if not isinstance(recipe, Recipe):

@@ -7,13 +7,11 @@ import contextlib
 import difflib
 import importlib
 import inspect
-import json
 import os
 import pkgutil
 import re
 import threading
-from collections.abc import Callable, Sequence
-from enum import Enum
+from collections.abc import Callable
 from typing import Any
 
 from ottava.errors import DuplicateRecipeError, OptionError, OttavaError, PluginError, RecipeNotFoundError, listed
@@ -98,10 +96,11 @@ def build_recipe(name: str | os.PathLike[str], kind: type, options: dict[str, An
     provided = Provided(RECIPE, name)
     accepted, required, takes_any = provided.options()
     expected = ", ".join(accepted) or ("" if takes_any else "no options")
-    if unknown := [option for option in options if option not in accepted and not takes_any]:
-        raise OptionError(f"{provided} has no option {listed(unknown)}", expected=expected)
-    if missing := [option for option in required if option not in options]:
-        raise OptionError(f"{provided} needs the option {', '.join(map(repr, missing))}", expected=expected)
+    unknown = [option for option in options if option not in accepted and not takes_any]
+    missing = [option for option in required if option not in options]
+    for word, wrong in (("has no option", unknown), ("needs the option", missing)):
+        if wrong:
+            raise OptionError(f"{provided} {word} {listed(wrong)}", expected=expected)
     try:
         made = provided.resolved(**options)
     except OttavaError:
@@ -128,16 +127,16 @@ def _reader(path: str) -> str:
     suffix = os.path.splitext(path)[1].lower()
     offered = specs(RECIPE)
     readers: list[str] = [spec.name for spec in offered if suffix in spec.file_suffixes]
-    if len(readers) > 1:
-        what, remedy = f"the recipes {' and '.join(readers)} read files like {path!r}", "build one by name: "
-        remedy += f"get_recipe({readers[0]!r}, file={path!r})"
+    if len(readers) == 1:
+        return readers[0]
+    if readers:
+        what = f"the recipes {' and '.join(readers)} read files like {path!r}"
+        remedy = f"build one by name: get_recipe({readers[0]!r}, file={path!r})"
         raise DuplicateRecipeError(what, expected="one reader for each suffix", remedy=remedy)
-    if not readers:
-        suffixes = sorted({suffix for spec in offered for suffix in spec.file_suffixes})
-        expected = f"a suffix out of {', '.join(suffixes)}" if suffixes else "a package that reads recipe files"
-        remedy = "" if suffixes else f"install one; Ottava's own is {OWNER_PREFIX}custom"
-        raise RecipeNotFoundError(f"no installed recipe reads the file {path!r}", expected=expected, remedy=remedy)
-    return readers[0]
+    suffixes = ", ".join(sorted({suffix for spec in offered for suffix in spec.file_suffixes}))
+    expected = f"a suffix out of {suffixes}" if suffixes else "a package that reads recipe files"
+    remedy = "" if suffixes else f"install one; Ottava's own is {OWNER_PREFIX}custom"
+    raise RecipeNotFoundError(f"no installed recipe reads the file {path!r}", expected=expected, remedy=remedy)
 
 
 def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
@@ -211,44 +210,3 @@ def _not_found(kind: str, name: object) -> RecipeNotFoundError:
             remedies.append(f"{hint}: {', '.join(plugins)}")
     what = f"no installed package provides {kind} {name!r}"
     return RecipeNotFoundError(what, expected=expected, remedy="; ".join(remedies))
-
-
-class OptionDefaults:
-    """What the options of an installed recipe are by default, which tells what may stand in their place.
-
-    Of a recipe that cannot be built without options nothing is known: whoever builds it is told what is wrong.
-    """
-
-    def __init__(self, recipe: str) -> None:
-        self._recipe: Any = None
-        with contextlib.suppress(OttavaError):
-            self._recipe = build_recipe(recipe, object, {})
-
-    def adapt(self, option: str, value: Any) -> Any:
-        """``value`` as the recipe takes it: the member of an enumeration for its name, a tuple for a list."""
-        default = getattr(self._recipe, option, None)
-        if isinstance(default, Enum) and isinstance(value, str):
-            if value not in (members := type(default).__members__):
-                raise OptionError(f"{option} is {value!r}", expected=f"one of {', '.join(members)}")
-            return members[value]
-        return tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value
-
-    def parse(self, option: str, text: str) -> Any:
-        """The value that ``text`` says: JSON where that makes sense, else text; then as of :meth:`adapt`."""
-        value: Any = text
-        if not isinstance(getattr(self._recipe, option, None), (Enum, str)):
-            with contextlib.suppress(ValueError, RecursionError):
-                value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-        return self.adapt(option, value)
-
-
-def parse_options(recipe: str | None, given: Sequence[str]) -> dict[str, Any]:
-    """Options from texts ``key=value``, each value as of :meth:`OptionDefaults.parse`; with no recipe a text."""
-    options: dict[str, Any] = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier() or key in options:
-            raise OptionError(f"--option {text!r}", expected="key=value, each key once")
-        options[key] = value
-    defaults = None if recipe is None or not options else OptionDefaults(recipe)
-    return {key: value if defaults is None else defaults.parse(key, value) for key, value in options.items()}

@@ -118,23 +118,16 @@ class RecipeSpec(Spec):
     @property
     def capabilities(self) -> tuple[str, ...]:
         """The flags as words, for listings."""
-        named = {None: "per tensor", (1, None): "per row", (None, 1): "per column"}
-        sizes = ["all" if size is None else size for size in self.block_size or ()]
-        shared = named[self.block_size] if self.block_size in named else "block {}x{}".format(*sizes)
+        named: dict[Any, str] = {None: "per tensor", (1, None): "per row", (None, 1): "per column"}
+        sizes = ["all" if size is None else str(size) for size in self.block_size or ()]
+        shared = named.get(self.block_size, f"block {'x'.join(sizes)}")
         kept = "stateful" if self.stateful else "stateless"
         return (*self.formats, shared, kept, *(["reduces amax"] if self.needs_reduction else []))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorySpec(Spec):
-    """A named quantizer factory as its package announces it.
-
-    Attributes:
-        name, summary, api_version: as of :class:`RecipeSpec`.
-        factory: lazy reference ``"package.module:Object"`` to a ``qfactory(role)``.
-
-    Raises:
-        OptionError: a field has a value that is not allowed.
-    """
+    """A named quantizer factory as its package announces it: its fields are as those of :class:`RecipeSpec`, and
+    ``factory`` is a lazy reference to a ``qfactory(role)``."""
 
     kind: ClassVar[str] = "quantizer factory"

@@ -88,11 +88,8 @@ def _note_collection(phase: str, info: dict[str, int]) -> None:
 
 
 def _member(state: Any, layer: Any) -> Callable[[], Any]:
-    """Gives the state as long as its layer lives.
-
-    Where there are ranks, a layer that the garbage collector takes away counts as alive until the next step begins: it
-    does so at another time on each, and they would wait for each other. A layer that is given up without it is gone.
-    """
+    """Gives the state as long as its layer lives. Where there are ranks, a layer that the garbage collector takes away
+    counts as alive until the next step begins, because it does so at another time on each."""
     if not process_groups_ready():
         return weakref.ref(state)
     if _note_collection not in gc.callbacks:
@@ -131,26 +128,25 @@ class Step:
         self, amax_reduction_group: Any, model: torch.nn.Module | None = None, *, calibrated: bool = False
     ) -> None:
         """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin the next one, too."""
-        states = self.states(model)
-        if not torch.compiler.is_compiling():
-            if states and not self._compared:
-                _check_alike(states, amax_reduction_group)
-                self._compared = True
+        states, compiling = self.states(model), torch.compiler.is_compiling()
+        if states and not (compiling or self._compared):
+            _check_alike(states, amax_reduction_group)
+            self._compared = True
         begin(states, amax_reduction_group)
-        if not (calibrated or torch.compiler.is_compiling()):
+        if calibrated:
+            for state in states:
+                state._pending = True
+        elif not compiling:
             # After an interrupt on the way here, the next step begins with them.
             self._ran = []
-        for state in states if calibrated else ():
-            state._pending = True
 
     def join(self, layer: Any, state: Any, amax_reduction_group: Any, *, calibrating: bool = False) -> None:
         """Take in the state of a layer that runs now."""
-        if state._pending:
-            if state.step is self:
-                return
-            if not calibrating:
-                # It still holds amaxes of a step that others began, or that a checkpoint was saved in.
-                begin([state], amax_reduction_group)
+        if state._pending and state.step is self:
+            return
+        if state._pending and not calibrating:
+            # It still holds amaxes of a step that others began, or that a checkpoint was saved in.
+            begin([state], amax_reduction_group)
         self.take(layer, state)
 
     def take(self, layer: Any, state: Any) -> None:
