@@ -32,9 +32,10 @@ Filter = str | Iterable[str] | Predicate
 #: A pattern for the output heads of a model, which may have none: what ``get_output_embeddings()`` gives, modules that
 #: share a weight with an embedding, and those with usual names (``lm_head``, ``classifier``, ...) outside of stacks.
 HEADS = "ottava.HEADS"
+# Outside of stacks, whose modules have numbers for names: a hidden layer may be called so there.
 _HEAD_NAME = re.compile(
-    "lm_head|embed_out|unembed|heads?|classifier|classification_head|score|qa_outputs|cls|fc|proj_out|vocab_proj|"
-    "(to_)?logits|output(_layer|_projection)?"
+    r"((?!\d+\.)[^.]*\.)*(lm_head|embed_out|unembed|heads?|classifier|classification_head|score|qa_outputs|cls|fc|"
+    "proj_out|vocab_proj|(to_)?logits|output(_layer|_projection)?)"
 )
 # Below this share of the weights of products `convert` says what is left out.
 _ENOUGH = 0.9
@@ -48,13 +49,8 @@ def _heads(model: torch.nn.Module) -> set[str]:
         # Models without a head may have the method, and raise.
         with contextlib.suppress(NotImplementedError, AttributeError):
             found.add(module.get_output_embeddings())  # type: ignore[operator]
-
-    def is_named_so(name: str) -> bool:
-        *path, last = name.split(".")
-        # In a stack, whose modules have numbers for names, a hidden layer may be called so.
-        return bool(_HEAD_NAME.fullmatch(last)) and not any(part.isdigit() for part in path)
-
-    return {name for name, m in model.named_modules(remove_duplicate=False) if m in found or is_named_so(name)}
+    modules = model.named_modules(remove_duplicate=False)
+    return {name for name, module in modules if module in found or _HEAD_NAME.fullmatch(name)}
 
 
 def _matcher(model: torch.nn.Module, given: Filter | None, what: str) -> Predicate | None:
@@ -211,10 +207,10 @@ def _warn(report: ConversionReport) -> None:
     warnings.warn(what, UserWarning, stacklevel=3)
 
 
-def _keep_from_broadcast(model: torch.nn.Module) -> None:
+def _keep_from_broadcast(model: Any) -> None:
     """Have DistributedDataParallel leave the states alone, because it copies the first rank's buffers over those of the
     others at every forward pass, which would lose what these recorded before it is reduced."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, module in model.named_modules(remove_duplicate=False):
         ignored |= {f"{name}.{b}" for b, _ in module.named_buffers() if isinstance(module, RecipeState)}
-    model._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = sorted(ignored)

@@ -24,14 +24,7 @@ _FEW_ROWS = 4
 
 
 def quantized_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    call: Call,
-    dtype: torch.dtype,
-    kept: QuantizedTensorStorage | None,
-    main_grad: torch.Tensor | None,
-    observed: bool,
+    x: torch.Tensor, weight: Any, bias: Any, call: Call, dtype: torch.dtype, kept: Any, main_grad: Any, observed: bool
 ) -> torch.Tensor:
     """``y = x · wᵀ + b`` in ``dtype``. The gradient of the weight is added to ``main_grad``, if there is one; ``kept``
     is the weight if it is quantized already; ``observed`` says that a compiler, a mode or a profiler looks on."""
@@ -46,14 +39,7 @@ def quantized_linear(
 
 
 def _product(
-    x: torch.Tensor,
-    weight: Any,
-    bias: torch.Tensor | None,
-    call: Call,
-    dtype: torch.dtype,
-    kept: QuantizedTensorStorage | None,
-    x_needs: bool,
-    w_needs: bool,
+    x: torch.Tensor, weight: Any, bias: Any, call: Call, dtype: torch.dtype, kept: Any, x_needs: bool, w_needs: bool
 ) -> tuple[torch.Tensor, Any, Any]:
     """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
     state: Any = call.state

@@ -24,25 +24,15 @@ def label_of(layer: Any) -> str:
 
 
 class Call(NamedTuple):
-    """What one forward pass of a layer, its backward pass and its recomputation run under.
+    """What one forward pass of a layer, its backward pass and its recomputation run under."""
 
-    Attributes:
-        recipe: None computes in high precision.
-        state: the layer's quantizers; None without a recipe.
-        group: over which amaxes are reduced.
-        recording: whether the state is to see the operands: not those of an evaluation, and those of a step once.
-        calibrating: whether the state is to observe them while the layer computes in high precision.
-        first: whether the weight is quantized and kept (True), was kept (False), or is quantized for this call (None).
-        recomputed: whether this is a forward pass that activation checkpointing runs again.
-    """
-
-    recipe: Recipe | None = None
-    state: RecipeState | None = None
-    group: Any = None
-    recording: bool = True
-    calibrating: bool = False
-    first: bool | None = None
-    recomputed: bool = False
+    recipe: Recipe | None = None  # None computes in high precision
+    state: RecipeState | None = None  # the layer's quantizers; None without a recipe
+    group: Any = None  # over which amaxes are reduced
+    recording: bool = True  # whether the state sees the operands: not those of an evaluation, and those of a step once
+    calibrating: bool = False  # whether the state observes them while the layer computes in high precision
+    first: bool | None = None  # the weight is quantized and kept (True), was kept (False), is quantized for this call
+    recomputed: bool = False  # whether activation checkpointing runs this forward pass again
 
 
 class Binding:

@@ -20,26 +20,17 @@ from ottava.torch_private import constant_to_compiler
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """What an ``autocast`` block, or the forward pass of a converted model, says.
+    """What an ``autocast`` block, or the forward pass of a converted model, says."""
 
-    Attributes:
-        recipe: replaces the bound ones; None keeps them.
-        step: what the states that run in it begin together.
-        began: whether the step has begun, at its entry or before.
-        graph_task: the backward pass inside which it was entered, by autograd's number; -1 outside any.
-        owner: the block; None for a forward pass.
-        model: the converted model whose forward pass the region, or one that it continues, is.
-    """
-
-    recipe: Recipe | None
+    recipe: Recipe | None  # replaces the bound ones; None keeps them
     enabled: bool
     group: Any
     calibrating: bool
-    step: Step
-    began: bool
-    graph_task: int
-    owner: Any
-    model: Any = None
+    step: Step  # what the states that run in it begin together
+    began: bool  # whether the step has begun, at its entry or before
+    graph_task: int  # the backward pass inside which it was entered, by autograd's number; -1 outside any
+    owner: Any  # the block; None for a forward pass
+    model: Any = None  # the converted model whose forward pass the region, or one that it continues, is
 
 
 class _Regions(threading.local):

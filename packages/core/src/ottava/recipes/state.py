@@ -67,7 +67,6 @@ class RecipeState:
     #: Buffers of which the ranks of a group would make the largest values in the next step. A checkpoint that is loaded
     #: on another number of ranks has these for all of them; of other buffers it has those of the first rank.
     reduced_by_max: ClassVar[tuple[str, ...]] = ()
-
     #: Attributes of a stateful one that a copy of it has in common with it.
     shared_by_copies: ClassVar[tuple[str, ...]] = ("factory",)
 
@@ -81,10 +80,8 @@ class RecipeState:
     # The step that it last ran in, and whether it may hold something that no step has begun with.
     step: Any = None
     _pending: bool = False
-    # Whether a backward pass has run since the step began.
-    _backward_ran: bool = False
-    # For errors.
-    _layer_name: str = ""
+    _backward_ran: bool = False  # since the step began
+    _layer_name: str = ""  # for errors
     # Whether all quantizers keep the values, so that the layer computes in high precision.
     keeps_values: bool = False
 
@@ -97,8 +94,7 @@ class RecipeState:
             cls._apply = _keeping_dtypes(apply)  # type: ignore[attr-defined]
 
     def __init__(self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
-        self.recipe, self.factory = recipe, recipe._factory
-        self.amax_reduction_group = amax_reduction_group
+        self.recipe, self.factory, self.amax_reduction_group = recipe, recipe._factory, amax_reduction_group
         self.quantizers: dict[tuple[str, bool, bool], Quantizer] = {}
         for role in roles:
             quantizer = recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
