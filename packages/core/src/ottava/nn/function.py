@@ -63,11 +63,9 @@ _NOTHING: tuple[list[torch.Tensor | None], StorageSpec | None] = ([None], None)
 
 
 class LinearFunction(torch.autograd.Function):
-    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands.
-
-    Saved for backward: the quantized input (columnwise) if the weight needs a gradient, the quantized weight
-    (columnwise) if the input does, and nothing in high precision but the input of a recipe that asks for it.
-    """
+    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands. Saved for backward are the
+    input, if the weight needs a gradient, and the weight, if the input does: quantized, columnwise. Only a recipe that
+    asks for it has the input in high precision."""
 
     @staticmethod
     def forward(

@@ -83,11 +83,7 @@ class Linear(torch.nn.Linear):
         return self._binding.recipe
 
     def bind(self, recipe: Recipe | str | os.PathLike[str] | None) -> None:
-        """Bind a recipe (an object, or the name of an installed one), or None for high precision.
-
-        Raises:
-            DTypeError, RecipeNotFoundError: as in :func:`~ottava.get_recipe`.
-        """
+        """Bind a recipe (an object, or a name for :func:`~ottava.get_recipe`), or None for high precision."""
         bound = None if recipe is None else as_recipe(recipe)
         self._bind_prepared(bound, None if bound is None else self._binding.prepare(self, bound))
 

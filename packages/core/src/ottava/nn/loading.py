@@ -21,10 +21,8 @@ def layers_with_state(names: Iterable[str]) -> set[str]:
 
 
 def fill_in_states(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
-    """What is called before a state dict is loaded into a converted model, or a layer: a hook, as torch has them.
-
-    A layer whose weight the dict has, and whose state it lacks, gets a fresh one with the rest. One warning says so.
-    """
+    """A hook of torch, called before a state dict is loaded into a converted model, or a layer. A layer whose weight is
+    in the dict, and whose state is not, gets a fresh one with the rest, and one warning says so."""
     present, filled = layers_with_state(state_dict), []
     for name, layer in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
         state: Any = layer._modules.get("recipe_state")

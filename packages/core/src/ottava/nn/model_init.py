@@ -37,10 +37,8 @@ def quantized_model_init(recipe: Recipe | str | os.PathLike[str], *, enabled: bo
 
     The values before quantization stay available on the CPU as ``weight.get_high_precision_init_val()``, for an
     optimizer's master weights, until ``weight.clear_high_precision_init_val()``. Code that makes ``torch.nn.Linear``
-    layers is not affected, and a ``UserWarning`` says so where it makes no others.
-
-    Raises:
-        DTypeError, RecipeNotFoundError: ``recipe`` is no recipe.
+    layers is not affected, and a ``UserWarning`` says so where it makes no others. A ``recipe`` that is none is refused
+    as by :func:`~ottava.get_recipe`.
     """
     block = _Block(as_recipe(recipe)) if enabled else None
     outer = _innermost.set(block)

@@ -94,9 +94,7 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
     Parameters of two or more dimensions count as weights of products, except those of embeddings and norms, and those
     outside linear layers that are named as what is added or scaled by (``bias``, ``embed``, ``position``, ``token``,
     ``scale``, ``norm``) or have less than two dimensions longer than 1. Regions (``ottava.autocast``) do not count.
-
-    Raises:
-        DTypeError: ``model`` is no module.
+    What is no module is a DTypeError.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")

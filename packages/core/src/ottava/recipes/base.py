@@ -52,8 +52,7 @@ class Recipe(ABC):
                 another recipe would use; or None where this recipe's own serves. A name is that of a published factory.
 
         Raises:
-            DTypeError: ``factory`` is neither callable nor a name.
-            RecipeNotFoundError, PluginError: as of :func:`ottava.get_quantizer_factory`.
+            DTypeError: it is neither callable nor a name. A name may be refused by :func:`get_quantizer_factory`.
         """
         if isinstance(factory, str):
             factory = get_quantizer_factory(factory)
@@ -67,9 +66,7 @@ class Recipe(ABC):
         """The quantizer for ``role``: the factory's, if one is set, else the recipe's.
 
         Where a stateful recipe serves the role, this one has a state of its own; those of a layer share the layer's.
-
-        Raises:
-            DTypeError: the factory returned something that is not a quantizer.
+        What the factory returned is refused as by :meth:`given`.
         """
         role = QuantizerRole.of(role)
         given = self.given(role)
@@ -78,8 +75,10 @@ class Recipe(ABC):
         return self.make_quantizer(role, amax_reduction_group=amax_reduction_group) if given is None else given
 
     def given(self, role: QuantizerRole) -> "Quantizer | QuantizerRequest | None":
-        """What a factory that was put over this recipe gives for ``role``; None where the recipe's own serves. Refused
-        are other kinds of answers, and a request for this recipe, which would lead back to it."""
+        """What a factory that was put over this recipe gives for ``role``; None where the recipe's own serves.
+
+        Other kinds of answers are a DTypeError, a request for this recipe, which would lead back to it, an OptionError.
+        """
         return None if self._factory is None else self._checked_answer(self._factory(role), role)
 
     def _checked_answer(self, answer: Any, role: QuantizerRole) -> "Quantizer | QuantizerRequest | None":
@@ -160,8 +159,7 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
     A path has a suffix, which no name has: the recipe whose spec lists the suffix in ``file_suffixes`` reads the file.
 
     Raises:
-        RecipeNotFoundError: no installed package provides it; the message has the nearest names.
-        DuplicateRecipeError: several packages claim the name.
+        RecipeNotFoundError, DuplicateRecipeError: no installed package provides it, or several claim the name.
         OptionError: an option that the recipe does not take, one that is missing, or a value that it refuses.
         PluginError: the package that provides it cannot be imported, or does not build a recipe.
     """

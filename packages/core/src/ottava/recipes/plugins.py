@@ -74,10 +74,6 @@ class PluginStatus:
         """What is wrong with it, one text each."""
         return [*([self.error] if self.error else []), *(str(refusal.error) for refusal in self.refused)]
 
-    @property
-    def recipes(self) -> tuple[RecipeSpec, ...]:
-        return tuple(spec for spec in self.offers if isinstance(spec, RecipeSpec))
-
 
 def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: PluginStatus | None) -> DuplicateRecipeError:
     offers = " and by ".join(f"{s.distribution} {s.version} (entry point {s.entry_point})" for s in claimants)
@@ -141,24 +137,21 @@ def _examine(dist: Distribution, group: str) -> list[PluginStatus]:
     with contextlib.suppress(Exception):  # no METADATA at all: which error it is differs from one Python to the next
         name, version = (str(dist.metadata[key] or "") for key in ("Name", "Version"))
     if not name or not version:
-        folder = getattr(getattr(dist, "_path", None), "name", "") or "a distribution without a name"
+        name = name or getattr(getattr(dist, "_path", None), "name", "") or "a distribution without a name"
         wrong = "its metadata has no name or no version, as an interrupted installation leaves it: reinstall or delete"
-        return [PluginStatus(name or folder, version or "?", error=wrong)]
+        return [PluginStatus(name, version or "?", error=wrong)]
     try:
         return [PluginStatus(name, version, entry.name, entry) for entry in dist.entry_points if entry.group == group]
     except Exception as error:
         return [PluginStatus(name, version, error=f"its entry_points.txt cannot be read: {error}")]
 
 
-def _package(module: dict[str, Any]) -> str:
-    return str(module.get("__name__", "")).partition(".")[0]
-
-
 def describe(error: BaseException) -> str:
     """Kind and text of an error, and where in a plugin's own code it comes from."""
     text = " ".join(text_of(error).split())
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [(f.f_code.co_filename, line) for f, line in frames if _package(f.f_globals) not in _MACHINERY]
+    frames = traceback.walk_tb(error.__traceback__)
+    named = [(str(f.f_globals.get("__name__")).split(".")[0], f.f_code.co_filename, line) for f, line in frames]
+    own = [place for package, *place in named if package not in _MACHINERY]
     return type(error).__name__ + (f": {text}" if text else "") + (" ({}:{})".format(*own[-1]) if own else "")
 
 

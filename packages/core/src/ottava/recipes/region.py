@@ -52,10 +52,8 @@ def current_region() -> Region | None:
 class microbatch(contextlib.ContextDecorator):
     """A block in which every layer takes ``is_first_microbatch=first``, unless its call says otherwise.
 
-    With ``first=True`` the layers quantize their weights and keep them; with False they use what they kept.
-
-    Raises:
-        OptionError: ``first`` is not a bool.
+    With ``first=True`` the layers quantize their weights and keep them; with False they use what they kept. What is no
+    bool is refused with an OptionError.
     """
 
     def __init__(self, first: bool) -> None:
@@ -152,10 +150,8 @@ class autocast(contextlib.ContextDecorator):
 
 
 class ConvertedModel(torch.nn.Module):
-    """What the class of a converted model derives from besides: its forward pass, hooks included, is a region.
-
-    At its entry all layers below it begin a step. A forward pass inside of another's that contains it is no region.
-    """
+    """What the class of a converted model derives from besides: its forward pass, hooks included, is a region, at whose
+    entry all layers below it begin a step. A forward pass inside of another's that contains it is no region."""
 
     _ottava_step: Step
 
@@ -196,8 +192,8 @@ def _enter_of_other_class(module: torch.nn.Module, args: Any) -> None:
 
 
 def _leave_of_other_class(module: torch.nn.Module, args: Any, output: Any) -> None:
-    own = regions.stack and regions.stack[-1].owner is None and regions.stack[-1].model is module
-    if own and not isinstance(module, ConvertedModel):
+    region = None if isinstance(module, ConvertedModel) else current_region()
+    if region is not None and region.owner is None and region.model is module:
         regions.stack.pop()
 
 

@@ -1,7 +1,5 @@
-"""What the installed packages offer, by name: listed, found, and built with options as people write them.
-
-Nothing here knows what a recipe or a quantizer is, so that :mod:`ottava.recipes.base`, which does, can ask.
-"""
+"""What the installed packages offer, by name: listed, found and built. Nothing here knows what a recipe or a quantizer
+is, so that :mod:`ottava.recipes.base`, which does, can ask."""
 
 import contextlib
 import difflib
@@ -143,8 +141,7 @@ def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
     """The quantizer factory registered as ``name``: a ``qfactory(role)``, imported now.
 
     Raises:
-        RecipeNotFoundError: no installed package provides it; the message has the nearest names.
-        DuplicateRecipeError: several packages claim the name.
+        RecipeNotFoundError, DuplicateRecipeError: no installed package provides it, or several claim the name.
         PluginError: the package that provides it cannot be imported, or offers something that cannot be called.
     """
     return Provided(FACTORY, name).resolved
@@ -161,7 +158,7 @@ class Provided:
             raise refused[0].with_traceback(None) if refused else _not_found(kind, name)
         self.spec, self.status = found[0]
         try:
-            made: object = pkgutil.resolve_name(self.spec.factory)
+            made: Any = pkgutil.resolve_name(self.spec.factory)
         except (Exception, SystemExit) as error:
             what = f"cannot be imported from {self.spec.factory}: {describe(error)}"
             raise self.error(what, remedy="reinstall the package") from error

@@ -1,9 +1,8 @@
 """The step: what owns the states that begin it together, and says when it begins.
 
 The layers below a converted model begin one step, at its forward pass; layers that run in ``autocast`` blocks of one
-recipe and process group begin another, at the entry of a block; a layer outside of both begins its own. All of it
-follows from what ran, in the order in which it ran, which is the same on all ranks: nothing waits for the garbage
-collector, which is not.
+recipe and process group begin another, at the entry of a block; a layer outside of both begins its own. What ran, in
+the order in which it ran, decides all of it: that is the same on all ranks, as the garbage collector is not.
 """
 
 import gc
@@ -100,10 +99,7 @@ def _member(state: Any, layer: Any) -> Callable[[], Any]:
 
 
 class Step:
-    """The states that begin a step together.
-
-    A state that ran takes part from then on until a step has begun with it.
-    """
+    """The states that begin a step together: each that ran, until a step has begun with it."""
 
     #: Gives the converted model that begins it, if one does.
     model: Any = None
