@@ -81,8 +81,7 @@ def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
     what = f"main_grad of the weight of {label_of(layer)}"
     if main_grad is None:
         remedy = "set weight.main_grad = torch.zeros(weight.shape), or fuse_wgrad_accumulation to False"
-        expected = "a tensor, since fuse_wgrad_accumulation is True"
-        raise UsageError(f"there is no {what}", expected=expected, remedy=remedy)
+        raise UsageError(f"there is no {what}", expected="a tensor to add to", remedy=remedy)
     check_high_precision(main_grad, what)
     if main_grad.shape != weight.shape:
         raise ShapeError(f"{what} has shape {tuple(main_grad.shape)}", expected=str(tuple(weight.shape)))

@@ -37,8 +37,6 @@ _HEAD_NAME = re.compile(
     r"((?!\d+\.)[^.]*\.)*(lm_head|embed_out|unembed|heads?|classifier|classification_head|score|qa_outputs|cls|fc|"
     "proj_out|vocab_proj|(to_)?logits|output(_layer|_projection)?)"
 )
-# Below this share of the weights of products `convert` says what is left out.
-_ENOUGH = 0.9
 
 
 def _heads(model: torch.nn.Module) -> set[str]:
@@ -192,8 +190,8 @@ def _primary_weights(
 
 
 def _warn(report: ConversionReport) -> None:
-    """Say in a line what runs in high precision, if that is much."""
-    if report.share >= _ENOUGH:
+    """Say in a line what runs in high precision, if that is more than 10 % of the weights of products."""
+    if report.share >= 0.9:
         return
     shares: dict[str, float] = {}
     for weight in report.left_out:
@@ -212,5 +210,6 @@ def _keep_from_broadcast(model: Any) -> None:
     others at every forward pass, which would lose what these recorded before it is reduced."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, module in model.named_modules(remove_duplicate=False):
-        ignored |= {f"{name}.{b}" for b, _ in module.named_buffers() if isinstance(module, RecipeState)}
+        if isinstance(module, RecipeState) and isinstance(module, torch.nn.Module):
+            ignored |= {f"{name}.{buffer}" for buffer, _ in module.named_buffers()}
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)

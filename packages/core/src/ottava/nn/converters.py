@@ -83,11 +83,9 @@ def converted(module: torch.nn.Module, name: str) -> Linear | str:
 
 
 class TransposedLinear(Linear):
-    """A layer whose weight is stored ``[in_features, out_features]``, as in the ``Conv1D`` of Transformers.
-
-    It computes bit for bit what :class:`ottava.nn.Linear` does with the transposed weight. The parameter keeps its
-    shape, and so do its gradient and ``main_grad``; it stays in high precision.
-    """
+    """A layer whose weight is stored ``[in_features, out_features]``, as in the ``Conv1D`` of Transformers. It computes
+    bit for bit what :class:`ottava.nn.Linear` does with the transposed weight. The parameter, its gradient and its
+    ``main_grad`` keep that shape; it stays in high precision."""
 
     weight_is_transposed = True
 

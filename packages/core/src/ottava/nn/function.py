@@ -63,9 +63,8 @@ _NOTHING: tuple[list[torch.Tensor | None], StorageSpec | None] = ([None], None)
 
 
 class LinearFunction(torch.autograd.Function):
-    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands. Saved for backward are the
-    input, if the weight needs a gradient, and the weight, if the input does: quantized, columnwise. Only a recipe that
-    asks for it has the input in high precision."""
+    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands. Saved for backward are these,
+    columnwise, as gradients need them; only a recipe that asks for it has its input saved in high precision."""
 
     @staticmethod
     def forward(

@@ -41,7 +41,13 @@ def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
     """``Module._apply`` of a layer, by ``apply(fn)``, which keeps a quantized weight quantized."""
     weight: Any = layer._parameters.get("weight")
     without_values = layer.weight.is_meta
-    kept = _moved(weight, fn) if isinstance(weight, QuantizedTensor) else None
+    kept: Any = None
+    if isinstance(weight, QuantizedTensor):
+        with torch.no_grad():
+            kept = fn(weight)
+            if not isinstance(kept, QuantizedTensor) and kept.dtype in HIGH_PRECISION:
+                # What would dequantize it keeps its data.
+                kept = weight.to(kept.device).to_dtype(kept.dtype)  # type: ignore[attr-defined]
     if kept is None or kept.is_meta is not without_values:
         apply(fn if kept is None else lambda t: kept if t is weight else fn(t))
     else:
@@ -58,15 +64,6 @@ def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
             layer._parameters["weight"] = weight
     if without_values and not layer.weight.is_meta:
         _share_shards(layer)
-
-
-def _moved(weight: QuantizedTensor, fn: Any) -> Any:
-    """What ``fn``, of ``Module._apply``, makes of a quantized weight, which keeps its data where that dequantizes."""
-    with torch.no_grad():
-        moved = fn(weight)
-        if isinstance(moved, QuantizedTensor) or moved.dtype not in HIGH_PRECISION:
-            return moved
-        return weight.to(moved.device).to_dtype(moved.dtype)  # type: ignore[attr-defined]
 
 
 def _share_shards(layer: Any) -> None:
@@ -86,8 +83,8 @@ def gather_as(layer: Any, before: Any) -> None:
     """Have a weight that was put in the place of another one (``assign=True``) be gathered as that was."""
     weight: Any = layer.weight
     local = local_tensor(weight)
-    plain = not isinstance(local, QuantizedTensorStorage) and not hasattr(local, "high_precision")
-    if not hasattr(before, "high_precision") or not plain:
+    gathered = isinstance(local, QuantizedTensorStorage) or hasattr(local, "high_precision")
+    if gathered or not hasattr(before, "high_precision"):
         return
     made = type(before)(local.detach())
     if local is weight:

@@ -122,15 +122,12 @@ class Binding:
     checkpoints and ``.to()`` see it."""
 
     recipe: Recipe | None = None
-    # The state in use; it is made again when a region asks for another recipe or group.
-    state: RecipeState | None = None
-    #: The step of the converted model that the layer is in, if it is in any.
-    step: Step | None = None
+    state: RecipeState | None = None  # in use; it is made again when a region asks for another recipe or group
+    step: Step | None = None  # of the converted model that the layer is in, if it is in any
     #: The state that a checkpoint held, until a region brings the recipe that it belongs to.
     loaded: dict[str, Any] | None = None
     _mismatch_told: bool = False
-    # Of the last forward pass of a step, which activation checkpointing repeats.
-    _last: Call | None = None
+    _last: Call | None = None  # of the last forward pass of a step, which activation checkpointing repeats
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be pickled.

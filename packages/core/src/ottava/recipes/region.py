@@ -111,9 +111,7 @@ class autocast(contextlib.ContextDecorator):
             _found(name)
             recipe = registry.defaults[name][0]
         self._recipe = None if recipe is None else as_recipe(recipe)
-        self._enabled = enabled
-        self._group = amax_reduction_group
-        self._calibrating = calibrating
+        self._enabled, self._group, self._calibrating = enabled, amax_reduction_group, calibrating
 
     def __enter__(self) -> "autocast":
         outer = current_region()

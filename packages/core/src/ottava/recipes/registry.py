@@ -138,12 +138,8 @@ def _reader(path: str) -> str:
 
 
 def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
-    """The quantizer factory registered as ``name``: a ``qfactory(role)``, imported now.
-
-    Raises:
-        RecipeNotFoundError, DuplicateRecipeError: no installed package provides it, or several claim the name.
-        PluginError: the package that provides it cannot be imported, or offers something that cannot be called.
-    """
+    """The quantizer factory registered as ``name``: a ``qfactory(role)``, imported now; refused as by
+    :func:`ottava.get_recipe`."""
     return Provided(FACTORY, name).resolved
 
 

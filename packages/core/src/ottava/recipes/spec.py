@@ -58,9 +58,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 class Spec:
     """What is common to the specs of all kinds."""
 
-    #: What it is of, in words.
-    kind: ClassVar[str]
-
+    kind: ClassVar[str]  # what it is of, in words
     name: str
     summary: str
     factory: str
@@ -103,7 +101,6 @@ class RecipeSpec(Spec):
     """
 
     kind: ClassVar[str] = "recipe"
-
     stateful: bool = False
     block_size: tuple[int | None, int | None] | None = None
     formats: tuple[str, ...] = ()

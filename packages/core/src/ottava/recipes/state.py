@@ -69,7 +69,6 @@ class RecipeState:
     reduced_by_max: ClassVar[tuple[str, ...]] = ()
     #: Attributes of a stateful one that a copy of it has in common with it.
     shared_by_copies: ClassVar[tuple[str, ...]] = ("factory",)
-
     #: The :class:`ottava.Recipe`.
     recipe: Any
     #: Operands of wgrad that are not quantized: those whose recipes say so.
