@@ -38,9 +38,7 @@ def program(way: str, *events: Any, reduce: bool = True) -> Program:
 
 ONE, LARGE = Use(0, 0, 0), Use(0, 2, 0)
 CASES = {
-    "empty": (
-        program("block", Step(0, (Use(0, 0, 0, blocks=("other",)), ONE)), Step(0, (Use(1, 0, 0),))),
-    ),
+    "empty": (program("block", Step(0, (Use(0, 0, 0, blocks=("other",)), ONE)), Step(0, (Use(1, 0, 0),))),),
     "evaluates": (
         program("converted", Step(0, (ONE,), between=Evaluate(0, (Use(0, 0, 0, blocks=("none",)),), mode="no_grad"))),
     ),
@@ -49,15 +47,9 @@ CASES = {
             "bound", Step(0, (ONE,)), Step(0, (Use(0, 0, 0, blocks=("none",)),), whole=False, around_backward="other")
         ),
     ),
-    "joins": (
-        program("converted", Step(0, (ONE, Use(0, 0, 0, blocks=("none",))))),
-    ),
-    "kept": (
-        program("block", Step(0, (Use(0, 0, 0, recompute=True, first=True),))),
-    ),
-    "mixed": (
-        program("block", Step(0, (Use(0, 2, 0, recompute=True), ONE))),
-    ),
+    "joins": (program("converted", Step(0, (ONE, Use(0, 0, 0, blocks=("none",))))),),
+    "kept": (program("block", Step(0, (Use(0, 0, 0, recompute=True, first=True),))),),
+    "mixed": (program("block", Step(0, (Use(0, 2, 0, recompute=True), ONE))),),
     "records": (
         program(
             "block",

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 import ottava
 from ottava import checkpoint
 from ottava.cli.main import app
+from ottava.cli.options import OptionDefaults
 from ottava.cli.recipes import DEMO_LAYERS, checkpoint_layers
 from ottava.errors import OptionError, UsageError
 from ottava.recipes import registry
 from ottava.recipes.explanation import Explanation
-from ottava.recipes.registry import OptionDefaults
 from ottava.recipes.role import QuantizerRole
 
 PLUGIN = (

@@ -57,7 +57,7 @@ def _choose(asked: list[str] | None) -> tuple[list[str], list[Skipped]]:
         return names, []
     names, statuses = [], plugin_statuses()
     skipped = [Skipped(status.name, status.error) for status in statuses if status.status == "broken"]
-    listed = {spec.name for status in statuses for spec in status.recipes}
+    listed = {spec.name for status in statuses for spec in status.offers if spec.kind == RECIPE}
     contested = {refusal.name for status in statuses for refusal in status.refused if refusal.kind == RECIPE}
     for name in sorted(listed | contested):
         try:

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ottava.cli.options import parse_options
 from ottava.cli.output import Json, console, say, show_json, table
 from ottava.errors import OptionError, UsageError
-from ottava.recipes.registry import parse_options
 
 
 def _show_checks(as_json: bool) -> None:

@@ -12,10 +12,11 @@ import typer
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from ottava.cli.options import parse_options
 from ottava.cli.output import console, say, table
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError, named, translated
 from ottava.filesystem import check_file_target
-from ottava.recipes.registry import list_recipes, parse_options
+from ottava.recipes.registry import list_recipes
 
 _Texts = list[str] | None
 

@@ -1,13 +1,11 @@
 """What a linear layer refuses, the dtype that it computes in, and where the gradient of its weight goes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
-from ottava.kernels.checks import HIGH_PRECISION, check_device, check_high_precision
+from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_device, check_high_precision
 from ottava.kernels.direct import has_tangent, transform
 from ottava.recipes.binding import label_of
 from ottava.torch_private import any_autocast_enabled
@@ -31,17 +29,11 @@ def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:
 def checked_dtype(
     layer: Any, input: torch.Tensor, weight: torch.Tensor, autocast_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype that a layer computes in.
-
-    Raises:
-        ShapeError, DTypeError, DeviceError: the input does not fit the layer.
-    """
+    """The dtype that a layer computes in; a ShapeError, DTypeError or DeviceError where the input does not fit it."""
     if not isinstance(input, torch.Tensor):
         check_high_precision(input)
     if input.is_nested:
-        what = f"input of {label_of(layer)} is nested ({input.layout})"
-        remedy = "give input.values(), in which all rows lie one after the other, or a padded tensor"
-        raise DTypeError(what, expected="one tensor with a shape", remedy=remedy)
+        check_dense(input, f"input of {label_of(layer)}")
     if input.dim() == 0 or input.shape[-1] != layer.in_features:
         what, remedy = f"input of {label_of(layer)} has shape {tuple(input.shape)}", "check the layer before this one"
         raise ShapeError(what, expected=f"a last dimension of {layer.in_features}", remedy=remedy)
@@ -61,45 +53,35 @@ def checked_dtype(
 
 
 def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
-    """Refuse what takes functions apart to differentiate or to record them, which quantization does not survive.
-
-    Raises:
-        UsageError: a transform of torch.func, ``torch.jit.trace`` or a forward-mode derivative is at work, or
-            ``torch.export`` writes a layer in training mode whose recipe keeps state: a program makes no steps.
-    """
+    """Refuse what takes functions apart to differentiate or to record them, which quantization does not survive: a
+    transform of torch.func, ``torch.jit.trace``, forward-mode derivatives; and to export a layer that makes steps."""
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
             what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
             raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
         return
-    found = transform() or ("forward-mode derivatives" if has_tangent(*tensors) else None)
-    if found is None:
-        return
-    remedy = "use it inside ottava.autocast(enabled=False), or backward() for gradients"
-    if found == "trace":
+    name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"
+    found = f"{name}, a transform of torch.func," if name else None
+    if name == "trace":
         found, remedy = "torch.jit.trace", "use torch.export, or trace inside ottava.autocast(enabled=False)"
-    elif " " not in found:
-        found = f"{found}, a transform of torch.func,"
-    what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
-    raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
+    elif has_tangent(*tensors):
+        found = found or "forward-mode derivatives"
+    if found is not None:
+        what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
+        raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
     """What the gradient of the layer's weight is added to, as a matrix ``[out, in]``; None where nothing is added.
-
-    Raises:
-        UsageError: the weight has no ``main_grad``, and is to have one.
-        DTypeError, ShapeError, DeviceError: it is no tensor that the gradient could be added to.
-    """
+    Refused where it is missing, or is not of the weight's kind."""
     weight = layer.weight
     if not layer.fuse_wgrad_accumulation or not grad_enabled or not weight.requires_grad:
         return None
     main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
     what = f"main_grad of the weight of {label_of(layer)}"
     if main_grad is None:
-        what = f"there is no {what}"
         remedy = "set weight.main_grad = torch.zeros(weight.shape), or fuse_wgrad_accumulation to False"
-        raise UsageError(what, expected="a tensor, since fuse_wgrad_accumulation is True", remedy=remedy)
+        raise UsageError(f"there is no {what}", expected="a tensor to add to", remedy=remedy)
     check_high_precision(main_grad, what)
     if main_grad.shape != weight.shape:
         raise ShapeError(f"{what} has shape {tuple(main_grad.shape)}", expected=str(tuple(weight.shape)))

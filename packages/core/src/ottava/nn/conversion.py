@@ -1,7 +1,5 @@
 """``convert``: swap the linear modules of a model for Ottava's and bind a recipe to them."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import os
@@ -24,6 +22,7 @@ from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.region import ConvertedModel, begins_steps
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor
+from ottava.tensors.declaration import check_flag
 from ottava.torch_private import is_distributed
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -33,12 +32,11 @@ Filter = str | Iterable[str] | Predicate
 #: A pattern for the output heads of a model, which may have none: what ``get_output_embeddings()`` gives, modules that
 #: share a weight with an embedding, and those with usual names (``lm_head``, ``classifier``, ...) outside of stacks.
 HEADS = "ottava.HEADS"
+# Outside of stacks, whose modules have numbers for names: a hidden layer may be called so there.
 _HEAD_NAME = re.compile(
-    "lm_head|embed_out|unembed|heads?|classifier|classification_head|score|qa_outputs|cls|fc|proj_out|vocab_proj|"
-    "(to_)?logits|output(_layer|_projection)?"
+    r"((?!\d+\.)[^.]*\.)*(lm_head|embed_out|unembed|heads?|classifier|classification_head|score|qa_outputs|cls|fc|"
+    "proj_out|vocab_proj|(to_)?logits|output(_layer|_projection)?)"
 )
-# Below this share of the weights of products `convert` says what is left out.
-_ENOUGH = 0.9
 
 
 def _heads(model: torch.nn.Module) -> set[str]:
@@ -49,21 +47,17 @@ def _heads(model: torch.nn.Module) -> set[str]:
         # Models without a head may have the method, and raise.
         with contextlib.suppress(NotImplementedError, AttributeError):
             found.add(module.get_output_embeddings())  # type: ignore[operator]
-    names = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        *path, last = name.split(".")
-        # In a stack, whose modules have numbers for names, a hidden layer may be called so.
-        if module in found or (_HEAD_NAME.fullmatch(last) and not any(part.isdigit() for part in path)):
-            names.add(name)
-    return names
+    modules = model.named_modules(remove_duplicate=False)
+    return {name for name, module in modules if module in found or _HEAD_NAME.fullmatch(name)}
 
 
-def _matcher(model: torch.nn.Module, names: list[str], given: Filter | None, what: str) -> Predicate | None:
+def _matcher(model: torch.nn.Module, given: Filter | None, what: str) -> Predicate | None:
     """A predicate for a filter that was given. Patterns that match no module are mistakes."""
     if given is None or callable(given):
         return given
     if not isinstance(given, (str, Iterable)):
         raise DTypeError(f"{what} is a {type(given).__name__}", expected="name patterns or a predicate")
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     matched: set[str] = set()
     for pattern in [given] if isinstance(given, str) else given:
         if pattern == HEADS:
@@ -94,54 +88,45 @@ def convert(
     """Swap the linear modules of ``model`` for :class:`ottava.nn.Linear`, bind ``recipe`` to them, return the model.
 
     Linear are ``nn.Linear``, the ``Conv1D`` of Transformers, and what :func:`register_converter` was called for.
-    Parameters stay the same objects: tied weights stay tied and optimizers stay valid. A module that stands in several
-    places is swapped in all of them by one new module. A bare linear module gives the new module itself. Where less
-    than 90 % of the weights of products run quantized then, a ``UserWarning`` names the largest that do not.
+    Parameters stay the same objects: tied weights stay tied and optimizers stay valid. One new module takes all places
+    of a module. A bare linear module gives the new module itself. Where less than 90 % of the weights of products run
+    quantized then, a ``UserWarning`` names the largest others. :func:`conversion_report` says all of it.
 
     Args:
         model: swapped in place.
         recipe: a recipe, or the name of an installed one.
-        include: only these: name patterns (``fnmatch`` on qualified names, of the module or of a module that it is in),
-            ``ottava.HEADS``, or ``predicate(name, module)``.
+        include: only these: patterns (``fnmatch``) of the qualified names of modules, or of modules that they are in;
+            ``ottava.HEADS``; or ``predicate(name, module)``.
         exclude: not these, in the same forms; it wins over ``include``.
         primary: keep the weights quantized only, as :func:`quantized_model_init` does. They become new parameters, in
             all modules that share them: make optimizers afterwards. A weight that is stored transposed, or shared with
             a linear module that is left alone, stays in high precision, with a ``UserWarning``.
-        keep_initial_values: with ``primary``, ``weight.get_high_precision_init_val()`` has the values from before, on
-            the CPU.
+        keep_initial_values: with ``primary``, have ``weight.get_high_precision_init_val()`` give the values of before.
 
     Raises:
         DTypeError: ``model`` is no module, ``recipe`` no recipe, a filter neither patterns nor a predicate, or what a
             converter returned no layer around the module's parameters.
-        RecipeNotFoundError: no installed package provides the name.
-        OptionError: a pattern matches no module, or ``primary`` or ``keep_initial_values`` is no bool.
+        RecipeNotFoundError, OptionError: there is no such recipe; a pattern matches no module, a flag is no bool.
         UsageError: weights that are to be primary are sharded already. Nothing is changed by any of these.
-
-    See :func:`conversion_report` for what runs quantized and what does not, and why.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
-    for option, value in (("primary", primary), ("keep_initial_values", keep_initial_values)):
-        if not isinstance(value, bool):
-            raise OptionError(f"{option} is {value!r}", expected="True or False")
+    check_flag("primary", primary)
+    check_flag("keep_initial_values", keep_initial_values)
     chosen = as_recipe(recipe)
     left_alone, replacements = _replacements(model, include, exclude)
     # All states and weights are made before the first change, because a quantizer factory may raise.
-    states = {module: layer._make_state(chosen) for module, layer in replacements.items()}
+    states = {module: layer._binding.prepare(layer, chosen) for module, layer in replacements.items()}
     weights = _primary_weights(model, replacements, chosen, keep_initial_values) if primary else {}
 
     for module, layer in replacements.items():
         layer._bind_prepared(chosen, states[module])
     for parent in list(model.modules()):
         parent.__dict__.pop(LEFT_ALONE, None)
-        for child_name, child in parent._modules.items():
-            if child in replacements:
-                parent._modules[child_name] = replacements[child]
+        parent._modules.update({name: replacements[m] for name, m in parent._modules.items() if m in replacements})
     result: Any = replacements.get(model, model)
     for owner in result.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter in weights:
-                owner._parameters[name] = weights[parameter]
+        owner._parameters.update({name: weights[p] for name, p in owner._parameters.items() if p in weights})
     if any(state.stateful for state in states.values()):
         if not isinstance(result, ConvertedModel):
             result.register_load_state_dict_pre_hook(fill_in_states)
@@ -160,25 +145,21 @@ def _replacements(
     """Why modules are left alone that could be converted, by name, and module -> layer for the others."""
     aliases: dict[torch.nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        aliases.setdefault(module, []).append(name)
-    names = [name for group in aliases.values() for name in group]
-    included, excluded = _matcher(model, names, include, "include"), _matcher(model, names, exclude, "exclude")
+        if is_convertible(module):
+            aliases.setdefault(module, []).append(name)
+    included, excluded = _matcher(model, include, "include"), _matcher(model, exclude, "exclude")
     left_alone: dict[str, str] = {}
     replacements: dict[Any, Linear] = {}
     for module, known_as in aliases.items():
-        if not is_convertible(module):
-            continue
-        made: Linear | str | None = None
+        name = known_as[0]
         if excluded and any(excluded(alias, module) for alias in known_as):
-            made = "in exclude"
+            left_alone[name] = "in exclude"
         elif refusal(module):
             continue
         elif included and not any(included(alias, module) for alias in known_as):
-            made = "not in include"
-        else:
-            made = converted(module, known_as[0])
-        if isinstance(made, str):
-            left_alone[known_as[0]] = made
+            left_alone[name] = "not in include"
+        elif isinstance(made := converted(module, name), str):
+            left_alone[name] = made
         else:
             replacements[module] = made
     return left_alone, replacements
@@ -209,29 +190,26 @@ def _primary_weights(
 
 
 def _warn(report: ConversionReport) -> None:
-    """Say in a line what runs in high precision, if that is much."""
-    if report.share >= _ENOUGH:
+    """Say in a line what runs in high precision, if that is more than 10 % of the weights of products."""
+    if report.share >= 0.9:
         return
     shares: dict[str, float] = {}
     for weight in report.left_out:
         # The layers of a stack count together.
         name = re.sub(r"\b\d+\b", "*", weight.name) + f" ({weight.reason})"
         shares[name] = shares.get(name, 0.0) + weight.share
-    largest = [f"{shares[name]:.0%} {name}" for name in sorted(shares, key=lambda name: -shares[name])[:3]]
+    largest = "; ".join(f"{shares[name]:.0%} {name}" for name in sorted(shares, key=lambda name: -shares[name])[:3])
     amount = f"only {report.share:.0%}" if report.share else "nothing"
-    rest = f"the largest others: {'; '.join(largest)}" if largest else "none was found"
+    rest = f"the largest others: {largest}" if largest else "none was found"
     what = f"{amount} of the weights of products runs quantized; {rest}. See print(ottava.conversion_report(model))"
     warnings.warn(what, UserWarning, stacklevel=3)
 
 
-def _keep_from_broadcast(model: torch.nn.Module) -> None:
-    """Have DistributedDataParallel leave the states alone.
-
-    It copies the first rank's buffers over those of the others at every forward pass, which would lose what these
-    recorded before it is reduced.
-    """
+def _keep_from_broadcast(model: Any) -> None:
+    """Have DistributedDataParallel leave the states alone, because it copies the first rank's buffers over those of the
+    others at every forward pass, which would lose what these recorded before it is reduced."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, RecipeState) and isinstance(module, torch.nn.Module):
             ignored |= {f"{name}.{buffer}" for buffer, _ in module.named_buffers()}
-    model._ddp_params_and_buffers_to_ignore = sorted(ignored)  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = sorted(ignored)

@@ -1,7 +1,5 @@
 """The table of converters: what makes an Ottava layer of a module, by the module's class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +58,8 @@ def refusal(module: torch.nn.Module) -> str | None:
         return "its forward was replaced on the instance, which would go on running the old module"
     for weight in (p for p in module._parameters.values() if p is not None and p.dim() > 1):
         cls = type(weight)
-        own = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
-        if not own and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        known = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
+        if not known and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with operators of its own"
         if weight.dtype not in HIGH_PRECISION:
             return f"its weight has dtype {weight.dtype}"
@@ -69,11 +67,7 @@ def refusal(module: torch.nn.Module) -> str | None:
 
 
 def converted(module: torch.nn.Module, name: str) -> Linear | str:
-    """The layer that the converter makes of a module that :func:`refusal` has nothing against, or why there is none.
-
-    Raises:
-        DTypeError: the converter returned something else, or a layer that does not have the module's parameters.
-    """
+    """The layer that the converter makes of a module that :func:`refusal` has nothing against, or why there is none."""
     made = module if isinstance(module, Linear) else _converter_of(type(module))(module, name)
     if isinstance(made, str):
         return made
@@ -89,11 +83,9 @@ def converted(module: torch.nn.Module, name: str) -> Linear | str:
 
 
 class TransposedLinear(Linear):
-    """A layer whose weight is stored ``[in_features, out_features]``, as in the ``Conv1D`` of Transformers.
-
-    It computes bit for bit what :class:`ottava.nn.Linear` does with the transposed weight. The parameter keeps its
-    shape, and so do its gradient and ``main_grad``; it stays in high precision.
-    """
+    """A layer whose weight is stored ``[in_features, out_features]``, as in the ``Conv1D`` of Transformers. It computes
+    bit for bit what :class:`ottava.nn.Linear` does with the transposed weight. The parameter, its gradient and its
+    ``main_grad`` keep that shape; it stays in high precision."""
 
     weight_is_transposed = True
 
@@ -104,11 +96,8 @@ class TransposedLinear(Linear):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:
-        """This class around a module with a matrix ``weight`` and, or not, a ``bias``: same parameters, hooks, mode.
-
-        Raises:
-            ShapeError: there is no such ``weight``.
-        """
+        """This class around a module with a ``bias`` or none: same parameters, hooks, mode. A ShapeError where its
+        ``weight`` is no matrix."""
         weight = linear._parameters.get("weight")
         if weight is None or weight.dim() != 2:
             what = f"{type(linear).__name__} {name!r} has no parameter 'weight' of two dimensions"

@@ -1,8 +1,6 @@
-"""The autograd functions of ``Linear``: products of quantized operands and in high precision, gradients that go to
-``main_grad``."""
+"""The autograd functions of ``Linear``: products on quantized operands and in high precision, ``main_grad``."""
 
-from __future__ import annotations
-
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,42 +24,27 @@ _FEW_ROWS = 4
 
 
 def quantized_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    call: Call,
-    dtype: torch.dtype,
-    kept: QuantizedTensorStorage | None,
-    main_grad: torch.Tensor | None,
-    observed: bool,
+    x: torch.Tensor, weight: Any, bias: Any, call: Call, dtype: torch.dtype, kept: Any, main_grad: Any, observed: bool
 ) -> torch.Tensor:
-    """``y = x · wᵀ + b`` in ``dtype``.
-
-    Args:
-        kept: the quantized weight, if there is one already.
-        main_grad: what the gradient of the weight is added to; None where it is returned.
-        observed: whether somebody looks at what is called: a compiler, a mode, a profiler.
-    """
+    """``y = x · wᵀ + b`` in ``dtype``. The gradient of the weight is added to ``main_grad``, if there is one; ``kept``
+    is the weight if it is quantized already; ``observed`` says that a compiler, a mode or a profiler looks on."""
     rest = call, dtype, kept, main_grad, observed
-    result: torch.Tensor
     if observed:
         grad_enabled = torch.is_grad_enabled() and not torch.compiler.is_exporting()
-        result = LinearFunction.apply(x, weight, bias, rest, grad_enabled)  # type: ignore[no-untyped-call]
-    elif torch.is_grad_enabled():
-        result = _apply(x, weight, bias, rest, True)
-    else:
-        # No backward pass follows, so that nothing is saved.
-        result = _product(x, weight, bias, call, dtype, kept, False, False, False)[0]
-    return result
+        return LinearFunction.apply(x, weight, bias, rest, grad_enabled)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.is_grad_enabled():
+        return _apply(x, weight, bias, rest, True)  # type: ignore[no-any-return]
+    # No backward pass follows, so that nothing is saved.
+    return _product(x, weight, bias, call, dtype, kept, False, False, False)[0]
 
 
 def _product(
     x: torch.Tensor,
     weight: Any,
-    bias: torch.Tensor | None,
+    bias: Any,
     call: Call,
     dtype: torch.dtype,
-    kept: QuantizedTensorStorage | None,
+    kept: Any,
     x_needs: bool,
     w_needs: bool,
     observed: bool,
@@ -69,12 +52,8 @@ def _product(
     """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
     state: Any = call.state
     matrix = x if x.dim() == 2 else as_matrix(x)
-    quantizer = state.quantizer(
-        "input",
-        rowwise=True,
-        columnwise=w_needs and "input" not in state.wgrad_unquantized,
-        recording=call.recording,
-    )
+    columnwise = w_needs and "input" not in state.wgrad_unquantized
+    quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=call.recording)
     qx = quantizer.quantize_impl(_as_operand(matrix, quantizer), dtype)
     qw = weight if isinstance(weight, QuantizedTensorStorage) else kept
     if qw is None:
@@ -92,11 +71,8 @@ _NOTHING: tuple[list[torch.Tensor | None], StorageSpec | None] = ([None], None)
 
 
 class LinearFunction(torch.autograd.Function):
-    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands.
-
-    Saved for backward: the quantized input (columnwise) if the weight needs a gradient, the quantized weight
-    (columnwise) if the input does, and nothing in high precision but the input of a recipe that asks for it.
-    """
+    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands. Saved for backward are these,
+    columnwise, as gradients need them; only a recipe that asks for it has its input saved in high precision."""
 
     @staticmethod
     def forward(
@@ -107,7 +83,7 @@ class LinearFunction(torch.autograd.Function):
         x_needs, w_needs = grad_enabled and x_needs, grad_enabled and w_needs
         y, qx, qw = _product(x, weight, bias, call, dtype, kept, x_needs, w_needs, observed)
         primary = isinstance(weight, QuantizedTensorStorage)
-        x_tensors: list[torch.Tensor | None]
+        x_tensors: Any
         if w_needs and "input" in call.state.wgrad_unquantized:
             x_tensors, x_spec = [as_matrix(x.detach()).to(dtype)], None
         else:
@@ -163,8 +139,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
                 gemm(dy_columns, qx, "wgrad", out_dtype=dtype, out=main_grad, accumulate=True)
                 _note_added(weight)
     if b_dtype is not None:
-        # A GPU sums bfloat16 in float32 and rounds once, as long as the tensor is smaller than 2 GiB; elsewhere the
-        # float32 sum has to be asked for.
+        # A GPU sums bfloat16 in float32 and rounds once, up to 2 GiB; elsewhere the float32 sum has to be asked for.
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
         db = sum_rows(dy2, dy2.dtype if narrow else torch.float32, compiling)
         db = db if db.dtype is b_dtype else db.to(b_dtype)
@@ -207,11 +182,7 @@ class IntoMainGrad(torch.autograd.Function):
 def high_precision_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, autocast_dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """``torch.nn.functional.linear``, which multiplies in float32 where that is faster and rounds the result once.
-
-    Args:
-        autocast_dtype: what ``torch.autocast`` computes in here; None outside of it.
-    """
+    """``torch.nn.functional.linear``, which multiplies in float32 where that is faster and rounds the result once."""
     dtype = weight.dtype if autocast_dtype is None else autocast_dtype
     wide = product_dtype(dtype, weight.device)
     if wide is dtype or not isinstance(x, torch.Tensor) or x.device != weight.device or x.is_nested:
@@ -222,26 +193,22 @@ def high_precision_linear(
     if not all(tensor.dtype in allowed for tensor in (x, weight, bias) if tensor is not None):
         # torch.autocast leaves other dtypes as they are, and F.linear raises the error that users of torch know.
         return F.linear(x, weight, bias)
-    if autocast_dtype is None:
-        return _wide_linear(x, weight, bias, wide)
-    x, weight = x.to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    with torch.autocast(weight.device.type, enabled=False):
+    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    with nullcontext() if autocast_dtype is None else torch.autocast(weight.device.type, enabled=False):
         return _wide_linear(x, weight, bias, wide)
 
 
 def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
     if not torch.compiler.is_compiling():
-        if not torch.is_grad_enabled():
+        grad_enabled = torch.is_grad_enabled()
+        if not grad_enabled and x.dim() and x.numel() <= _FEW_ROWS * x.shape[-1]:
             # Converting the whole weight costs more than a product of a few rows, which reads it once.
-            few = x.numel() <= _FEW_ROWS * x.shape[-1] if x.dim() else False
-            return F.linear(x, weight, bias) if few else _wide_product(x, weight, bias, wide)
+            return F.linear(x, weight, bias)
         # Transforms, tracing and subclasses need operations that they can take apart, not an autograd function.
-        apart = transforms() is not None or tracing() is not None
-        if apart or forward_ad._current_level >= 0 or not {type(x), type(weight)} <= _PLAIN_TYPES:
+        apart = transforms() is not None or tracing() is not None or forward_ad._current_level >= 0
+        if not grad_enabled or apart or not {type(x), type(weight)} <= _PLAIN_TYPES:
             return _wide_product(x, weight, bias, wide)
-    result: torch.Tensor = HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
-    return result
+    return HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _wide_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
@@ -255,19 +222,15 @@ def _mm(
 ) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return mm(a.to(wide), b.to(wide)).to(dtype)
-    # One operator widens inside, because a compiler would save the float32 results of separate conversions for the
-    # backward pass.
-    result: torch.Tensor = torch.ops.ottava.scaled_mm(a, b, None, None, bias, dtype)
-    return result
+    # One operator widens inside: a compiler would save the results of separate conversions for the backward pass.
+    return torch.ops.ottava.scaled_mm(a, b, None, None, bias, dtype)  # type: ignore[no-any-return]
 
 
 class HighPrecisionFunction(torch.autograd.Function):
     """``y = x · wᵀ + b`` in ``wide``; operands are saved in their own dtype."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, weight: Any, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
         x_needs, w_needs = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if w_needs else None, weight if x_needs else None)
         ctx.wide = wide
@@ -276,14 +239,9 @@ class HighPrecisionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         # Only differentiable operations are used, so that second derivatives exist.
-        (dy,) = grads
-        x, weight = ctx.saved_tensors
-        rows = as_matrix(dy if torch.compiler.is_compiling() else dy.to(ctx.wide))
-        dx = dw = db = None
-        if weight is not None:
-            dx = _mm(rows, weight, dy.dtype, ctx.wide).view(*dy.shape[:-1], weight.shape[1])
-        if x is not None:
-            dw = _mm(rows.t(), as_matrix(x), dy.dtype, ctx.wide)
-        if ctx.needs_input_grad[2]:
-            db = rows.sum(0, dtype=ctx.wide).to(dy.dtype)
+        (dy,), (x, weight), wide = grads, ctx.saved_tensors, ctx.wide
+        rows = as_matrix(dy if torch.compiler.is_compiling() else dy.to(wide))
+        dx = None if weight is None else _mm(rows, weight, dy.dtype, wide).view(*dy.shape[:-1], weight.shape[1])
+        dw = None if x is None else _mm(rows.t(), as_matrix(x), dy.dtype, wide)
+        db = rows.sum(0, dtype=wide).to(dy.dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None

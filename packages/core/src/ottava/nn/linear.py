@@ -1,7 +1,5 @@
 """``Linear``: ``torch.nn.Linear`` whose GEMMs run on quantized operands."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -12,12 +10,12 @@ from ottava.kernels.direct import in_dual_level, unobserved
 from ottava.nn.checks import autocast_dtype, check_use, checked_dtype, main_grad_of
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
 from ottava.nn.loading import fill_in_states
-from ottava.nn.microbatch import KeptWeight
 from ottava.nn.model_init import quantize_new_weight
-from ottava.nn.moved import apply_to_layer, gather_as
+from ottava.nn.weight import KeptWeight, apply_to_layer, gather_as
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.binding import Binding, Call
+from ottava.recipes.binding import Binding
 from ottava.recipes.state import RecipeState
+from ottava.tensors.declaration import check_flag
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
@@ -45,7 +43,6 @@ class Linear(torch.nn.Linear):
     _kept: KeptWeight
     #: Whether each gather of a sharded weight brings what serves rows and columns, for passes that are recomputed.
     recomputes: bool = False
-    #: Whether the gradient of the weight goes to ``weight.main_grad``.
     fuse_wgrad_accumulation: bool = False
     #: Whether the weight is stored ``[in_features, out_features]``; its gradient and ``main_grad`` are then, too.
     weight_is_transposed: bool = False
@@ -63,15 +60,14 @@ class Linear(torch.nn.Linear):
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        if not isinstance(fuse_wgrad_accumulation, bool):
-            raise OptionError(f"fuse_wgrad_accumulation is {fuse_wgrad_accumulation!r}", expected="True or False")
+        check_flag("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._unbound(name)
         quantize_new_weight(self)
         self.bind(recipe)
 
     @classmethod
-    def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:
+    def from_linear(cls, linear: torch.nn.Module, name: str = "") -> "Linear":
         """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
         made = cls.__new__(cls)
         made.__dict__ = dict(linear.__dict__)
@@ -87,16 +83,9 @@ class Linear(torch.nn.Linear):
         return self._binding.recipe
 
     def bind(self, recipe: Recipe | str | os.PathLike[str] | None) -> None:
-        """Bind a recipe (an object, or the name of an installed one), or None for high precision.
-
-        Raises:
-            DTypeError, RecipeNotFoundError: as in :func:`~ottava.get_recipe`.
-        """
+        """Bind a recipe (an object, or a name for :func:`~ottava.get_recipe`), or None for high precision."""
         bound = None if recipe is None else as_recipe(recipe)
-        self._bind_prepared(bound, None if bound is None else self._make_state(bound))
-
-    def _make_state(self, recipe: Recipe) -> RecipeState:
-        return self._binding.prepare(self, recipe)
+        self._bind_prepared(bound, None if bound is None else self._binding.prepare(self, bound))
 
     def _bind_prepared(self, recipe: Recipe | None, state: RecipeState | None) -> None:
         self._kept.clear()
@@ -137,7 +126,9 @@ class Linear(torch.nn.Linear):
             if quantizer is not None:
                 weight.update_quantizer(quantizer)
         if call.calibrating:
-            return self._calibrate(call, input)
+            for name, tensor in (("input", input), ("weight", self._plain_weight())):
+                state.quantizer(name, rowwise=True, columnwise=True).calibrate(tensor.detach())
+            return self._high_precision(input)
         if state.keeps_values and call.first is None and not primary:
             return self._high_precision(input)
         if observed:
@@ -158,12 +149,6 @@ class Linear(torch.nn.Linear):
         with torch.autocast(device_type=weight.device.type, enabled=False):
             return quantized_linear(input, weight, bias, call, dtype, kept, main_grad, observed)
 
-    def _calibrate(self, call: Call, input: torch.Tensor) -> torch.Tensor:
-        state: Any = call.state
-        state.quantizer("input", rowwise=True, columnwise=True).calibrate(input.detach())
-        state.quantizer("weight", rowwise=True, columnwise=True).calibrate(self._plain_weight().detach())
-        return self._high_precision(input)
-
     def _matrix(self) -> torch.Tensor:
         """The weight as ``[out_features, in_features]``."""
         return self.weight.t() if self.weight_is_transposed else self.weight
@@ -175,7 +160,8 @@ class Linear(torch.nn.Linear):
     def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
         # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
-        weight: Any = self._plain_weight() if main_grad is None else IntoMainGrad.apply(self._matrix(), (main_grad,))  # type: ignore[no-untyped-call]
+        into: Any = IntoMainGrad.apply
+        weight = self._plain_weight() if main_grad is None else into(self._matrix(), (main_grad,))
         return high_precision_linear(input, weight, self.bias, autocast_dtype(weight, torch.compiler.is_compiling()))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -207,5 +193,4 @@ class Linear(torch.nn.Linear):
             destination[f"{prefix}recipe_state.{name}"] = value
 
     def extra_repr(self) -> str:
-        recipe = self.recipe
-        return super().extra_repr() + ("" if recipe is None else f", recipe={recipe.name or type(recipe).__name__}")
+        return super().extra_repr() + ("" if self.recipe is None else f", recipe={self.recipe._label}")

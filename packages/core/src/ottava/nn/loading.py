@@ -1,11 +1,9 @@
 """State dicts without the state of recipes, such as those of models in high precision: the state starts afresh."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,23 +20,10 @@ def layers_with_state(names: Iterable[str]) -> set[str]:
     return {OF_STATE.split(name)[0] for name in names if OF_STATE.search(name)}
 
 
-def fill_in_states(
-    module: torch.nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any, *_: Any
-) -> None:
-    """What is called before a state dict is loaded into a converted model, or a layer: a hook, as torch has them.
-
-    A layer whose weight the dict has, and whose state it lacks, gets a fresh one with the rest. One warning says so.
-    """
-    filled = list(_filled(module, state_dict, prefix, metadata))
-    if filled:
-        # Layers that are loaded one by one all say the same, which Python then shows once.
-        layers = f"{len(filled)} layers ({listed(filled)})" if len(filled) > 1 else "a layer"
-        what = f"the state dict has no scaling state for {layers}: there it starts afresh"
-        warnings.warn(f"{what}. To keep it, save the state dict of the converted model.", UserWarning, stacklevel=2)
-
-
-def _filled(module: torch.nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any) -> Iterator[str]:
-    present = layers_with_state(state_dict)
+def fill_in_states(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    """A hook of torch, called before a state dict is loaded into a converted model, or a layer. A layer whose weight is
+    in the dict, and whose state is not, gets a fresh one with the rest, and one warning says so."""
+    present, filled = layers_with_state(state_dict), []
     for name, layer in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
         state: Any = layer._modules.get("recipe_state")
         own = f"{name}." if name else ""
@@ -51,4 +36,9 @@ def _filled(module: torch.nn.Module, state_dict: MutableMapping[str, Any], prefi
             fresh.to_empty(device=weight.device)
         fresh.reset()
         state_dict.update({f"{own}recipe_state.{key}": value for key, value in fresh.state_dict().items()})
-        yield name
+        filled.append(name)
+    if filled:
+        # Layers that are loaded one by one all say the same, which Python then shows once.
+        layers = f"{len(filled)} layers ({listed(filled)})" if len(filled) > 1 else "a layer"
+        what = f"the state dict has no scaling state for {layers}: there it starts afresh"
+        warnings.warn(f"{what}. To keep it, save the state dict of the converted model.", UserWarning, stacklevel=2)

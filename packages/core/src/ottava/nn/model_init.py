@@ -1,13 +1,10 @@
 """``quantized_model_init``: layers made inside it have FP8-primary weights."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,18 +16,15 @@ from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensor
 
 
-@dataclass(eq=False)
 class _Block:
     """What is known of a block: its recipe, how many weights it quantized, and how many layers of torch it saw made."""
 
-    recipe: Recipe
-    quantized: int = 0
-    plain: int = 0
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.quantized, self.plain = recipe, 0, 0
 
     def count(self, module: Any, name: str, parameter: Any) -> None:
         """Called for each parameter that any module is given, in any thread."""
-        if _innermost.get() is self and name == "weight" and isinstance(module, torch.nn.Linear):
-            self.plain += 1
+        self.plain += _innermost.get() is self and name == "weight" and isinstance(module, torch.nn.Linear)
 
 
 # The innermost block of this thread; None outside any, and in one that is disabled.
@@ -43,20 +37,16 @@ def quantized_model_init(recipe: Recipe | str | os.PathLike[str], *, enabled: bo
 
     The values before quantization stay available on the CPU as ``weight.get_high_precision_init_val()``, for an
     optimizer's master weights, until ``weight.clear_high_precision_init_val()``. Code that makes ``torch.nn.Linear``
-    layers is not affected, and a ``UserWarning`` says so where it makes no others.
-
-    Raises:
-        DTypeError, RecipeNotFoundError: ``recipe`` is no recipe.
+    layers is not affected, and a ``UserWarning`` says so where it makes no others. A ``recipe`` that is none is refused
+    as by :func:`~ottava.get_recipe`.
     """
     block = _Block(as_recipe(recipe)) if enabled else None
     outer = _innermost.set(block)
-    hook = register_module_parameter_registration_hook(block.count) if block else None
     try:
-        yield
+        with register_module_parameter_registration_hook(block.count) if block else nullcontext():
+            yield
     finally:
         _innermost.reset(outer)
-        if hook is not None:
-            hook.remove()
     if block and block.plain and not block.quantized:
         what = f"quantized_model_init quantized nothing: the code inside made {block.plain} torch.nn.Linear"
         remedy = "make them ottava.nn.Linear, or call ottava.convert(model, recipe, primary=True) afterwards"
@@ -72,11 +62,7 @@ def quantize_new_weight(layer: Any) -> None:
 
 
 def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_values: bool) -> Any:
-    """A parameter in place of the weight of the layer ``name``, quantized by ``recipe``, with the same attributes.
-
-    Raises:
-        DTypeError: the recipe's quantizer gives no tensor.
-    """
+    """A parameter in place of the weight of the layer ``name``, quantized by ``recipe``, with the same attributes."""
     quantizer = recipe.quantizer(QuantizerRole("linear", "weight", name)).copy()
     quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled() or not quantizer.columns_when_asked)
     quantizer.internal = False

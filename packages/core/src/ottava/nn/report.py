@@ -1,7 +1,5 @@
 """``conversion_report``: which layers of a model run under which recipe, and the weights of products that do not."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator
@@ -83,10 +81,8 @@ class ConversionReport:
 
     def __str__(self) -> str:
         under = f"under {self.recipe!r}" if self.recipe else "under a recipe"
-        lines = [
-            f"{len(self.swapped)} of {len(self.decisions)} linear modules run {under}, "
-            f"with {self.share:.1%} of the weights of products"
-        ]
+        modules = f"{len(self.swapped)} of {len(self.decisions)} linear modules run {under}"
+        lines = [f"{modules}, with {self.share:.1%} of the weights of products"]
         lines += [f"  {'+' if d.swapped else '-'} {d.name or '(root)'}: {d.reason}" for d in self.decisions]
         lines += [f"  {w.share:6.1%} in high precision: {w.name} {[*w.shape]}, {w.reason}" for w in self.left_out]
         return "\n".join(lines)
@@ -98,9 +94,7 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
     Parameters of two or more dimensions count as weights of products, except those of embeddings and norms, and those
     outside linear layers that are named as what is added or scaled by (``bias``, ``embed``, ``position``, ``token``,
     ``scale``, ``norm``) or have less than two dimensions longer than 1. Regions (``ottava.autocast``) do not count.
-
-    Raises:
-        DTypeError: ``model`` is no module.
+    What is no module is a DTypeError.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
@@ -118,12 +112,8 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
         elif is_convertible(module):
             unbound = "no recipe is bound" if isinstance(module, Linear) else default
             decisions[name] = Decision(name, False, told.get(name) or refusal(module) or unbound)
-    names = {_named(modules[name]) for name, decision in decisions.items() if decision.swapped}
+    names = {modules[name].recipe._label for name, decision in decisions.items() if decision.swapped}
     return ConversionReport(", ".join(sorted(names)), (*decisions.values(),), (*_weights(modules, decisions),))
-
-
-def _named(layer: Any) -> str:
-    return layer.recipe.name or type(layer.recipe).__name__
 
 
 def _keeps_values(layer: Any) -> bool:
@@ -133,7 +123,7 @@ def _keeps_values(layer: Any) -> bool:
 
 
 def _how(layer: Any, parent: Any) -> str:
-    how = f"recipe bound: {_named(layer)}"
+    how = f"recipe bound: {layer.recipe._label}"
     if _keeps_values(layer):
         how += ", which keeps its operands in high precision"
     if isinstance(local_tensor(layer.weight), QuantizedTensor):
@@ -143,7 +133,7 @@ def _how(layer: Any, parent: Any) -> str:
     return how
 
 
-def _weights(modules: dict[str, torch.nn.Module], decisions: dict[str, Decision]) -> Iterator[ProductWeight]:
+def _weights(modules: dict[str, Any], decisions: dict[str, Decision]) -> Iterator[ProductWeight]:
     # Each parameter with what is known of a product by it, of one in high precision if there is any.
     found: dict[Any, tuple[str, str | None, str]] = {}
     for path, module in modules.items():
@@ -155,7 +145,8 @@ def _weights(modules: dict[str, torch.nn.Module], decisions: dict[str, Decision]
         for key, parameter in module._parameters.items():
             if parameter is None or not _multiplies(module, key, parameter, known is not None):
                 continue
-            recipe = _named(modules[name]) if known and known.swapped and not _keeps_values(modules[name]) else None
+            quantized = known is not None and known.swapped and not _keeps_values(modules[name])
+            recipe = modules[name].recipe._label if quantized else None
             if parameter not in found or (found[parameter][1] is not None and recipe is None):
                 found[parameter] = f"{path}.{key}".strip("."), recipe, reason
     total = sum(parameter.numel() for parameter in found) or 1

@@ -1,7 +1,5 @@
 """``Recipe``: which quantizer serves which tensor; and recipes by name."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -37,8 +35,13 @@ class Recipe(ABC):
     reduces_amaxes: bool = False
     _factory: QuantizerFactory | None = None
 
+    @property
+    def _label(self) -> str:
+        """What the recipe is called: its name, or that of its class."""
+        return self.name or type(self).__name__
+
     @abstractmethod
-    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Quantizer:
+    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> "Quantizer":
         """A quantizer for ``role``; the group is the one of the enclosing ``autocast``, if any."""
 
     def set_quantizer_factory(self, factory: QuantizerFactory | str | None) -> None:
@@ -49,24 +52,21 @@ class Recipe(ABC):
                 another recipe would use; or None where this recipe's own serves. A name is that of a published factory.
 
         Raises:
-            DTypeError: ``factory`` is neither callable nor a name.
-            RecipeNotFoundError, PluginError: as of :func:`ottava.get_quantizer_factory`.
+            DTypeError: it is neither callable nor a name. A name may be refused by :func:`get_quantizer_factory`.
         """
         if isinstance(factory, str):
             factory = get_quantizer_factory(factory)
         if factory is not None and not callable(factory):
-            what, expected = f"the factory is a {type(factory).__name__}", "a callable factory(role), or a name"
-            raise DTypeError(what, expected=expected)
+            expected = "a callable factory(role), or a name"
+            raise DTypeError(f"the factory is a {type(factory).__name__}", expected=expected)
         # Recipes may be frozen dataclasses: their fields say what they do, the factory is set over them.
         object.__setattr__(self, "_factory", factory)
 
-    def quantizer(self, role: QuantizerRole | str, *, amax_reduction_group: Any = None) -> Quantizer:
+    def quantizer(self, role: QuantizerRole | str, *, amax_reduction_group: Any = None) -> "Quantizer":
         """The quantizer for ``role``: the factory's, if one is set, else the recipe's.
 
         Where a stateful recipe serves the role, this one has a state of its own; those of a layer share the layer's.
-
-        Raises:
-            DTypeError: the factory returned something that is not a quantizer.
+        What the factory returned is refused as by :meth:`given`.
         """
         role = QuantizerRole.of(role)
         given = self.given(role)
@@ -74,16 +74,14 @@ class Recipe(ABC):
             return given.recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
         return self.make_quantizer(role, amax_reduction_group=amax_reduction_group) if given is None else given
 
-    def given(self, role: QuantizerRole) -> Quantizer | QuantizerRequest | None:
+    def given(self, role: QuantizerRole) -> "Quantizer | QuantizerRequest | None":
         """What a factory that was put over this recipe gives for ``role``; None where the recipe's own serves.
 
-        Raises:
-            DTypeError: the factory returned something else.
-            OptionError: it asks for what this recipe uses itself, which would lead back to it.
+        Other kinds of answers are a DTypeError, a request for this recipe, which would lead back to it, an OptionError.
         """
         return None if self._factory is None else self._checked_answer(self._factory(role), role)
 
-    def _checked_answer(self, answer: Any, role: QuantizerRole) -> Quantizer | QuantizerRequest | None:
+    def _checked_answer(self, answer: Any, role: QuantizerRole) -> "Quantizer | QuantizerRequest | None":
         """What a factory answered, which may be a quantizer, a request for another recipe, or None."""
         from ottava.tensors import Quantizer
 
@@ -91,12 +89,12 @@ class Recipe(ABC):
             what = f"the quantizer factory returned a {type(answer).__name__} for {role}"
             raise DTypeError(what, expected="an ottava.Quantizer, an ottava.QuantizerRequest or None")
         if isinstance(answer, QuantizerRequest) and answer.recipe.same_as(self):
-            what = f"the quantizer factory of {self.name or type(self).__name__!r} asks for that recipe, for {role}"
+            what = f"the quantizer factory of {self._label!r} asks for that recipe, for {role}"
             remedy = "return None where the recipe's own quantizer is to serve"
             raise OptionError(what, expected="a request for another recipe", remedy=remedy)
         return answer
 
-    def fake_quantizer(self, fp8_format: str) -> Quantizer | None:
+    def fake_quantizer(self, fp8_format: str) -> "Quantizer | None":
         """The quantizer of a fake-quantization format that the recipe's spec lists: by default that of inputs."""
         return self.quantizer("input")
 
@@ -106,8 +104,7 @@ class Recipe(ABC):
         given = self.given(role)
         if isinstance(given, QuantizerRequest):
             return given.recipe.explain(role)
-        name = self.name or type(self).__name__ if given is None else ""
-        quantizer = self.make_quantizer(role) if given is None else given
+        name, quantizer = (self._label, self.make_quantizer(role)) if given is None else ("", given)
         kept = self.wgrad_high_precision and role.tensor_type != "weight"
         columnwise = "high precision" if kept else words(quantizer.for_usage(True), name)
         return Explanation(words(quantizer.for_usage(False), name), columnwise)
@@ -116,7 +113,7 @@ class Recipe(ABC):
         """The rules that :meth:`explain` may name, in their order: none, unless the recipe has any."""
         return ()
 
-    def same_as(self, other: Recipe | None) -> bool:
+    def same_as(self, other: "Recipe | None") -> bool:
         """Whether ``other`` says the same: the same object, or an equal one under an equal factory."""
         return self is other or (other is not None and self.has_factory(other._factory) and bool(self == other))
 
@@ -126,12 +123,12 @@ class Recipe(ABC):
         return mine is factory or (type(mine) is type(factory) and bool(mine == factory))
 
     def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
-        """Begin a step: called at the entry of a region with every stateful state of this recipe that takes part.
+        """Begin a step: called with every stateful state of this recipe that takes part.
 
         All of them together, so that whatever needs the other ranks of ``amax_reduction_group`` (None: the default
-        group, if there is one) takes one collective. The entry of a region is that of an
-        :class:`~ottava.autocast` block, or of the forward pass of the outermost module that ``convert`` returned,
-        with gradients enabled and outside a backward pass; and the exit of a calibrating block.
+        group, if there is one) takes one collective. A step begins at the entry of an :class:`~ottava.autocast` block,
+        or of the forward pass of the outermost module that ``convert`` returned, with gradients enabled and outside a
+        backward pass; and at the exit of a calibrating block.
         """
 
     def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> RecipeState:
@@ -147,10 +144,7 @@ class QuantizerRequest:
     belongs to the layer. The layer answers the requests that name equal recipes with one state.
 
     Attributes:
-        recipe: a recipe; the name of an installed one is built with its defaults.
-
-    Raises:
-        DTypeError, RecipeNotFoundError: ``recipe`` is no recipe.
+        recipe: a recipe; the name of an installed one is built with its defaults, or refused as by :func:`get_recipe`.
     """
 
     recipe: Recipe
@@ -165,22 +159,15 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
     A path has a suffix, which no name has: the recipe whose spec lists the suffix in ``file_suffixes`` reads the file.
 
     Raises:
-        RecipeNotFoundError: no installed package provides it; the message has the nearest names.
-        DuplicateRecipeError: several packages claim the name.
+        RecipeNotFoundError, DuplicateRecipeError: no installed package provides it, or several claim the name.
         OptionError: an option that the recipe does not take, one that is missing, or a value that it refuses.
         PluginError: the package that provides it cannot be imported, or does not build a recipe.
     """
-    made: Recipe = build_recipe(name, Recipe, options)
-    return made
+    return build_recipe(name, Recipe, options)  # type: ignore[no-any-return]
 
 
 def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
-    """A recipe object, built with its defaults when given by name, or from the file whose path it is.
-
-    Raises:
-        DTypeError: neither a recipe nor a string.
-        RecipeNotFoundError, OptionError: as of :func:`ottava.get_recipe`.
-    """
+    """A recipe object, built by :func:`get_recipe` with its defaults when given by name or path; else a DTypeError."""
     if isinstance(recipe, (str, os.PathLike)):
         return get_recipe(recipe)
     if not isinstance(recipe, Recipe):

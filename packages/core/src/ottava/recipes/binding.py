@@ -1,20 +1,19 @@
 """What a layer runs under: the recipe that is bound to it, the states that it keeps, and the call that is asked for."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import chain, count
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ottava.errors import CheckpointError
+from ottava.errors import CheckpointError, UsageError
 from ottava.kernels.backends import backend_for
-from ottava.recipes.base import Recipe
-from ottava.recipes.mixed import layer_state
-from ottava.recipes.region import Region, backward_task, begin_ahead, current_region, regions
+from ottava.recipes.base import QuantizerRequest, Recipe
+from ottava.recipes.region import Region, begin_ahead, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
-from ottava.recipes.state import RecipeState
-from ottava.recipes.step import Step, begin, is_taken_apart
+from ottava.recipes.state import RecipeState, by_recipe
+from ottava.recipes.step import Step, backward_task, begin, is_taken_apart
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, is_distributed, local_tensor
@@ -25,50 +24,111 @@ def label_of(layer: Any) -> str:
     return f"{type(layer).__name__} {layer.name!r}" if layer.name else type(layer).__name__
 
 
-def _name(recipe: Any) -> str:
-    return str(recipe.name or type(recipe).__name__)
+def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any = None) -> RecipeState:
+    """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of other recipes."""
+    given = [(recipe.given(role), role) for role in roles]
+    servers = [(answer.recipe if isinstance(answer, QuantizerRequest) else recipe, role) for answer, role in given]
+    parts: list[tuple[Sequence[QuantizerRole], RecipeState]] = []
+    if any(server is not recipe for server, _ in servers):
+        for server, together in by_recipe(servers):
+            make = _own_state if server is recipe else layer_state
+            parts.append((together, make(server, together, amax_reduction_group)))
+    # Quantizers without state need no parts: they are the recipe's own.
+    mixed = any(part.stateful for _, part in parts)
+    if torch.compiler.is_compiling() and (mixed or recipe.stateful):
+        what = f"Linear {roles[0].name!r} has no state for {recipe._label!r} yet, and compiled code cannot make one"
+        expected = "a layer that was converted, or bound to the recipe, or has run under it once"
+        raise UsageError(what, expected=expected, remedy="call ottava.convert(model, recipe) before torch.compile")
+    made = MixedState(recipe, parts, amax_reduction_group) if mixed else _own_state(recipe, roles, amax_reduction_group)
+    unquantized = [role.tensor_type for server, role in servers if server.wgrad_high_precision]
+    made.wgrad_unquantized = tuple(name for name in unquantized if name != "weight")
+    return made
+
+
+def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any) -> RecipeState:
+    """The recipe's own state, made under the default dtype float32 and on the CPU if it keeps values."""
+    if not recipe.stateful:
+        return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+    finally:
+        torch.set_default_dtype(default)
+
+
+class MixedState(torch.nn.Module, RecipeState):
+    """The states of several recipes that serve one layer, each for some of its roles. Those that keep something are
+    submodules, named after their recipes."""
+
+    stateful: ClassVar[bool] = True
+    __getstate__ = RecipeState.__getstate__  # that of a module would keep the process group
+
+    def __init__(self, recipe: Recipe, parts: Any, amax_reduction_group: Any = None) -> None:
+        super().__init__()
+        self.recipe, self.factory, self.amax_reduction_group = recipe, recipe._factory, amax_reduction_group
+        # By the tensor type. Those without state no checkpoint sees.
+        self.serving: dict[str, RecipeState] = {}
+        taken: set[str] = set()
+        for roles, part in parts:
+            name = part.recipe._label.replace(".", "_")
+            names = chain([name], (f"{name}_{number}" for number in count(2)))
+            taken.add(free := next(name for name in names if name not in taken and not hasattr(self, name)))
+            if isinstance(part, torch.nn.Module):
+                self.add_module(free, part)
+            self.serving |= {role.tensor_type: part for role in roles}
+
+    def parts(self) -> list[Any]:
+        return list(self._modules.values())
+
+    def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
+        """Whether this is the state for that recipe, and its parts are for that group."""
+        of_group = all(part.serves(part.recipe, amax_reduction_group) for part in self.serving.values())
+        return of_group and self.is_of(recipe)
+
+    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
+        part = self.serving[tensor_type]
+        return part.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=recording)
+
+    def reset(self) -> None:
+        for part in self.parts():
+            part.reset()
+
+    def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
+        return self.serving["weight"].weight_quantizer(weight)
+
+    def gather_quantizer(self) -> Quantizer:
+        return self.serving["weight"].gather_quantizer()
+
+    def use_gathered(self, weight: Any, *, recording: bool) -> None:
+        self.serving["weight"].use_gathered(weight, recording=recording)
 
 
 class Call(NamedTuple):
-    """What one forward pass of a layer, its backward pass and its recomputation run under.
+    """What one forward pass of a layer, its backward pass and its recomputation run under."""
 
-    Attributes:
-        recipe: None computes in high precision.
-        state: the layer's quantizers; None without a recipe.
-        group: over which amaxes are reduced.
-        recording: whether the state is to see the operands: not those of an evaluation, and those of a step once.
-        calibrating: whether the state is to observe them while the layer computes in high precision.
-        first: whether the weight is quantized and kept (True), was kept (False), or is quantized for this call (None).
-        of_block: what a ``microbatch`` block said of that, and the call did not.
-        recomputed: whether this is a forward pass that activation checkpointing runs again.
-    """
-
-    recipe: Recipe | None = None
-    state: RecipeState | None = None
-    group: Any = None
-    recording: bool = True
-    calibrating: bool = False
-    first: bool | None = None
-    recomputed: bool = False
-    of_block: bool | None = None
+    recipe: Recipe | None = None  # None computes in high precision
+    state: RecipeState | None = None  # the layer's quantizers; None without a recipe
+    group: Any = None  # over which amaxes are reduced
+    recording: bool = True  # whether the state sees the operands: not those of an evaluation, and those of a step once
+    calibrating: bool = False  # whether the state observes them while the layer computes in high precision
+    first: bool | None = None  # the weight is quantized and kept (True), was kept (False), is quantized for this call
+    recomputed: bool = False  # whether activation checkpointing runs this forward pass again
+    of_block: bool | None = None  # what a microbatch block said of first, and the call did not
 
 
 class Binding:
-    """A layer's recipe, states and last call.
-
-    A stateful state is the submodule ``recipe_state`` of the layer, so that checkpoints and ``.to()`` see it.
-    """
+    """A layer's recipe, states and last call. A stateful state is the submodule ``recipe_state`` of the layer, so that
+    checkpoints and ``.to()`` see it."""
 
     recipe: Recipe | None = None
-    # The state in use; it is made again when a region asks for another recipe or group.
-    state: RecipeState | None = None
-    #: The step of the converted model that the layer is in, if it is in any.
-    step: Step | None = None
+    state: RecipeState | None = None  # in use; it is made again when a region asks for another recipe or group
+    step: Step | None = None  # of the converted model that the layer is in, if it is in any
     #: The state that a checkpoint held, until a region brings the recipe that it belongs to.
     loaded: dict[str, Any] | None = None
     _mismatch_told: bool = False
-    # Of the last forward pass of a step, which activation checkpointing repeats.
-    _last: Call | None = None
+    _last: Call | None = None  # of the last forward pass of a step, which activation checkpointing repeats
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be pickled.
@@ -79,7 +139,7 @@ class Binding:
     def prepare(self, layer: Any, recipe: Recipe, group: Any = None) -> RecipeState:
         """A new state for a recipe, which may refuse its options. Nothing is changed."""
         roles = [QuantizerRole("linear", tensor_type, layer.name) for tensor_type in OF_LINEAR]
-        state = layer_state(recipe, roles, amax_reduction_group=group)
+        state = layer_state(recipe, roles, group)
         for part in (state, *state.parts()):
             part._layer_name = layer.name
         # Chosen now, so that code compiled later finds it chosen.
@@ -93,12 +153,11 @@ class Binding:
         kept: Any = layer._modules.get("recipe_state")
         if kept is not None and recipe is not None and kept.serves(recipe, None):
             prepared = kept
-        elif prepared is not None and not prepared.stateful:
+        elif kept is not None and prepared is not None and not prepared.stateful:
             # The layer has another recipe for good, and the old state goes. (Bound to none, it keeps the state for
             # a region that brings its recipe.)
-            gone: Any = layer._modules.pop("recipe_state", None)
-            if gone is not None:
-                gone._pending = False
+            del layer._modules["recipe_state"]
+            kept._pending = False
         self._warn_of_mismatch(layer, None, prepared)
         self._use(layer, prepared)
 
@@ -149,39 +208,28 @@ class Binding:
         else:
             state = self.prepare(layer, recipe, group)
             if kept is not None and state.stateful:
-                warnings.warn(
-                    f"the scaling state of {label_of(layer)} is discarded: the recipe changed from {kept.recipe!r} to "
-                    f"{recipe!r}, and the new one starts afresh",
-                    UserWarning,
-                    stacklevel=5,
-                )
+                what = f"the scaling state of {label_of(layer)} is discarded: the recipe changed from"
+                what = f"{what} {kept.recipe!r} to {recipe!r}, and the new one starts afresh"
+                warnings.warn(what, UserWarning, stacklevel=5)
         self._warn_of_mismatch(layer, self.state, state)
         self._use(layer, state)
         return state
 
     def _warn_of_mismatch(self, layer: Any, before: RecipeState | None, state: RecipeState | None) -> None:
-        """Warn, once, of a weight that another recipe keeps quantized, or of a change to another kind of recipe.
-
-        Args:
-            before: the state that the layer ran under; None where that is no matter.
-            state: the one that it runs under from now on.
-        """
+        """Warn, once, of a weight that another recipe than that of ``state`` keeps quantized, or of a change from
+        ``before`` to another kind of recipe."""
         if state is None or self._mismatch_told or torch.compiler.is_compiling():
             return
-        name, label = _name(state.recipe), label_of(layer)
+        name, label = state.recipe._label, label_of(layer)
         kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
         own = None if kept is None else state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
         if type(kept) is not type(own):
             what = f"the weight of {label} stays as a {type(kept).__name__} quantized it, and the layer runs under"
             what = f"{what} {name!r}: make the model inside quantized_model_init({name!r})"
-        elif (
-            before is not None
-            and type(before.recipe) is not type(state.recipe)
-            and not (before.stateful and state.stateful)
-        ):
-            what = f"{label} changes from recipe {_name(before.recipe)!r} to {name!r}"
-        else:
+        elif before is None or type(before.recipe) is type(state.recipe) or (before.stateful and state.stateful):
             return
+        else:
+            what = f"{label} changes from recipe {before.recipe._label!r} to {name!r}"
         self._mismatch_told = True
         warnings.warn(what, UserWarning, stacklevel=6)
 
@@ -260,12 +308,9 @@ class Binding:
             state.step = region.step
         if state._backward_ran and KNOWS_BACKWARD and not compiling and training and grad_enabled:
             state._backward_ran = False
-            warnings.warn(
-                f"{label_of(layer)} runs another forward pass after a backward pass, in one region: scales are updated "
-                "at the entry of a region only; enter it anew for every step",
-                UserWarning,
-                stacklevel=5,
-            )
+            what = f"{label_of(layer)} runs another forward pass after a backward pass, in one region"
+            what = f"{what}: scales are updated at the entry of a region only; enter it anew for every step"
+            warnings.warn(what, UserWarning, stacklevel=5)
 
     # -- weights that are gathered, and quantized before a forward pass uses them --
 

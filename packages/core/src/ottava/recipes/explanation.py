@@ -50,6 +50,5 @@ def words(quantizer: "Quantizer", name: str = "") -> str:
     text = name or type(quantizer).__name__
     for dtype in (getattr(quantizer, attribute, None) for attribute in ("fp8_dtype", "dtype")):
         if isinstance(dtype, torch.dtype):
-            element = ELEMENTS.get(dtype)
-            return f"{text} {str(dtype).removeprefix('torch.') if element is None else element.name}"
+            return f"{text} {ELEMENTS[dtype].name if dtype in ELEMENTS else str(dtype).removeprefix('torch.')}"
     return text

@@ -5,9 +5,7 @@ takes a name over, with one exception: the distribution ``ottava-recipes-NAME`` 
 """
 
 import contextlib
-import importlib
 import os
-import pkgutil
 import re
 import sys
 import traceback
@@ -27,9 +25,8 @@ OWNER_PREFIX = "ottava-recipes-"
 # Hook -> what it gives.
 _HOOKS: dict[str, type[Spec]] = {"ottava_recipes": RecipeSpec, "ottava_quantizer_factories": FactorySpec}
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("", "0", "false", "no", "off"), False)
-# Files and folders (pluggy's, importlib's, Ottava's own) whose lines in a traceback are not a plugin's.
-_FOLDERS = (os.path.dirname(path) for path in (pluggy.__file__, importlib.__file__, os.path.dirname(__file__)))
-_MACHINERY = (pkgutil.__file__, *(os.path.join(os.path.abspath(folder), "") for folder in _FOLDERS))
+# Packages whose lines in a traceback are not a plugin's.
+_MACHINERY = ("_frozen_importlib", "_frozen_importlib_external", "importlib", "ottava", "pkgutil", "pluggy")
 
 
 def canonical(name: str) -> str:
@@ -77,14 +74,6 @@ class PluginStatus:
         """What is wrong with it, one text each."""
         return [*([self.error] if self.error else []), *(str(refusal.error) for refusal in self.refused)]
 
-    @property
-    def recipes(self) -> tuple[RecipeSpec, ...]:
-        return tuple(spec for spec in self.offers if isinstance(spec, RecipeSpec))
-
-    @property
-    def quantizer_factories(self) -> tuple[FactorySpec, ...]:
-        return tuple(spec for spec in self.offers if isinstance(spec, FactorySpec))
-
 
 def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: PluginStatus | None) -> DuplicateRecipeError:
     offers = " and by ".join(f"{s.distribution} {s.version} (entry point {s.entry_point})" for s in claimants)
@@ -94,8 +83,7 @@ def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: Plugin
     if owner is not None:
         what += f"; the name belongs to {owner.distribution} {owner.version}"
         if owner.status == "broken":
-            what += ", which is broken"
-            remedy = f"mend or uninstall {owner.distribution}"
+            what, remedy = f"{what}, which is broken", f"mend or uninstall {owner.distribution}"
     return DuplicateRecipeError(what, expected="one package for each name", remedy=remedy)
 
 
@@ -105,7 +93,7 @@ def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
     for status in statuses:
         for spec in status.offers:
             claims.setdefault((spec.kind, spec.name), []).append(status)
-    lost: dict[str, dict[tuple[str, str], Refusal]] = {status.name: {} for status in statuses}
+    refused: dict[str, list[Refusal]] = {}
     for (kind, name), claimants in claims.items():
         titled = [s for s in statuses if canonical(s.distribution) == OWNER_PREFIX + canonical(name)]
         # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
@@ -114,13 +102,14 @@ def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
         if len(claimants) > 1 or owner not in (None, claimants[0]):
             refusal = Refusal(kind, name, _conflict(kind, name, claimants, owner))
             for status in claimants:
-                lost[status.name] |= {} if status is owner else {(kind, name): refusal}
-    settled = []
-    for status in statuses:
-        refused = lost[status.name]
-        offers = tuple(spec for spec in status.offers if (spec.kind, spec.name) not in refused)
-        settled.append(replace(status, offers=offers, refused=tuple(refused.values())))
-    return settled
+                refused.setdefault(status.name, []).extend([] if status is owner else [refusal])
+    return [_without(status, refused.get(status.name, [])) for status in statuses]
+
+
+def _without(status: PluginStatus, refused: list[Refusal]) -> PluginStatus:
+    lost = {(refusal.kind, refusal.name) for refusal in refused}
+    kept = tuple(spec for spec in status.offers if (spec.kind, spec.name) not in lost)
+    return replace(status, offers=kept, refused=tuple(refused))
 
 
 def disabled() -> set[str]:
@@ -139,19 +128,18 @@ def discover(group: str = hookspecs.ENTRY_POINT_GROUP) -> list[PluginStatus]:
 
 
 def _examine(dist: Distribution, group: str) -> list[PluginStatus]:
-    name = version = text = ""
+    text = name = version = ""
     with contextlib.suppress(Exception):
         text = dist.read_text("entry_points.txt") or ""
     # Only files with our group are parsed: a malformed one of a stranger to Ottava is not Ottava's business.
     if not re.search(rf"^\s*\[{re.escape(group)}\]\s*$", text, re.M):
         return []
     with contextlib.suppress(Exception):  # no METADATA at all: which error it is differs from one Python to the next
-        name = str(dist.metadata["Name"] or "")
-        version = str(dist.metadata["Version"] or "")
+        name, version = (str(dist.metadata[key] or "") for key in ("Name", "Version"))
     if not name or not version:
-        folder = getattr(getattr(dist, "_path", None), "name", "") or "a distribution without a name"
+        name = name or getattr(getattr(dist, "_path", None), "name", "") or "a distribution without a name"
         wrong = "its metadata has no name or no version, as an interrupted installation leaves it: reinstall or delete"
-        return [PluginStatus(name or folder, version or "?", error=wrong)]
+        return [PluginStatus(name, version or "?", error=wrong)]
     try:
         return [PluginStatus(name, version, entry.name, entry) for entry in dist.entry_points if entry.group == group]
     except Exception as error:
@@ -161,12 +149,13 @@ def _examine(dist: Distribution, group: str) -> list[PluginStatus]:
 def describe(error: BaseException) -> str:
     """Kind and text of an error, and where in a plugin's own code it comes from."""
     text = " ".join(text_of(error).split())
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [(path, line) for path, line in places if not path.startswith(("<", *_MACHINERY))]
+    frames = traceback.walk_tb(error.__traceback__)
+    named = [(str(f.f_globals.get("__name__")).split(".")[0], f.f_code.co_filename, line) for f, line in frames]
+    own = [place for package, *place in named if package not in _MACHINERY]
     return type(error).__name__ + (f": {text}" if text else "") + (" ({}:{})".format(*own[-1]) if own else "")
 
 
-def _collect(answers: list[Any], hook: str) -> tuple[Any, ...]:
+def _collect(answers: list[Any], hook: str) -> list[Any]:
     """The specs that a hook gave, if they are what they should be."""
     kind = _HOOKS[hook]
     expected = f"a list of {kind.__name__} objects"
@@ -187,7 +176,7 @@ def _collect(answers: list[Any], hook: str) -> tuple[Any, ...]:
             if spec.name in specs:
                 raise DuplicateRecipeError(f"{hook} yielded {spec.name!r} twice", expected="one each")
             specs[spec.name] = spec
-    return tuple(specs.values())
+    return list(specs.values())
 
 
 def _read(name: str, entry: EntryPoint) -> tuple[Any, ...]:
@@ -201,8 +190,8 @@ def _read(name: str, entry: EntryPoint) -> tuple[Any, ...]:
     if unmarked := [hook for hook in _HOOKS if hook not in marked and callable(getattr(plugin, hook, None))]:
         raise PluginError(f"{', '.join(unmarked)} is not marked", remedy="put @ottava.hookimpl before it")
     if not marked:
-        expected, remedy = " or ".join(_HOOKS), "define one, with @ottava.hookimpl"
-        raise PluginError(f"{entry.value} has no hook", expected=expected, remedy=remedy)
+        remedy = "define one, with @ottava.hookimpl"
+        raise PluginError(f"{entry.value} has no hook", expected=" or ".join(_HOOKS), remedy=remedy)
     return tuple(spec for hook in _HOOKS if hook in marked for spec in _collect(getattr(manager.hook, hook)(), hook))
 
 
@@ -211,14 +200,14 @@ def _loaded(found: PluginStatus, strict: bool) -> PluginStatus:
         return replace(found, status="disabled", error="")
     cause: BaseException | None = None
     text = found.error
-    if found.entry is not None:
-        try:
+    try:
+        if found.entry is not None:
             return replace(found, offers=_read(found.name, found.entry))
-        except KeyboardInterrupt:
-            raise
-        # A plugin may raise anything else, SystemExit and a test runner's own kinds as well.
-        except BaseException as error:
-            cause, text = error, describe(error)
+    except KeyboardInterrupt:
+        raise
+    # A plugin may raise anything else, SystemExit and a test runner's own kinds as well.
+    except BaseException as error:
+        cause, text = error, describe(error)
     if strict:
         what, remedy = f"plugin {found.name} {found.version} is broken: {text}", "unset OTTAVA_STRICT_PLUGINS to go on"
         raise PluginError(what, remedy=remedy) from cause
@@ -233,7 +222,7 @@ def load() -> list[PluginStatus]:
     # What plugins print must not get between the lines of a listing that is read by a program.
     with contextlib.redirect_stdout(sys.stderr):
         settled = _settle([_loaded(found, strict=_WORDS[value]) for found in discover()])
-    refused = [refusal for status in settled for refusal in status.refused]
-    if refused and _WORDS[value]:
-        raise refused[0].error.with_traceback(None)
+    for status in settled if _WORDS[value] else ():
+        for refusal in status.refused:
+            raise refusal.error.with_traceback(None)
     return settled

@@ -1,48 +1,36 @@
 """Regions: ``autocast`` blocks, which override the recipes bound to layers, and forward passes of converted models."""
 
-from __future__ import annotations
-
 import contextlib
 import copyreg
 import os
 import threading
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from ottava.collectives import check_group
-from ottava.errors import OptionError
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
-from ottava.recipes.step import Step, is_taken_apart, step_for
-from ottava.torch_private import constant_to_compiler, graph_task_id
+from ottava.recipes.step import Step, backward_task, is_taken_apart, step_for
+from ottava.tensors.declaration import check_flag
+from ottava.torch_private import constant_to_compiler
 
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """What an ``autocast`` block, or the forward pass of a converted model, says.
+    """What an ``autocast`` block, or the forward pass of a converted model, says."""
 
-    Attributes:
-        recipe: replaces the bound ones; None keeps them.
-        step: what the states that run in it begin together.
-        began: whether the step has begun, at its entry or before.
-        graph_task: the backward pass inside which it was entered, by autograd's number; -1 outside any.
-        owner: the block; None for a forward pass.
-        model: the converted model whose forward pass the region, or one that it continues, is.
-    """
-
-    recipe: Recipe | None
+    recipe: Recipe | None  # replaces the bound ones; None keeps them
     enabled: bool
     group: Any
     calibrating: bool
-    step: Step
-    began: bool
-    graph_task: int
-    owner: Any
-    model: Any = None
+    step: Step  # what the states that run in it begin together
+    began: bool  # whether the step has begun, at its entry or before
+    graph_task: int  # the backward pass inside which it was entered, by autograd's number; -1 outside any
+    owner: Any  # the block; None for a forward pass
+    model: Any = None  # the converted model whose forward pass the region, or one that it continues, is
 
 
 class _Regions(threading.local):
@@ -56,11 +44,6 @@ class _Regions(threading.local):
 regions = _Regions()
 
 
-def backward_task() -> int:
-    """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
-    return -1 if torch.compiler.is_compiling() else graph_task_id()
-
-
 def current_region() -> Region | None:
     """The innermost region of this thread, or None."""
     return regions.stack[-1] if regions.stack else None
@@ -69,19 +52,16 @@ def current_region() -> Region | None:
 class microbatch(contextlib.ContextDecorator):
     """A block in which every layer takes ``is_first_microbatch=first``, unless its call says otherwise.
 
-    With ``first=True`` the layers quantize their weights and keep them; with False they use what they kept.
-
-    Raises:
-        OptionError: ``first`` is not a bool.
+    With ``first=True`` the layers quantize their weights and keep them; with False they use what they kept. What is no
+    bool is refused with an OptionError.
     """
 
     def __init__(self, first: bool) -> None:
-        if not isinstance(first, bool):
-            raise OptionError(f"microbatch(first={first!r})", expected="True or False")
+        check_flag("first, of microbatch,", first)
         self._first = first
         self._outer: list[bool | None] = []
 
-    def __enter__(self) -> microbatch:
+    def __enter__(self) -> "microbatch":
         self._outer.append(regions.first)
         regions.first = self._first
         return self
@@ -111,8 +91,7 @@ class autocast(contextlib.ContextDecorator):
 
     Raises:
         OptionError: ``enabled`` or ``calibrating`` is not a bool, or the group no process group.
-        DTypeError: ``recipe`` is neither a recipe nor a name.
-        RecipeNotFoundError: no installed package provides the name.
+        DTypeError, RecipeNotFoundError: ``recipe`` is neither a recipe nor the name of an installed one.
         UsageError: at the entry, on all ranks, if these have other layers or other options of a recipe that reduces.
     """
 
@@ -123,10 +102,8 @@ class autocast(contextlib.ContextDecorator):
         amax_reduction_group: Any = None,
         calibrating: bool = False,
     ) -> None:
-        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
-            if not isinstance(value, bool):
-                what = f"autocast({name}={value!r})"
-                raise OptionError(what, expected="True or False", remedy="pass the recipe as the first argument")
+        check_flag("enabled", enabled)
+        check_flag("calibrating", calibrating)
         check_group(amax_reduction_group)
         if isinstance(recipe, (str, os.PathLike)):
             # The same object each time: layers keep the state that it gave them.
@@ -134,20 +111,18 @@ class autocast(contextlib.ContextDecorator):
             _found(name)
             recipe = registry.defaults[name][0]
         self._recipe = None if recipe is None else as_recipe(recipe)
-        self._enabled = enabled
-        self._group = amax_reduction_group
-        self._calibrating = calibrating
+        self._enabled, self._group, self._calibrating = enabled, amax_reduction_group, calibrating
 
-    def __enter__(self) -> autocast:
+    def __enter__(self) -> "autocast":
         outer, task = current_region(), backward_task()
         if outer is not None and outer.graph_task != task:
             # What is recomputed in a backward pass knows what surrounded its forward pass.
             outer = None
         recipe, group = self._recipe, self._group
+        same = outer is not None and recipe is None and group is None
         if outer is not None:
             recipe = outer.recipe if recipe is None else recipe
             group = outer.group if group is None else group
-        same = outer is not None and self._recipe is None and self._group is None
         step, model = (outer.step, outer.model) if outer is not None and same else (step_for(recipe, group), None)
         # Inside a region that has begun the step nothing is left to begin.
         began = any(region.began and region.step is step for region in regions.stack)
@@ -167,9 +142,7 @@ class autocast(contextlib.ContextDecorator):
             self._leave()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         region = self._leave()
         if region is not None and region.calibrating and error is None and region.graph_task == -1:
             # What was observed serves the next step, and evaluation, which begins none.
@@ -177,17 +150,13 @@ class autocast(contextlib.ContextDecorator):
 
     def _leave(self) -> Region | None:
         stack = regions.stack
-        for place in reversed(range(len(stack))):
-            if stack[place].owner is self:
-                return stack.pop(place)
-        return None
+        place = next((place for place in reversed(range(len(stack))) if stack[place].owner is self), None)
+        return None if place is None else stack.pop(place)
 
 
 class ConvertedModel(torch.nn.Module):
-    """What the class of a converted model derives from besides: its forward pass, hooks included, is a region.
-
-    At its entry all layers below it begin a step. A forward pass inside of another's that contains it is no region.
-    """
+    """What the class of a converted model derives from besides: its forward pass, hooks included, is a region, at whose
+    entry all layers below it begin a step. A forward pass inside of another's that contains it is no region."""
 
     _ottava_step: Step
 
@@ -206,8 +175,7 @@ class ConvertedModel(torch.nn.Module):
         made, arguments, *rest = reduced
         if made is copyreg.__newobj__:  # type: ignore[attr-defined]
             # A pickle names classes, and the one that was converted has a name.
-            own, *others = arguments
-            made, arguments = _new, (own.__bases__[1], *others)
+            made, arguments = _new, (arguments[0].__bases__[1], *arguments[1:])
         return made, arguments, *rest
 
 
@@ -218,9 +186,8 @@ def begins_steps(model: Any) -> Step:
         model.__class__ = _converted(type(model))
         model.register_forward_pre_hook(_enter_of_other_class, prepend=True)
         model.register_forward_hook(_leave_of_other_class, always_call=True)
-    step: Step = model._ottava_step
-    step.model = weakref.ref(model)
-    return step
+    model._ottava_step.model = weakref.ref(model)
+    return model._ottava_step  # type: ignore[no-any-return]
 
 
 def _enter_of_other_class(module: torch.nn.Module, args: Any) -> None:
@@ -230,20 +197,18 @@ def _enter_of_other_class(module: torch.nn.Module, args: Any) -> None:
 
 
 def _leave_of_other_class(module: torch.nn.Module, args: Any, output: Any) -> None:
-    own = regions.stack and regions.stack[-1].owner is None and regions.stack[-1].model is module
-    if own and not isinstance(module, ConvertedModel):
+    region = None if isinstance(module, ConvertedModel) else current_region()
+    if region is not None and region.owner is None and region.model is module:
         regions.stack.pop()
 
 
-def _converted(cls: type[Any]) -> type[Any]:
+def _converted(cls: Any) -> Any:
     """The class of converted models of a class, which looks like that."""
     for known in cls.__subclasses__():
         if known.__bases__ == (ConvertedModel, cls):
             return known
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    metaclass: Any = type(cls)
-    made: type[Any] = metaclass(cls.__name__, (ConvertedModel, cls), names)
-    return made
+    return type(cls)(cls.__name__, (ConvertedModel, cls), names)
 
 
 def _new(cls: type[Any], *arguments: Any) -> Any:
@@ -273,17 +238,13 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
 
 
 def begin_ahead(step: Step | None) -> None:
-    """Begin the step of a converted model, a weight of which is gathered before its forward pass begins.
-
-    Nothing is done in a region, in a backward pass, and in evaluation. (Whether gradients are enabled cannot be told:
-    FSDP turns them off.)
-    """
+    """Begin the step of a converted model, a weight of which is gathered before its forward pass begins: not in a
+    region, in a backward pass, or in evaluation. (FSDP turns gradients off, so that these cannot tell.)"""
     model = None if step is None or step.model is None else step.model()
-    if step is None or model is None or regions.stack or step.ahead or not model.training:
+    if step is None or model is None or regions.stack or step.ahead or not model.training or backward_task() != -1:
         return
-    if backward_task() == -1:
-        step.begin(None, model)
-        step.ahead = True
+    step.begin(None, model)
+    step.ahead = True
 
 
 def _is_apart(module: torch.nn.Module) -> bool:

@@ -1,19 +1,15 @@
-"""What the installed packages offer, by name: listed, found, and built with options as people write them.
-
-Nothing here knows what a recipe or a quantizer is, so that :mod:`ottava.recipes.base`, which does, can ask.
-"""
+"""What the installed packages offer, by name: listed, found and built. Nothing here knows what a recipe or a quantizer
+is, so that :mod:`ottava.recipes.base`, which does, can ask."""
 
 import contextlib
 import difflib
 import importlib
 import inspect
-import json
 import os
 import pkgutil
 import re
 import threading
-from collections.abc import Callable, Sequence
-from enum import Enum
+from collections.abc import Callable
 from typing import Any
 
 from ottava.errors import DuplicateRecipeError, OptionError, OttavaError, PluginError, RecipeNotFoundError, listed
@@ -81,8 +77,8 @@ def unknown_disabled() -> list[str]:
 
 
 def import_offered(module: str) -> Any:
-    """A module that a file names, if it is of a package with recipes and can be imported: nothing else is imported
-    because a file says so; None where it is not."""
+    """A module that a file names, if it is of a package with recipes and can be imported, else None. Nothing else is
+    imported because a file says so."""
     with contextlib.suppress(Exception, SystemExit):
         if module.partition(".")[0] in {re.split(r"[.:]", spec.factory)[0] for spec in specs(RECIPE)}:
             return importlib.import_module(module)
@@ -98,10 +94,11 @@ def build_recipe(name: str | os.PathLike[str], kind: type, options: dict[str, An
     provided = Provided(RECIPE, name)
     accepted, required, takes_any = provided.options()
     expected = ", ".join(accepted) or ("" if takes_any else "no options")
-    if unknown := [option for option in options if option not in accepted and not takes_any]:
-        raise OptionError(f"{provided} has no option {listed(unknown)}", expected=expected)
-    if missing := [option for option in required if option not in options]:
-        raise OptionError(f"{provided} needs the option {', '.join(map(repr, missing))}", expected=expected)
+    unknown = [option for option in options if option not in accepted and not takes_any]
+    missing = [option for option in required if option not in options]
+    for word, wrong in (("has no option", unknown), ("needs the option", missing)):
+        if wrong:
+            raise OptionError(f"{provided} {word} {listed(wrong)}", expected=expected)
     try:
         made = provided.resolved(**options)
     except OttavaError:
@@ -128,26 +125,21 @@ def _reader(path: str) -> str:
     suffix = os.path.splitext(path)[1].lower()
     offered = specs(RECIPE)
     readers: list[str] = [spec.name for spec in offered if suffix in spec.file_suffixes]
-    if len(readers) > 1:
-        what, remedy = f"the recipes {' and '.join(readers)} read files like {path!r}", "build one by name: "
-        remedy += f"get_recipe({readers[0]!r}, file={path!r})"
+    if len(readers) == 1:
+        return readers[0]
+    if readers:
+        what = f"the recipes {' and '.join(readers)} read files like {path!r}"
+        remedy = f"build one by name: get_recipe({readers[0]!r}, file={path!r})"
         raise DuplicateRecipeError(what, expected="one reader for each suffix", remedy=remedy)
-    if not readers:
-        suffixes = sorted({suffix for spec in offered for suffix in spec.file_suffixes})
-        expected = f"a suffix out of {', '.join(suffixes)}" if suffixes else "a package that reads recipe files"
-        remedy = "" if suffixes else f"install one; Ottava's own is {OWNER_PREFIX}custom"
-        raise RecipeNotFoundError(f"no installed recipe reads the file {path!r}", expected=expected, remedy=remedy)
-    return readers[0]
+    suffixes = ", ".join(sorted({suffix for spec in offered for suffix in spec.file_suffixes}))
+    expected = f"a suffix out of {suffixes}" if suffixes else "a package that reads recipe files"
+    remedy = "" if suffixes else f"install one; Ottava's own is {OWNER_PREFIX}custom"
+    raise RecipeNotFoundError(f"no installed recipe reads the file {path!r}", expected=expected, remedy=remedy)
 
 
 def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
-    """The quantizer factory registered as ``name``: a ``qfactory(role)``, imported now.
-
-    Raises:
-        RecipeNotFoundError: no installed package provides it; the message has the nearest names.
-        DuplicateRecipeError: several packages claim the name.
-        PluginError: the package that provides it cannot be imported, or offers something that cannot be called.
-    """
+    """The quantizer factory registered as ``name``: a ``qfactory(role)``, imported now; refused as by
+    :func:`ottava.get_recipe`."""
     return Provided(FACTORY, name).resolved
 
 
@@ -162,7 +154,7 @@ class Provided:
             raise refused[0].with_traceback(None) if refused else _not_found(kind, name)
         self.spec, self.status = found[0]
         try:
-            made: object = pkgutil.resolve_name(self.spec.factory)
+            made: Any = pkgutil.resolve_name(self.spec.factory)
         except (Exception, SystemExit) as error:
             what = f"cannot be imported from {self.spec.factory}: {describe(error)}"
             raise self.error(what, remedy="reinstall the package") from error
@@ -193,80 +185,21 @@ def _not_found(kind: str, name: object) -> RecipeNotFoundError:
     known = [spec.name for spec in specs(kind)]
     near = difflib.get_close_matches(str(name).lower(), known, n=3)
     expected = f"one of {', '.join(known)}" if known else f"a package with a {kind} to be installed"
-    if near:
-        expected += f" (nearest: {', '.join(near)})"
-    remedies = []
     idle = [status for status in plugin_statuses() if status.status != "ok"]
+    remedies = []
     # The name may be misspelled: it must not become a command that installs whatever has that name.
     if near:
+        expected += f" (nearest: {', '.join(near)})"
         remedies.append(f"use {near[0]!r}, or install the package that has {name!r}")
     elif OWNER_PREFIX + canonical(str(name)) not in (canonical(status.distribution) for status in idle):
         own = f"were it one of Ottava's own: pip install {OWNER_PREFIX}{name}"
         named = own if is_name(name) else f"Ottava's own are named {OWNER_PREFIX}NAME"
         remedies.append(f"install the package that has it; {named}")
-    hints = {
-        "disabled": "take the one that has it out of OTTAVA_DISABLE_PLUGINS",
-        "broken": "mend the one that has it, `ottava recipes` says what is broken",
-    }
-    for word, hint in hints.items():
+    for word, hint in (
+        ("disabled", "take the one that has it out of OTTAVA_DISABLE_PLUGINS"),
+        ("broken", "mend the one that has it, `ottava recipes` says what is broken"),
+    ):
         if plugins := [status.name for status in idle if status.status == word]:
             remedies.append(f"{hint}: {', '.join(plugins)}")
     what = f"no installed package provides {kind} {name!r}"
     return RecipeNotFoundError(what, expected=expected, remedy="; ".join(remedies))
-
-
-class OptionDefaults:
-    """What the options of a recipe are by default, which tells what may stand in their place.
-
-    Args:
-        recipe: the name of an installed recipe. Of one that cannot be built without options nothing is known.
-    """
-
-    def __init__(self, recipe: str) -> None:
-        self._recipe: Any = None
-        # Whoever builds it with its options is told what is wrong.
-        with contextlib.suppress(OttavaError):
-            self._recipe = build_recipe(recipe, object, {})
-
-    def adapt(self, option: str, value: Any) -> Any:
-        """``value`` as the recipe takes it: the member of an enumeration for its name, a tuple for a list.
-
-        Raises:
-            OptionError: an enumeration has no such member.
-        """
-        default = getattr(self._recipe, option, None)
-        if isinstance(default, Enum) and isinstance(value, str):
-            members = type(default).__members__
-            if value not in members:
-                raise OptionError(f"{option} is {value!r}", expected=f"one of {', '.join(members)}")
-            return members[value]
-        if isinstance(default, tuple) and isinstance(value, list):
-            return tuple(value)
-        return value
-
-    def parse(self, option: str, text: str) -> Any:
-        """The value that ``text`` says: JSON where that makes sense, else text; then as of :meth:`adapt`."""
-        value: Any = text
-        if not isinstance(getattr(self._recipe, option, None), (Enum, str)):
-            value = {"True": True, "False": False, "None": None}.get(text, text)
-            with contextlib.suppress(ValueError, RecursionError):
-                value = json.loads(text)
-        return self.adapt(option, value)
-
-
-def parse_options(recipe: str | None, given: Sequence[str]) -> dict[str, Any]:
-    """Options from texts ``key=value``, each value as of :meth:`OptionDefaults.parse`; with no recipe a text.
-
-    Raises:
-        OptionError: one is not ``key=value``, stands there twice, or names no member of an enumeration.
-    """
-    options: dict[str, Any] = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier() or key in options:
-            raise OptionError(f"--option {text!r}", expected="key=value, each key once")
-        options[key] = value
-    if options and recipe is not None:
-        defaults = OptionDefaults(recipe)
-        options = {key: defaults.parse(key, value) for key, value in options.items()}
-    return options

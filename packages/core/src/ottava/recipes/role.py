@@ -25,11 +25,7 @@ class QuantizerRole:
 
     @classmethod
     def of(cls, role: Self | str) -> Self:
-        """A role as it is; a plain string is taken as ``tensor_type``.
-
-        Raises:
-            DTypeError: it is neither.
-        """
+        """A role as it is; a plain string is taken as ``tensor_type``, and all else is a DTypeError."""
         if isinstance(role, str):
             return cls(tensor_type=role)
         if not isinstance(role, QuantizerRole):

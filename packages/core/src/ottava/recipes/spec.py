@@ -22,13 +22,13 @@ def _are_texts(value: Any, pattern: str = ".+") -> bool:
     return isinstance(value, tuple) and all(_is_text(each, pattern) for each in value)
 
 
-def _is_positive(value: Any) -> bool:
-    return type(value) is int and value > 0
+def _are_positive(values: Any) -> bool:
+    return all(type(value) is int and value > 0 for value in values)
 
 
 def _is_block(value: Any) -> bool:
-    pair = isinstance(value, tuple) and len(value) == 2 and all(size is None or _is_positive(size) for size in value)
-    return value is None or (pair and value != (None, None))
+    sizes = [size for size in value if size is not None] if isinstance(value, tuple) and len(value) == 2 else []
+    return value is None or (sizes != [] and _are_positive(sizes))
 
 
 def is_name(name: object) -> bool:
@@ -45,7 +45,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "name": (is_name, "lower-case letters, digits, - and _, a letter first"),
     "summary": (_is_text, "one line of printable text"),
     "factory": (_REFERENCE, 'a reference "package.module:Object"'),
-    "api_version": (_is_positive, "a positive integer"),
+    "api_version": (lambda value: _are_positive([value]), "a positive integer"),
     "block_size": (_is_block, "None or a tuple of two, positive integers or one None"),
     "relative_error": (lambda value: type(value) in (int, float) and 0 < value < float("inf"), "a positive number"),
     "file_suffixes": (partial(_are_texts, pattern=r"\.[a-z0-9]+"), 'a tuple of suffixes, for example (".yaml",)'),
@@ -58,9 +58,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 class Spec:
     """What is common to the specs of all kinds."""
 
-    #: What it is of, in words.
-    kind: ClassVar[str]
-
+    kind: ClassVar[str]  # what it is of, in words
     name: str
     summary: str
     factory: str
@@ -103,7 +101,6 @@ class RecipeSpec(Spec):
     """
 
     kind: ClassVar[str] = "recipe"
-
     stateful: bool = False
     block_size: tuple[int | None, int | None] | None = None
     formats: tuple[str, ...] = ()
@@ -118,23 +115,16 @@ class RecipeSpec(Spec):
     @property
     def capabilities(self) -> tuple[str, ...]:
         """The flags as words, for listings."""
-        named = {None: "per tensor", (1, None): "per row", (None, 1): "per column"}
-        sizes = ["all" if size is None else size for size in self.block_size or ()]
-        shared = named[self.block_size] if self.block_size in named else "block {}x{}".format(*sizes)
+        named: dict[Any, str] = {None: "per tensor", (1, None): "per row", (None, 1): "per column"}
+        sizes = ["all" if size is None else str(size) for size in self.block_size or ()]
+        shared = named.get(self.block_size, f"block {'x'.join(sizes)}")
         kept = "stateful" if self.stateful else "stateless"
         return (*self.formats, shared, kept, *(["reduces amax"] if self.needs_reduction else []))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorySpec(Spec):
-    """A named quantizer factory as its package announces it.
-
-    Attributes:
-        name, summary, api_version: as of :class:`RecipeSpec`.
-        factory: lazy reference ``"package.module:Object"`` to a ``qfactory(role)``.
-
-    Raises:
-        OptionError: a field has a value that is not allowed.
-    """
+    """A named quantizer factory as its package announces it: its fields are as those of :class:`RecipeSpec`, and
+    ``factory`` is a lazy reference to a ``qfactory(role)``."""
 
     kind: ClassVar[str] = "quantizer factory"

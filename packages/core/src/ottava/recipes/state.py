@@ -1,7 +1,5 @@
 """``RecipeState``: what a layer keeps for the recipe that it runs under."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Sequence
@@ -15,8 +13,7 @@ if TYPE_CHECKING:
     from ottava.tensors.quantizer import Quantizer
 
 _USAGES = ((True, False), (False, True), (True, True))
-
-
+ItemT = TypeVar("ItemT")
 # The names that any class of states gave.
 _REDUCED_BY_MAX: set[str] = set()
 
@@ -26,19 +23,14 @@ def is_reduced_by_max(name: str) -> bool:
     return ".recipe_state." in f".{name}" and name.rpartition(".")[2] in _REDUCED_BY_MAX
 
 
-ItemT = TypeVar("ItemT")
-
-
 def by_recipe(pairs: Sequence[tuple[Any, ItemT]]) -> list[tuple[Any, list[ItemT]]]:
     """The second of each pair, those of equal recipes together, in the order of the recipes."""
     groups: list[tuple[Any, list[ItemT]]] = []
     for recipe, item in pairs:
-        for known, together in groups:
-            if known.same_as(recipe):
-                together.append(item)
-                break
-        else:
-            groups.append((recipe, [item]))
+        together = next((together for known, together in groups if known.same_as(recipe)), None)
+        if together is None:
+            groups.append((recipe, together := []))
+        together.append(item)
     return groups
 
 
@@ -47,8 +39,8 @@ def _keeping_dtypes(apply: Any) -> Any:
 
     @functools.wraps(apply)
     def apply_to_state(state: Any, fn: Any, recurse: bool = True) -> Any:
-        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
-            moved: torch.Tensor = fn(tensor)
+        def keep_dtype(tensor: "torch.Tensor") -> "torch.Tensor":
+            moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         without_values = any(buffer.is_meta for buffer in state.buffers())
@@ -75,10 +67,8 @@ class RecipeState:
     #: Buffers of which the ranks of a group would make the largest values in the next step. A checkpoint that is loaded
     #: on another number of ranks has these for all of them; of other buffers it has those of the first rank.
     reduced_by_max: ClassVar[tuple[str, ...]] = ()
-
     #: Attributes of a stateful one that a copy of it has in common with it.
     shared_by_copies: ClassVar[tuple[str, ...]] = ("factory",)
-
     #: The :class:`ottava.Recipe`.
     recipe: Any
     #: Operands of wgrad that are not quantized: those whose recipes say so.
@@ -89,12 +79,9 @@ class RecipeState:
     # The step that it last ran in, and whether it may hold something that no step has begun with.
     step: Any = None
     _pending: bool = False
-    # Whether a backward pass has run since the step began.
-    _backward_ran: bool = False
-    # Whether operands of the step are seen when they are recomputed, and not before.
-    _unseen: bool = False
-    # For errors.
-    _layer_name: str = ""
+    _backward_ran: bool = False  # since the step began
+    _unseen: bool = False  # whether operands of the step are seen only when they are recomputed
+    _layer_name: str = ""  # for errors
     # Whether all quantizers keep the values, so that the layer computes in high precision.
     keeps_values: bool = False
 
@@ -107,8 +94,7 @@ class RecipeState:
             cls._apply = _keeping_dtypes(apply)  # type: ignore[attr-defined]
 
     def __init__(self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
-        self.recipe, self.factory = recipe, recipe._factory
-        self.amax_reduction_group = amax_reduction_group
+        self.recipe, self.factory, self.amax_reduction_group = recipe, recipe._factory, amax_reduction_group
         self.quantizers: dict[tuple[str, bool, bool], Quantizer] = {}
         for role in roles:
             quantizer = recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
@@ -125,10 +111,9 @@ class RecipeState:
 
     def is_of(self, recipe: Any) -> bool:
         """Whether it was made by an equal recipe, under the factory that the recipe has now."""
-        same: bool = self.recipe.same_as(recipe) and recipe.has_factory(self.factory)
-        return same
+        return self.recipe.same_as(recipe) and recipe.has_factory(self.factory)  # type: ignore[no-any-return]
 
-    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
+    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> "Quantizer":
         """The quantizer of ``tensor_type`` with these usages.
 
         ``recording`` is False where a value is quantized that the state has seen, or is not to see: in the
@@ -136,7 +121,7 @@ class RecipeState:
         """
         return self.quantizers[tensor_type, rowwise, columnwise]
 
-    def parts(self) -> Sequence[RecipeState]:
+    def parts(self) -> "Sequence[RecipeState]":
         """The states that begin a step, each with those of its own recipe: this one, or those that it consists of."""
         return [self]
 
@@ -152,11 +137,11 @@ class RecipeState:
     def reset(self) -> None:
         """Forget what was learnt. Nothing to do without state."""
 
-    def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
+    def weight_quantizer(self, weight: "torch.Tensor") -> "Quantizer | None":
         """The quantizer for in-place updates of an FP8-primary weight, or None to leave it the one that it has."""
         return None
 
-    def gather_quantizer(self) -> Quantizer:
+    def gather_quantizer(self) -> "Quantizer":
         """The quantizer for a weight in high precision whose shards are quantized when they are gathered."""
         made = self.quantizers["weight", True, True].copy()
         made.internal = False
@@ -170,7 +155,7 @@ class RecipeState:
         # A process group belongs to its process, and a step to the states that run together.
         return self.__dict__ | {"amax_reduction_group": None, "step": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RecipeState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecipeState":
         # Quantizers without state need not be copied.
         if not self.stateful:
             return self

@@ -1,29 +1,36 @@
 """The step: what owns the states that begin it together, and says when it begins.
 
 The layers below a converted model begin one step, at its forward pass; layers that run in ``autocast`` blocks of one
-recipe and process group begin another, at the entry of a block; a layer outside of both begins its own. All of it
-follows from what ran, in the order in which it ran, which is the same on all ranks: nothing waits for the garbage
-collector, which is not.
+recipe and process group begin another, at the entry of a block; a layer outside of both begins its own. What ran, in
+the order in which it ran, decides all of it: that is the same on all ranks, as the garbage collector is not.
 """
 
-from __future__ import annotations
-
 import gc
+import hashlib
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ottava.collectives import process_groups_ready
+from ottava.collectives import Ranks, all_gather, find_group, process_groups_ready
+from ottava.errors import UsageError, listed
 from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
-from ottava.recipes.ranks import check_alike
 from ottava.recipes.state import RecipeState, by_recipe
+from ottava.torch_private import graph_task_id
+
 
 def is_taken_apart(compiling: bool) -> bool:
     """Whether this runs for an exported program, which has no backward pass, or in what layers refuse to run in."""
     return torch.compiler.is_exporting() if compiling else transform() is not None or in_dual_level()
+
+
+def backward_task() -> int:
+    """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
+    return -1 if torch.compiler.is_compiling() else graph_task_id()
 
 
 def begin(states: Sequence[RecipeState], amax_reduction_group: Any, compiling: bool = False) -> None:
@@ -45,6 +52,30 @@ def begin(states: Sequence[RecipeState], amax_reduction_group: Any, compiling: b
             state.__dict__.update(_pending=False, _backward_ran=False, _unseen=False)
 
 
+def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
+    """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather. Ranks that differ
+    would take the amaxes of other layers for theirs, or wait for ever: a UsageError on all of them."""
+    if not process_groups_ready() or dist.get_world_size(group) == 1:
+        return
+    parts: list[Any] = [part for state in states for part in state.parts() if part.recipe.reduces_amaxes]
+    # Functions are at another address in each process.
+    lines = [f"{part._layer_name or 'a layer'}: {re.sub(r' at 0x[0-9a-f]+', '', repr(part.recipe))}" for part in parts]
+    device = next((buffer.device for part in parts for buffer in part.buffers()), None)
+    digest = torch.tensor(list(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.uint8, device=device)
+    if not lines or bool((all_gather(digest, group) == digest).all()):
+        return
+    first, *others = Ranks(find_group(group)).gather(lines)
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    mine, theirs = [line for line in first if line not in other], [line for line in other if line not in first]
+    found = "they ran in another order"
+    if mine or theirs:
+        found = f"rank 0 has {listed(mine) or 'nothing else'}, rank {rank} {listed(theirs) or 'nothing else'}"
+    what = f"the ranks of the group reduce amaxes of other layers: {found}"
+    expected = "the same layers and the same options of their recipe on all ranks"
+    remedy = "give layers that only some ranks have a group of these ranks, by autocast(amax_reduction_group=...)"
+    raise UsageError(what, expected=expected, remedy=remedy)
+
+
 _collecting = [False]
 
 
@@ -53,11 +84,8 @@ def _note_collection(phase: str, info: dict[str, int]) -> None:
 
 
 def _member(state: Any, layer: Any) -> Callable[[], Any]:
-    """Gives the state as long as its layer lives.
-
-    Where there are ranks, a layer that the garbage collector takes away counts as alive until the next step begins: it
-    does so at another time on each, and they would wait for each other. A layer that is given up without it is gone.
-    """
+    """Gives the state as long as its layer lives. Where there are ranks, a layer that the garbage collector takes away
+    counts as alive until the next step begins, because it does so at another time on each."""
     if not process_groups_ready():
         return weakref.ref(state)
     if _note_collection not in gc.callbacks:
@@ -80,10 +108,7 @@ def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class Step:
-    """The states that begin a step together.
-
-    A state that ran takes part from then on until a step has begun with it.
-    """
+    """The states that begin a step together: each that ran, until a step has begun with it."""
 
     #: Gives the converted model that begins it, if one does.
     model: Any = None
@@ -110,23 +135,19 @@ class Step:
     def begin(
         self, amax_reduction_group: Any, model: torch.nn.Module | None = None, *, calibrated: bool = False
     ) -> None:
-        """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin the next one, too.
-
-        Raises:
-            UsageError: at the first one, on all ranks, if they have other layers, or other options of a recipe.
-        """
+        """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin the next one, too."""
         compiling = torch.compiler.is_compiling()
         states = self.states(model, compiling)
-        if not compiling:
-            if states and not self._compared:
-                check_alike(states, amax_reduction_group)
-                self._compared = True
+        if states and not (compiling or self._compared):
+            _check_alike(states, amax_reduction_group)
+            self._compared = True
         begin(states, amax_reduction_group, compiling)
-        if not (calibrated or compiling):
+        if calibrated:
+            for state in states:
+                state._pending = True
+        elif not compiling:
             # After an interrupt on the way here, the next step begins with them.
             self._ran = []
-        for state in states if calibrated else ():
-            state._pending = True
 
     def join(self, layer: Any, state: Any, amax_reduction_group: Any, calibrating: bool, compiling: bool) -> None:
         """Take in the state of a layer that runs now."""

@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ottava.cli.options import OptionDefaults
 from ottava.errors import OptionError, RecipeNotFoundError
 from ottava.recipes.base import Recipe, get_recipe
-from ottava.recipes.registry import OptionDefaults, get_quantizer_factory, list_quantizer_factories, list_recipes
+from ottava.recipes.registry import get_quantizer_factory, list_quantizer_factories, list_recipes
 from ottava.recipes.spec import is_name
 from ottava_custom.files.expressions import IDENTITY, Expression, Identity, OfFactory, OfRecipe
 from ottava_custom.files.nodes import Node, shown

@@ -78,7 +78,7 @@ def _owner(names: Names, target: Path) -> str | None:
     if _is_importable(names.package, target):
         return f"a module {names.package!r} is installed already, and one of the two would hide the other"
     for status in plugin_statuses():
-        offered = {spec.name for spec in status.recipes} | {r.name for r in status.refused if r.kind == RECIPE}
+        offered = {offer.name for offer in (*status.offers, *status.refused) if offer.kind == RECIPE}
         if names.recipe in offered:
             return f"a recipe {names.recipe!r} is installed already, of {status.distribution} {status.version}"
     try:

@@ -1,22 +1,55 @@
-"""What becomes of a layer's weight when the layer is moved, or another weight is loaded in its place."""
-
-from __future__ import annotations
+"""What a layer keeps of its weight between microbatches, and what becomes of it where it is moved or replaced."""
 
 from typing import Any
 
 import torch
 
 from ottava.kernels import HIGH_PRECISION
+from ottava.recipes.binding import Call
+from ottava.recipes.state import RecipeState
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import local_tensor, set_local_tensor
+
+
+class KeptWeight:
+    """The weight as it was quantized in the first microbatch, by a state of the layer."""
+
+    quantized: QuantizedTensorStorage | None = None
+    _state: RecipeState | None = None
+
+    def clear(self) -> None:
+        """Keep nothing: the weight or the recipe has changed."""
+        self.quantized = self._state = None
+
+    def for_call(self, call: Call, weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        """What was kept, or what is kept from now on."""
+        state: Any = call.state
+        if self.quantized is None or self._state is not state or (call.first and not call.recomputed):
+            # Where operands are seen when they are recomputed, this one is not quantized again.
+            recording = call.recording or state._unseen
+            quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
+            weight = weight.detach()
+            with torch.no_grad():
+                kept = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)
+            if state.stateful:
+                # It is never quantized again, and the quantizer holds the state as it is now.
+                kept.update_quantizer(None)
+            self.quantized, self._state = kept, state
+        return self.quantized
 
 
 def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
     """``Module._apply`` of a layer, by ``apply(fn)``, which keeps a quantized weight quantized."""
     weight: Any = layer._parameters.get("weight")
     without_values = layer.weight.is_meta
-    kept = _moved(weight, fn) if isinstance(weight, QuantizedTensor) else None
+    kept: Any = None
+    if isinstance(weight, QuantizedTensor):
+        with torch.no_grad():
+            kept = fn(weight)
+            if not isinstance(kept, QuantizedTensor) and kept.dtype in HIGH_PRECISION:
+                # What would dequantize it keeps its data.
+                kept = weight.to(kept.device).to_dtype(kept.dtype)  # type: ignore[attr-defined]
     if kept is None or kept.is_meta is not without_values:
         apply(fn if kept is None else lambda t: kept if t is weight else fn(t))
     else:
@@ -33,15 +66,6 @@ def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
             layer._parameters["weight"] = weight
     if without_values and not layer.weight.is_meta:
         _share_shards(layer)
-
-
-def _moved(weight: QuantizedTensor, fn: Any) -> Any:
-    """What ``fn``, of ``Module._apply``, makes of a quantized weight, which keeps its data where that dequantizes."""
-    with torch.no_grad():
-        moved = fn(weight)
-        if isinstance(moved, QuantizedTensor) or moved.dtype not in HIGH_PRECISION:
-            return moved
-        return weight.to(moved.device).to_dtype(moved.dtype)  # type: ignore[attr-defined]
 
 
 def _share_shards(layer: Any) -> None:
@@ -61,8 +85,8 @@ def gather_as(layer: Any, before: Any) -> None:
     """Have a weight that was put in the place of another one (``assign=True``) be gathered as that was."""
     weight: Any = layer.weight
     local = local_tensor(weight)
-    plain = not isinstance(local, QuantizedTensorStorage) and not hasattr(local, "high_precision")
-    if not hasattr(before, "high_precision") or not plain:
+    gathered = isinstance(local, QuantizedTensorStorage) or hasattr(local, "high_precision")
+    if gathered or not hasattr(before, "high_precision"):
         return
     made = type(before)(local.detach())
     if local is weight:
