@@ -78,8 +78,6 @@ class Binding:
         """A new state for a recipe, which may refuse its options. Nothing is changed."""
         roles = [QuantizerRole("linear", tensor_type, layer.name) for tensor_type in OF_LINEAR]
         state = layer_state(recipe, roles, amax_reduction_group=group)
-        for part in (state, *state.parts()):
-            part._layer_name = layer.name
         # Chosen now, so that code compiled later finds it chosen.
         backend_for(layer.weight.device.type)
         # The state's buffers follow the weight's device, because the kernels read both in one call.

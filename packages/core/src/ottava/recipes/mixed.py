@@ -54,7 +54,9 @@ def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], *, amax_reduction
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):
-            return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+            made = recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+            made._roles = roles
+            return made
     finally:
         torch.set_default_dtype(default)
 

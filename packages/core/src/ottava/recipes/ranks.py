@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ottava.collectives import Ranks, all_gather, find_group, process_groups_ready
-from ottava.errors import UsageError
+from ottava.errors import UsageError, listed
 from ottava.recipes.state import RecipeState
 
 
@@ -19,27 +19,33 @@ def check_alike(states: Sequence[RecipeState], group: Any) -> None:
     """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather.
 
     Raises:
-        UsageError: on all ranks, if they differ: their amaxes would be those of other layers, or be waited for for ever.
+        UsageError: on all ranks, if they differ: amaxes would be those of other layers, or be waited for for ever.
     """
     if not process_groups_ready() or dist.get_world_size(group) == 1:
         return
-    # Functions are at another address in each process.
-    parts = [part for state in states for part in state.parts() if part.recipe.reduces_amaxes]
-    lines = [f"{part._layer_name or 'a layer'}: {re.sub(r' at 0x[0-9a-f]+', '', repr(part.recipe))}" for part in parts]
+    lines = [_line(part) for state in states for part in state.parts() if part.recipe.reduces_amaxes]
     if not lines:
         return
-    device = next((buffer.device for part in parts for buffer in part.buffers()), None)
+    device = next((buffer.device for state in states for buffer in state.buffers()), None)
     digest = torch.tensor(list(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.uint8, device=device)
     if bool((all_gather(digest, group) == digest).all()):
         return
     of_ranks = Ranks(find_group(group)).gather(lines)
     first = of_ranks[0]
     rank = next(rank for rank, other in enumerate(of_ranks) if other != first)
-    mine, theirs = ([line for line in those if line not in others] for those, others in
-                    ((first, of_ranks[rank]), (of_ranks[rank], first)))
-    what = f"rank 0 has {listed(mine)}, rank {rank} {listed(theirs)}" if mine or theirs else "their layers ran in another order"
+    mine = [line for line in first if line not in of_ranks[rank]]
+    theirs = [line for line in of_ranks[rank] if line not in first]
+    what = f"rank 0 has {listed(mine) or 'none'}, rank {rank} {listed(theirs) or 'none'}"
+    what = what if mine or theirs else "they are in another order"
     raise UsageError(
         f"the ranks of the group reduce amaxes of other layers: {what}",
         expected="the same layers and the same options of their recipe on all ranks",
         remedy="give layers that only some ranks have a group of these ranks, by autocast(amax_reduction_group=...)",
     )
+
+
+def _line(state: RecipeState) -> str:
+    """What a state belongs to, what it serves, and its recipe. (Functions are at another address in each process.)"""
+    name = state._roles[0].name or "a layer"
+    served = ", ".join(role.tensor_type for role in state._roles)
+    return f"{name} ({served}): {re.sub(r' at 0x[0-9a-f]+', '', repr(state.recipe))}"

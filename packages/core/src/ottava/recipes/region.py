@@ -163,7 +163,9 @@ class autocast(contextlib.ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        region = self._leave()
+        stack = regions.stack
+        # By one call as a rule: an interrupt may come after each.
+        region = stack.pop() if stack and stack[-1].owner is self else self._leave()
         if region is not None and region.calibrating and error is None and region.graph_task == -1:
             # What was observed serves the next step, and evaluation, which begins none.
             region.step.begin(region.group, region.model, calibrated=True)

@@ -91,8 +91,8 @@ class RecipeState:
     _pending: bool = False
     # Whether a backward pass has run since the step began.
     _backward_ran: bool = False
-    # For errors.
-    _layer_name: str = ""
+    # What a stateful one was made for.
+    _roles: Sequence[QuantizerRole] = ()
     # Whether all quantizers keep the values, so that the layer computes in high precision.
     keeps_values: bool = False
 

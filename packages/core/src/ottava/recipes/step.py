@@ -89,7 +89,7 @@ class Step:
         self._ran: list[Any] = []
 
     def states(self, model: torch.nn.Module | None = None) -> list[RecipeState]:
-        """Those that begin the next step: all of a model, in the order of its modules, and others in that of their runs."""
+        """Those that begin the next step: of a model all, in the order of its modules; others in that of their runs."""
         found: dict[int, Any] = {}
         for module in () if model is None else model.modules():
             if isinstance(module, RecipeState) and module.stateful:
@@ -108,13 +108,14 @@ class Step:
         Raises:
             UsageError: at the first one, on all ranks, if they have other layers, or other options of a recipe.
         """
-        states = self.states(model)
-        if not torch.compiler.is_compiling():
-            if states and not self._compared:
-                check_alike(states, amax_reduction_group)
-                self._compared = True
-            self._ran = self._ran if calibrated else []
+        states, eager = self.states(model), not torch.compiler.is_compiling()
+        if eager and states and not self._compared:
+            check_alike(states, amax_reduction_group)
+            self._compared = True
         begin(states, amax_reduction_group)
+        # Afterwards, because those that an interrupt keeps from beginning are to begin the next one.
+        if eager and not calibrated:
+            self._ran = []
         for state in states if calibrated else ():
             state._pending = True
 
@@ -130,9 +131,9 @@ class Step:
 
     def take(self, layer: Any, state: Any) -> None:
         """Have the state of a layer begin the next step with the others."""
-        state.step, state._pending = self, True
-        # Compiled code makes no weak references.
+        # Compiled code makes no weak references. Appended first, because who is pending is not taken in again.
         self._ran.append(state if torch.compiler.is_compiling() else _member(state, layer))
+        state.step, state._pending = self, True
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_ran": [], "model": None}
