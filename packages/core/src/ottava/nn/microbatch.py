@@ -24,7 +24,11 @@ class KeptWeight:
     def for_call(self, call: Call, weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         """What was kept, or what is kept from now on."""
         state: Any = call.state
-        if self.quantized is None or self._state is not state or (call.first and not call.recomputed):
+        if (
+            self.quantized is None
+            or self._state is not state
+            or (call.first and (call.recording or not call.recomputed))
+        ):
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=call.recording)
             weight = weight.detach()
             with torch.no_grad():

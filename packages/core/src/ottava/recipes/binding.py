@@ -218,8 +218,9 @@ class Binding:
         recipe is that of the forward pass."""
         last = self._last or Call(self.recipe, recording=False, first=first)
         state = None if last.recipe is None else self.state_for(layer, last.recipe, last.group)
-        kept = None if last.first is first is None else False
-        return last._replace(state=state, recording=not last.recording, calibrating=False, first=kept, recomputed=True)
+        # A weight that was kept is used again; of one that a pass without gradients kept, the state has seen nothing yet.
+        first = None if last.first is first is None else last.first is True and not last.recording
+        return last._replace(state=state, recording=not last.recording, calibrating=False, first=first, recomputed=True)
 
     def _take_part(
         self, layer: Any, state: RecipeState, region: Region | None, group: Any, training: bool, grad_enabled: bool

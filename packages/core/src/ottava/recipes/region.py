@@ -102,7 +102,7 @@ class autocast(contextlib.ContextDecorator):
 
     Entered with gradients enabled, outside a backward pass and not inside another region for the same recipe and group,
     it begins a step: recipes that remember (delayed scaling) update their scales then, in one collective. Inside a
-    reentrant checkpoint, which turns gradients off, its first layer begins it.
+    reentrant checkpoint, which turns gradients off, its first layer begins it if that takes what the checkpoint does.
 
     The object can be entered again, also by other threads, and serves as a decorator of functions. Activation
     checkpointing repeats the forward pass under the recipe that a layer last ran under; where that is not enough (one
@@ -202,6 +202,9 @@ class ConvertedModel(torch.nn.Module):
             # A pickle names classes, and the one that was converted has a name.
             own, *others = arguments
             made, arguments = _new, (own.__bases__[1], *others)
+        elif made is type(self):
+            # A way of the model's own. Its hooks serve the class that was converted.
+            made = made.__bases__[1]
         return made, arguments, *rest
 
 
