@@ -187,6 +187,36 @@ def test_other_threads_are_not_in_the_block() -> None:
     assert not torch.equal(told[0], before)
 
 
+def test_threads_may_share_a_block() -> None:
+    """One enters it while another is in it, and each goes back to what it was in."""
+    model, block, x = net("current"), ottava.microbatch(first=True), batch(0)
+    entered, left = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with ottava.microbatch(first=False), block:
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=run)
+    with block:
+        model(x)
+        thread.start()
+        entered.wait()
+    with torch.no_grad():
+        model.up.weight.mul_(-1.0)
+    after = model(x)
+    left.set()
+    thread.join()
+    assert torch.equal(after, net_with(model.up.weight)(x))
+
+
+def net_with(weight: torch.Tensor) -> Any:
+    made = net("current")
+    with torch.no_grad():
+        made.up.weight.copy_(weight)
+    return made
+
+
 @pytest.mark.parametrize("first", [None, 1, "yes", torch.tensor(True)])
 def test_what_is_no_bool_is_refused(first: Any) -> None:
     with pytest.raises(OptionError, match=r"microbatch\(first=.*Expected: True or False"):

@@ -188,7 +188,7 @@ class Binding:
         task = -1 if compiling else graph_task_id()
         region = current_region() if regions.stack else None
         if first is None:
-            first = regions.first
+            first = regions.first[-1]
         if task != -1 and (region is None or region.graph_task != task or region.owner is None):
             return self._again(layer, first)
         # An exported program has no backward pass.
@@ -218,7 +218,7 @@ class Binding:
         recipe is that of the forward pass."""
         last = self._last or Call(self.recipe, recording=False, first=first)
         state = None if last.recipe is None else self.state_for(layer, last.recipe, last.group)
-        # A weight that was kept is used again; of one that a pass without gradients kept, the state has seen nothing yet.
+        # A kept weight is used again. Of one that a pass without gradients kept the state has seen nothing yet.
         first = None if last.first is first is None else last.first is True and not last.recording
         return last._replace(state=state, recording=not last.recording, calibrating=False, first=first, recomputed=True)
 

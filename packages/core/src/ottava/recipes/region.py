@@ -50,7 +50,7 @@ class _Regions(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Region] = []
-        self.first: bool | None = None
+        self.first: list[bool | None] = [None]
 
 
 regions = _Regions()
@@ -79,15 +79,13 @@ class microbatch(contextlib.ContextDecorator):
         if not isinstance(first, bool):
             raise OptionError(f"microbatch(first={first!r})", expected="True or False")
         self._first = first
-        self._outer: list[bool | None] = []
 
     def __enter__(self) -> microbatch:
-        self._outer.append(regions.first)
-        regions.first = self._first
+        regions.first.append(self._first)
         return self
 
     def __exit__(self, *error: object) -> None:
-        regions.first = self._outer.pop()
+        regions.first.pop()
 
 
 class autocast(contextlib.ContextDecorator):
