@@ -19,14 +19,15 @@ def check_alike(states: Sequence[RecipeState], group: Any) -> None:
     """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather.
 
     Raises:
-        UsageError: on all ranks, if they differ: amaxes would be those of other layers, or be waited for for ever.
+        UsageError: on all ranks, if they differ: each would take amaxes of other layers, or wait for them for ever.
     """
     if not process_groups_ready() or dist.get_world_size(group) == 1:
         return
-    lines = [_line(part) for state in states for part in state.parts() if part.recipe.reduces_amaxes]
-    if not lines:
+    parts: list[Any] = [part for state in states for part in state.parts() if part.recipe.reduces_amaxes]
+    if not parts:
         return
-    device = next((buffer.device for state in states for buffer in state.buffers()), None)
+    lines = [_line(part) for part in parts]
+    device = next((buffer.device for part in parts for buffer in part.buffers()), None)
     digest = torch.tensor(list(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.uint8, device=device)
     if bool((all_gather(digest, group) == digest).all()):
         return
@@ -35,8 +36,9 @@ def check_alike(states: Sequence[RecipeState], group: Any) -> None:
     rank = next(rank for rank, other in enumerate(of_ranks) if other != first)
     mine = [line for line in first if line not in of_ranks[rank]]
     theirs = [line for line in of_ranks[rank] if line not in first]
-    what = f"rank 0 has {listed(mine) or 'none'}, rank {rank} {listed(theirs) or 'none'}"
-    what = what if mine or theirs else "they are in another order"
+    what = "they ran in another order"
+    if mine or theirs:
+        what = f"rank 0 has {listed(mine) or 'nothing else'}, rank {rank} {listed(theirs) or 'nothing else'}"
     raise UsageError(
         f"the ranks of the group reduce amaxes of other layers: {what}",
         expected="the same layers and the same options of their recipe on all ranks",

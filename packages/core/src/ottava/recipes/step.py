@@ -89,7 +89,7 @@ class Step:
         self._ran: list[Any] = []
 
     def states(self, model: torch.nn.Module | None = None) -> list[RecipeState]:
-        """Those that begin the next step: of a model all, in the order of its modules; others in that of their runs."""
+        """Those that begin the next step: all of a model, in the order of its modules, others as they ran."""
         found: dict[int, Any] = {}
         for module in () if model is None else model.modules():
             if isinstance(module, RecipeState) and module.stateful:
@@ -131,7 +131,7 @@ class Step:
 
     def take(self, layer: Any, state: Any) -> None:
         """Have the state of a layer begin the next step with the others."""
-        # Compiled code makes no weak references. Appended first, because who is pending is not taken in again.
+        # Compiled code makes no weak references. (In this order, an interrupt in between loses nobody.)
         self._ran.append(state if torch.compiler.is_compiling() else _member(state, layer))
         state.step, state._pending = self, True
 
