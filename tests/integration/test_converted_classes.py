@@ -133,6 +133,23 @@ def test_a_parametrized_model() -> None:
     assert model.recipe_state.scale[0] == 448 / 2
 
 
+def test_other_objects_of_the_class_are_as_before() -> None:
+    """A slice, which torch makes of the same class, is no converted model until it is converted."""
+    layers = torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16)
+    model = ottava.convert(torch.nn.Sequential(*layers), RECIPE)
+    x = torch.ones(4, 16)
+    for _ in range(2):
+        model[:2](x).sum().backward()
+        assert len(model[:2]) == 2
+    assert model[0].recipe_state.scale[0] == 448
+    assert model[2].recipe_state.scale[0] == 1
+    part = ottava.convert(model[:2], RECIPE)
+    before = copy.deepcopy(part)
+    for _ in range(2):
+        assert torch.equal(part(x), before(x))
+    assert torch.equal(type(model)(torch.nn.Linear(16, 16))(x).isnan(), torch.zeros(4, 16, dtype=torch.bool))
+
+
 def test_hooks_see_a_step_that_has_begun() -> None:
     """Hooks run inside the region, those that were there before the conversion too, and in their order."""
     seen: list[tuple[str, float]] = []

@@ -100,7 +100,7 @@ class autocast(contextlib.ContextDecorator):
 
     Entered with gradients enabled, outside a backward pass and not inside another region for the same recipe and group,
     it begins a step: recipes that remember (delayed scaling) update their scales then, in one collective. Inside a
-    reentrant checkpoint, which turns gradients off, its first layer begins it if that takes what the checkpoint does.
+    reentrant checkpoint, which turns gradients off, a layer begins it that takes one of the checkpoint's tensors.
 
     The object can be entered again, also by other threads, and serves as a decorator of functions. Activation
     checkpointing repeats the forward pass under the recipe that a layer last ran under; where that is not enough (one
@@ -182,7 +182,8 @@ class ConvertedModel(torch.nn.Module):
     At its entry all layers below it begin a step. A forward pass inside of another's that contains it is no region.
     """
 
-    _ottava_step: Step
+    #: None of another object of the class, such as the slice of a ``Sequential``: it is as one that was not converted.
+    _ottava_step: Step | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack = regions.stack
@@ -207,11 +208,17 @@ class ConvertedModel(torch.nn.Module):
         return made, arguments, *rest
 
 
+def has_step(model: Any) -> bool:
+    """Whether the forward pass of a model is a region."""
+    return "_ottava_step" in model.__dict__
+
+
 def begins_steps(model: Any) -> Step:
     """Have the forward pass of a model be a region, at whose entry all layers below it begin a step; gives the step."""
-    if not isinstance(model, ConvertedModel):
+    if not has_step(model):
         model.__dict__["_ottava_step"] = Step()
-        model.__class__ = _converted(type(model))
+        if not isinstance(model, ConvertedModel):
+            model.__class__ = _converted(type(model))
         model.register_forward_pre_hook(_enter_of_other_class, prepend=True)
         model.register_forward_hook(_leave_of_other_class, always_call=True)
     step: Step = model._ottava_step
@@ -248,7 +255,7 @@ def _new(cls: type[Any], *arguments: Any) -> Any:
 
 def _enter(module: Any, args: tuple[Any, ...]) -> None:
     """Enter the region of a converted model, unless it is inside of one."""
-    if regions.stack and not _is_apart(module):
+    if module._ottava_step is None or (regions.stack and not _is_apart(module)):
         return
     # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
     checkpointed = module.training and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
