@@ -1,7 +1,5 @@
 """What a layer keeps of its weight from one microbatch of a step to the next."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What a layer runs under: the recipe that is bound to it, the states that it keeps, and the call that is asked for."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """``layer_state``: the state of a layer whose roles may be served by several recipes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Whether the ranks of a training agree on what they reduce together."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ follows from what ran, in the order in which it ran, which is the same on all ra
 collector, which is not.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Sequence
