@@ -126,22 +126,30 @@ def other_roles(mesh: Any) -> None:
     refused(mesh, make, "second")
 
 
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "barrier")
+
+
 def agreeing(mesh: Any) -> None:
-    """One more collective, of a fixed size, at the first step, and one a step from then on."""
-    net, count, original = model(DelayedScaling()), [0], dist.all_reduce
+    """One more collective, of a fixed size, at the first step, and one all-reduce a step from then on."""
+    net, seen = model(DelayedScaling()), []
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return original(*args, **kwargs)
+    def counted(name: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            seen.append((name, args[-1].numel()))
+            return originals[name](*args, **kwargs)
 
-    dist.all_reduce = counted
+        return run
+
+    for name in COLLECTIVES:
+        setattr(dist, name, counted(name))
     try:
-        counts = []
-        for _ in range(3):
-            count[0] = 0
+        for step in range(3):
             run(net, None)
-            counts.append(count[0])
+            # Three slots of three layers; 32 bytes say what they are.
+            first = [("all_gather_into_tensor", 32)] if step == 0 else []
+            assert seen == [*first, ("all_reduce", 9)], (step, seen)
+            seen.clear()
     finally:
-        dist.all_reduce = original
-    assert counts[0] in (1, 2), counts
-    assert counts[1:] == [1, 1], counts
+        for name, original in originals.items():
+            setattr(dist, name, original)

@@ -18,10 +18,9 @@ CASES = [
     "fewer_layers_in_a_block",
     "other_roles",
 ]
-NOT_YET = pytest.mark.xfail(strict=False, reason="ranks do not compare what they reduce")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "agreeing" else NOT_YET) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_ranks(case: str) -> None:
     name = f"tests.integration.disagreeing_cases.{case}"
     (failure,) = launch.run_on_ranks("tests.ranks:run", [name], seconds=30).values()

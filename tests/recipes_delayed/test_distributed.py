@@ -10,7 +10,16 @@ import pytest
 from tests import ranks
 
 CASES = {
-    2: ["in_default_group", "in_block", "nested", "functions", "one_recipe_two_groups", "under_ddp", "compiled"],
+    2: [
+        "in_default_group",
+        "in_block",
+        "nested",
+        "functions",
+        "one_recipe_two_groups",
+        "under_ddp",
+        "given_up",
+        "compiled",
+    ],
     # Halves of two would be groups of one, which have nobody to reduce with.
     4: ["in_default_group", "in_block", "in_halves", "nested", "functions", "one_recipe_two_groups", "under_ddp"],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -61,6 +62,33 @@ def test_checkpointing_a_whole_converted_model(use_reentrant: bool) -> None:
         checkpoint(recomputed, batch(step).requires_grad_(), use_reentrant=use_reentrant).sum().backward()
         for mine, theirs in zip(plain.buffers(), recomputed.buffers(), strict=True):
             assert torch.equal(mine, theirs), step
+
+
+@pytest.mark.parametrize("inside", ["a block", "a converted model", "a layer"])
+def test_inside_a_reentrant_checkpoint(inside: str) -> None:
+    """Gradients are off there; a step begins all the same at what takes a tensor that the checkpoint takes."""
+
+    def trained(use_reentrant: bool | None) -> list[torch.Tensor]:
+        net = ottava.convert(model(), delayed())[:1] if inside == "a layer" else model()
+        if inside == "a converted model":
+            net = ottava.convert(net, delayed())
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with ottava.autocast(delayed()) if inside == "a block" else contextlib.nullcontext():
+                return 1.0 * net(x)
+
+        made = []
+        for step in range(3):
+            x = batch(step).requires_grad_()
+            y = run(x) if use_reentrant is None else checkpoint(run, x, use_reentrant=use_reentrant)
+            y.square().mean().backward()
+            made += [x.grad, *(value.clone() for value in net.state_dict().values())]
+        return made
+
+    with warnings.catch_warnings(action="ignore"):
+        plain = trained(None)
+        assert all(map(torch.equal, plain, trained(use_reentrant=True)))
+        assert all(map(torch.equal, plain, trained(use_reentrant=False)))
 
 
 def test_a_block_inside_a_disabled_one_begins_steps() -> None:

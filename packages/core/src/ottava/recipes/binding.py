@@ -53,7 +53,9 @@ def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_gr
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):
-            return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+            made = recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+            made._roles = roles
+            return made
     finally:
         torch.set_default_dtype(default)
 
@@ -140,8 +142,6 @@ class Binding:
         """A new state for a recipe, which may refuse its options. Nothing is changed."""
         roles = [QuantizerRole("linear", tensor_type, layer.name) for tensor_type in OF_LINEAR]
         state = layer_state(recipe, roles, group)
-        for part in (state, *state.parts()):
-            part._layer_name = layer.name
         # Chosen now, so that code compiled later finds it chosen.
         backend_for(layer.weight.device.type)
         # The state's buffers follow the weight's device, because the kernels read both in one call.
@@ -240,7 +240,7 @@ class Binding:
         task = -1 if compiling else graph_task_id()
         region = regions.stack[-1] if regions.stack else None
         last = self._last
-        of_block = None if first is not None else regions.first if task == -1 else last and last.of_block
+        of_block = None if first is not None else regions.first[-1] if task == -1 else last and last.of_block
         first = of_block if first is None else first
         if task != -1 and (region is None or region.graph_task != task or (region.recipe is None and region.enabled)):
             return self._again(layer, first)

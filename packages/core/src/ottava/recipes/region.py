@@ -15,7 +15,7 @@ from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
 from ottava.recipes.step import Step, backward_task, is_taken_apart, step_for
 from ottava.tensors.declaration import check_flag
-from ottava.torch_private import constant_to_compiler
+from ottava.torch_private import constant_to_compiler, graph_task_id
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +38,7 @@ class _Regions(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Region] = []
-        self.first: bool | None = None
+        self.first: list[bool | None] = [None]
 
 
 regions = _Regions()
@@ -59,15 +59,13 @@ class microbatch(contextlib.ContextDecorator):
     def __init__(self, first: bool) -> None:
         check_flag("first, of microbatch,", first)
         self._first = first
-        self._outer: list[bool | None] = []
 
     def __enter__(self) -> "microbatch":
-        self._outer.append(regions.first)
-        regions.first = self._first
+        regions.first.append(self._first)
         return self
 
     def __exit__(self, *error: object) -> None:
-        regions.first = self._outer.pop()
+        regions.first.pop()
 
 
 class autocast(contextlib.ContextDecorator):
@@ -82,7 +80,7 @@ class autocast(contextlib.ContextDecorator):
 
     Entered with gradients enabled, outside a backward pass and not inside another region for the same recipe and group,
     it begins a step: recipes that remember (delayed scaling) update their scales then, in one collective. Inside a
-    reentrant checkpoint, which turns gradients off, its first layer begins it.
+    reentrant checkpoint, which turns gradients off, a layer begins it that takes one of the checkpoint's tensors.
 
     The object can be entered again, also by other threads, and serves as a decorator of functions. Activation
     checkpointing repeats the forward pass under the recipe that a layer last ran under; where that is not enough (one
@@ -143,7 +141,9 @@ class autocast(contextlib.ContextDecorator):
             raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        region = self._leave()
+        stack = regions.stack
+        # By one call as a rule: an interrupt may come after each.
+        region = stack.pop() if stack and stack[-1].owner is self else self._leave()
         if region is not None and region.calibrating and error is None and region.graph_task == -1:
             # What was observed serves the next step, and evaluation, which begins none.
             region.step.begin(region.group, region.model, calibrated=True)
@@ -158,7 +158,8 @@ class ConvertedModel(torch.nn.Module):
     """What the class of a converted model derives from besides: its forward pass, hooks included, is a region, at whose
     entry all layers below it begin a step. A forward pass inside of another's that contains it is no region."""
 
-    _ottava_step: Step
+    #: None of another object of the class, such as the slice of a ``Sequential``: it is as one that was not converted.
+    _ottava_step: Step | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack = regions.stack
@@ -176,14 +177,23 @@ class ConvertedModel(torch.nn.Module):
         if made is copyreg.__newobj__:  # type: ignore[attr-defined]
             # A pickle names classes, and the one that was converted has a name.
             made, arguments = _new, (arguments[0].__bases__[1], *arguments[1:])
+        elif made is type(self):
+            # A way of the model's own. Its hooks serve the class that was converted.
+            made = made.__bases__[1]
         return made, arguments, *rest
+
+
+def has_step(model: Any) -> bool:
+    """Whether the forward pass of a model is a region."""
+    return "_ottava_step" in model.__dict__
 
 
 def begins_steps(model: Any) -> Step:
     """Have the forward pass of a model be a region, at whose entry all layers below it begin a step; gives the step."""
-    if not isinstance(model, ConvertedModel):
+    if not has_step(model):
         model.__dict__["_ottava_step"] = Step()
-        model.__class__ = _converted(type(model))
+        if not isinstance(model, ConvertedModel):
+            model.__class__ = _converted(type(model))
         model.register_forward_pre_hook(_enter_of_other_class, prepend=True)
         model.register_forward_hook(_leave_of_other_class, always_call=True)
     model._ottava_step.model = weakref.ref(model)
@@ -217,7 +227,7 @@ def _new(cls: type[Any], *arguments: Any) -> Any:
 
 def _enter(module: Any, args: tuple[Any, ...]) -> None:
     """Enter the region of a converted model, unless it is inside of one."""
-    if regions.stack and not _is_apart(module):
+    if module._ottava_step is None or (regions.stack and not _is_apart(module)):
         return
     compiling = torch.compiler.is_compiling()
     step, task = module._ottava_step, -1 if compiling else graph_task_id()

@@ -81,7 +81,7 @@ class RecipeState:
     _pending: bool = False
     _backward_ran: bool = False  # since the step began
     _unseen: bool = False  # whether operands of the step are seen only when they are recomputed
-    _layer_name: str = ""  # for errors
+    _roles: Sequence[QuantizerRole] = ()  # what a stateful one was made for
     # Whether all quantizers keep the values, so that the layer computes in high precision.
     keeps_values: bool = False
 

@@ -52,14 +52,20 @@ def begin(states: Sequence[RecipeState], amax_reduction_group: Any, compiling: b
             state.__dict__.update(_pending=False, _backward_ran=False, _unseen=False)
 
 
+def _line(state: RecipeState) -> str:
+    """What a state belongs to, what it serves, and its recipe. (Functions are at another address in each process.)"""
+    name = state._roles[0].name or "a layer"
+    served = ", ".join(role.tensor_type for role in state._roles)
+    return f"{name} ({served}): {re.sub(r' at 0x[0-9a-f]+', '', repr(state.recipe))}"
+
+
 def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
     """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather. Ranks that differ
     would take the amaxes of other layers for theirs, or wait for ever: a UsageError on all of them."""
     if not process_groups_ready() or dist.get_world_size(group) == 1:
         return
     parts: list[Any] = [part for state in states for part in state.parts() if part.recipe.reduces_amaxes]
-    # Functions are at another address in each process.
-    lines = [f"{part._layer_name or 'a layer'}: {re.sub(r' at 0x[0-9a-f]+', '', repr(part.recipe))}" for part in parts]
+    lines = [_line(part) for part in parts]
     device = next((buffer.device for part in parts for buffer in part.buffers()), None)
     digest = torch.tensor(list(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.uint8, device=device)
     if not lines or bool((all_gather(digest, group) == digest).all()):
@@ -172,8 +178,8 @@ class Step:
         return self.__dict__ | {"_ran": [], "model": None}
 
 
-# Found again by what a region says: a new block for every step, with an equal recipe, continues the last one. Open regions
-# and the states that ran in them keep a step; nothing else does.
+# Found again by what a region says: a new block for every step, with an equal recipe, continues the last one. Open
+# regions and the states that ran in them keep a step; nothing else does.
 _steps: list[tuple[Recipe | None, Any, Any]] = []
 
 
