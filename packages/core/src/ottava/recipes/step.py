@@ -121,10 +121,9 @@ class Step:
         """
         compiling = torch.compiler.is_compiling()
         states = self.states(model, compiling)
-        if not compiling:
-            if states and not self._compared:
-                check_alike(states, amax_reduction_group)
-                self._compared = True
+        if states and not (compiling or self._compared):
+            check_alike(states, amax_reduction_group)
+            self._compared = True
         begin(states, amax_reduction_group, compiling)
         if not (calibrated or compiling):
             # After an interrupt on the way here, the next step begins with them.
