@@ -46,8 +46,13 @@ def _update_on_device(recipe: Settings, states: Sequence[DelayedScalingState], l
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _update_by_functions(recipe, states, last)
         return
-    scales, histories = zip(*[state.scale_and_history() for state in states], strict=True)
-    maxima = [maximum for state in states for maximum in state.maxima]
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    maxima: list[float] = []
+    # Not in comprehensions: a layer that is alone comes here in each forward pass.
+    for state in states:
+        held.append(state.scale_and_history())
+        maxima += state.maxima
+    scales, histories = zip(*held, strict=True)
     kernels.update_scales(scales, histories, maxima, most_recent=recipe.amax_compute_algo == "most_recent", last=last)
 
 
