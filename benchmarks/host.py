@@ -3,10 +3,10 @@
 Shapes are small, so that the time is that of Python, of allocations and of launches. Calls come in short bursts, the
 alternatives in turns, and of each the fastest burst counts: what else the machine does only adds to one. On a GPU the
 device is waited for between bursts only: what it does itself is not in the figures. On a CPU, with one thread, the
-kernels are in them, for both sides; without kernels, functions of the compiled module that quantize give what they gave
-once, and a product is torch's alone. (What a recipe does in plain PyTorch stays.) A layer that is alone begins a step of
-its own with each forward pass: delayed scaling's update is in its figures, once for this layer instead of once for a
-model. Python calls are those that ``sys.setprofile`` sees of one step, torch's own included.
+kernels are in them, for both sides; without kernels, the compiled module's functions that quantize give what they gave
+once, and a product is torch's alone. (What a recipe does in plain PyTorch stays.) A layer that is alone begins a step
+of its own with each forward pass: delayed scaling's update is in its figures, once for this layer instead of once for
+a model. Python calls are those that ``sys.setprofile`` sees of one step, torch's own included.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training steps of every installed recipe, compiled whole: the bytes of eager code, and no compilation after the first."""
+"""Training steps of every installed recipe, compiled whole: the bytes of eager code, and one compilation."""
 
 from __future__ import annotations
 

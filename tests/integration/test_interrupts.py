@@ -258,7 +258,7 @@ def test_nothing_is_wrong_without_an_interrupt(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_at_many_places(way: str) -> None:
-    found = bad_places(way, 43)
+    found = bad_places(way, 41)
     assert not found, "\n".join(found)
 
 

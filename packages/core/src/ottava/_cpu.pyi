@@ -158,8 +158,8 @@ def grid_quantize_operand(
 _Decoded = tuple[int, int, int, bool, bool, int, int, int, int, Tensor]
 
 class ProductPlan:
-    # What multiplies the values, of (values, values, scale, scale, bias, dtype), and the dtype; the code of the dtype of
-    # the result where the module is to finish torch's product itself, or -1.
+    # What multiplies the values, of (values, values, scale, scale, bias, dtype), and the dtype; the code of that dtype
+    # where the module is to finish torch's product itself, or -1.
     def __init__(self, left: _Decoded, right: _Decoded, multiply: object, dtype: object, finished: int) -> None: ...
 
 def planned_product(

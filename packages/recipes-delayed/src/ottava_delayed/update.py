@@ -46,7 +46,9 @@ def _update_on_device(recipe: Settings, states: Sequence[DelayedScalingState], l
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _update_by_functions(recipe, states, last)
         return
-    held, maxima = [], []
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    maxima: list[float] = []
+    # Not in comprehensions: a layer that is alone comes here in each forward pass.
     for state in states:
         held.append(state.scale_and_history())
         maxima += state.maxima

@@ -123,4 +123,4 @@ def planned_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dty
             plans.clear()
         with torch.inference_mode(False):
             plan = plans[key] = _plan(a, b, of_bias, out_dtype)
-    return plan[2](left, a.scales, right, b.scales, bias) if plan else None  # type: ignore[no-any-return]
+    return plan[2](left, a.scales, right, b.scales, bias) if plan else None

@@ -159,10 +159,10 @@ def update_scales(
     Raises:
         ShapeError, DTypeError, DeviceError: the tensors do not fit together.
     """
-    if not _is_compiling() and last is None and backends._chosen.get("cpu") == "cpu" and graph_task_id() == -1:
-        # The compiled module checks what it is given, and leaves the rest to Python.
-        if backends._loaded["cpu"].native.update_slots(scales, histories, maxima, most_recent):
-            return
+    direct = not _is_compiling() and last is None and backends._chosen.get("cpu") == "cpu" and graph_task_id() == -1
+    # The compiled module checks what it is given, and leaves to Python what it does not take.
+    if direct and backends._loaded["cpu"].native.update_slots(scales, histories, maxima, most_recent):
+        return
     total = sum(scale.numel() for scale in scales)
     if len(scales) != len(histories) or len(maxima) != total:
         raise ShapeError(

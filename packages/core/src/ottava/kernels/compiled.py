@@ -8,7 +8,6 @@ kept until the call is over.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,28 +145,19 @@ class Compiled:
         source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), code
         self.native.grid_quantize(*source, *rule, largest, *results, *pointers(*scratch), *self.place(x))
 
-    def decoder(self, shape: Sequence[int], text: str, columnwise: bool, scaled: bool) -> Any:
-        """``(function, between, rest)`` for data of a shape, with their scales or as they are; None if there is none.
-
-        ``function(data, *between, scales, *rest, out, dtype, *place)`` takes addresses of contiguous tensors.
-        """
-        layout, code, rule, _ = known(text)
-        if layout.element in FP8 and (not scaled or (layout.block == _ABSENT and not rule[0])):
-            return self.native.decode, (code, math.prod(shape)), ()
-        if not scaled or not self.serves(layout):
-            return None
-        rest = rule[0], *_block(layout.stored_block(columnwise))
-        return self.native.grid_decode, (code, *layout.stored_matrix(shape, columnwise)), rest
-
     def grid_decode(self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
-        decoder = None if out.dtype is torch.float64 else self.decoder(data.shape, text, columnwise, scales is not None)
-        if decoder is None:
+        layout, code, (e8m0, *_), _ = known(text)
+        bare = layout.element in FP8 and (scales is None or (layout.block == _ABSENT and not e8m0))
+        if out.dtype is torch.float64 or not (bare or (scales is not None and self.serves(layout))):
             reference.grid_decode(data, scales, text, columnwise, out)
             return
-        run, between, rest = decoder
         data, scales = data.contiguous(), None if scales is None else scales.contiguous()
-        to = out.data_ptr(), DTYPE_CODES[out.dtype]
-        run(data.data_ptr(), *between, *pointers(scales), *rest, *to, *self.place(data))
+        to = out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(data)
+        if bare:
+            self.native.decode(data.data_ptr(), code, data.numel(), *pointers(scales), *to)
+            return
+        sizes, block = layout.stored_matrix(data.shape, columnwise), _block(layout.stored_block(columnwise))
+        self.native.grid_decode(data.data_ptr(), code, *sizes, *pointers(scales), e8m0, *block, *to)
 
     def epilogue32(
         self, sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor

@@ -108,7 +108,7 @@ class Linear(torch.nn.Linear):
         # Asked once: whether somebody looks at what is called, a compiler perhaps.
         observed = not unobserved() or in_dual_level()
         compiling = observed and torch.compiler.is_compiling()
-        call = self._binding.call(self, input, is_first_microbatch, compiling)
+        call = self._binding.call(self, input, is_first_microbatch, observed, compiling)
         state = call.state
         if state is None:
             return self._high_precision(input)

@@ -235,8 +235,12 @@ class Binding:
 
     # -- calls --
 
-    def call(self, layer: Any, input: torch.Tensor, first: bool | None, compiling: bool) -> Call:
-        """What a forward pass of the layer runs under, which takes part in the step of its region."""
+    def call(self, layer: Any, input: torch.Tensor, first: bool | None, observed: bool, compiling: bool) -> Call:
+        """What a forward pass of the layer runs under, which takes part in the step of its region.
+
+        Args:
+            observed, compiling: whether somebody looks at what is called, and whether that is a compiler.
+        """
         task = -1 if compiling else graph_task_id()
         region = regions.stack[-1] if regions.stack else None
         last = self._last
@@ -259,7 +263,7 @@ class Binding:
             if not (compiling or training):
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
-            training = training and (compiling or not is_taken_apart(False))
+            training = training and (compiling or not (observed and is_taken_apart(False)))
             self._take_part(layer, state, region, group, training, grad_enabled, compiling)
             if training and not grad_enabled:
                 state._unseen = True
