@@ -4,8 +4,6 @@
 environment forces one for the process, :func:`use_backend` for a block of code.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the kernels take, and what they refuse before anything is read or written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

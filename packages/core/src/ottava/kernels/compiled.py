@@ -5,8 +5,6 @@ and :mod:`ottava.kernels.cuda` say. What the functions do, the table of kernels 
 kept until the call is over.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The instruction set is chosen at run time; ``OTTAVA_ISA`` (``avx512``, ``avx2``,
 Thread counts follow ``torch.get_num_threads()``.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

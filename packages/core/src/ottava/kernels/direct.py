@@ -5,8 +5,6 @@ operators: graphs that are being traced, modes, transforms, subclasses, autograd
 backend is called itself.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ottava.torch_private import (

@@ -5,8 +5,6 @@ them exactly, and the result is rounded once. ``OTTAVA_CPU_PRODUCT`` (``bfloat16
 of asking torch.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator

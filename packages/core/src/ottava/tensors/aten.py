@@ -5,8 +5,6 @@ the class hierarchy, so that a subclass extends or overrides the table. What is 
 and, for every argument that the op's schema says it writes, quantized again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +32,6 @@ def implements(cls: type, *ops: Any) -> Callable[[OpImplementation], OpImplement
         return function
 
     return register
-
-
-def defines(cls: type, op: Any, *, below: type) -> bool:
-    """Whether a class between ``cls`` and ``below`` has a function of its own for ``op``."""
-    between = (ancestor for ancestor in cls.__mro__ if ancestor is not below and issubclass(ancestor, below))
-    return any(op in _TABLES.get(ancestor, {}) for ancestor in between)
 
 
 def dispatch(cls: type, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

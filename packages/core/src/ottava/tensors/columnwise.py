@@ -4,8 +4,6 @@ GPUs whose FP8 GEMM takes only the TN layout (Ada, Hopper, and Blackwell of comp
 copy for the columnwise usage; everywhere else one buffer serves both usages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal

@@ -1,7 +1,5 @@
 """What a storage class declares, what follows from it for storages of any class, and what a storage is given."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self

@@ -3,8 +3,6 @@
 Invariant: ``original ≈ float32(data) * scale_inv``.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -4,8 +4,6 @@ Aliases of one buffer share a :class:`GemmCache`; every in-place write counts. W
 version of the buffer that it was computed from, so its validity belongs to it and not to whoever holds it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -26,15 +24,15 @@ class DerivedTensor:
 
     __slots__ = ("_source", "_state", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None, writes: GemmCache) -> None:
+    def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None, writes: "GemmCache") -> None:
         self.tensor = tensor
         self.refresh(source, writes)
 
-    def refresh(self, source: torch.Tensor | None, writes: GemmCache) -> None:
+    def refresh(self, source: torch.Tensor | None, writes: "GemmCache") -> None:
         """Declare the tensor up to date with ``source`` as it is now; aliases that share this object see it."""
         self._source, self._state = source, (writes.writes, _version(source))
 
-    def fresh(self, source: torch.Tensor | None, writes: GemmCache) -> bool:
+    def fresh(self, source: torch.Tensor | None, writes: "GemmCache") -> bool:
         """Whether it was computed from ``source`` and nothing was written to it since."""
         return self._source is source and self._state == (writes.writes, _version(source))
 

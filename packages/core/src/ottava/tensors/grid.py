@@ -3,11 +3,9 @@
 Invariant: ``original ≈ float32(element) * scale_inv`` of the element's block, in each direction for itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,10 +17,12 @@ from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_flag, check_values_dtype
 from ottava.tensors.freshness import DerivedTensor
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
-from ottava.tensors.tensor import QuantizedTensor
+from ottava.tensors.tensor import QuantizedTensor, blocks
 
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
+# Those of a direction, in the order of the tensor -> those of a result; None where blocks do not allow it.
+_Change = Callable[[Direction, bool], Direction | None]
 _USAGES = ("rowwise", "columnwise")
 # What to do where a direction is missing that no quantizer was asked for.
 _WITHOUT = {
@@ -79,13 +79,13 @@ def columns(name: str, rows: str) -> Any:
     """Columnwise data or scales: if they are made of ``rows``, they are given as long as these stay as they are."""
     kept = f"_kept{name}"
 
-    def get(self: GridTensorStorage) -> torch.Tensor | None:
+    def get(self: Any) -> torch.Tensor | None:
         held = getattr(self, kept, None)
         if not isinstance(held, DerivedTensor):
             return held
         return held.tensor if held.fresh(getattr(self, rows), self._writes) else None
 
-    def put(self: GridTensorStorage, value: Any) -> None:
+    def put(self: Any, value: Any) -> None:
         source = None if value is None else getattr(self, rows)
         if source is not None and self.grid_layout.square and self.grid_layout.transposed:
             value = DerivedTensor(value, source, self._writes)
@@ -382,6 +382,16 @@ def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction 
     return data, scales
 
 
+def _viewed(scales: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """A view of the scales of this shape, if there is one."""
+    if tuple(scales.shape) == shape:
+        return scales
+    try:
+        return scales.view(shape)
+    except (RuntimeError, ValueError):  # the latter while a graph is traced
+        return None
+
+
 def _other_scales(other: Direction, layout: Layout, columnwise: bool) -> torch.Tensor:
     """Scales of one direction in the order of the tensor, made of those of the other one: one of each square."""
     data, scales = other
@@ -417,6 +427,83 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         held = self._by_attribute(rows, columns)
         given = {inner.argument: held[inner.attribute] for inner in self.inner_tensors}
         return type(self)(**(self.get_metadata() | {"shape": None} | given | replaced))
+
+    # -- views: what shares a scale counts as one block, but one of all rows, or of all columns, may be cut along them:
+    # the parts go on sharing its scale, and know it --
+
+    def changed(self, change: _Change, *, swap: bool = False, alias: bool = True, part: bool = False) -> Any:
+        """This tensor with every direction changed; ``swap`` exchanges the two."""
+        layout, rows = self.grid_layout, self.ordered(columnwise=False)
+        made_of: list[Direction | None] = []
+        for columnwise in (False, True):
+            # One buffer that serves both usages is that of the rows.
+            source = columnwise != swap and not layout.one_buffer
+            held = self.ordered(columnwise=True) if source else rows
+            # Columns that are made of rows are made again when they are asked for.
+            derived = layout.transposed and layout.square and rows is not None and source
+            if held is None or derived or (layout.one_buffer and columnwise):
+                made_of.append(None)
+                continue
+            result = change(held, source)
+            if result is None:
+                return NotImplemented
+            made_of.append(in_order(result, layout, columnwise, back=True))
+        turned = {"values_from_columns": not self._values_from_columns} if swap else {}
+        made = self.around(*made_of, **turned)
+        if alias:
+            made.mark_view(self, part=part)
+        return made
+
+    def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        old_columns, layout = (self.shape[-1] if self.dim() else 1), self.grid_layout
+
+        def change(held: Direction, columnwise: bool) -> Direction | None:
+            try:
+                data, scales = function(held[0]), held[1]
+            except (RuntimeError, ValueError):
+                if columnwise and layout.transposed:
+                    return None
+                raise
+            columns = data.shape[-1] if data.dim() else 1
+            if columns != old_columns and data.numel():
+                rows, side = layout.block_of(columnwise, shared=True)
+                # Rows of whole blocks may be joined and cut.
+                if rows != 1 or side is None or columns % side or old_columns % side:
+                    return None
+            viewed = _viewed(scales, layout.grid(as_matrix_shape(data.shape), columnwise))
+            return None if viewed is None else (data, viewed)
+
+        return NotImplemented if layout.block == (None, None) else self.changed(change)
+
+    def narrowed(self, dim: int, start: int, stop: int) -> Any:
+        layout, size, last = self.grid_layout, self.shape[dim], dim == self.dim() - 1
+        if layout.block == (None, None):
+            return NotImplemented
+        if (start, stop) == (0, size):
+            return self.changed(lambda held, _: held)
+        at, step = int(last), 1 if last else math.prod(self.shape[dim + 1 : -1])
+        place = start * step, stop * step, size * step
+
+        def change(held: Direction, columnwise: bool) -> Direction | None:
+            data, scales = held[0].narrow(dim, start, stop - start), held[1]
+            # What shares a scale has to stay whole, whatever is stored of each block in it.
+            block = layout.block_of(columnwise)
+            span = blocks(block[at], *place)
+            if span is None or blocks(layout.block_of(columnwise, shared=True)[at], *place) is None:
+                return None
+            if last:
+                return data, scales[:, span]
+            if block[0] is None or math.prod(self.shape[:dim]) == 1:
+                return data, scales[span]
+            by_entry = _viewed(scales, (*self.shape[:-1], scales.shape[1])) if block[0] == 1 else None
+            if by_entry is not None:
+                by_entry = by_entry.narrow(dim, start, stop - start)
+                by_entry = _viewed(by_entry, layout.grid(as_matrix_shape(data.shape), columnwise))
+            return None if by_entry is None else (data, by_entry)
+
+        # A write to the part with another scale would change what the rest means.
+        spanned = any(layout.block_of(c)[at] is None and self.direction(columnwise=c) for c in (False, True))
+        return self.changed(change, part=spanned)
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         if self._rows() is None or not isinstance(other, GridTensor) or self._rows() is not other._rows():

@@ -1,7 +1,5 @@
 """``GridQuantizer``: a quantizer that is a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 

@@ -1,7 +1,5 @@
 """``Quantizer``: turns high-precision tensors into quantized ones."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -222,11 +220,11 @@ class Quantizer(ABC):
         copied.set_usage(rowwise=rowwise, columnwise=columnwise)
         return copied
 
-    def for_usage(self, columnwise: bool) -> Quantizer:
+    def for_usage(self, columnwise: bool) -> "Quantizer":
         """The quantizer that makes the data of one usage: this one, unless a subclass has one for each."""
         return self
 
-    def for_shards(self, group: Any) -> Quantizer:
+    def for_shards(self, group: Any) -> "Quantizer":
         """The quantizer of one shard of a tensor whose other shards lie on the ranks of ``group``.
 
         All shards of one tensor share one scale. A quantizer whose scale depends on all of the tensor returns one that
@@ -250,7 +248,7 @@ class Quantizer(ABC):
             return self is other
         return vars(self) == vars(other)
 
-    def is_alike(self, other: Quantizer) -> bool:
+    def is_alike(self, other: "Quantizer") -> bool:
         """Whether ``other`` is of this class and has the same options, whatever the state of either.
 
         What belongs to the process, such as a group, may differ: a copy may have lost it.

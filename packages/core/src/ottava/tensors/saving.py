@@ -4,8 +4,6 @@
 ``torch.compile`` can carry the specs from forward to backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ hooks, though, and an optimizer writes to shards, in programs that import ``otta
 core, a module is found upwards.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -72,7 +72,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             views = (t for t in given if t.storage_offset() and tuple(t.shape) == shape and t.is_contiguous())
             like = next(views, None)
         # It owns no memory: who asks for its storage (FSDP2 compares addresses) finds one of no bytes, at address 0.
-        return make_wrapper_subclass(
+        made: Any = make_wrapper_subclass(
             cls,
             shape if like is None else like.shape,
             strides=None if like is None else like.stride(),
@@ -82,11 +82,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             requires_grad=requires_grad,
             storage_size=0,
         )
+        made._hold(declared)
+        made._quantizer = quantizer
+        return made
 
-    def __init__(self, *, dtype: Any = None, quantizer: Any = None, **given: Any) -> None:
-        declared = {name: value for name, value in given.items() if name not in ("shape", "requires_grad")}
-        self._hold(self._checked(declared, dtype=dtype))
-        self._quantizer = quantizer
+    def __init__(self, **given: Any) -> None:
+        """Everything was done in ``__new__``, which says what the arguments are."""
 
     @classmethod
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
@@ -211,6 +212,33 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self.share_writes(of)
         self._view_of = of.detach() if of._view_of is None else of._view_of
         self._whole = of if part and of._whole is None else of._whole
+
+    def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """A view in another shape, that ``function`` gives data; NotImplemented where the class has none."""
+        return NotImplemented
+
+    def narrowed(self, dim: int, start: int, stop: int) -> Any:
+        """A view of entries [start, stop) of a dimension; NotImplemented where the declaration forbids it."""
+        if dim:
+            return NotImplemented
+        if (start, stop) == (0, self.shape[0]):
+            return self.make_like(self)
+        taken: dict[str, Any] = {}
+        for inner in self.inner_tensors:
+            value: torch.Tensor | None = getattr(self, inner.attribute)
+            if value is None or inner.shared:
+                taken[inner.argument] = value
+            elif self.is_derived(inner):
+                taken[inner.argument] = None
+            else:
+                of_blocks, value = inner.block_rows is not None, inner.by_rows(value)
+                span = blocks(inner.block_rows or 1, start, stop, self.shape[0])
+                if span is None or (self.dim() != 2 if of_blocks else value.shape[:1] != self.shape[:1]):
+                    return NotImplemented
+                taken[inner.argument] = inner.as_held(value[span])
+        rows = self.make_like(self, shape=(stop - start, *self.shape[1:]), **taken)
+        rows.mark_view(self, part=True)
+        return rows
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
         """Whether copying from ``other`` can copy inner tensors instead of quantizing again: both mean the same."""
@@ -358,6 +386,15 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             return f"{type(self).__name__}({values}, usages={usages}{grad})"
         except Exception as error:
             return f"{type(self).__name__}(no readable data: {type(error).__name__})"
+
+
+def blocks(side: int | None, start: int, stop: int, size: int) -> slice | None:
+    """The blocks of entries [start, stop) of a side of a matrix; None where they cut one in two."""
+    if side is None:
+        return slice(None)
+    if start % side or (stop % side and stop != size):
+        return None
+    return slice(start // side, -(-stop // side))
 
 
 class StraightThrough(torch.autograd.Function):
