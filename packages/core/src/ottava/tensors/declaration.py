@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -95,13 +95,12 @@ class Declared:
     _writes: GemmCache
 
     def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
-        self._hold(self._checked(declared))
-        self._quantizer = quantizer
+        self._hold(self._checked(declared), quantizer)
 
     @classmethod
     def _checked(cls, given: dict[str, Any], **also: Any) -> dict[str, Any]:
         """What the constructor was given, with what was left out, as :meth:`check_declared` returns it."""
-        known: dict[str, Any] = {inner.argument: None for inner in cls.inner_tensors}
+        known = dict.fromkeys((inner.argument for inner in cls.inner_tensors), None)
         known |= {field.argument: field.default for field in cls.own_fields}
         missing = [name for name, default in known.items() if default is ... and name not in given]
         unknown = sorted(set(given) - set(known))
@@ -123,9 +122,10 @@ class Declared:
         """
         return declared
 
-    def _hold(self, declared: dict[str, Any]) -> None:
+    def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
         if self.counts_writes:
             self._writes = GemmCache()
+        self._quantizer = quantizer
         for field in self.own_fields:
             setattr(self, field.attribute, declared[field.argument])
         self._declare()
@@ -141,16 +141,8 @@ class Declared:
     @classmethod
     def _arguments(cls, tensors: Sequence[Any], static: Sequence[Any]) -> dict[str, Any]:
         """Inner tensors and static values, in the order of the declaration, by their arguments."""
-        declared: tuple[Any, ...] = (*cls.inner_tensors, *cls.all_static_fields())
-        return {each.argument: value for each, value in zip(declared, (*tensors, *static), strict=True)}
-
-    @classmethod
-    def unchecked(cls, tensors: Sequence[Any], static: Sequence[Any], quantizer: Any) -> Self:
-        """A bare storage of what fits together because a kernel made it, in the order of the declaration."""
-        made = object.__new__(cls)
-        made._hold(cls._arguments(tensors, static))
-        made._quantizer = quantizer
-        return made
+        names = [each.argument for each in (*cls.inner_tensors, *cls.all_static_fields())]
+        return dict(zip(names, (*tensors, *static), strict=True))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -170,8 +162,8 @@ class Declared:
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
-        declared: tuple[Any, ...] = (*self.inner_tensors, *self.all_static_fields())
-        return {each.argument: getattr(self, each.attribute) for each in declared} | {"quantizer": self._quantizer}
+        static = [getattr(self, field.attribute) for field in self.all_static_fields()]
+        return self._arguments(self.inner_list(), static) | {"quantizer": self._quantizer}
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
         """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""

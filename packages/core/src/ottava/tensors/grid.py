@@ -258,12 +258,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         rows = self.for_usage(False) if rowwise else None
         self._put(rows, self.for_usage(True) if columnwise else None)
 
-    def places(self) -> tuple[tuple[str, ...], bool]:
-        names = [inner.attribute for inner in self.inner_tensors]
-        held = tuple([f"_kept{n}" if isinstance(getattr(type(self), n, None), property) else n for n in names])
-        # Columns that are made of rows know of them.
-        return held, self.grid_layout.square and self.grid_layout.transposed
-
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
         pattern = self._pattern
         if pattern is None or self._whole is not None or torch.compiler.is_dynamo_compiling():

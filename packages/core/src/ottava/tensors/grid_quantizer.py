@@ -13,7 +13,7 @@ from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.grid import GridTensor, GridTensorStorage, in_order, inner_tensors_of
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import Pattern, QuantizedTensorStorage
+from ottava.tensors.storage import Pattern, QuantizedTensorStorage, StorageSpec
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 # By the class and what it is told.
@@ -114,7 +114,7 @@ class GridQuantizer(Quantizer):
             known = fields | {"dtype": dtype, "values_from_columns": False}
             static = [known[field.argument] for field in self.storage_class.static_fields]
             if compiling:
-                return self.storage_class.unchecked(tensors, static, self)
+                return StorageSpec(self.storage_class, tuple(static), self).rebuild(tensors)
             pattern = _patterns[key] = Pattern(self.storage_class, static)
         return pattern.make(tensors, self)
 

@@ -12,7 +12,7 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
-from ottava.tensors.declaration import Declared, Usage, equal_scales
+from ottava.tensors.declaration import Declared, Usage, check_flag, equal_scales
 from ottava.tensors.declaration import InnerTensor as InnerTensor
 from ottava.tensors.declaration import native_dtype as native_dtype
 from ottava.tensors.freshness import GemmCache, bump_versions
@@ -39,9 +39,11 @@ class StorageSpec:
         """:meth:`build` around the tensors that were taken out, which need no second look."""
         if self.pattern is not None:
             return self.pattern.make(tensors, self.quantizer)
-        if self.whole is None and self.cls.declares_all:
-            return self.cls.unchecked(tensors, self.static, self.quantizer)
-        return self.build(tensors)
+        if self.whole is not None or not self.cls.declares_all:
+            return self.build(tensors)
+        made = object.__new__(self.cls)
+        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
+        return made
 
 
 class Pattern:
@@ -54,9 +56,12 @@ class Pattern:
     """
 
     def __init__(self, cls: type[QuantizedTensorStorage], static: Sequence[Any]) -> None:
-        empty = cls.unchecked((None,) * len(cls.inner_tensors), static, None)
-        self._cls, self._attributes = cls, {k: v for k, v in vars(empty).items() if k != "_writes"} | {"_pattern": self}
-        self._places, self._derives = empty.places()
+        empty: Any = StorageSpec(cls, tuple(static), None).rebuild((None,) * len(cls.inner_tensors))
+        held, names = vars(empty), [inner.attribute for inner in empty.inner_tensors]
+        self._cls, self._attributes = cls, {k: v for k, v in held.items() if k != "_writes"} | {"_pattern": self}
+        # Columns that may be made of rows are held under another name, and know of them if they are.
+        self._places = [name if name in held else f"_kept{name}" for name in names]
+        self._derives = empty.grid_layout.square and empty.grid_layout.transposed
         self.fetch = attrgetter(*self._places)
         self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
         self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
@@ -188,10 +193,6 @@ class QuantizedTensorStorage(Declared):
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
 
-    def places(self) -> tuple[tuple[str, ...], bool]:
-        """The attribute that holds each inner tensor, and whether setting one does more than that."""
-        return tuple(inner.attribute for inner in self.inner_tensors), False
-
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
         held = {i.usage for i, t in zip(self.inner_tensors, self.inner_list(), strict=True) if t is not None}
@@ -204,15 +205,11 @@ class QuantizedTensorStorage(Declared):
             had = self.get_usages()
             rowwise_usage = had["rowwise"] if rowwise_usage is None else rowwise_usage
             columnwise_usage = had["columnwise"] if columnwise_usage is None else columnwise_usage
-        for name, value in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
-            if not isinstance(value, bool):
-                raise OptionError(f"{name}_usage is {value!r}", expected="True, False or None")
+        check_flag("rowwise_usage", rowwise_usage)
+        check_flag("columnwise_usage", columnwise_usage)
         if not (rowwise_usage or columnwise_usage):
-            raise OptionError(
-                "update_usage would leave neither usage",
-                expected="rowwise_usage or columnwise_usage to stay",
-                remedy="call clear() to drop all data",
-            )
+            expected = "rowwise_usage or columnwise_usage to stay"
+            raise OptionError("update_usage would leave neither", expected=expected, remedy="clear() drops all data")
         return rowwise_usage, columnwise_usage
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:

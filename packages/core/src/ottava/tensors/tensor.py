@@ -82,8 +82,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             requires_grad=requires_grad,
             storage_size=0,
         )
-        made._hold(declared)
-        made._quantizer = quantizer
+        made._hold(declared, quantizer)
         return made
 
     def __init__(self, **given: Any) -> None:
@@ -279,10 +278,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if mine != its:
             # What torch itself keeps of this tensor follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
-        self._hold(value.get_metadata())
+        self._hold(value.get_metadata(), self._quantizer if value._quantizer is None else value._quantizer)
         self._whole, self._view_of = value._whole, value._view_of
-        if value._quantizer is not None:
-            self._quantizer = value._quantizer
         self._share_freshness(value)
 
     def detach(self) -> Any:
