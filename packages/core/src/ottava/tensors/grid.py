@@ -429,27 +429,36 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         """This tensor with every direction changed; ``swap`` exchanges the two."""
         layout, rows = self.grid_layout, self.ordered(columnwise=False)
         made_of: list[Direction | None] = []
+        kept: Direction | None = None
         for columnwise in (False, True):
             # One buffer that serves both usages is that of the rows.
             source = columnwise != swap and not layout.one_buffer
             held = self.ordered(columnwise=True) if source else rows
-            # Columns that are made of rows are made again when they are asked for.
-            derived = layout.transposed and layout.square and rows is not None and source
-            if held is None or derived or (layout.one_buffer and columnwise):
-                made_of.append(None)
+            made_of.append(None)
+            if held is None or (layout.one_buffer and columnwise):
                 continue
             result = change(held, source)
-            if result is None:
+            stored = None if result is None else in_order(result, layout, columnwise, back=True)
+            if layout.transposed and layout.square and rows is not None and source:
+                # Columns that are made of rows are made again when they are asked for, unless they lie as before.
+                kept = stored if stored and columnwise and stored[0].is_contiguous() else None
+            elif stored is None:
                 return NotImplemented
-            made_of.append(in_order(result, layout, columnwise, back=True))
+            else:
+                made_of[columnwise] = stored
         turned = {"values_from_columns": not self._values_from_columns} if swap else {}
         made = self.around(*made_of, **turned)
         if alias:
-            made.mark_view(self, part=part)
+            # The scale of a part of what has one is that of the rest too.
+            fewer = made.numel() != self.numel()
+            made.mark_view(self, part=part or (fewer and layout.block == (None, None)))
+            if kept is not None and not fewer:
+                made._put(made_of[0], kept)
         return made
 
     def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         old_columns, layout = (self.shape[-1] if self.dim() else 1), self.grid_layout
+        whole = layout.block == (None, None)
 
         def change(held: Direction, columnwise: bool) -> Direction | None:
             try:
@@ -458,6 +467,8 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 if columnwise and layout.transposed:
                     return None
                 raise
+            if whole:
+                return data, scales
             columns = data.shape[-1] if data.dim() else 1
             if columns != old_columns and data.numel():
                 rows, side = layout.block_of(columnwise, shared=True)
@@ -467,12 +478,10 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             viewed = _viewed(scales, layout.grid(as_matrix_shape(data.shape), columnwise))
             return None if viewed is None else (data, viewed)
 
-        return NotImplemented if layout.block == (None, None) else self.changed(change)
+        return self.changed(change)
 
     def narrowed(self, dim: int, start: int, stop: int) -> Any:
         layout, size, last = self.grid_layout, self.shape[dim], dim == self.dim() - 1
-        if layout.block == (None, None):
-            return NotImplemented
         if (start, stop) == (0, size):
             return self.changed(lambda held, _: held)
         at, step = int(last), 1 if last else math.prod(self.shape[dim + 1 : -1])
@@ -480,6 +489,8 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
 
         def change(held: Direction, columnwise: bool) -> Direction | None:
             data, scales = held[0].narrow(dim, start, stop - start), held[1]
+            if layout.block == (None, None):
+                return data, scales
             # What shares a scale has to stay whole, whatever is stored of each block in it.
             block = layout.block_of(columnwise)
             span = blocks(block[at], *place)

@@ -10,64 +10,37 @@ from typing import Any
 import torch
 
 from ottava.tensors.aten import implements
-from ottava.tensors.grid import Direction, GridTensor, in_order
-from ottava.tensors.tensor_ops import SHAPES, SPLITS, VIEWS, new_dtype
+from ottava.tensors.grid import Direction, GridTensor
+from ottava.tensors.tensor_ops import new_dtype
 
 _aten = torch.ops.aten
 
 
-@implements(
-    GridTensor,
-    *(*SHAPES, *SPLITS, _aten.slice.Tensor, _aten.select.int, _aten.unbind.int),
-    *(_aten.as_strided.default, _aten.diagonal.default),
-)
+@implements(GridTensor, _aten.slice.Tensor, _aten.expand.default, _aten.diagonal.default, _aten.as_strided.default)
 def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
-    """One scale serves any view, so that moving data is all."""
+    """Where one scale serves all, any view is one of the data."""
     if tensor.grid_layout.block != (None, None):
         return NotImplemented
-    held, from_columns = tensor._held()
-    data = in_order(held, tensor.grid_layout, from_columns)[0]
-    if op is _aten.as_strided.default:
-        size, stride, offset, *_ = (*args, None)
+    strided = op is _aten.as_strided.default
+    if strided:
+        data, (size, stride, offset, *_) = tensor._in_order(), (*args, None)
+        if data.stride() != tensor.stride():
+            # Its rowwise data was dropped since.
+            return NotImplemented
         args = size, stride, data.storage_offset() + (0 if offset is None else offset - tensor.storage_offset())
-        dropped = data.stride() != tensor.stride()
-    else:
-        dropped = from_columns and op in VIEWS and tensor.is_contiguous() and not data.is_contiguous()
-    if dropped:
-        # Its rowwise data was dropped since: no view of the transposed data has this shape.
-        return NotImplemented
-    moved = op(data, *args, **kwargs)
-    return [_alias(tensor, held, v, op) for v in moved] if isinstance(moved, list) else _alias(tensor, held, moved, op)
-
-
-def _alias(tensor: GridTensor, held: Direction, data: torch.Tensor, op: Any) -> GridTensor:
-    """A view of ``tensor`` around ``data``, a view of its data: writes to either reach both."""
-    rows = tensor._rows()
-    view: Any = tensor.around((data, held[1]), None)
-    part = rows is None or data.numel() != tensor.numel()
-    if op is _aten.as_strided.default and rows is not None:
-        part |= data.stride() != rows.stride() or data.storage_offset() != rows.storage_offset()
-    # The scale is that of the rest of the tensor too.
-    view.mark_view(tensor, part=part)
-    columns = tensor.direction(columnwise=True)
-    keeps = op in VIEWS and rows is not None and columns is not None and data.dim() > 0 and tensor.dim() > 0
-    if keeps and tensor.grid_layout.transposed and data.shape[-1] == tensor.shape[-1] and columns[0].is_contiguous():  # type: ignore[index]
-        turned = columns[0].view(data.shape[-1], *data.shape[:-1])  # type: ignore[index]
-        view._put((data, held[1]), (turned, columns[1]))  # type: ignore[index]
-    return view  # type: ignore[no-any-return]
+    return tensor.changed(lambda held, _: (op(held[0], *args, **kwargs), held[1]), part=strided)
 
 
 @implements(GridTensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
 def _transpose(op: Any, tensor: GridTensor, *args: Any) -> Any:
-    if tensor.grid_layout.block == (None, None):
-        return _moved(op, tensor, *args)
     # Which dimension comes where, told by strides.
     numbered = torch.empty_strided((2,) * tensor.dim(), tuple(range(tensor.dim())), device="meta")
     order = op(numbered, *args).stride()
-    if order == (1, 0):
-        # Blocks along the rows of a matrix lie along the columns of its transpose.
-        return tensor.changed(lambda held, _: (held[0].t(), held[1].t()), swap=True)
-    return tensor.changed(lambda held, _: held) if order == tuple(range(tensor.dim())) else NotImplemented
+    if tensor.grid_layout.block == (None, None) or order == tuple(range(tensor.dim())):
+        return tensor.changed(lambda held, _: (op(held[0], *args), held[1]))
+    # Blocks along the rows of a matrix lie along the columns of its transpose.
+    swap = order == (1, 0)
+    return tensor.changed(lambda held, _: (held[0].t(), held[1].t()), swap=True) if swap else NotImplemented
 
 
 @implements(GridTensor, _aten.clone.default)

@@ -149,8 +149,6 @@ def _split(op: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
 def _select(op: Any, tensor: QuantizedTensor, dim: int, index: int) -> Any:
     op(_on_meta(tensor), dim, index)
     dim %= tensor.dim()
-    if dim == tensor.dim() - 1:
-        return NotImplemented
     index %= tensor.shape[dim]
     entry = tensor.narrowed(dim, index, index + 1)
     return entry if entry is NotImplemented else entry.reshaped(lambda data: data.squeeze(dim))
