@@ -13,9 +13,9 @@ import torch
 from ottava import kernels
 from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels.checks import check_dtype
+from ottava.kernels.reference import spread
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_flag, check_values_dtype
-from ottava.tensors.freshness import DerivedTensor
+from ottava.tensors.declaration import DerivedTensor, InnerTensor, StaticField, as_data, check_flag, check_values_dtype
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 from ottava.tensors.tensor import QuantizedTensor, blocks
 
@@ -389,13 +389,13 @@ def _viewed(scales: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None
 def _other_scales(other: Direction, layout: Layout, columnwise: bool) -> torch.Tensor:
     """Scales of one direction in the order of the tensor, made of those of the other one: one of each square."""
     data, scales = other
-    own, wanted = layout.block_of(not columnwise), layout.block_of(columnwise)
-    grid = layout.grid((math.prod(data.shape[:-1]), data.shape[-1] if data.dim() else 1), columnwise)
-    for dim, (side, old, new) in enumerate(zip(layout.shared or own, own, wanted, strict=True)):
-        if side is not None and old is not None and new is not None:
-            squares = scales[:: side // old] if dim == 0 else scales[:, :: side // old]
-            scales = squares.repeat_interleave(side // new, dim).narrow(dim, 0, grid[dim])
-    return scales
+    if layout.block == (None, None):
+        return scales
+    squares: Any = layout.shared or layout.block
+    sides = [zip(squares, layout.block_of(side), strict=True) for side in (not columnwise, columnwise)]
+    old, new = ([square // own for square, own in side] for side in sides)
+    grid = layout.grid(as_matrix_shape(data.shape), columnwise)
+    return spread(scales[:: old[0], :: old[1]], (new[0], new[1]), grid)
 
 
 class GridTensor(QuantizedTensor, GridTensorStorage):

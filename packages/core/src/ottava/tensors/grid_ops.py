@@ -86,6 +86,6 @@ def _new(op: Any, tensor: GridTensor, shape: Sequence[int], *strides: Any, **kwa
 
 
 # zeros_like is not here: optimizers make their moments with it, and moments in FP8 are wrong.
-@implements(GridTensor, _aten.empty_like.default)
-def _empty_like(op: Any, tensor: GridTensor, **kwargs: Any) -> Any:
-    return _new(_aten.new_empty.default, tensor, tensor.shape, **kwargs)
+implements(GridTensor, _aten.empty_like.default)(
+    lambda op, tensor, **kwargs: _new(_aten.new_empty.default, tensor, tensor.shape, **kwargs)
+)

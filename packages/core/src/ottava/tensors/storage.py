@@ -12,10 +12,9 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
-from ottava.tensors.declaration import Declared, Usage, check_flag, equal_scales
+from ottava.tensors.declaration import Declared, GemmCache, Usage, bump_versions, check_flag, equal_scales
 from ottava.tensors.declaration import InnerTensor as InnerTensor
 from ottava.tensors.declaration import native_dtype as native_dtype
-from ottava.tensors.freshness import GemmCache, bump_versions
 
 
 @dataclass(frozen=True)

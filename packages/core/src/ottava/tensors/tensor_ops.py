@@ -4,7 +4,7 @@ Views share inner tensors where :meth:`QuantizedTensor.narrowed` and :meth:`Quan
 how; everything else is derived from the storage declaration.
 """
 
-from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +18,7 @@ from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import aten_overloads, to_copy
 
-_aten = torch.ops.aten
+_aten, _of_all = torch.ops.aten, partial(implements, QuantizedTensor)
 VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
 #: Those that leave the elements in their order, unless they repeat some.
 SHAPES = (
@@ -36,27 +36,17 @@ def new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype |
     return None if plain else dtype
 
 
-@implements(QuantizedTensor, _aten.detach.default, _aten.alias.default)
-def _detach(op: Any, tensor: QuantizedTensor) -> Any:
-    return tensor.make_like(tensor)
+_of_all(_aten.detach.default, _aten.alias.default)(lambda op, tensor: tensor.make_like(tensor))
+_of_all(_aten.clone.default)(lambda op, tensor, *, memory_format=None: tensor.clone_storage())
+_of_all(*aten_overloads("_pin_memory"))(
+    lambda op, tensor, device=None: tensor.apply_to_inner(lambda inner: inner.pin_memory())
+)
+_of_all(_aten.is_pinned.default)(
+    lambda op, tensor, device=None: all(inner.is_pinned() for inner in tensor.inner_list() if inner is not None)
+)
 
 
-@implements(QuantizedTensor, _aten.clone.default)
-def _clone(op: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> Any:
-    return tensor.clone_storage()
-
-
-@implements(QuantizedTensor, *aten_overloads("_pin_memory"))
-def _pin_memory(op: Any, tensor: QuantizedTensor, device: Any = None) -> Any:
-    return tensor.apply_to_inner(lambda t: t.pin_memory())
-
-
-@implements(QuantizedTensor, _aten.is_pinned.default)
-def _is_pinned(op: Any, tensor: QuantizedTensor, device: Any = None) -> bool:
-    return all(t.is_pinned() for t in tensor.inner_list() if t is not None)
-
-
-@implements(QuantizedTensor, *aten_overloads("_to_copy"))
+@_of_all(*aten_overloads("_to_copy"))
 def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     dtype = new_dtype(tensor, kwargs)
     if dtype is None:
@@ -66,7 +56,7 @@ def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
 
 
-@implements(QuantizedTensor, _aten.copy_.default)
+@_of_all(_aten.copy_.default)
 def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(src.dequantize(), non_blocking)
@@ -85,7 +75,7 @@ def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     return dst
 
 
-@implements(QuantizedTensor, _aten.new_zeros.default, _aten.new_empty.default)
+@_of_all(_aten.new_zeros.default, _aten.new_empty.default)
 def _new_rows(op: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Any:
     """Zeros with another number of rows: what pads an uneven shard. What all rows share is that of ``tensor``."""
     quantizer, device = tensor._quantizer, torch.device(kwargs.get("device") or tensor.device)
@@ -122,7 +112,7 @@ def _all_or_none(views: list[Any]) -> Any:
     return NotImplemented if any(view is NotImplemented for view in views) else views
 
 
-@implements(QuantizedTensor, *SHAPES)
+@_of_all(*SHAPES)
 def _same_elements(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     made = NotImplemented
     if op(_on_meta(tensor), *args, **kwargs).numel() == tensor.numel():
@@ -130,7 +120,7 @@ def _same_elements(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) 
     return op(_laid_out(tensor), *args, **kwargs) if made is NotImplemented and op in VIEWS else made
 
 
-@implements(QuantizedTensor, _aten.slice.Tensor)
+@_of_all(_aten.slice.Tensor)
 def _slice(op: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     op(_on_meta(tensor), dim, start, end, step)
     dim %= tensor.dim()
@@ -138,14 +128,14 @@ def _slice(op: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, en
     return tensor.narrowed(dim, first, max(first, stop)) if step == 1 else NotImplemented
 
 
-@implements(QuantizedTensor, *SPLITS)
+@_of_all(*SPLITS)
 def _split(op: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     parts = [part.shape[dim] for part in op(_on_meta(tensor), sizes, dim)]
     places = zip(accumulate(parts), parts, strict=True)
     return _all_or_none([tensor.narrowed(dim % tensor.dim(), stop - size, stop) for stop, size in places])
 
 
-@implements(QuantizedTensor, _aten.select.int)
+@_of_all(_aten.select.int)
 def _select(op: Any, tensor: QuantizedTensor, dim: int, index: int) -> Any:
     op(_on_meta(tensor), dim, index)
     dim %= tensor.dim()
@@ -154,13 +144,13 @@ def _select(op: Any, tensor: QuantizedTensor, dim: int, index: int) -> Any:
     return entry if entry is NotImplemented else entry.reshaped(lambda data: data.squeeze(dim))
 
 
-@implements(QuantizedTensor, _aten.unbind.int)
+@_of_all(_aten.unbind.int)
 def _unbind(op: Any, tensor: QuantizedTensor, dim: int = 0) -> Any:
     op(_on_meta(tensor), dim)
     return _all_or_none([_select(_aten.select.int, tensor, dim, index) for index in range(tensor.shape[dim])])
 
 
-@implements(QuantizedTensor, _aten.as_strided.default)
+@_of_all(_aten.as_strided.default)
 def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     """The tensor itself, as FSDP asks for it, or rows of the tensor that it is a view of, or values."""
     offset = tensor.storage_offset() if storage_offset is None else storage_offset
@@ -172,7 +162,7 @@ def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storag
     return op(_laid_out(base), size, stride, offset) if rows is NotImplemented else rows
 
 
-def _strided_rows(tensor: QuantizedTensor, size: Sequence[int], stride: tuple[int, ...], offset: int) -> Any:
+def _strided_rows(tensor: QuantizedTensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:
     """Rows of a contiguous tensor, in another shape."""
     columns = tensor.shape[-1] if tensor.dim() else 1
     wanted = torch.empty(size, device="meta")
