@@ -46,7 +46,7 @@ class Compiled:
 
     def stream(self, x: Tensor) -> tuple[int, ...]:
         """What a call ends with for a kernel that runs in one thread of a CPU."""
-        raise NotImplementedError
+        return ()
 
     def place(self, x: Tensor) -> tuple[int, ...]:
         """What a call ends with for every other kernel."""

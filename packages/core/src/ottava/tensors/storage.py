@@ -110,10 +110,9 @@ class QuantizedTensorStorage(Declared):
         super().__init_subclass__(**kwargs)
         _CLASSES[f"{cls.__module__}:{cls.__qualname__}"] = cls
 
-    if TYPE_CHECKING:
-        # torch.Tensor says that it can be set; a class that derives from both would have to say so too.
-        nbytes: int
-    else:
+    # torch.Tensor says that it can be set; a class that derives from both would have to say so too.
+    nbytes: int
+    if not TYPE_CHECKING:
 
         @property
         def nbytes(self) -> int:
@@ -220,9 +219,8 @@ class QuantizedTensorStorage(Declared):
         """
         have = self.get_usages()
         wanted = dict(zip(have, self._requested_usages(rowwise_usage, columnwise_usage), strict=True))
-        for usage, want in wanted.items():
-            if want and not have[usage]:
-                raise self._without(usage)
+        for usage in (usage for usage, want in wanted.items() if want and not have[usage]):
+            raise self._without(usage)
         for inner in self.inner_tensors:
             if not wanted.get(inner.usage, True):
                 setattr(self, inner.attribute, None)
@@ -279,11 +277,8 @@ class QuantizedTensorStorage(Declared):
             if mine is None:
                 continue
             if theirs is None:
-                raise UsageError(
-                    f"the source holds no {inner.argument!r}",
-                    expected="a source quantized for the same usages",
-                    remedy="quantize it with the usages of the destination",
-                )
+                remedy = "quantize it with the usages of the destination"
+                raise UsageError(f"the source holds no {inner.argument!r}", expected="the same usages", remedy=remedy)
             if native_dtype(src, inner) != native_dtype(self, inner):
                 raise DTypeError(f"source holds {native_dtype(src, inner)}", expected=str(native_dtype(self, inner)))
             if theirs.shape != mine.shape:

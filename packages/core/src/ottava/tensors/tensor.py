@@ -71,17 +71,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             # Elements that begin later than their storage does are those of a view.
             views = (t for t in given if t.storage_offset() and tuple(t.shape) == shape and t.is_contiguous())
             like = next(views, None)
+        size, *place = (shape, None, None) if like is None else (like.shape, like.stride(), like.storage_offset())
         # It owns no memory: who asks for its storage (FSDP2 compares addresses) finds one of no bytes, at address 0.
-        made: Any = make_wrapper_subclass(
-            cls,
-            shape if like is None else like.shape,
-            strides=None if like is None else like.stride(),
-            storage_offset=None if like is None else like.storage_offset(),
-            dtype=dtype,
-            device=given[0].device,
-            requires_grad=requires_grad,
-            storage_size=0,
-        )
+        about = {"dtype": dtype, "device": given[0].device, "requires_grad": requires_grad, "storage_size": 0}
+        made: Any = make_wrapper_subclass(cls, size, strides=place[0], storage_offset=place[1], **about)
         made._hold(declared, quantizer)
         return made
 
@@ -108,11 +101,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
         def size(self, dim: int | None = None) -> Any: ...
     else:
-        size = torch.Tensor.size
-
-        @property
-        def _dtype(self) -> torch.dtype:
-            return self.dtype
+        size, _dtype = torch.Tensor.size, torch.Tensor.dtype
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -241,11 +230,15 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
         """Whether copying from ``other`` can copy inner tensors instead of quantizing again: both mean the same."""
-        if other.shape != self.shape or not same_kind(self, other, nominal=False):
+        if other.shape != self.shape or not self._means_the_same(other):
             return False
         pairs = [(a, b) for a, b in zip(self.inner_list(), other.inner_list(), strict=True) if a is not None]
         alike = all(b is not None and b.shape == a.shape for a, b in pairs)
         return alike and (self._whole is None or self.shares_scales(other))
+
+    def _means_the_same(self, other: QuantizedTensor) -> bool:
+        """Whether inner tensors of ``other`` mean here what they mean there."""
+        return same_kind(self, other, nominal=False)
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         """Share whatever tracks staleness with ``other``, an alias of the same data."""
@@ -312,11 +305,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UsageError: the values lie in no memory that another library could read."""
-        raise UsageError(
-            f"a {type(self).__name__} cannot be exported by DLPack",
-            expected="a tensor in high precision",
-            remedy="export its .dequantize()",
-        )
+        what, remedy = f"a {type(self).__name__} cannot be exported by DLPack", "export its .dequantize()"
+        raise UsageError(what, expected="a tensor in high precision", remedy=remedy)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """``tensor[index] = value``: all of it is quantized again, unless these have scales of their own."""
