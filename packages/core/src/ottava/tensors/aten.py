@@ -60,12 +60,10 @@ def dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         UsageError: a collective, whose schema does not say what it writes.
     """
     if op.namespace == "c10d":
-        raise UsageError(
-            f"the collective {schema_of(op).name} was called with a quantized tensor",
-            expected="plain tensors: its data and scales, or its values",
-            remedy="load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
-            "ottava.checkpoint.load_sharded",
-        )
+        what = f"the collective {schema_of(op).name} was called with a quantized tensor"
+        load = "load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
+        expected, remedy = "plain tensors: its data and scales, or its values", f"{load}ottava.checkpoint.load_sharded"
+        raise UsageError(what, expected=expected, remedy=remedy)
     plain: dict[int, torch.Tensor] = {}
 
     def unwrap(value: Any) -> Any:

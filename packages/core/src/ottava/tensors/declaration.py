@@ -269,11 +269,8 @@ def as_data(data: Any, float_dtype: torch.dtype, what: str) -> torch.Tensor | No
         return data
     if isinstance(data, torch.Tensor) and data.dtype == float_dtype:
         return data.view(torch.uint8)
-    raise DTypeError(
-        f"{what} is of {getattr(data, 'dtype', type(data).__name__)}",
-        expected=f"torch.uint8 data or a {float_dtype} tensor",
-        remedy="quantize high-precision values with a quantizer",
-    )
+    found, expected = getattr(data, "dtype", type(data).__name__), f"torch.uint8 data or a {float_dtype} tensor"
+    raise DTypeError(f"{what} is of {found}", expected=expected, remedy="quantize high-precision values")
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -312,9 +309,7 @@ def native_dtype(storage: Any, inner: InnerTensor) -> torch.dtype | None:
 
 def equal_scales(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Whether two scales are equal; those on the meta device have no values to differ in."""
-    if one is other or other is None:
-        return one is other
-    if one.is_meta or other.is_meta:
-        return one.is_meta and other.is_meta
+    if one is other or other is None or one.is_meta or other.is_meta:
+        return one is other or (other is not None and one.is_meta and other.is_meta)
     # Comparing values would break a graph that is being traced.
     return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))

@@ -246,9 +246,8 @@ class GridTensorStorage(QuantizedTensorStorage):
         return (kernels.transpose(other[0]) if columnwise and data.dim() else data.contiguous()), scales.contiguous()
 
     def get_usages(self) -> dict[str, bool]:
-        rows = getattr(self, self.data_names[0]) is not None
-        same = rows and self.grid_layout.one_buffer
-        return {"rowwise": rows, "columnwise": same or getattr(self, self.data_names[1]) is not None}
+        rows, columns = (getattr(self, name) is not None for name in self.data_names)
+        return {"rowwise": rows, "columnwise": columns or (rows and self.grid_layout.one_buffer)}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
@@ -272,13 +271,10 @@ class GridTensorStorage(QuantizedTensorStorage):
         spec.__dict__.update(pattern.spec, quantizer=self._quantizer)
         return tensors, spec
 
-    def _kept_names(self) -> set[str]:
-        return {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}
-
-    def _derived(self) -> list[DerivedTensor]:
-        """What is kept as made of rows, fresh or not."""
-        kept = [getattr(self, name, None) for name in self._kept_names()]
-        return [each for each in kept if isinstance(each, DerivedTensor)]
+    def _kept(self) -> dict[str, Any]:
+        """Columns as they are kept, fresh or not, by the attributes that hold them."""
+        names = {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}
+        return {name: getattr(self, name, None) for name in names}
 
     def is_derived(self, inner: InnerTensor) -> bool:
         return super().is_derived(inner) and self.grid_layout.square
@@ -346,13 +342,11 @@ class GridTensorStorage(QuantizedTensorStorage):
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
         shared = self.grid_layout.shared
         if shared is not None and isinstance(src, GridTensorStorage) and src.grid_layout.shared is None:
-            raise UsageError(
-                "the source has scales for rows and for columns, the destination one for both",
-                expected=f"a source whose blocks share scales over {shared}",
-                remedy="quantize it with the quantizer of the destination",
-            )
+            what = "the source has scales for rows and for columns, the destination one for both"
+            expected = f"a source whose blocks share scales over {shared}"
+            raise UsageError(what, expected=expected, remedy="quantize it with the quantizer of the destination")
         # The write reaches transposed data, too, which ``src`` has to have: it is fresh again, for every alias.
-        derived = self._derived() if self._whole is None else []
+        derived = [] if self._whole is not None else [k for k in self._kept().values() if isinstance(k, DerivedTensor)]
         fresh = [kept for kept in derived if kept.fresh(self._rows(), self._writes)]
         super().copy_from_storage(src, noop_flag=noop_flag)
         for kept in fresh:
@@ -514,8 +508,8 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         if self._rows() is None or not isinstance(other, GridTensor) or self._rows() is not other._rows():
             return super()._share_freshness(other)
         self._whole, self._writes = other._whole, other._writes
-        for name in self._kept_names():
-            setattr(self, name, getattr(other, name, None))
+        for name, kept in other._kept().items():
+            setattr(self, name, kept)
 
     def for_usage(self, columnwise: bool) -> Direction:
         if columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None:

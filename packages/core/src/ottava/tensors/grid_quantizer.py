@@ -81,18 +81,16 @@ class GridQuantizer(Quantizer):
         layout, matrix = self.layout, as_matrix_shape(tensor.shape)
         place: Any = [tensor.reshape(-1)], [tensor.dtype], [matrix], [0], [layout]
         amaxes = list(kernels.grid_multi_amax(*place).split(kernels.grid_amax_sizes(*matrix, layout)))
-        wanted = self._sides()
         made: list[Any] = []
         pairs: list[list[Any]] = [[None], [None]]
-        for columnwise in (False, True):
-            at = int(columnwise and not layout.square)
-            spans = layout.block_of(columnwise)[0] is None
-            # Of squares one amax serves both directions, and is reduced once.
-            if spans and wanted[columnwise] and not (columnwise and layout.square and wanted[0]):
-                amaxes[at] = all_reduce_max(amaxes[at], self.amax_reduction_group)
-            if not wanted[columnwise]:
+        for columnwise, wanted in zip((False, True), self._sides(), strict=True):
+            if not wanted:
                 made += [None, None]
                 continue
+            at = int(columnwise and not layout.square)
+            # Of squares one amax serves both directions, and is reduced once.
+            if layout.block_of(columnwise)[0] is None and not (at < columnwise and made[0] is not None):
+                amaxes[at] = all_reduce_max(amaxes[at], self.amax_reduction_group)
             amax = for_blocks(amaxes[at].view(layout.grid(matrix, columnwise, shared=True)), layout, columnwise, matrix)
             scale, scale_inv = kernels.grid_scales(amax, layout, tensor.dtype)
             data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)

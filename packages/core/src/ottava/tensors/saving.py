@@ -24,19 +24,16 @@ def prepare_for_saving(*tensors: Saveable) -> tuple[list[torch.Tensor | None], l
     Raises:
         DTypeError: an argument is something else.
     """
-    flat: list[torch.Tensor | None] = []
-    objects: list[StorageSpec | None] = []
+    pairs: list[tuple[list[torch.Tensor | None], StorageSpec | None]] = []
     for tensor in tensors:
         if isinstance(tensor, QuantizedTensorStorage):
-            inner, spec = tensor.flatten_storage()
+            pairs.append(tensor.flatten_storage())
         elif tensor is None or isinstance(tensor, torch.Tensor):
-            inner, spec = [tensor], None
+            pairs.append(([tensor], None))
         else:
             what = f"cannot save a {type(tensor).__name__}"
             raise DTypeError(what, expected="quantized or plain tensors, storages, or None")
-        flat += inner
-        objects.append(spec)
-    return flat, objects
+    return [inner for held, _ in pairs for inner in held], [spec for _, spec in pairs]
 
 
 def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[Any]:

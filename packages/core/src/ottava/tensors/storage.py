@@ -180,8 +180,7 @@ class QuantizedTensorStorage(Declared):
         return {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = self.clone_storage()
-        memo[id(self)] = copied
+        copied = memo[id(self)] = self.clone_storage()
         return copied
 
     # -- usages --
@@ -226,11 +225,9 @@ class QuantizedTensorStorage(Declared):
                 setattr(self, inner.attribute, None)
 
     def _without(self, usage: str, also: str = "") -> UsageError:
-        return UsageError(
-            f"{type(self).__name__} has no {usage} data",
-            expected=f"a tensor quantized with {usage}=True",
-            remedy=f"call quantizer.set_usage({usage}=True) before quantizing{also}",
-        )
+        remedy = f"call quantizer.set_usage({usage}=True) before quantizing{also}"
+        what, expected = f"{type(self).__name__} has no {usage} data", f"a tensor quantized with {usage}=True"
+        return UsageError(what, expected=expected, remedy=remedy)
 
     # -- values --
 
@@ -267,11 +264,9 @@ class QuantizedTensorStorage(Declared):
         if tuple(src.size()) != tuple(self.size()):
             raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
         if self._whole is not None and not (self.shares_scales(src) or self._rest_is_zero()):
-            raise UsageError(
-                f"a write to a view of a {type(self).__name__} would change the scale of the rest of the tensor",
-                expected="values that are quantized with the scale that it has",
-                remedy="assign with tensor[index] = values, or write to the whole: all of it is quantized again",
-            )
+            what = f"a write to a view of a {type(self).__name__} would change the scale of the rest of the tensor"
+            remedy = "assign with tensor[index] = values, or write to the whole: all of it is quantized again"
+            raise UsageError(what, expected="values that are quantized with the scale that it has", remedy=remedy)
         pairs = []
         for inner, mine, theirs in zip(self.inner_tensors, self.inner_list(), src.inner_list(), strict=True):
             if mine is None:
@@ -373,11 +368,8 @@ class QuantizedTensorStorage(Declared):
             if inner.gather and not inner.transposed and getattr(self, inner.attribute) is not None:
                 found.setdefault(inner.usage, inner)
         if not found:
-            raise UsageError(
-                f"{type(self).__name__} holds no elements",
-                expected="data of an inner tensor declared with gather=True",
-                remedy="keep the rowwise usage of weights whose bytes are moved",
-            )
+            expected, remedy = "an inner tensor declared with gather=True", "keep the rowwise usage of moved weights"
+            raise UsageError(f"{type(self).__name__} holds no elements", expected=expected, remedy=remedy)
         return tuple(found.values())
 
     def is_derived(self, inner: InnerTensor) -> bool:

@@ -83,11 +83,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     @classmethod
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
-        """A tensor of the shape and the strides of the one that ``declared`` gives.
-
-        The default is None, for a contiguous one of the ``shape`` that the constructor is given, or of the first inner
-        tensor's.
-        """
+        """What lies as the tensor that ``declared`` gives; None for a contiguous one of the first inner's shape."""
         return None
 
     # torch.Tensor answers these; the storage's answers are for bare storages.
@@ -352,16 +348,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return held | {"requires_grad": self.requires_grad}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) in memo:
-            return memo[id(self)]
         if not self.is_leaf:
             raise UsageError("only leaf tensors can be deep-copied", remedy="call .detach() first")
-        copied: Any = self.clone_storage()
+        copied: Any = super().__deepcopy__(memo)
         for name, value in self._extra().items():
             setattr(copied, name, value.clone() if isinstance(value, torch.Tensor) else value)
         if self.grad is not None:
             copied.grad = self.grad.clone()
-        memo[id(self)] = copied
         return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
