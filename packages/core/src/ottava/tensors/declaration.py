@@ -207,8 +207,8 @@ class Declared:
     @classmethod
     def _arguments(cls, tensors: Sequence[Any], static: Sequence[Any]) -> dict[str, Any]:
         """Inner tensors and static values, in the order of the declaration, by their arguments."""
-        names = [each.argument for each in (*cls.inner_tensors, *cls.all_static_fields())]
-        return dict(zip(names, (*tensors, *static), strict=True))
+        declared: tuple[Any, ...] = (*cls.inner_tensors, *cls.all_static_fields())
+        return {each.argument: value for each, value in zip(declared, (*tensors, *static), strict=True)}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

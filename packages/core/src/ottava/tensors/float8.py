@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ottava import kernels
 from ottava.errors import OptionError, ShapeError
 from ottava.formats import FP8, fp8_format
 from ottava.kernels.checks import check_dtype, check_scalar
@@ -127,10 +126,6 @@ class Float8TensorStorage(GridTensorStorage):
             check_scalar(scale_inv, scale_inv if held is None else held, "fp8_scale_inv")
             scale_inv = scale_inv if scale_inv.dim() == 0 else scale_inv.reshape(())
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
-
-    def _decoded(self, data: torch.Tensor, scales: torch.Tensor, columnwise: bool, dtype: torch.dtype) -> torch.Tensor:
-        wanted = dtype if dtype in kernels.HIGH_PRECISION else torch.float32
-        return kernels.decode(data, scales, self._fp8_dtype, wanted)
 
     @property
     def layout_text(self) -> str:  # type: ignore[override]

@@ -313,15 +313,12 @@ class GridTensorStorage(QuantizedTensorStorage):
         check_values_dtype(dtype)
         (data, scales), columnwise = self._held()
         layout, wanted = self.grid_layout, dtype or self._dtype
-        values = self._decoded(data, scales, columnwise, wanted)
+        exact = wanted if wanted in (*kernels.HIGH_PRECISION, torch.float64) else torch.float32
+        scales = scales if scales.dim() else scales.view(1, 1)
+        values = kernels.grid_decode(data, scales, layout, exact, columnwise=columnwise)
         if columnwise and layout.transposed and values.dim():
             values = values.movedim(0, -1)
         return values.to(wanted)
-
-    def _decoded(self, data: torch.Tensor, scales: torch.Tensor, columnwise: bool, dtype: torch.dtype) -> torch.Tensor:
-        exact = dtype in (*kernels.HIGH_PRECISION, torch.float64)
-        wanted = dtype if exact else torch.float32
-        return kernels.grid_decode(data, scales, self.grid_layout, wanted, columnwise=columnwise)
 
     def grid_operand(self, *, columnwise: bool) -> Direction | None:
         data, scales = self.for_usage(columnwise)
@@ -364,8 +361,6 @@ def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction 
         return None
     if layout.stored_scale is torch.uint8:
         scales = as_data(scales, layout.scale, f"{usage}_scale_inv")
-    if isinstance(scales, torch.Tensor) and data.device != scales.device:
-        raise DeviceError(f"{usage}_data is on {data.device}, its scales on {scales.device}", expected="one device")
     kernels.check_grid(data, scales, layout, usage == "columnwise", f"{usage}_scale_inv")
     return data, scales
 
@@ -440,7 +435,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 return NotImplemented
             else:
                 made_of[columnwise] = stored
-        turned = {"values_from_columns": not self._values_from_columns} if swap else {}
+        turned: dict[str, Any] = {"values_from_columns": not self._values_from_columns} if swap else {}
         made = self.around(*made_of, **turned)
         if alias:
             # The scale of a part of what has one is that of the rest too.
@@ -512,23 +507,19 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             setattr(self, name, kept)
 
     def for_usage(self, columnwise: bool) -> Direction:
-        if columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None:
-            self._quantize_columns()
+        initial: Any = self.get_high_precision_init_val()
+        quantizer = self._quantizer
+        # A weight that was made under no_grad: its initial values are quantized along columns, too, unless they were
+        # given up, or the rows are not theirs any more, or columns were dropped.
+        lacks = columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None
+        known = initial is not None and quantizer is not None and not torch.compiler.is_compiling()
+        if lacks and known and not quantizer.columnwise_usage:
+            with torch.no_grad():
+                made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
+            rows, held = made.direction(columnwise=False), self.direction(columnwise=False)
+            if held is not None and all(map(torch.equal, rows, held)):
+                self._put(held, made.direction(columnwise=True))
         return super().for_usage(columnwise)
-
-    def _quantize_columns(self) -> None:
-        """Quantize the initial values of a weight that was made under ``no_grad`` along columns, too.
-
-        Nothing is done where they were given up, or the rows are not theirs any more, nor where columns were dropped.
-        """
-        initial, quantizer = self.get_high_precision_init_val(), self._quantizer
-        if initial is None or quantizer is None or quantizer.columnwise_usage or torch.compiler.is_compiling():
-            return
-        with torch.no_grad():
-            made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
-        rows, held = made.direction(columnwise=False), self.direction(columnwise=False)
-        if held is not None and all(map(torch.equal, rows, held)):
-            self._put(held, made.direction(columnwise=True))
 
     def _means_the_same(self, other: QuantizedTensor) -> bool:
         # What shares more scales may serve what shares fewer.

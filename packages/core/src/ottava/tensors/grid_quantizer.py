@@ -89,7 +89,7 @@ class GridQuantizer(Quantizer):
                 continue
             at = int(columnwise and not layout.square)
             # Of squares one amax serves both directions, and is reduced once.
-            if layout.block_of(columnwise)[0] is None and not (at < columnwise and made[0] is not None):
+            if layout.block_of(columnwise)[0] is None and not (columnwise and not at and made[0] is not None):
                 amaxes[at] = all_reduce_max(amaxes[at], self.amax_reduction_group)
             amax = for_blocks(amaxes[at].view(layout.grid(matrix, columnwise, shared=True)), layout, columnwise, matrix)
             scale, scale_inv = kernels.grid_scales(amax, layout, tensor.dtype)
