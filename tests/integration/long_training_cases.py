@@ -118,7 +118,8 @@ def train_high_precision_alone(kind: str) -> dict[str, Any]:
         losses.append(backward(net, step, EVEN))
         optimizer.step()
         optimizer.zero_grad()
-    weights = [inner_bytes(layer._binding.gather_quantizer(layer).quantize(layer.weight.detach())) for layer in (net[0], net[2])]
+    quantizers = [(layer, layer._binding.gather_quantizer(layer)) for layer in (net[0], net[2])]
+    weights = [inner_bytes(quantizer.quantize(layer.weight.detach())) for layer, quantizer in quantizers]
     return {"losses": losses, "weights": weights, "parameters": [p.detach() for p in net.parameters()]}
 
 

@@ -69,7 +69,7 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
-            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps of a recipe that keeps state"
+            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
             raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
         return
     found = transform() or ("forward-mode derivatives" if has_tangent(*tensors) else None)

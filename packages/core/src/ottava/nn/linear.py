@@ -122,10 +122,10 @@ class Linear(torch.nn.Linear):
             return self._high_precision(input)
         # A module searches several places for an attribute. (Parametrizations put these elsewhere.)
         own: Any = self._parameters
-        weight = own["weight"] if "weight" in own else self.weight
+        weight: Any = self.weight if (found := own.get("weight")) is None else found
         if self.weight_is_transposed:
             weight = weight.t()
-        bias = own["bias"] if "bias" in own else self.bias
+        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - asked for only there
         amp_dtype = autocast_dtype(weight)
         dtype = checked_dtype(self, input, weight, amp_dtype)
         primary = isinstance(weight, QuantizedTensorStorage)
@@ -178,7 +178,7 @@ class Linear(torch.nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._kept.clear()
-        apply = super()._apply
+        apply: Any = super()._apply
         apply_to_layer(self, fn, lambda fn: apply(fn, recurse))
         return self
 

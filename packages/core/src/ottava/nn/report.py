@@ -128,7 +128,8 @@ def _named(layer: Any) -> str:
 
 def _keeps_values(layer: Any) -> bool:
     """Whether the bound recipe has the layer compute in high precision."""
-    return layer._binding.state is not None and layer._binding.state.keeps_values and layer._binding.state.recipe is layer.recipe
+    state = layer._binding.state
+    return state is not None and state.keeps_values and state.recipe is layer.recipe
 
 
 def _how(layer: Any, parent: Any) -> str:

@@ -168,7 +168,8 @@ class Binding:
             return
         name, label = _name(state.recipe), label_of(layer)
         kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
-        if kept is not None and type(kept) is not type(state.quantizer("weight", rowwise=True, columnwise=True)):
+        own = None if kept is None else state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
+        if type(kept) is not type(own):
             what = f"the weight of {label} stays as a {type(kept).__name__} quantized it, and the layer runs under"
             what = f"{what} {name!r}: make the model inside quantized_model_init({name!r})"
         elif (

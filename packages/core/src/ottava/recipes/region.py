@@ -195,7 +195,8 @@ class ConvertedModel(torch.nn.Module):
             del stack[depth:]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made, arguments, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        made, arguments, *rest = reduced
         if made is copyreg.__newobj__:  # type: ignore[attr-defined]
             # A pickle names classes, and the one that was converted has a name.
             own, *others = arguments
@@ -233,7 +234,9 @@ def _converted(cls: type[Any]) -> type[Any]:
         if known.__bases__ == (ConvertedModel, cls):
             return known
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (ConvertedModel, cls), names)  # type: ignore[no-any-return]
+    metaclass: Any = type(cls)
+    made: type[Any] = metaclass(cls.__name__, (ConvertedModel, cls), names)
+    return made
 
 
 def _new(cls: type[Any], *arguments: Any) -> Any:

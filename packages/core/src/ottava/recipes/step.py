@@ -89,7 +89,7 @@ class Step:
         self._ran: list[Any] = []
 
     def states(self, model: torch.nn.Module | None = None) -> list[RecipeState]:
-        """Those that begin the next step: all of a model, in the order of its modules, and others in that of their runs."""
+        """Those that begin the next step: all of a model, in the order of its modules, others as they ran."""
         found: dict[int, Any] = {}
         for module in () if model is None else model.modules():
             if isinstance(module, RecipeState) and module.stateful:
@@ -113,8 +113,10 @@ class Step:
             if states and not self._compared:
                 check_alike(states, amax_reduction_group)
                 self._compared = True
-            self._ran = self._ran if calibrated else []
         begin(states, amax_reduction_group)
+        if not (calibrated or torch.compiler.is_compiling()):
+            # After an interrupt on the way here, the next step begins with them.
+            self._ran = []
         for state in states if calibrated else ():
             state._pending = True
 
@@ -130,9 +132,9 @@ class Step:
 
     def take(self, layer: Any, state: Any) -> None:
         """Have the state of a layer begin the next step with the others."""
-        state.step, state._pending = self, True
-        # Compiled code makes no weak references.
+        # Compiled code makes no weak references. (In this order, an interrupt in between loses nobody.)
         self._ran.append(state if torch.compiler.is_compiling() else _member(state, layer))
+        state.step, state._pending = self, True
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_ran": [], "model": None}

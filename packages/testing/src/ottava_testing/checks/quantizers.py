@@ -42,7 +42,7 @@ def flags(subject: Subject) -> None:
         subject.weight(wide(8, 8))
 
 
-def _state(layer: torch.nn.Module) -> Any:
+def _state(layer: Any) -> Any:
     return layer._binding.state
 
 
