@@ -361,6 +361,8 @@ def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction 
         return None
     if layout.stored_scale is torch.uint8:
         scales = as_data(scales, layout.scale, f"{usage}_scale_inv")
+    if isinstance(scales, torch.Tensor) and data.device != scales.device:
+        raise DeviceError(f"{usage}_data is on {data.device}, its scales on {scales.device}", expected="one device")
     kernels.check_grid(data, scales, layout, usage == "columnwise", f"{usage}_scale_inv")
     return data, scales
 
@@ -507,13 +509,14 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             setattr(self, name, kept)
 
     def for_usage(self, columnwise: bool) -> Direction:
+        if not columnwise or self.grid_layout.square or self.direction(columnwise=True) is not None:
+            return super().for_usage(columnwise)
         initial: Any = self.get_high_precision_init_val()
         quantizer = self._quantizer
         # A weight that was made under no_grad: its initial values are quantized along columns, too, unless they were
         # given up, or the rows are not theirs any more, or columns were dropped.
-        lacks = columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None
         known = initial is not None and quantizer is not None and not torch.compiler.is_compiling()
-        if lacks and known and not quantizer.columnwise_usage:
+        if known and not quantizer.columnwise_usage:
             with torch.no_grad():
                 made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
             rows, held = made.direction(columnwise=False), self.direction(columnwise=False)
