@@ -17,7 +17,7 @@ import ottava
 from ottava import kernels
 from ottava.kernels import backends, for_layers
 from ottava.layout import Layout
-from ottava.tensors.saving import rebuild_saved
+from ottava.tensors.storage import rebuild_saved
 
 _cpu = pytest.importorskip("ottava._cpu")
 pytestmark = pytest.mark.skipif(

@@ -11,8 +11,7 @@ import torch
 from ottava import Float8Tensor, Quantizer
 from ottava.distributed.hooks import GatheredInner, GatherPlan, post_all_gather
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
-from ottava.tensors import columnwise_layout
-from ottava.tensors.columnwise import columnwise_is_transpose
+from ottava.tensors import columnwise_is_transpose, columnwise_layout
 
 
 @pytest.fixture

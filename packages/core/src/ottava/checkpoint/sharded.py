@@ -23,7 +23,7 @@ from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
 from ottava.filesystem import AnyPath, Partial, as_path, remove_leftovers
 from ottava.recipes.state import is_reduced_by_max
-from ottava.tensors.freshness import bump_version
+from ottava.tensors.declaration import bump_versions
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
@@ -211,7 +211,7 @@ def load_sharded(
     for storage in (local_tensor(flat.values[name]) for name in flat.quantized):
         storage.mark_written()
         if isinstance(storage, torch.Tensor):
-            bump_version(storage)
+            bump_versions([storage])
     ranks.each(lambda: write_all(pairs))
     return result
 

@@ -13,8 +13,7 @@ import torch
 
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels.checks import check_device
-from ottava.tensors.declaration import InnerTensor, native_dtype
-from ottava.tensors.freshness import bump_versions
+from ottava.tensors.declaration import InnerTensor, bump_versions, native_dtype
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 

@@ -4,8 +4,6 @@
 environment forces one for the process, :func:`use_backend` for a block of code.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator
@@ -27,8 +25,6 @@ UNPROVEN = {"cuda": "not yet run on a GPU by this project, which tests its kerne
 _UNDO = {"OTTAVA_BACKEND": "unset OTTAVA_BACKEND", "use_backend": "leave out use_backend"}
 
 _forced: str | None = None
-
-
 _loaded: dict[str, Any] = {}
 _failures: dict[str, str] = {}
 _warned: set[str] = set()
@@ -71,17 +67,12 @@ def _try_load(name: str, *, needed: bool = False) -> Any:
 
 def _check(name: str, origin: str) -> str:
     if not isinstance(name, str) or name not in _SERVES:
-        raise BackendError(
-            f"unknown kernel backend {name!r} ({origin})",
-            expected=f"one of {', '.join(sorted(_SERVES))}",
-            remedy=f"correct the name, or {_UNDO[origin]}",
-        )
+        expected, remedy = f"one of {', '.join(sorted(_SERVES))}", f"correct the name, or {_UNDO[origin]}"
+        raise BackendError(f"unknown kernel backend {name!r} ({origin})", expected=expected, remedy=remedy)
     if _try_load(name) is None:
-        raise BackendError(
-            f"kernel backend {name!r} ({origin}) cannot be loaded: {_failures[name]}",
-            expected="a backend that `ottava doctor` lists as available",
-            remedy=_UNDO[origin] + _REMEDIES.get(name, ""),
-        )
+        what = f"kernel backend {name!r} ({origin}) cannot be loaded: {_failures[name]}"
+        expected, remedy = "a backend that `ottava doctor` lists as available", _UNDO[origin] + _REMEDIES.get(name, "")
+        raise BackendError(what, expected=expected, remedy=remedy)
     return name
 
 
@@ -131,14 +122,17 @@ def use_backend(name: str) -> Iterator[None]:
     Raises:
         BackendError: the name is unknown or the backend cannot be loaded.
     """
-    global _forced
     _check(name, "use_backend")
-    previous, _forced = _forced, name
-    _chosen.clear()
-    changed()
+    previous = _forced
     try:
+        _force(name)
         yield
     finally:
-        _forced = previous
-        _chosen.clear()
-        changed()
+        _force(previous)
+
+
+def _force(name: str | None) -> None:
+    global _forced
+    _forced = name
+    _chosen.clear()
+    changed()

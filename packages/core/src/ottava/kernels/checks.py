@@ -1,7 +1,5 @@
 """What the kernels take, and what they refuse before anything is read or written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +10,7 @@ from ottava.formats import fp8_format
 from ottava.layout import Layout, grid_of
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = "torch.float32, torch.bfloat16 or torch.float16"
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -30,41 +29,30 @@ class Shards(NamedTuple):
 
 
 def check_high_precision(x: Tensor, what: str = "input") -> None:
-    """Refuse what cannot be quantized.
-
-    Raises:
-        DTypeError: not a strided tensor of float32, bfloat16 or float16.
-    """
+    """Refuse what cannot be quantized: all but strided tensors of float32, bfloat16 or float16."""
     if not isinstance(x, Tensor):
         raise DTypeError(f"{what} is a {type(x).__name__}", expected="a torch.Tensor", remedy="pass a tensor")
     if x.dtype not in HIGH_PRECISION:
-        raise DTypeError(
-            f"{what} has dtype {x.dtype}",
-            expected="torch.float32, torch.bfloat16 or torch.float16",
-            remedy="convert it first, for example with .to(torch.bfloat16)",
-        )
+        remedy = "convert it first, for example with .to(torch.bfloat16)"
+        raise DTypeError(f"{what} has dtype {x.dtype}", expected=_FLOATS, remedy=remedy)
     check_dense(x, what)
 
 
 def check_dtype(dtype: object, what: str = "nominal dtype") -> None:
     """Refuse a dtype that is none of float32, bfloat16 and float16."""
     if dtype not in HIGH_PRECISION:
-        raise DTypeError(f"{what} {dtype}", expected="torch.float32, torch.bfloat16 or torch.float16")
+        raise DTypeError(f"{what} {dtype}", expected=_FLOATS)
 
 
 def check_dense(x: Tensor, what: str) -> None:
     """Refuse nested tensors, which may say that they are strided, and other layouts than torch.strided."""
     if x.is_nested:
-        raise DTypeError(
-            f"{what} is nested ({x.layout})",
-            expected="one tensor with a shape",
-            remedy="give tensor.values(), in which all rows lie one after the other, or a padded tensor",
-        )
+        remedy = "give tensor.values(), in which all rows lie one after the other, or a padded tensor"
+        raise DTypeError(f"{what} is nested ({x.layout})", expected="one tensor with a shape", remedy=remedy)
     # Dynamo refuses to read the layout inside a backward; a graph's operators check it again.
     if not torch.compiler.is_compiling() and x.layout != torch.strided:
-        raise DTypeError(
-            f"{what} has layout {x.layout}", expected="a dense (strided) tensor", remedy="call .to_dense()"
-        )
+        found = f"{what} has layout {x.layout}"
+        raise DTypeError(found, expected="a dense (strided) tensor", remedy="call .to_dense()")
 
 
 def check_tensor(x: object, what: str, dtype: torch.dtype, remedy: str = "") -> None:
@@ -75,11 +63,7 @@ def check_tensor(x: object, what: str, dtype: torch.dtype, remedy: str = "") -> 
 
 
 def check_scalar(scalar: Tensor, x: Tensor, what: str, dtype: torch.dtype = torch.float32) -> None:
-    """Refuse what is not a tensor of ``dtype`` with one element on the device of ``x``.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: it is not.
-    """
+    """Refuse what is not a tensor of ``dtype`` with one element on the device of ``x``."""
     check_tensor(scalar, what, dtype, f"torch.tensor(value, dtype={dtype}, device=x.device) makes one")
     check_dense(scalar, what)
     if scalar.numel() != 1:
@@ -111,9 +95,8 @@ def check_grid(data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, w
     check_tensor(scales, what, layout.stored_scale)
     expected = grid_of(layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise))
     if tuple(scales.shape) != expected:
-        raise ShapeError(
-            f"{what} of data {tuple(data.shape)} has shape {tuple(scales.shape)}", expected=f"{expected}, unpadded"
-        )
+        found = f"{what} of data {tuple(data.shape)} has shape {tuple(scales.shape)}"
+        raise ShapeError(found, expected=f"{expected}, unpadded")
     check_device(scales, data.device, what)
 
 
@@ -133,11 +116,7 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def check_bias(bias: Tensor, columns: int, device: torch.device) -> None:
-    """Refuse a bias that does not fit a product with ``columns`` columns.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: not a high-precision ``[columns]`` on ``device``.
-    """
+    """Refuse a bias of a product that is no high-precision ``[columns]`` on ``device``."""
     check_high_precision(bias, "bias")
     if tuple(bias.shape) != (columns,):
         raise ShapeError(f"bias has shape {tuple(bias.shape)}", expected=f"({columns},)")
@@ -147,11 +126,8 @@ def check_bias(bias: Tensor, columns: int, device: torch.device) -> None:
 def check_device(tensor: Tensor, device: torch.device, what: str) -> None:
     """Refuse a tensor on another device."""
     if tensor.device != device:
-        raise DeviceError(
-            f"{what} is on {tensor.device}, its operand on {device}",
-            expected="the same device",
-            remedy=f"move it with .to({str(device)!r})",
-        )
+        found, remedy = f"{what} is on {tensor.device}, its operand on {device}", f"move it with .to({str(device)!r})"
+        raise DeviceError(found, expected="the same device", remedy=remedy)
 
 
 def check_out(

@@ -4,8 +4,6 @@ The instruction set is chosen at run time; ``OTTAVA_ISA`` (``avx512``, ``avx2``,
 Thread counts follow ``torch.get_num_threads()``.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -23,11 +21,8 @@ try:
     if _wanted_isa := os.environ.get("OTTAVA_ISA"):
         _cpu.set_isa(_wanted_isa)
 except ValueError:
-    raise BackendError(
-        f"OTTAVA_ISA={_wanted_isa!r} is not an instruction set of this machine",
-        expected=f"one of {', '.join(_cpu.available_isas())}",
-        remedy="correct or unset OTTAVA_ISA",
-    ) from None
+    _what, _isas = f"OTTAVA_ISA={_wanted_isa!r} is not an instruction set of this machine", _cpu.available_isas()
+    raise BackendError(_what, expected=f"one of {', '.join(_isas)}", remedy="correct or unset OTTAVA_ISA") from None
 
 # Its functions that take tensors leave all of them to Python where torch has no such table of functions.
 _cpu.connect(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), QUESTIONS)
@@ -40,9 +35,6 @@ def isa() -> str:
 
 class _CPU(Compiled):
     native = _cpu
-
-    def stream(self, x: Tensor) -> tuple[int, ...]:
-        return ()
 
     def place(self, x: Tensor) -> tuple[int, ...]:
         return (_threads(),)

@@ -6,8 +6,6 @@ kernels are queued, because its memory is used again on the same stream. The add
 launch: nothing is copied to the device for them.
 """
 
-from __future__ import annotations
-
 import re
 
 import torch

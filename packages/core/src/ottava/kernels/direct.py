@@ -5,8 +5,6 @@ operators: graphs that are being traced, modes, transforms, subclasses, autograd
 backend is called itself.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ottava.torch_private import (
@@ -93,6 +91,5 @@ def is_direct(*tensors: torch.Tensor | None) -> bool:
     return True
 
 
-def unobserved() -> bool:
-    """Whether nothing that is active here would see an operator: no tracing, mode, transform or profiler."""
-    return is_direct()
+#: Called without tensors: whether no tracing, mode, transform or profiler that is active here would see an operator.
+unobserved = is_direct

@@ -5,8 +5,6 @@ shards of a weight, wherever it was cut, have the amaxes and the data of the wei
 a whole is the largest of its shards' amaxes. Eager only; all the tensors of a call are on one device.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -177,12 +175,10 @@ def grid_multi_cast(
                 if not _is_buffer(out, torch.uint8, device):
                     check_out(out, None, torch.uint8, device, f"{name}[{i}]")
                 if out.numel() != count:
-                    what = f"{name}[{i}] has {out.numel()} elements"
-                    raise ShapeError(what, expected=f"{count}, as its tensor has")
+                    raise ShapeError(f"{name}[{i}] has {out.numel()} elements", expected=f"{count}, as its tensor has")
                 address = out.data_ptr()
                 if count and address in taken:
-                    what = f"{name}[{i}] is a buffer that another result has"
-                    raise OptionError(what, expected="a buffer of its own")
+                    raise OptionError(f"{name}[{i}] is a buffer of another result", expected="a buffer of its own")
                 taken.add(address)
     if not len(xs):
         return

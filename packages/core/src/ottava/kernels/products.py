@@ -5,8 +5,6 @@ them exactly, and the result is rounded once. ``OTTAVA_CPU_PRODUCT`` (``bfloat16
 of asking torch.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -73,11 +71,8 @@ def multiplies_bfloat16() -> bool:
     if _bfloat16_is_fast is None:
         wanted = os.environ.get(VARIABLE)
         if wanted and wanted not in _NAMES:
-            raise BackendError(
-                f"{VARIABLE}={wanted!r} is no dtype of products",
-                expected=f"one of {', '.join(_NAMES)}",
-                remedy=f"correct or unset {VARIABLE}",
-            )
+            what, expected = f"{VARIABLE}={wanted!r} is no dtype of products", f"one of {', '.join(_NAMES)}"
+            raise BackendError(what, expected=expected, remedy=f"correct or unset {VARIABLE}")
         _bfloat16_is_fast = _NAMES[wanted] if wanted else mkldnn_bf16_supported()
     return _bfloat16_is_fast
 

@@ -4,8 +4,6 @@ The rounding to small formats is done on the bits of float32 values, so that not
 converts to float8 (its E5M2 conversion does not saturate, see the numerics page).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

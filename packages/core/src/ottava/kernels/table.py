@@ -9,8 +9,6 @@ low-level ``Library`` interface, whose calls cost a few microseconds; where nobo
 called without one.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,20 +5,27 @@ the class hierarchy, so that a subclass extends or overrides the table. What is 
 and, for every argument that the op's schema says it writes, quantized again.
 """
 
-from __future__ import annotations
-
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ottava.errors import UsageError
-from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import schema_of, tree_map
 
 OpImplementation = Callable[..., Any]
 _TABLES: dict[type, dict[Any, OpImplementation]] = {}
+
+
+def above(module: str) -> Any:
+    """A module of :mod:`ottava.distributed`: ``"hooks"``, ``"fsdp2"``, the ``"rules"`` for shards, or one rule.
+
+    It stands above ``tensors``, and FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone: here,
+    and nowhere else in core, a module is found upwards, by its name on first use.
+    """
+    return importlib.import_module(f"ottava.distributed.{module}")
 
 
 def implements(cls: type, *ops: Any) -> Callable[[OpImplementation], OpImplementation]:
@@ -34,12 +41,6 @@ def implements(cls: type, *ops: Any) -> Callable[[OpImplementation], OpImplement
         return function
 
     return register
-
-
-def defines(cls: type, op: Any, *, below: type) -> bool:
-    """Whether a class between ``cls`` and ``below`` has a function of its own for ``op``."""
-    between = (ancestor for ancestor in cls.__mro__ if ancestor is not below and issubclass(ancestor, below))
-    return any(op in _TABLES.get(ancestor, {}) for ancestor in between)
 
 
 def dispatch(cls: type, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,12 +60,10 @@ def dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         UsageError: a collective, whose schema does not say what it writes.
     """
     if op.namespace == "c10d":
-        raise UsageError(
-            f"the collective {schema_of(op).name} was called with a quantized tensor",
-            expected="plain tensors: its data and scales, or its values",
-            remedy="load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
-            "ottava.checkpoint.load_sharded",
-        )
+        what = f"the collective {schema_of(op).name} was called with a quantized tensor"
+        load = "load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
+        expected, remedy = "plain tensors: its data and scales, or its values", f"{load}ottava.checkpoint.load_sharded"
+        raise UsageError(what, expected=expected, remedy=remedy)
     plain: dict[int, torch.Tensor] = {}
 
     def unwrap(value: Any) -> Any:

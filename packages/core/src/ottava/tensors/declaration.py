@@ -1,15 +1,13 @@
 """What a storage class declares, what follows from it for storages of any class, and what a storage is given."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
-from ottava.tensors.freshness import GemmCache
+from ottava.torch_private import version_of
 
 Usage = Literal["rowwise", "columnwise", "both"]
 
@@ -72,6 +70,72 @@ class StaticField:
     default: Any = ...
 
 
+# -- what is kept of the bytes: aliases share one count of writes, which what is kept remembers --
+
+
+def _version(source: torch.Tensor | None) -> int:
+    # Also catches a user's own in-place write to the buffer; inference tensors have no version.
+    if source is None or torch.compiler.is_compiling() or source.is_inference():
+        return 0
+    return version_of(source)
+
+
+class DerivedTensor:
+    """A tensor computed from a buffer, with the state of the buffer that it was computed from."""
+
+    def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None, writes: "GemmCache") -> None:
+        self.tensor = tensor
+        self.refresh(source, writes)
+
+    def refresh(self, source: torch.Tensor | None, writes: "GemmCache") -> None:
+        """Declare the tensor up to date with ``source`` as it is now; aliases that share this object see it."""
+        self._source, self._state = source, (writes.writes, _version(source))
+
+    def fresh(self, source: torch.Tensor | None, writes: "GemmCache") -> bool:
+        """Whether it was computed from ``source`` and nothing was written to it since."""
+        return self._source is source and self._state == (writes.writes, _version(source))
+
+
+class GemmCache:
+    """What products keep of an operand, and the count of writes to it, shared by all aliases.
+
+    Attributes:
+        entries: by whether it serves the columnwise usage: the state of the tensors that it was made of, these tensors,
+            whose addresses are nobody else's while they are held, and what was made.
+        writes: how often the operand was written to in place, through whichever alias: what is kept is outdated by one.
+    """
+
+    # Most operands are multiplied once and keep nothing: an object that sets nothing is made without Python.
+    _entries: dict[bool, tuple[Hashable, Sequence[torch.Tensor], Any]] | None = None
+    writes = 0
+
+    @property
+    def entries(self) -> dict[bool, tuple[Hashable, Sequence[torch.Tensor], Any]]:
+        if self._entries is None:
+            self._entries = {}
+        return self._entries
+
+    def get(
+        self, columnwise: bool, tensors: Sequence[torch.Tensor], make: Callable[[], Any], option: Any = None
+    ) -> Any:
+        """What ``make`` gives, made again when ``tensors`` are others or were written to, or ``option`` is another."""
+        found = [(t.data_ptr(), t.shape, t.stride(), _version(t)) for t in tensors]
+        state = (*found, self.writes, option)
+        kept = self.entries.get(columnwise)
+        if kept is None or kept[0] != state:
+            kept = self.entries[columnwise] = (state, tensors, make())
+        return kept[2]
+
+
+def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
+    """Tell autograd of writes below its level, so that a backward pass that saved the old values refuses.
+
+    Tensors that were made in inference mode have no version.
+    """
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
 # What an inner tensor may be.
 _HELD = (torch.Tensor, type(None))
 
@@ -97,13 +161,12 @@ class Declared:
     _writes: GemmCache
 
     def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
-        self._hold(self._checked(declared))
-        self._quantizer = quantizer
+        self._hold(self._checked(declared), quantizer)
 
     @classmethod
     def _checked(cls, given: dict[str, Any], **also: Any) -> dict[str, Any]:
         """What the constructor was given, with what was left out, as :meth:`check_declared` returns it."""
-        known: dict[str, Any] = {inner.argument: None for inner in cls.inner_tensors}
+        known = dict.fromkeys((inner.argument for inner in cls.inner_tensors), None)
         known |= {field.argument: field.default for field in cls.own_fields}
         missing = [name for name, default in known.items() if default is ... and name not in given]
         unknown = sorted(set(given) - set(known))
@@ -125,9 +188,10 @@ class Declared:
         """
         return declared
 
-    def _hold(self, declared: dict[str, Any]) -> None:
+    def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
         if self.counts_writes:
             self._writes = GemmCache()
+        self._quantizer = quantizer
         for field in self.own_fields:
             setattr(self, field.attribute, declared[field.argument])
         self._declare()
@@ -145,14 +209,6 @@ class Declared:
         """Inner tensors and static values, in the order of the declaration, by their arguments."""
         declared: tuple[Any, ...] = (*cls.inner_tensors, *cls.all_static_fields())
         return {each.argument: value for each, value in zip(declared, (*tensors, *static), strict=True)}
-
-    @classmethod
-    def unchecked(cls, tensors: Sequence[Any], static: Sequence[Any], quantizer: Any) -> Self:
-        """A bare storage of what fits together because a kernel made it, in the order of the declaration."""
-        made = object.__new__(cls)
-        made._hold(cls._arguments(tensors, static))
-        made._quantizer = quantizer
-        return made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -172,8 +228,8 @@ class Declared:
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
-        declared: tuple[Any, ...] = (*self.inner_tensors, *self.all_static_fields())
-        return {each.argument: getattr(self, each.attribute) for each in declared} | {"quantizer": self._quantizer}
+        static = [getattr(self, field.attribute) for field in self.all_static_fields()]
+        return self._arguments(self.inner_list(), static) | {"quantizer": self._quantizer}
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
         """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""
@@ -213,11 +269,8 @@ def as_data(data: Any, float_dtype: torch.dtype, what: str) -> torch.Tensor | No
         return data
     if isinstance(data, torch.Tensor) and data.dtype == float_dtype:
         return data.view(torch.uint8)
-    raise DTypeError(
-        f"{what} is of {getattr(data, 'dtype', type(data).__name__)}",
-        expected=f"torch.uint8 data or a {float_dtype} tensor",
-        remedy="quantize high-precision values with a quantizer",
-    )
+    found, expected = getattr(data, "dtype", type(data).__name__), f"torch.uint8 data or a {float_dtype} tensor"
+    raise DTypeError(f"{what} is of {found}", expected=expected, remedy="quantize high-precision values")
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -256,9 +309,7 @@ def native_dtype(storage: Any, inner: InnerTensor) -> torch.dtype | None:
 
 def equal_scales(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Whether two scales are equal; those on the meta device have no values to differ in."""
-    if one is other or other is None:
-        return one is other
-    if one.is_meta or other.is_meta:
-        return one.is_meta and other.is_meta
+    if one is other or other is None or one.is_meta or other.is_meta:
+        return one is other or (other is not None and one.is_meta and other.is_meta)
     # Comparing values would break a graph that is being traced.
     return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))

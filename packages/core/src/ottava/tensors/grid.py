@@ -3,11 +3,9 @@
 Invariant: ``original ≈ float32(element) * scale_inv`` of the element's block, in each direction for itself.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,14 +13,16 @@ import torch
 from ottava import kernels
 from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels.checks import check_dtype
+from ottava.kernels.reference import spread
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.declaration import InnerTensor, StaticField, as_data, check_flag, check_values_dtype
-from ottava.tensors.freshness import DerivedTensor
+from ottava.tensors.declaration import DerivedTensor, InnerTensor, StaticField, as_data, check_flag, check_values_dtype
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
-from ottava.tensors.tensor import QuantizedTensor
+from ottava.tensors.tensor import QuantizedTensor, blocks
 
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
+# Those of a direction, in the order of the tensor -> those of a result; None where blocks do not allow it.
+_Change = Callable[[Direction, bool], Direction | None]
 _USAGES = ("rowwise", "columnwise")
 # What to do where a direction is missing that no quantizer was asked for.
 _WITHOUT = {
@@ -79,13 +79,13 @@ def columns(name: str, rows: str) -> Any:
     """Columnwise data or scales: if they are made of ``rows``, they are given as long as these stay as they are."""
     kept = f"_kept{name}"
 
-    def get(self: GridTensorStorage) -> torch.Tensor | None:
+    def get(self: Any) -> torch.Tensor | None:
         held = getattr(self, kept, None)
         if not isinstance(held, DerivedTensor):
             return held
         return held.tensor if held.fresh(getattr(self, rows), self._writes) else None
 
-    def put(self: GridTensorStorage, value: Any) -> None:
+    def put(self: Any, value: Any) -> None:
         source = None if value is None else getattr(self, rows)
         if source is not None and self.grid_layout.square and self.grid_layout.transposed:
             value = DerivedTensor(value, source, self._writes)
@@ -246,9 +246,8 @@ class GridTensorStorage(QuantizedTensorStorage):
         return (kernels.transpose(other[0]) if columnwise and data.dim() else data.contiguous()), scales.contiguous()
 
     def get_usages(self) -> dict[str, bool]:
-        rows = getattr(self, self.data_names[0]) is not None
-        same = rows and self.grid_layout.one_buffer
-        return {"rowwise": rows, "columnwise": same or getattr(self, self.data_names[1]) is not None}
+        rows, columns = (getattr(self, name) is not None for name in self.data_names)
+        return {"rowwise": rows, "columnwise": columns or (rows and self.grid_layout.one_buffer)}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
@@ -257,12 +256,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         # Before anything is dropped: either may be made of the other.
         rows = self.for_usage(False) if rowwise else None
         self._put(rows, self.for_usage(True) if columnwise else None)
-
-    def places(self) -> tuple[tuple[str, ...], bool]:
-        names = [inner.attribute for inner in self.inner_tensors]
-        held = tuple([f"_kept{n}" if isinstance(getattr(type(self), n, None), property) else n for n in names])
-        # Columns that are made of rows know of them.
-        return held, self.grid_layout.square and self.grid_layout.transposed
 
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
         pattern = self._pattern
@@ -278,13 +271,10 @@ class GridTensorStorage(QuantizedTensorStorage):
         spec.__dict__.update(pattern.spec, quantizer=self._quantizer)
         return tensors, spec
 
-    def _kept_names(self) -> set[str]:
-        return {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}
-
-    def _derived(self) -> list[DerivedTensor]:
-        """What is kept as made of rows, fresh or not."""
-        kept = [getattr(self, name, None) for name in self._kept_names()]
-        return [each for each in kept if isinstance(each, DerivedTensor)]
+    def _kept(self) -> dict[str, Any]:
+        """Columns as they are kept, fresh or not, by the attributes that hold them."""
+        names = {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}
+        return {name: getattr(self, name, None) for name in names}
 
     def is_derived(self, inner: InnerTensor) -> bool:
         return super().is_derived(inner) and self.grid_layout.square
@@ -323,15 +313,12 @@ class GridTensorStorage(QuantizedTensorStorage):
         check_values_dtype(dtype)
         (data, scales), columnwise = self._held()
         layout, wanted = self.grid_layout, dtype or self._dtype
-        values = self._decoded(data, scales, columnwise, wanted)
+        exact = wanted if wanted in (*kernels.HIGH_PRECISION, torch.float64) else torch.float32
+        scales = scales if scales.dim() else scales.view(1, 1)
+        values = kernels.grid_decode(data, scales, layout, exact, columnwise=columnwise)
         if columnwise and layout.transposed and values.dim():
             values = values.movedim(0, -1)
         return values.to(wanted)
-
-    def _decoded(self, data: torch.Tensor, scales: torch.Tensor, columnwise: bool, dtype: torch.dtype) -> torch.Tensor:
-        exact = dtype in (*kernels.HIGH_PRECISION, torch.float64)
-        wanted = dtype if exact else torch.float32
-        return kernels.grid_decode(data, scales, self.grid_layout, wanted, columnwise=columnwise)
 
     def grid_operand(self, *, columnwise: bool) -> Direction | None:
         data, scales = self.for_usage(columnwise)
@@ -352,13 +339,11 @@ class GridTensorStorage(QuantizedTensorStorage):
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
         shared = self.grid_layout.shared
         if shared is not None and isinstance(src, GridTensorStorage) and src.grid_layout.shared is None:
-            raise UsageError(
-                "the source has scales for rows and for columns, the destination one for both",
-                expected=f"a source whose blocks share scales over {shared}",
-                remedy="quantize it with the quantizer of the destination",
-            )
+            what = "the source has scales for rows and for columns, the destination one for both"
+            expected = f"a source whose blocks share scales over {shared}"
+            raise UsageError(what, expected=expected, remedy="quantize it with the quantizer of the destination")
         # The write reaches transposed data, too, which ``src`` has to have: it is fresh again, for every alias.
-        derived = self._derived() if self._whole is None else []
+        derived = [] if self._whole is not None else [k for k in self._kept().values() if isinstance(k, DerivedTensor)]
         fresh = [kept for kept in derived if kept.fresh(self._rows(), self._writes)]
         super().copy_from_storage(src, noop_flag=noop_flag)
         for kept in fresh:
@@ -382,16 +367,26 @@ def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction 
     return data, scales
 
 
+def _viewed(scales: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """A view of the scales of this shape, if there is one."""
+    if tuple(scales.shape) == shape:
+        return scales
+    try:
+        return scales.view(shape)
+    except (RuntimeError, ValueError):  # the latter while a graph is traced
+        return None
+
+
 def _other_scales(other: Direction, layout: Layout, columnwise: bool) -> torch.Tensor:
     """Scales of one direction in the order of the tensor, made of those of the other one: one of each square."""
     data, scales = other
-    own, wanted = layout.block_of(not columnwise), layout.block_of(columnwise)
-    grid = layout.grid((math.prod(data.shape[:-1]), data.shape[-1] if data.dim() else 1), columnwise)
-    for dim, (side, old, new) in enumerate(zip(layout.shared or own, own, wanted, strict=True)):
-        if side is not None and old is not None and new is not None:
-            squares = scales[:: side // old] if dim == 0 else scales[:, :: side // old]
-            scales = squares.repeat_interleave(side // new, dim).narrow(dim, 0, grid[dim])
-    return scales
+    if layout.block == (None, None):
+        return scales
+    squares: Any = layout.shared or layout.block
+    sides = [zip(squares, layout.block_of(side), strict=True) for side in (not columnwise, columnwise)]
+    old, new = ([square // own for square, own in side] for side in sides)
+    grid = layout.grid(as_matrix_shape(data.shape), columnwise)
+    return spread(scales[:: old[0], :: old[1]], (new[0], new[1]), grid)
 
 
 class GridTensor(QuantizedTensor, GridTensorStorage):
@@ -418,40 +413,118 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         given = {inner.argument: held[inner.attribute] for inner in self.inner_tensors}
         return type(self)(**(self.get_metadata() | {"shape": None} | given | replaced))
 
+    # -- views: what shares a scale counts as one block, but one of all rows, or of all columns, may be cut along them:
+    # the parts go on sharing its scale, and know it --
+
+    def changed(self, change: _Change, *, swap: bool = False, alias: bool = True, part: bool = False) -> Any:
+        """This tensor with every direction changed; ``swap`` exchanges the two."""
+        layout, rows = self.grid_layout, self.ordered(columnwise=False)
+        made_of: list[Direction | None] = []
+        kept: Direction | None = None
+        for columnwise in (False, True):
+            # One buffer that serves both usages is that of the rows.
+            source = columnwise != swap and not layout.one_buffer
+            held = self.ordered(columnwise=True) if source else rows
+            made_of.append(None)
+            if held is None or (layout.one_buffer and columnwise):
+                continue
+            result = change(held, source)
+            stored = None if result is None else in_order(result, layout, columnwise, back=True)
+            if layout.transposed and layout.square and rows is not None and source:
+                # Columns that are made of rows are made again when they are asked for, unless they lie as before.
+                kept = stored if stored and columnwise and stored[0].is_contiguous() else None
+            elif stored is None:
+                return NotImplemented
+            else:
+                made_of[columnwise] = stored
+        turned: dict[str, Any] = {"values_from_columns": not self._values_from_columns} if swap else {}
+        made = self.around(*made_of, **turned)
+        if alias:
+            # The scale of a part of what has one is that of the rest too.
+            fewer = made.numel() != self.numel()
+            made.mark_view(self, part=part or (fewer and layout.block == (None, None)))
+            if kept is not None and not fewer:
+                made._put(made_of[0], kept)
+        return made
+
+    def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        old_columns, layout = (self.shape[-1] if self.dim() else 1), self.grid_layout
+        whole = layout.block == (None, None)
+
+        def change(held: Direction, columnwise: bool) -> Direction | None:
+            try:
+                data, scales = function(held[0]), held[1]
+            except (RuntimeError, ValueError):
+                if columnwise and layout.transposed:
+                    return None
+                raise
+            if whole:
+                return data, scales
+            columns = data.shape[-1] if data.dim() else 1
+            if columns != old_columns and data.numel():
+                rows, side = layout.block_of(columnwise, shared=True)
+                # Rows of whole blocks may be joined and cut.
+                if rows != 1 or side is None or columns % side or old_columns % side:
+                    return None
+            viewed = _viewed(scales, layout.grid(as_matrix_shape(data.shape), columnwise))
+            return None if viewed is None else (data, viewed)
+
+        return self.changed(change)
+
+    def narrowed(self, dim: int, start: int, stop: int) -> Any:
+        layout, size, last = self.grid_layout, self.shape[dim], dim == self.dim() - 1
+        if (start, stop) == (0, size):
+            return self.changed(lambda held, _: held)
+        at, step = int(last), 1 if last else math.prod(self.shape[dim + 1 : -1])
+        place = start * step, stop * step, size * step
+
+        def change(held: Direction, columnwise: bool) -> Direction | None:
+            data, scales = held[0].narrow(dim, start, stop - start), held[1]
+            if layout.block == (None, None):
+                return data, scales
+            # What shares a scale has to stay whole, whatever is stored of each block in it.
+            block = layout.block_of(columnwise)
+            span = blocks(block[at], *place)
+            if span is None or blocks(layout.block_of(columnwise, shared=True)[at], *place) is None:
+                return None
+            if last:
+                return data, scales[:, span]
+            if block[0] is None or math.prod(self.shape[:dim]) == 1:
+                return data, scales[span]
+            by_entry = _viewed(scales, (*self.shape[:-1], scales.shape[1])) if block[0] == 1 else None
+            if by_entry is not None:
+                by_entry = by_entry.narrow(dim, start, stop - start)
+                by_entry = _viewed(by_entry, layout.grid(as_matrix_shape(data.shape), columnwise))
+            return None if by_entry is None else (data, by_entry)
+
+        # A write to the part with another scale would change what the rest means.
+        spanned = any(layout.block_of(c)[at] is None and self.direction(columnwise=c) for c in (False, True))
+        return self.changed(change, part=spanned)
+
     def _share_freshness(self, other: QuantizedTensor) -> None:
         if self._rows() is None or not isinstance(other, GridTensor) or self._rows() is not other._rows():
             return super()._share_freshness(other)
         self._whole, self._writes = other._whole, other._writes
-        for name in self._kept_names():
-            setattr(self, name, getattr(other, name, None))
+        for name, kept in other._kept().items():
+            setattr(self, name, kept)
 
     def for_usage(self, columnwise: bool) -> Direction:
-        if columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None:
-            self._quantize_columns()
+        if not columnwise or self.grid_layout.square or self.direction(columnwise=True) is not None:
+            return super().for_usage(columnwise)
+        initial: Any = self.get_high_precision_init_val()
+        quantizer = self._quantizer
+        # A weight that was made under no_grad: its initial values are quantized along columns, too, unless they were
+        # given up, or the rows are not theirs any more, or columns were dropped.
+        known = initial is not None and quantizer is not None and not torch.compiler.is_compiling()
+        if known and not quantizer.columnwise_usage:
+            with torch.no_grad():
+                made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
+            rows, held = made.direction(columnwise=False), self.direction(columnwise=False)
+            if held is not None and all(map(torch.equal, rows, held)):
+                self._put(held, made.direction(columnwise=True))
         return super().for_usage(columnwise)
 
-    def _quantize_columns(self) -> None:
-        """Quantize the initial values of a weight that was made under ``no_grad`` along columns, too.
-
-        Nothing is done where they were given up, or the rows are not theirs any more, nor where columns were dropped.
-        """
-        initial, quantizer = self.get_high_precision_init_val(), self._quantizer
-        if initial is None or quantizer is None or quantizer.columnwise_usage or torch.compiler.is_compiling():
-            return
-        with torch.no_grad():
-            made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
-        rows, held = made.direction(columnwise=False), self.direction(columnwise=False)
-        if held is not None and all(map(torch.equal, rows, held)):
-            self._put(held, made.direction(columnwise=True))
-
-    def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
-        """Whether copying from ``other`` can copy data and scales instead of quantizing again."""
-        if not isinstance(other, GridTensor) or other.shape != self.shape:
-            return False
-        # Data of one direction would not do for the other, but what shares more scales may serve what shares fewer.
-        if self.grid_layout not in (other.grid_layout, dataclasses.replace(other.grid_layout, shared=None)):
-            return False
-        for columnwise in (False, True):
-            if self.direction(columnwise=columnwise) is not None and other.direction(columnwise=columnwise) is None:
-                return False
-        return self._whole is None or self.shares_scales(other)
+    def _means_the_same(self, other: QuantizedTensor) -> bool:
+        # What shares more scales may serve what shares fewer.
+        mine = self.grid_layout
+        return isinstance(other, GridTensor) and mine in (other.grid_layout, replace(other.grid_layout, shared=None))

@@ -1,7 +1,5 @@
 """``GridQuantizer``: a quantizer that is a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -15,7 +13,7 @@ from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.grid import GridTensor, GridTensorStorage, in_order, inner_tensors_of
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import Pattern, QuantizedTensorStorage
+from ottava.tensors.storage import Pattern, QuantizedTensorStorage, StorageSpec
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 # By the class and what it is told.
@@ -83,18 +81,16 @@ class GridQuantizer(Quantizer):
         layout, matrix = self.layout, as_matrix_shape(tensor.shape)
         place: Any = [tensor.reshape(-1)], [tensor.dtype], [matrix], [0], [layout]
         amaxes = list(kernels.grid_multi_amax(*place).split(kernels.grid_amax_sizes(*matrix, layout)))
-        wanted = self._sides()
         made: list[Any] = []
         pairs: list[list[Any]] = [[None], [None]]
-        for columnwise in (False, True):
-            at = int(columnwise and not layout.square)
-            spans = layout.block_of(columnwise)[0] is None
-            # Of squares one amax serves both directions, and is reduced once.
-            if spans and wanted[columnwise] and not (columnwise and layout.square and wanted[0]):
-                amaxes[at] = all_reduce_max(amaxes[at], self.amax_reduction_group)
-            if not wanted[columnwise]:
+        for columnwise, wanted in zip((False, True), self._sides(), strict=True):
+            if not wanted:
                 made += [None, None]
                 continue
+            at = int(columnwise and not layout.square)
+            # Of squares one amax serves both directions, and is reduced once.
+            if layout.block_of(columnwise)[0] is None and not (columnwise and not at and made[0] is not None):
+                amaxes[at] = all_reduce_max(amaxes[at], self.amax_reduction_group)
             amax = for_blocks(amaxes[at].view(layout.grid(matrix, columnwise, shared=True)), layout, columnwise, matrix)
             scale, scale_inv = kernels.grid_scales(amax, layout, tensor.dtype)
             data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
@@ -116,7 +112,7 @@ class GridQuantizer(Quantizer):
             known = fields | {"dtype": dtype, "values_from_columns": False}
             static = [known[field.argument] for field in self.storage_class.static_fields]
             if compiling:
-                return self.storage_class.unchecked(tensors, static, self)
+                return StorageSpec(self.storage_class, tuple(static), self).rebuild(tensors)
             pattern = _patterns[key] = Pattern(self.storage_class, static)
         return pattern.make(tensors, self)
 

@@ -1,7 +1,5 @@
 """``Quantizer``: turns high-precision tensors into quantized ones."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -69,11 +67,7 @@ class Quantizer(ABC):
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensorStorage:
-        """A result for the usages set, to be filled by :meth:`update_quantized`.
-
-        Raises:
-            ShapeError, DTypeError, DeviceError, OptionError: an argument is not what it should be.
-        """
+        """A result for the usages set, to be filled by :meth:`update_quantized`; errors as of :meth:`check_empty`."""
         sizes, place = self.check_empty(shape, dtype, device, requires_grad)
         with torch.no_grad():
             made = self.empty_impl(sizes, dtype, place)
@@ -139,10 +133,8 @@ class Quantizer(ABC):
             raise self._no_usage()
         if self.internal or not (torch.is_grad_enabled() and tensor.requires_grad):
             return self.quantize_impl(tensor, dtype or tensor.dtype)
-        return StraightThrough.apply(tensor, self._quantize_detached, dtype or tensor.dtype)  # type: ignore[no-untyped-call]
-
-    def _quantize_detached(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-        return self.quantize_impl(tensor.detach(), dtype)
+        wanted = dtype or tensor.dtype
+        return StraightThrough.apply(tensor, lambda t, d: self.quantize_impl(t.detach(), d), wanted)  # type: ignore[no-untyped-call]
 
     def __call__(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         """Same as :meth:`quantize`."""
@@ -222,11 +214,11 @@ class Quantizer(ABC):
         copied.set_usage(rowwise=rowwise, columnwise=columnwise)
         return copied
 
-    def for_usage(self, columnwise: bool) -> Quantizer:
+    def for_usage(self, columnwise: bool) -> "Quantizer":
         """The quantizer that makes the data of one usage: this one, unless a subclass has one for each."""
         return self
 
-    def for_shards(self, group: Any) -> Quantizer:
+    def for_shards(self, group: Any) -> "Quantizer":
         """The quantizer of one shard of a tensor whose other shards lie on the ranks of ``group``.
 
         All shards of one tensor share one scale. A quantizer whose scale depends on all of the tensor returns one that
@@ -240,33 +232,34 @@ class Quantizer(ABC):
         copied.__dict__.update(self.__dict__)
         return copied
 
-    def _configuration(self) -> dict[str, Any] | None:
-        """Everything but the usage flags; None when the quantizer holds state and compares by identity."""
-        held = {name: value for name, value in sorted(vars(self).items()) if name not in _USAGE_FLAGS}
-        return None if self.stateful or _holds_tensors(list(held.values())) else held
+    def _holds_state(self) -> bool:
+        """Whether it compares by identity."""
+        return self.stateful or _holds_tensors(vars(self))
 
     def __eq__(self, other: object) -> bool:
-        if self is other or type(self) is not type(other) or self._configuration() is None:
+        if self is other or type(self) is not type(other) or self._holds_state():
             return self is other
         return vars(self) == vars(other)
 
-    def is_alike(self, other: Quantizer) -> bool:
+    def __hash__(self) -> int:
+        if self._holds_state():
+            return object.__hash__(self)
+        # Usages may be set while the quantizer is a key.
+        simple = (str, bytes, int, float, torch.dtype, torch.device, type(None))
+        held = sorted((name, value) for name, value in vars(self).items() if name not in _USAGE_FLAGS)
+        return hash((type(self), *[value for _, value in held if isinstance(value, simple)]))
+
+    def is_alike(self, other: "Quantizer") -> bool:
         """Whether ``other`` is of this class and has the same options, whatever the state of either.
 
         What belongs to the process, such as a group, may differ: a copy may have lost it.
         """
-        return type(self) is type(other) and self._options() == other._options()
-
-    def _options(self) -> dict[str, Any]:
         left_out = self.process_attributes
-        return {k: v for k, v in vars(self).items() if k not in left_out and not isinstance(v, torch.Tensor)}
-
-    def __hash__(self) -> int:
-        configuration = self._configuration()
-        if configuration is None:
-            return object.__hash__(self)
-        simple = (str, bytes, int, float, torch.dtype, torch.device, type(None))
-        return hash((type(self), *[value for value in configuration.values() if isinstance(value, simple)]))
+        mine, its = (
+            {k: v for k, v in vars(q).items() if k not in left_out and not isinstance(v, torch.Tensor)}
+            for q in (self, other)
+        )
+        return type(self) is type(other) and mine == its
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())

@@ -12,10 +12,9 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
-from ottava.tensors.declaration import Declared, Usage, equal_scales
+from ottava.tensors.declaration import Declared, GemmCache, Usage, bump_versions, check_flag, equal_scales
 from ottava.tensors.declaration import InnerTensor as InnerTensor
 from ottava.tensors.declaration import native_dtype as native_dtype
-from ottava.tensors.freshness import GemmCache, bump_versions
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,11 @@ class StorageSpec:
         """:meth:`build` around the tensors that were taken out, which need no second look."""
         if self.pattern is not None:
             return self.pattern.make(tensors, self.quantizer)
-        if self.whole is None and self.cls.declares_all:
-            return self.cls.unchecked(tensors, self.static, self.quantizer)
-        return self.build(tensors)
+        if self.whole is not None or not self.cls.declares_all:
+            return self.build(tensors)
+        made = object.__new__(self.cls)
+        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
+        return made
 
 
 class Pattern:
@@ -54,9 +55,12 @@ class Pattern:
     """
 
     def __init__(self, cls: type[QuantizedTensorStorage], static: Sequence[Any]) -> None:
-        empty = cls.unchecked((None,) * len(cls.inner_tensors), static, None)
-        self._cls, self._attributes = cls, {k: v for k, v in vars(empty).items() if k != "_writes"} | {"_pattern": self}
-        self._places, self._derives = empty.places()
+        empty: Any = StorageSpec(cls, tuple(static), None).rebuild((None,) * len(cls.inner_tensors))
+        held, names = vars(empty), [inner.attribute for inner in empty.inner_tensors]
+        self._cls, self._attributes = cls, {k: v for k, v in held.items() if k != "_writes"} | {"_pattern": self}
+        # Columns that may be made of rows are held under another name, and know of them if they are.
+        self._places = [name if name in held else f"_kept{name}" for name in names]
+        self._derives = empty.grid_layout.square and empty.grid_layout.transposed
         self.fetch = attrgetter(*self._places)
         self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
         self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
@@ -105,10 +109,9 @@ class QuantizedTensorStorage(Declared):
         super().__init_subclass__(**kwargs)
         _CLASSES[f"{cls.__module__}:{cls.__qualname__}"] = cls
 
-    if TYPE_CHECKING:
-        # torch.Tensor says that it can be set; a class that derives from both would have to say so too.
-        nbytes: int
-    else:
+    # torch.Tensor says that it can be set; a class that derives from both would have to say so too.
+    nbytes: int
+    if not TYPE_CHECKING:
 
         @property
         def nbytes(self) -> int:
@@ -176,8 +179,7 @@ class QuantizedTensorStorage(Declared):
         return {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = self.clone_storage()
-        memo[id(self)] = copied
+        copied = memo[id(self)] = self.clone_storage()
         return copied
 
     # -- usages --
@@ -186,10 +188,6 @@ class QuantizedTensorStorage(Declared):
         """:meth:`flatten_storage` without the rowwise usage, which may be given up: what a backward pass reads."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
-
-    def places(self) -> tuple[tuple[str, ...], bool]:
-        """The attribute that holds each inner tensor, and whether setting one does more than that."""
-        return tuple(inner.attribute for inner in self.inner_tensors), False
 
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
@@ -203,15 +201,11 @@ class QuantizedTensorStorage(Declared):
             had = self.get_usages()
             rowwise_usage = had["rowwise"] if rowwise_usage is None else rowwise_usage
             columnwise_usage = had["columnwise"] if columnwise_usage is None else columnwise_usage
-        for name, value in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
-            if not isinstance(value, bool):
-                raise OptionError(f"{name}_usage is {value!r}", expected="True, False or None")
+        check_flag("rowwise_usage", rowwise_usage)
+        check_flag("columnwise_usage", columnwise_usage)
         if not (rowwise_usage or columnwise_usage):
-            raise OptionError(
-                "update_usage would leave neither usage",
-                expected="rowwise_usage or columnwise_usage to stay",
-                remedy="call clear() to drop all data",
-            )
+            what, expected = "update_usage would leave neither usage", "rowwise_usage or columnwise_usage to stay"
+            raise OptionError(what, expected=expected, remedy="call clear() to drop all data")
         return rowwise_usage, columnwise_usage
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
@@ -223,19 +217,16 @@ class QuantizedTensorStorage(Declared):
         """
         have = self.get_usages()
         wanted = dict(zip(have, self._requested_usages(rowwise_usage, columnwise_usage), strict=True))
-        for usage, want in wanted.items():
-            if want and not have[usage]:
-                raise self._without(usage)
+        for usage in (usage for usage, want in wanted.items() if want and not have[usage]):
+            raise self._without(usage)
         for inner in self.inner_tensors:
             if not wanted.get(inner.usage, True):
                 setattr(self, inner.attribute, None)
 
     def _without(self, usage: str, also: str = "") -> UsageError:
-        return UsageError(
-            f"{type(self).__name__} has no {usage} data",
-            expected=f"a tensor quantized with {usage}=True",
-            remedy=f"call quantizer.set_usage({usage}=True) before quantizing{also}",
-        )
+        remedy = f"call quantizer.set_usage({usage}=True) before quantizing{also}"
+        what, expected = f"{type(self).__name__} has no {usage} data", f"a tensor quantized with {usage}=True"
+        return UsageError(what, expected=expected, remedy=remedy)
 
     # -- values --
 
@@ -272,21 +263,16 @@ class QuantizedTensorStorage(Declared):
         if tuple(src.size()) != tuple(self.size()):
             raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
         if self._whole is not None and not (self.shares_scales(src) or self._rest_is_zero()):
-            raise UsageError(
-                f"a write to a view of a {type(self).__name__} would change the scale of the rest of the tensor",
-                expected="values that are quantized with the scale that it has",
-                remedy="assign with tensor[index] = values, or write to the whole: all of it is quantized again",
-            )
+            what = f"a write to a view of a {type(self).__name__} would change the scale of the rest of the tensor"
+            remedy = "assign with tensor[index] = values, or write to the whole: all of it is quantized again"
+            raise UsageError(what, expected="values that are quantized with the scale that it has", remedy=remedy)
         pairs = []
         for inner, mine, theirs in zip(self.inner_tensors, self.inner_list(), src.inner_list(), strict=True):
             if mine is None:
                 continue
             if theirs is None:
-                raise UsageError(
-                    f"the source holds no {inner.argument!r}",
-                    expected="a source quantized for the same usages",
-                    remedy="quantize it with the usages of the destination",
-                )
+                remedy = "quantize it with the usages of the destination"
+                raise UsageError(f"the source holds no {inner.argument!r}", expected="the same usages", remedy=remedy)
             if native_dtype(src, inner) != native_dtype(self, inner):
                 raise DTypeError(f"source holds {native_dtype(src, inner)}", expected=str(native_dtype(self, inner)))
             if theirs.shape != mine.shape:
@@ -381,11 +367,8 @@ class QuantizedTensorStorage(Declared):
             if inner.gather and not inner.transposed and getattr(self, inner.attribute) is not None:
                 found.setdefault(inner.usage, inner)
         if not found:
-            raise UsageError(
-                f"{type(self).__name__} holds no elements",
-                expected="data of an inner tensor declared with gather=True",
-                remedy="keep the rowwise usage of weights whose bytes are moved",
-            )
+            expected, remedy = "an inner tensor declared with gather=True", "keep the rowwise usage of moved weights"
+            raise UsageError(f"{type(self).__name__} holds no elements", expected=expected, remedy=remedy)
         return tuple(found.values())
 
     def is_derived(self, inner: InnerTensor) -> bool:
@@ -440,3 +423,60 @@ def rebuild_storage(
 
 
 torch.serialization.add_safe_globals([rebuild_storage])
+
+
+# -- saving for backward, by value: nothing is mutated, so that compiled code can carry the specs to the backward --
+
+
+def prepare_for_saving(
+    *tensors: torch.Tensor | QuantizedTensorStorage | None,
+) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
+    """Flatten any mix of storages, quantized tensors, plain tensors and None.
+
+    Returns:
+        The plain tensors for ``ctx.save_for_backward(*tensors)``, and one object for each argument.
+
+    Raises:
+        DTypeError: an argument is something else.
+    """
+    pairs: list[tuple[list[torch.Tensor | None], StorageSpec | None]] = []
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensorStorage):
+            pairs.append(tensor.flatten_storage())
+        elif tensor is None or isinstance(tensor, torch.Tensor):
+            pairs.append(([tensor], None))
+        else:
+            what = f"cannot save a {type(tensor).__name__}"
+            raise DTypeError(what, expected="quantized or plain tensors, storages, or None")
+    return [inner for held, _ in pairs for inner in held], [spec for _, spec in pairs]
+
+
+def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
+    """What was given to :func:`prepare_for_saving`; the two lists may come in either order.
+
+    Raises:
+        DTypeError: neither list is one of objects.
+        ShapeError: the number of tensors does not fit the objects.
+    """
+    swapped = any(isinstance(e, StorageSpec) for e in tensors) or any(isinstance(e, torch.Tensor) for e in objects)
+    if swapped:
+        tensors, objects = objects, tensors
+    if not all(spec is None or isinstance(spec, StorageSpec) for spec in objects):
+        raise DTypeError("the second list holds no saved objects", expected="both lists of one prepare_for_saving")
+    wanted = sum(1 if spec is None else len(spec.cls.inner_tensors) for spec in objects)
+    if wanted != len(tensors):
+        remedy = "pass both lists of one prepare_for_saving"
+        raise ShapeError(f"{len(tensors)} saved tensors", expected=f"{wanted}", remedy=remedy)
+    return rebuild_saved(tensors, objects)
+
+
+def rebuild_saved(tensors: Sequence[Any], objects: Sequence[StorageSpec | None]) -> list[Any]:
+    """:func:`restore_from_saved` for who saved them: nothing is checked, and what follows the last one is left."""
+    restored: list[Any] = []
+    position = 0
+    for spec in objects:
+        end = position + (1 if spec is None else len(spec.cls.inner_tensors))
+        own = tensors[position:end]
+        restored.append(own[0] if spec is None else spec.rebuild(own))
+        position = end
+    return restored

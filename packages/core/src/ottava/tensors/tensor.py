@@ -11,8 +11,8 @@ from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
 from ottava.tensors import aten
+from ottava.tensors.aten import above
 from ottava.tensors.declaration import StaticField, check_values_dtype, same_kind
-from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass
 
@@ -71,30 +71,19 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             # Elements that begin later than their storage does are those of a view.
             views = (t for t in given if t.storage_offset() and tuple(t.shape) == shape and t.is_contiguous())
             like = next(views, None)
+        size, *place = (shape, None, None) if like is None else (like.shape, like.stride(), like.storage_offset())
         # It owns no memory: who asks for its storage (FSDP2 compares addresses) finds one of no bytes, at address 0.
-        return make_wrapper_subclass(
-            cls,
-            shape if like is None else like.shape,
-            strides=None if like is None else like.stride(),
-            storage_offset=None if like is None else like.storage_offset(),
-            dtype=dtype,
-            device=given[0].device,
-            requires_grad=requires_grad,
-            storage_size=0,
-        )
+        about = {"dtype": dtype, "device": given[0].device, "requires_grad": requires_grad, "storage_size": 0}
+        made: Any = make_wrapper_subclass(cls, size, strides=place[0], storage_offset=place[1], **about)
+        made._hold(declared, quantizer)
+        return made
 
-    def __init__(self, *, dtype: Any = None, quantizer: Any = None, **given: Any) -> None:
-        declared = {name: value for name, value in given.items() if name not in ("shape", "requires_grad")}
-        self._hold(self._checked(declared, dtype=dtype))
-        self._quantizer = quantizer
+    def __init__(self, **given: Any) -> None:
+        """Everything was done in ``__new__``, which says what the arguments are."""
 
     @classmethod
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
-        """A tensor of the shape and the strides of the one that ``declared`` gives.
-
-        The default is None, for a contiguous one of the ``shape`` that the constructor is given, or of the first inner
-        tensor's.
-        """
+        """What lies as the tensor that ``declared`` gives; None for a contiguous one of the first inner's shape."""
         return None
 
     # torch.Tensor answers these; the storage's answers are for bare storages.
@@ -108,11 +97,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
         def size(self, dim: int | None = None) -> Any: ...
     else:
-        size = torch.Tensor.size
-
-        @property
-        def _dtype(self) -> torch.dtype:
-            return self.dtype
+        size, _dtype = torch.Tensor.size, torch.Tensor.dtype
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -212,13 +197,44 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self._view_of = of.detach() if of._view_of is None else of._view_of
         self._whole = of if part and of._whole is None else of._whole
 
+    def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """A view in another shape, that ``function`` gives data; NotImplemented where the class has none."""
+        return NotImplemented
+
+    def narrowed(self, dim: int, start: int, stop: int) -> Any:
+        """A view of entries [start, stop) of a dimension; NotImplemented where the declaration forbids it."""
+        if dim:
+            return NotImplemented
+        if (start, stop) == (0, self.shape[0]):
+            return self.make_like(self)
+        taken: dict[str, Any] = {}
+        for inner in self.inner_tensors:
+            value: torch.Tensor | None = getattr(self, inner.attribute)
+            if value is None or inner.shared:
+                taken[inner.argument] = value
+            elif self.is_derived(inner):
+                taken[inner.argument] = None
+            else:
+                of_blocks, value = inner.block_rows is not None, inner.by_rows(value)
+                span = blocks(inner.block_rows or 1, start, stop, self.shape[0])
+                if span is None or (self.dim() != 2 if of_blocks else value.shape[:1] != self.shape[:1]):
+                    return NotImplemented
+                taken[inner.argument] = inner.as_held(value[span])
+        rows = self.make_like(self, shape=(stop - start, *self.shape[1:]), **taken)
+        rows.mark_view(self, part=True)
+        return rows
+
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
         """Whether copying from ``other`` can copy inner tensors instead of quantizing again: both mean the same."""
-        if other.shape != self.shape or not same_kind(self, other, nominal=False):
+        if other.shape != self.shape or not self._means_the_same(other):
             return False
         pairs = [(a, b) for a, b in zip(self.inner_list(), other.inner_list(), strict=True) if a is not None]
         alike = all(b is not None and b.shape == a.shape for a, b in pairs)
         return alike and (self._whole is None or self.shares_scales(other))
+
+    def _means_the_same(self, other: QuantizedTensor) -> bool:
+        """Whether inner tensors of ``other`` mean here what they mean there."""
+        return same_kind(self, other, nominal=False)
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         """Share whatever tracks staleness with ``other``, an alias of the same data."""
@@ -251,10 +267,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if mine != its:
             # What torch itself keeps of this tensor follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
-        self._hold(value.get_metadata())
+        self._hold(value.get_metadata(), self._quantizer if value._quantizer is None else value._quantizer)
         self._whole, self._view_of = value._whole, value._view_of
-        if value._quantizer is not None:
-            self._quantizer = value._quantizer
         self._share_freshness(value)
 
     def detach(self) -> Any:
@@ -287,11 +301,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UsageError: the values lie in no memory that another library could read."""
-        raise UsageError(
-            f"a {type(self).__name__} cannot be exported by DLPack",
-            expected="a tensor in high precision",
-            remedy="export its .dequantize()",
-        )
+        what, remedy = f"a {type(self).__name__} cannot be exported by DLPack", "export its .dequantize()"
+        raise UsageError(what, expected="a tensor in high precision", remedy=remedy)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """``tensor[index] = value``: all of it is quantized again, unless these have scales of their own."""
@@ -337,16 +348,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return held | {"requires_grad": self.requires_grad}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) in memo:
-            return memo[id(self)]
         if not self.is_leaf:
             raise UsageError("only leaf tensors can be deep-copied", remedy="call .detach() first")
-        copied: Any = self.clone_storage()
+        copied: Any = super().__deepcopy__(memo)
         for name, value in self._extra().items():
             setattr(copied, name, value.clone() if isinstance(value, torch.Tensor) else value)
         if self.grad is not None:
             copied.grad = self.grad.clone()
-        memo[id(self)] = copied
         return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -358,6 +366,15 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             return f"{type(self).__name__}({values}, usages={usages}{grad})"
         except Exception as error:
             return f"{type(self).__name__}(no readable data: {type(error).__name__})"
+
+
+def blocks(side: int | None, start: int, stop: int, size: int) -> slice | None:
+    """The blocks of entries [start, stop) of a side of a matrix; None where they cut one in two."""
+    if side is None:
+        return slice(None)
+    if start % side or (stop % side and stop != size):
+        return None
+    return slice(start // side, -(-stop // side))
 
 
 class StraightThrough(torch.autograd.Function):
