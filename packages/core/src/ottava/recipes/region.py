@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ottava.collectives import check_group
+from ottava.errors import OptionError
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
 from ottava.recipes.step import Step, backward_task, is_taken_apart, step_for
@@ -57,7 +58,8 @@ class microbatch(contextlib.ContextDecorator):
     """
 
     def __init__(self, first: bool) -> None:
-        check_flag("first, of microbatch,", first)
+        if not isinstance(first, bool):
+            raise OptionError(f"microbatch(first={first!r})", expected="True or False")
         self._first = first
 
     def __enter__(self) -> "microbatch":

@@ -83,6 +83,8 @@ def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
 
 
 _collecting = [False]
+# What other ranks may be about to begin is not for the garbage collector of this one.
+_awaited: set["Step"] = set()
 
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:
@@ -154,6 +156,7 @@ class Step:
         elif not compiling:
             # After an interrupt on the way here, the next step begins with them.
             self._ran = []
+            _awaited.discard(self)
 
     def join(self, layer: Any, state: Any, amax_reduction_group: Any, calibrating: bool, compiling: bool) -> None:
         """Take in the state of a layer that runs now."""
@@ -167,6 +170,8 @@ class Step:
 
     def take(self, layer: Any, state: Any, compiling: bool = False) -> None:
         """Have the state of a layer begin the next step with the others."""
+        if not compiling and process_groups_ready():
+            _awaited.add(self)
         # In this order, an interrupt in between loses nobody. Compiled code makes no weak references.
         self._ran.append(state if compiling else _member(state, layer))
         if compiling:
