@@ -58,6 +58,8 @@ def _product(
     if qw is None:
         quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=call.recording)
         qw = quantizer.quantize_impl(weight, dtype)
+    # An exported program would give the bias a gradient, and nothing else one.
+    bias = bias.detach() if observed and bias is not None else bias
     y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
     if matrix is not x or (observed and torch.compiler.is_compiling()) or is_view(y):
         # The output must not be a view, because an activation, say, may modify it in place.
