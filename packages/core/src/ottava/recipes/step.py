@@ -126,6 +126,7 @@ class Step:
 
     def __init__(self) -> None:
         self._ran: list[Any] = []
+        self._layers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
     def states(self, model: torch.nn.Module | None = None, compiling: bool = False) -> list[RecipeState]:
         """Those that begin the next step: all of a model, in the order of its modules, others as they ran."""
@@ -169,8 +170,13 @@ class Step:
         self.take(layer, state, compiling)
 
     def take(self, layer: Any, state: Any, compiling: bool = False) -> None:
-        """Have the state of a layer begin the next step with the others."""
+        """Have the state of a layer, or of the one that it was taken of before, begin the next step with the others."""
         if not compiling and process_groups_ready():
+            known = self._layers.get(state)
+            layer = known() if layer is None and known is not None else layer
+            if layer is None:
+                return
+            self._layers[state] = weakref.ref(layer)
             _awaited.add(self)
         # In this order, an interrupt in between loses nobody. Compiled code makes no weak references.
         self._ran.append(state if compiling else _member(state, layer))
@@ -180,7 +186,7 @@ class Step:
             state.__dict__.update(step=self, _pending=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ran": [], "model": None}
+        return self.__dict__ | {"_ran": [], "model": None, "_layers": weakref.WeakKeyDictionary()}
 
 
 # Found again by what a region says: a new block for every step, with an equal recipe, continues the last one. Open
