@@ -39,18 +39,9 @@ FORMATS = {"input": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "grad_ou
 RECIPES = ("A", "A", "B")
 
 
-#: What is not as the rule says: programs are run without it.
-#: "alone": an evaluation of a layer in a block of which it has yet to train, on one rank of several.
-#: "empty": a block of another recipe, entered before a layer has run in the block around it.
-#: "evaluates": an evaluation in training mode of a layer that has yet to run in the block around it.
-#: "inherits": a block without a recipe inside of what is recomputed, which is another one's then.
-#: "joins": a block without a recipe inside a converted model, whose layers begin a step when they first run in it.
-#: "kept": the amax of a weight that is kept for microbatches, where a reentrant checkpoint recomputes the layer.
+#: What is not as the rule says, and allowed.
 #: "loads": the all-reduces of layers that were loaded or copied, one for each that runs in a block for the first time.
-#: "mixed": a layer that is recomputed reentrantly, and then runs once more in the step.
-#: "records": a forward pass without gradients, in training mode or of a reentrant checkpoint, before a layer is
-#: recomputed, which then records once more.
-AVOIDED = frozenset({"alone", "empty", "evaluates", "inherits", "joins", "kept", "loads", "mixed", "records"})
+AVOIDED = frozenset({"loads"})
 
 
 class Stopped(Exception):
@@ -428,8 +419,6 @@ class World:
         number, way = step.bank, self.ways[step.bank]
         whole, fail, backward = step.whole, step.fail, step.backward
         outer = step.outer if way == "block" or (way == "bound" and step.outer == "off") else ""
-        if outer == "other" and "empty" in self.avoids and not self.known("B"):
-            outer = ""
         if fail is not None and fail[0] != "forward":
             backward = "each"
         if whole is not None:
@@ -453,13 +442,6 @@ class World:
             if recompute and "other" in blocks:
                 # No step begins inside of a reentrant checkpoint, and each such block begins one.
                 recompute = False
-            repeated = whole is not None or (recompute is not None and inside)
-            joins = "joins" in self.avoids and way == "converted"
-            if joins or ("inherits" in self.avoids and repeated):
-                named = blocks[:1] in (("same",), ("other",), ("current",))
-                blocks = tuple(b for b in blocks if named or b != "none")
-            if "kept" in self.avoids and (recompute or whole) and use.first:
-                use = replace(use, first=None)
             uses.append(replace(use, recompute=recompute, blocks=blocks, inside=inside))
         uses = self._consistent(number, uses)
         return replace(
@@ -475,21 +457,11 @@ class World:
     def _consistent(self, number: int, uses: list[Use]) -> list[Use]:
         """A layer that is recomputed runs under one recipe in a step."""
         made = []
-        key = self.of_bank[number][0].key
-        known = self.known(key)
         for use in uses:
-            if "empty" in self.avoids and not known:
-                use = replace(use, blocks=())
-            known = True
             mine = [other for other in uses if self.layer_of(number, other) is self.layer_of(number, use)]
             elsewhere = any({"off", "current"} & set(other.blocks) for other in mine)
-            mixed = "mixed" in self.avoids and use.recompute and any(other.recompute is not True for other in mine)
-            made.append(replace(use, recompute=None) if elsewhere or mixed else use)
+            made.append(replace(use, recompute=None) if elsewhere else use)
         return made
-
-    def known(self, key: Any) -> bool:
-        """Whether a layer has run in such regions."""
-        return any(layer.joined for layer in self.rule.layers if layer.key == key)
 
     def possible_use(self, number: int, use: Use) -> Use:
         same = self.ways[number] == "block" and number != 2
@@ -545,9 +517,6 @@ class World:
     def before_recomputation(self, event: Any) -> Any:
         """Without blocks of other recipes: a recomputed layer repeats the one that it last ran under."""
         uses = tuple(replace(u, blocks=tuple(b for b in u.blocks if b not in ("off", "current"))) for u in event.uses)
-        if "records" in self.avoids:
-            uses = tuple(replace(u, recompute=u.recompute and None) for u in uses)
-            event = replace(event, **({"mode": "eval"} if isinstance(event, Evaluate) else {"whole": None}))
         return replace(event, uses=uses)
 
     def forward(self, step: Step, runs: list[Run]) -> None:
@@ -631,17 +600,13 @@ class World:
         if event.rank is not None and event.rank != self.rank and self.ranks > 1:
             return
         number = event.bank
-        unknown = not all(self.layer_of(number, self.possible_use(number, use)).joined for use in event.uses)
-        if "alone" in self.avoids and self.ranks > 1 and unknown:
-            return
         uses = tuple(replace(self.possible_use(number, use), recompute=None) for use in event.uses)
         if event.rank is not None:
             # The ranks go on alike.
             uses = tuple(replace(u, blocks=tuple(b for b in u.blocks if b != "current")) for u in uses)
         uses = tuple(replace(u, first=False if u.first is False else None) for u in uses)
-        unknown = any(use.blocks or not self.layer_of(number, use).joined for use in uses)
         for bank in self.banks:
-            bank.train(event.mode != "eval" and not ("evaluates" in self.avoids and unknown))
+            bank.train(event.mode != "eval")
         self.training = False
         try:
             with torch.inference_mode() if event.mode == "inference" else torch.no_grad(), self.top(number):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests import ranks
 from tests.integration import step_oracle
-from tests.integration.step_oracle import AVOIDED, World
+from tests.integration.step_oracle import World
 from tests.integration.step_programs import Evaluate, Program, Replace, Step, Use, programs
 
 
@@ -38,23 +38,19 @@ def program(way: str, *events: Any, reduce: bool = True) -> Program:
 
 ONE, LARGE = Use(0, 0, 0), Use(0, 2, 0)
 CASES = {
-    "empty": (program("block", Step(0, (Use(0, 0, 0, blocks=("other",)), ONE)), Step(0, (Use(1, 0, 0),))),),
-    "evaluates": (
-        program("converted", Step(0, (ONE,), between=Evaluate(0, (Use(0, 0, 0, blocks=("none",)),), mode="no_grad"))),
+    "empty": program("block", Step(0, (Use(0, 0, 0, blocks=("other",)), ONE)), Step(0, (Use(1, 0, 0),))),
+    "evaluates": program(
+        "converted", Step(0, (ONE,), between=Evaluate(0, (Use(0, 0, 0, blocks=("none",)),), mode="no_grad"))
     ),
-    "inherits": (
-        program(
-            "bound", Step(0, (ONE,)), Step(0, (Use(0, 0, 0, blocks=("none",)),), whole=False, around_backward="other")
-        ),
+    "inherits": program(
+        "bound", Step(0, (ONE,)), Step(0, (Use(0, 0, 0, blocks=("none",)),), whole=False, around_backward="other")
     ),
-    "joins": (program("converted", Step(0, (ONE, Use(0, 0, 0, blocks=("none",))))),),
-    "kept": (program("block", Step(0, (Use(0, 0, 0, recompute=True, first=True),))),),
-    "mixed": (program("block", Step(0, (Use(0, 2, 0, recompute=True), ONE))),),
-    "records": (
-        program(
-            "block",
-            Step(0, (Use(0, 0, 0, recompute=False),), around_backward="same", between=Evaluate(0, (ONE,), "no_grad")),
-        ),
+    "joins": program("converted", Step(0, (ONE, Use(0, 0, 0, blocks=("none",))))),
+    "kept": program("block", Step(0, (Use(0, 0, 0, recompute=True, first=True),))),
+    "mixed": program("block", Step(0, (Use(0, 2, 0, recompute=True), ONE))),
+    "records": program(
+        "block",
+        Step(0, (Use(0, 0, 0, recompute=False),), around_backward="same", between=Evaluate(0, (ONE,), "no_grad")),
     ),
 }
 NOT_YET_ON_RANKS = {
@@ -68,7 +64,7 @@ def _expected_to_fail(reasons: dict[str, str]) -> list[Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_not_so_once(name: str) -> None:
-    World(CASES[name][0], avoids=AVOIDED - {name}).run()
+    World(CASES[name]).run()
 
 
 def test_a_rank_that_evaluates_a_layer_before_it_trains() -> None:
