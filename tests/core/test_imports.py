@@ -31,7 +31,7 @@ ROOMS = (
     "cli",
 )
 #: The one module that finds another by its name, upwards; the package itself, which has every public name, does too.
-SLOTS = "ottava.tensors.aten"
+SLOTS = "ottava.tensors.slots"
 UPWARDS = {"ottava", SLOTS}
 COMPILED = ("_cpu", "_cuda")
 #: Functions that take the name of a module.
@@ -177,7 +177,7 @@ def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
     asked = {name for text in sources for name in re.findall(r'above\("(\w+)"\)', text)}
     assert asked == {"hooks", "rules"}
     code = (
-        "import sys, ottava.tensors; from ottava.tensors.aten import above\n"
+        "import sys, ottava.tensors; from ottava.tensors.slots import above\n"
         "assert not [name for name in sys.modules if name.startswith('ottava.distributed')]\n"
         f"print([above(name).__name__ for name in {sorted(asked)}])"
     )

@@ -15,8 +15,8 @@ import torch
 from ottava.collectives import all_gather, all_reduce_max, process_groups_ready
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError
-from ottava.tensors.aten import above
 from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.slots import above
 
 
 class ShardBatch(ABC):

@@ -14,7 +14,8 @@ from ottava.kernels.products import mm, product_dtype
 from ottava.kernels.table import rounded, sum_rows
 from ottava.recipes.binding import Call
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec, rebuild_saved
+from ottava.tensors.saving import rebuild_saved
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 from ottava.torch_private import forward_ad, is_view, tracing, transforms, unsafe_view
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})

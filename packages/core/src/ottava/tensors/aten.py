@@ -5,27 +5,18 @@ the class hierarchy, so that a subclass extends or overrides the table. What is 
 and, for every argument that the op's schema says it writes, quantized again.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ottava.errors import UsageError
+from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import schema_of, tree_map
 
 OpImplementation = Callable[..., Any]
 _TABLES: dict[type, dict[Any, OpImplementation]] = {}
-
-
-def above(module: str) -> Any:
-    """A module of :mod:`ottava.distributed`: ``"hooks"``, ``"fsdp2"``, the ``"rules"`` for shards, or one rule.
-
-    It stands above ``tensors``, and FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone: here,
-    and nowhere else in core, a module is found upwards, by its name on first use.
-    """
-    return importlib.import_module(f"ottava.distributed.{module}")
 
 
 def implements(cls: type, *ops: Any) -> Callable[[OpImplementation], OpImplementation]:

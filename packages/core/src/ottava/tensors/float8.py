@@ -3,20 +3,20 @@
 Invariant: ``original ≈ float32(data) * scale_inv``.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
-from ottava.errors import OptionError, ShapeError
+from ottava.errors import ShapeError
 from ottava.formats import FP8, fp8_format
 from ottava.kernels.checks import check_dtype, check_scalar
-from ottava.kernels.products import capability_of_index
 from ottava.layout import Layout
+from ottava.tensors import columnwise as bytes_of_columns
+from ottava.tensors.columnwise import columnwise_is_transpose
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
-from ottava.tensors.grid import Direction, GridTensor, GridTensorStorage, columns
+from ottava.tensors.grid import Direction, GridTensorStorage, columns
 from ottava.tensors.grid_quantizer import GridQuantizer
+from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -28,38 +28,6 @@ _LAYOUTS = {
 }
 #: What :meth:`Float8QuantizerBase.needs` says for CPUs unless a layout is forced.
 DATA = True, False
-#: What :func:`columnwise_layout` asks for.
-forced: str | None = None
-# GPUs whose FP8 GEMM takes only the TN layout (Ada, Hopper, and Blackwell of compute capability 12) need a transposed
-# copy for the columnwise usage; everywhere else one buffer serves both usages.
-_TN_ONLY_CAPABILITIES = (89, 90, 120, 121)
-
-
-def columnwise_is_transpose(device: torch.device) -> bool:
-    """Whether tensors on ``device`` keep a transposed copy for their columnwise usage."""
-    if forced is not None:
-        return forced == "transpose"
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return capability_of_index(index) in _TN_ONLY_CAPABILITIES
-
-
-@contextmanager
-def columnwise_layout(layout: Literal["transpose", "shared"]) -> Iterator[None]:
-    """Force a layout inside a ``with`` block: Hopper's layout can be tested on a CPU with it.
-
-    Raises:
-        OptionError: it is no layout.
-    """
-    global forced
-    if layout not in ("transpose", "shared"):
-        raise OptionError(f"columnwise layout {layout!r}", expected="transpose or shared")
-    previous, forced = forced, layout
-    try:
-        yield
-    finally:
-        forced = previous
 
 
 class Float8TensorStorage(GridTensorStorage):
@@ -105,7 +73,8 @@ class Float8TensorStorage(GridTensorStorage):
         # Data without a transpose may be met on a device that wants one: columns are made of it there.
         held = self._data
         # Asked of a CPU's, of which there are many, without a function.
-        transposed = held is None or bool((forced or not held.is_cpu) and columnwise_is_transpose(held.device))
+        asked = held is not None and (bytes_of_columns.forced or not held.is_cpu)
+        transposed = held is None or bool(asked and columnwise_is_transpose(held.device))
         return _LAYOUTS[self._fp8_dtype, transposed]
 
     def _declare(self) -> None:

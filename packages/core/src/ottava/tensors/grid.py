@@ -3,9 +3,7 @@
 Invariant: ``original ≈ float32(element) * scale_inv`` of the element's block, in each direction for itself.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,12 +15,9 @@ from ottava.kernels.reference import spread
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import DerivedTensor, InnerTensor, StaticField, as_data, check_flag, check_values_dtype
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
-from ottava.tensors.tensor import QuantizedTensor, blocks
 
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
-# Those of a direction, in the order of the tensor -> those of a result; None where blocks do not allow it.
-_Change = Callable[[Direction, bool], Direction | None]
 _USAGES = ("rowwise", "columnwise")
 # What to do where a direction is missing that no quantizer was asked for.
 _WITHOUT = {
@@ -367,16 +362,6 @@ def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction 
     return data, scales
 
 
-def _viewed(scales: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """A view of the scales of this shape, if there is one."""
-    if tuple(scales.shape) == shape:
-        return scales
-    try:
-        return scales.view(shape)
-    except (RuntimeError, ValueError):  # the latter while a graph is traced
-        return None
-
-
 def _other_scales(other: Direction, layout: Layout, columnwise: bool) -> torch.Tensor:
     """Scales of one direction in the order of the tensor, made of those of the other one: one of each square."""
     data, scales = other
@@ -387,144 +372,3 @@ def _other_scales(other: Direction, layout: Layout, columnwise: bool) -> torch.T
     old, new = ([square // own for square, own in side] for side in sides)
     grid = layout.grid(as_matrix_shape(data.shape), columnwise)
     return spread(scales[:: old[0], :: old[1]], (new[0], new[1]), grid)
-
-
-class GridTensor(QuantizedTensor, GridTensorStorage):
-    """Quantized data with scales on a grid, as a ``torch.Tensor`` of its nominal dtype.
-
-    Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks, in every direction
-    held, and share the data; elsewhere they give the dequantized values. Arguments and errors:
-    :class:`GridTensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
-    """
-
-    @classmethod
-    def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
-        names = {inner.attribute: inner.argument for inner in cls.inner_tensors}
-        rows, held = (declared[names[name]] for name in cls.data_names)
-        if rows is not None or held is None:
-            return rows  # type: ignore[no-any-return]
-        # Transposed data alone lie in memory as a transposed tensor does.
-        transposed = held.dim() and cls.layout_of(declared).transposed
-        return held.movedim(0, -1) if transposed else held  # type: ignore[no-any-return]
-
-    def around(self, rows: Direction | None, columns: Direction | None, **replaced: Any) -> Any:
-        """A tensor of this kind around other data and scales, as they are stored."""
-        held = self._by_attribute(rows, columns)
-        given = {inner.argument: held[inner.attribute] for inner in self.inner_tensors}
-        return type(self)(**(self.get_metadata() | {"shape": None} | given | replaced))
-
-    # -- views: what shares a scale counts as one block, but one of all rows, or of all columns, may be cut along them:
-    # the parts go on sharing its scale, and know it --
-
-    def changed(self, change: _Change, *, swap: bool = False, alias: bool = True, part: bool = False) -> Any:
-        """This tensor with every direction changed; ``swap`` exchanges the two."""
-        layout, rows = self.grid_layout, self.ordered(columnwise=False)
-        made_of: list[Direction | None] = []
-        kept: Direction | None = None
-        for columnwise in (False, True):
-            # One buffer that serves both usages is that of the rows.
-            source = columnwise != swap and not layout.one_buffer
-            held = self.ordered(columnwise=True) if source else rows
-            made_of.append(None)
-            if held is None or (layout.one_buffer and columnwise):
-                continue
-            result = change(held, source)
-            stored = None if result is None else in_order(result, layout, columnwise, back=True)
-            if layout.transposed and layout.square and rows is not None and source:
-                # Columns that are made of rows are made again when they are asked for, unless they lie as before.
-                kept = stored if stored and columnwise and stored[0].is_contiguous() else None
-            elif stored is None:
-                return NotImplemented
-            else:
-                made_of[columnwise] = stored
-        turned: dict[str, Any] = {"values_from_columns": not self._values_from_columns} if swap else {}
-        made = self.around(*made_of, **turned)
-        if alias:
-            # The scale of a part of what has one is that of the rest too.
-            fewer = made.numel() != self.numel()
-            made.mark_view(self, part=part or (fewer and layout.block == (None, None)))
-            if kept is not None and not fewer:
-                made._put(made_of[0], kept)
-        return made
-
-    def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        old_columns, layout = (self.shape[-1] if self.dim() else 1), self.grid_layout
-        whole = layout.block == (None, None)
-
-        def change(held: Direction, columnwise: bool) -> Direction | None:
-            try:
-                data, scales = function(held[0]), held[1]
-            except (RuntimeError, ValueError):
-                if columnwise and layout.transposed:
-                    return None
-                raise
-            if whole:
-                return data, scales
-            columns = data.shape[-1] if data.dim() else 1
-            if columns != old_columns and data.numel():
-                rows, side = layout.block_of(columnwise, shared=True)
-                # Rows of whole blocks may be joined and cut.
-                if rows != 1 or side is None or columns % side or old_columns % side:
-                    return None
-            viewed = _viewed(scales, layout.grid(as_matrix_shape(data.shape), columnwise))
-            return None if viewed is None else (data, viewed)
-
-        return self.changed(change)
-
-    def narrowed(self, dim: int, start: int, stop: int) -> Any:
-        layout, size, last = self.grid_layout, self.shape[dim], dim == self.dim() - 1
-        if (start, stop) == (0, size):
-            return self.changed(lambda held, _: held)
-        at, step = int(last), 1 if last else math.prod(self.shape[dim + 1 : -1])
-        place = start * step, stop * step, size * step
-
-        def change(held: Direction, columnwise: bool) -> Direction | None:
-            data, scales = held[0].narrow(dim, start, stop - start), held[1]
-            if layout.block == (None, None):
-                return data, scales
-            # What shares a scale has to stay whole, whatever is stored of each block in it.
-            block = layout.block_of(columnwise)
-            span = blocks(block[at], *place)
-            if span is None or blocks(layout.block_of(columnwise, shared=True)[at], *place) is None:
-                return None
-            if last:
-                return data, scales[:, span]
-            if block[0] is None or math.prod(self.shape[:dim]) == 1:
-                return data, scales[span]
-            by_entry = _viewed(scales, (*self.shape[:-1], scales.shape[1])) if block[0] == 1 else None
-            if by_entry is not None:
-                by_entry = by_entry.narrow(dim, start, stop - start)
-                by_entry = _viewed(by_entry, layout.grid(as_matrix_shape(data.shape), columnwise))
-            return None if by_entry is None else (data, by_entry)
-
-        # A write to the part with another scale would change what the rest means.
-        spanned = any(layout.block_of(c)[at] is None and self.direction(columnwise=c) for c in (False, True))
-        return self.changed(change, part=spanned)
-
-    def _share_freshness(self, other: QuantizedTensor) -> None:
-        if self._rows() is None or not isinstance(other, GridTensor) or self._rows() is not other._rows():
-            return super()._share_freshness(other)
-        self._whole, self._writes = other._whole, other._writes
-        for name, kept in other._kept().items():
-            setattr(self, name, kept)
-
-    def for_usage(self, columnwise: bool) -> Direction:
-        if not columnwise or self.grid_layout.square or self.direction(columnwise=True) is not None:
-            return super().for_usage(columnwise)
-        initial: Any = self.get_high_precision_init_val()
-        quantizer = self._quantizer
-        # A weight that was made under no_grad: its initial values are quantized along columns, too, unless they were
-        # given up, or the rows are not theirs any more, or columns were dropped.
-        known = initial is not None and quantizer is not None and not torch.compiler.is_compiling()
-        if known and not quantizer.columnwise_usage:
-            with torch.no_grad():
-                made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
-            rows, held = made.direction(columnwise=False), self.direction(columnwise=False)
-            if held is not None and all(map(torch.equal, rows, held)):
-                self._put(held, made.direction(columnwise=True))
-        return super().for_usage(columnwise)
-
-    def _means_the_same(self, other: QuantizedTensor) -> bool:
-        # What shares more scales may serve what shares fewer.
-        mine = self.grid_layout
-        return isinstance(other, GridTensor) and mine in (other.grid_layout, replace(other.grid_layout, shared=None))

@@ -11,7 +11,8 @@ from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.grid import GridTensor, GridTensorStorage, in_order, inner_tensors_of
+from ottava.tensors.grid import GridTensorStorage, in_order, inner_tensors_of
+from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import Pattern, QuantizedTensorStorage, StorageSpec
 

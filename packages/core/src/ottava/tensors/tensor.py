@@ -11,8 +11,8 @@ from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
 from ottava.tensors import aten
-from ottava.tensors.aten import above
 from ottava.tensors.declaration import StaticField, check_values_dtype, same_kind
+from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass
 

@@ -15,7 +15,8 @@ from ottava.errors import DeviceError, ShapeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
 from ottava.tensors.aten import implements
-from ottava.tensors.grid import Direction, GridTensor
+from ottava.tensors.grid import Direction
+from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import aten_overloads, to_copy

@@ -1,0 +1,13 @@
+"""What ``ottava.distributed`` does for tensors, found by name on first use."""
+
+import importlib
+from typing import Any
+
+
+def above(module: str) -> Any:
+    """A module of :mod:`ottava.distributed`: ``"hooks"``, ``"fsdp2"``, the ``"rules"`` for shards, or one rule.
+
+    It stands above ``tensors``, and FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone: here,
+    and nowhere else in core, a module is found upwards, by its name on first use.
+    """
+    return importlib.import_module(f"ottava.distributed.{module}")
