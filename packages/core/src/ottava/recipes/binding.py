@@ -243,8 +243,9 @@ class Binding:
         """
         task = -1 if compiling else graph_task_id()
         region = regions.stack[-1] if regions.stack else None
-        last = self._last
-        of_block = None if first is not None else regions.first[-1] if task == -1 else last and last.of_block
+        of_block = None
+        if first is None:
+            of_block = regions.first[-1] if task == -1 else self._last and self._last.of_block
         first = of_block if first is None else first
         if task != -1 and (region is None or region.graph_task != task or (region.recipe is None and region.enabled)):
             return self._again(layer, first)
