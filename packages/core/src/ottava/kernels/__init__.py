@@ -8,6 +8,8 @@ What a tensor's scales stand for, its :class:`ottava.Layout` says: ``grid_quanti
 tensor ``[*leading, K]`` is seen as a matrix of ``M`` rows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

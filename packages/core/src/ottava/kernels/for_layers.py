@@ -4,6 +4,8 @@ On a CPU one call of the compiled module reads the operand, allocates and writes
 operator (see :mod:`ottava.kernels.direct`). It returns None where Python has to do it.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

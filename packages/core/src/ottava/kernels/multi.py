@@ -5,6 +5,8 @@ shards of a weight, wherever it was cut, have the amaxes and the data of the wei
 a whole is the largest of its shards' amaxes. Eager only; all the tensors of a call are on one device.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Sequence

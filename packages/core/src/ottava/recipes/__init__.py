@@ -1,21 +1,37 @@
 """Recipes: what they are, where they come from, and the regions they run in."""
 
-from typing import Any
+from __future__ import annotations
 
-from ottava.recipes.base import QuantizerRequest as QuantizerRequest
-from ottava.recipes.base import Recipe as Recipe
-from ottava.recipes.base import get_recipe as get_recipe
-from ottava.recipes.explanation import Explanation as Explanation
-from ottava.recipes.explanation import RecipeRule as RecipeRule
-from ottava.recipes.hookspecs import hookimpl as hookimpl
-from ottava.recipes.registry import get_quantizer_factory as get_quantizer_factory
-from ottava.recipes.registry import list_quantizer_factories as list_quantizer_factories
-from ottava.recipes.registry import list_recipes as list_recipes
-from ottava.recipes.registry import plugin_statuses as plugin_statuses
-from ottava.recipes.role import QuantizerRole as QuantizerRole
-from ottava.recipes.spec import FactorySpec as FactorySpec
-from ottava.recipes.spec import RecipeSpec as RecipeSpec
-from ottava.recipes.state import RecipeState as RecipeState
+from typing import TYPE_CHECKING, Any
+
+from ottava.recipes.base import QuantizerRequest, Recipe, get_recipe
+from ottava.recipes.explanation import Explanation, RecipeRule
+from ottava.recipes.hookspecs import hookimpl
+from ottava.recipes.registry import get_quantizer_factory, list_quantizer_factories, list_recipes, plugin_statuses
+from ottava.recipes.role import QuantizerRole
+from ottava.recipes.spec import FactorySpec, RecipeSpec
+from ottava.recipes.state import RecipeState
+
+if TYPE_CHECKING:
+    from ottava.recipes.region import autocast
+
+__all__ = [
+    "Explanation",
+    "FactorySpec",
+    "QuantizerRequest",
+    "QuantizerRole",
+    "Recipe",
+    "RecipeRule",
+    "RecipeSpec",
+    "RecipeState",
+    "autocast",
+    "get_quantizer_factory",
+    "get_recipe",
+    "hookimpl",
+    "list_quantizer_factories",
+    "list_recipes",
+    "plugin_statuses",
+]
 
 
 def __getattr__(name: str) -> Any:
