@@ -126,7 +126,8 @@ class Step:
 
     def __init__(self) -> None:
         self._ran: list[Any] = []
-        self._layers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        # Of which layer a state was taken; made where there are ranks.
+        self._layers: Any = None
 
     def states(self, model: torch.nn.Module | None = None, compiling: bool = False) -> list[RecipeState]:
         """Those that begin the next step: all of a model, in the order of its modules, others as they ran."""
@@ -172,6 +173,7 @@ class Step:
     def take(self, layer: Any, state: Any, compiling: bool = False) -> None:
         """Have the state of a layer, or of the one that it was taken of before, begin the next step with the others."""
         if not compiling and process_groups_ready():
+            self._layers = weakref.WeakKeyDictionary() if self._layers is None else self._layers
             known = self._layers.get(state)
             layer = known() if layer is None and known is not None else layer
             if layer is None:
@@ -186,7 +188,7 @@ class Step:
             state.__dict__.update(step=self, _pending=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ran": [], "model": None, "_layers": weakref.WeakKeyDictionary()}
+        return self.__dict__ | {"_ran": [], "model": None, "_layers": None}
 
 
 # Found again by what a region says: a new block for every step, with an equal recipe, continues the last one. Open
