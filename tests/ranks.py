@@ -7,6 +7,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ottava_testing import CheckFailed, launch
 
 
@@ -23,3 +25,22 @@ def run(name: str, mesh: Any, folder: Path) -> None:
         getattr(importlib.import_module(module), function)(mesh)
     except Exception as error:
         raise CheckFailed(f"rank {mesh.get_rank()}:\n{traceback.format_exc()}") from error
+
+
+class Counted:
+    """Counts the all-reduces of a block, while it runs."""
+
+    count = 0
+
+    def __enter__(self) -> Counted:
+        self.original = dist.all_reduce
+
+        def all_reduce(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return self.original(*args, **kwargs)
+
+        dist.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        dist.all_reduce = self.original

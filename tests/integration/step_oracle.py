@@ -14,12 +14,11 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +26,8 @@ import ottava
 from ottava_delayed import DelayedScaling
 from tests.integration.golden import wait_for_the_end_of
 from tests.integration.step_programs import Add, Evaluate, Program, Remove, Replace, Step, Use, programs
+from tests.integration.step_rule import FORMATS, Layer, Operand, Region, Rule, quantized, same_product
+from tests.ranks import Counted
 from tests.recipes_delayed.slot_oracle import Slot
 
 #: How many programs ranks run.
@@ -34,7 +35,6 @@ EXAMPLES = "OTTAVA_TESTS_STEP_PROGRAMS"
 SIZE = 4
 PATTERN = torch.tensor([1.0, -0.625, 0.3, 0.1375])
 MAGNITUDES = (1.0, 0.37, 12.5, 700.0, 3e-4, 0.0, 2.0**90, math.inf)
-FORMATS = {"input": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "grad_output": torch.float8_e5m2}
 #: The recipe of each model.
 RECIPES = ("A", "A", "B")
 
@@ -58,108 +58,6 @@ def values(index: int, rank: int = 0) -> torch.Tensor:
 
 def amax(x: torch.Tensor) -> float:
     return float(np.abs(x.numpy()).max())
-
-
-Operand = tuple[np.ndarray, np.float32, bool]
-
-
-def quantized(x: torch.Tensor, scale: float, kind: str) -> Operand:
-    """The elements, what multiplies them, and whether these numbers are ordinary: far from the ends of float32."""
-    largest = torch.finfo(FORMATS[kind]).max
-    elements = (x.detach() * torch.tensor(scale)).clamp(-largest, largest).to(FORMATS[kind]).float()
-    ordinary = 2.0**-40 < scale < 2.0**40
-    return elements.numpy(), np.float32(1) / np.float32(scale), ordinary
-
-
-def same_product(found: torch.Tensor, a: Operand, b: Operand, what: str) -> None:
-    if a[2] and b[2]:
-        expected = (a[0] * b[0]) * (a[1] * b[1])
-        assert np.array_equal(found.detach().numpy(), expected), (what, found, expected)
-
-
-# -- the rule --
-
-
-@dataclass(eq=False)
-class Layer:
-    """A layer, and what its scales and histories should be on each rank.
-
-    Attributes:
-        key: of the regions that begin a step for it.
-        joined: whether a region of these knows it: as a part of a converted model, or because it has run in one.
-        brought: whether it has what a load or a copy brought, and has not run since.
-        kept: the quantized weight of the first microbatch.
-        pending: whether the recomputation of this step is yet to come.
-    """
-
-    module: Any
-    key: Any
-    ranks: list[dict[str, Slot]]
-    joined: bool
-    brought: bool = False
-    kept: Operand | None = None
-    pending: bool = False
-
-
-@dataclass
-class Region:
-    key: Any
-    recipe: str | None
-    enabled: bool
-    began: bool = False
-    module: bool = False
-    # Whether the step that began at its entry takes an all-reduce.
-    reduced: bool = False
-
-
-@dataclass
-class Rule:
-    """When scales change, as the specification says: at the entry of a region, for all of its slots, over all ranks."""
-
-    reduces: bool
-    layers: list[Layer] = field(default_factory=list)
-    stack: list[Region] = field(default_factory=list)
-    reductions: int = 0
-    # All-reduces that may come besides: one for each region that layers with amaxes of their own run in for the first
-    # time, or one for each of these layers.
-    extra: int = 0
-    extra_for_each: int = 0
-
-    def begin(self, layers: list[Layer]) -> None:
-        if layers and self.reduces and len(layers[0].ranks) > 1:
-            self.reductions += 1
-        for layer in layers:
-            for kind in FORMATS:
-                slots = [slots[kind] for slots in layer.ranks]
-                if self.reduces:
-                    largest = max(slot.history[0] for slot in slots)
-                    for slot in slots:
-                        slot.history[0] = largest
-                for slot in slots:
-                    slot.update()
-
-    def enter(self, region: Region, *, training: bool) -> None:
-        region.began = any(outer.key == region.key and outer.began for outer in self.stack)
-        if training and region.enabled and not region.began:
-            before = self.reductions
-            self.begin([layer for layer in self.layers if layer.key == region.key and layer.joined])
-            region.began, region.reduced = True, self.reductions > before
-        self.stack.append(region)
-
-    def join(self, layer: Layer) -> None:
-        if layer.joined:
-            return
-        layer.joined = True
-        if layer.brought:
-            before = self.reductions
-            self.begin([layer])
-            region = next(region for region in self.stack if region.key == layer.key and region.began)
-            self.extra += self.reductions > before and not region.reduced
-            self.extra_for_each += self.reductions - before
-            self.reductions, region.reduced = before, True
-
-
-# -- the program --
 
 
 def diagonal() -> ottava.nn.Linear:
@@ -198,7 +96,7 @@ class World:
     def __init__(self, program: Program, rank: int = 0, ranks: int = 1, *, avoids: frozenset[str] = AVOIDED) -> None:
         self.program, self.rank, self.ranks, self.avoids = program, rank, ranks, avoids
         self.rule = Rule(program.reduce)
-        self.counted = 0
+        self.counted = Counted()
         self.training, self.replaying = True, False
         self.recipes = {}
         for name, (length, algorithm, margin) in zip("AB", program.options, strict=True):
@@ -352,7 +250,7 @@ class World:
     # -- events --
 
     def run(self) -> None:
-        with self.counting(), warnings.catch_warnings():
+        with self.counted, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for event in self.program.events:
                 self.do(event)
@@ -361,21 +259,6 @@ class World:
         self.of_bank.clear()
         self.rule.layers.clear()
         wait_for_the_end_of(self.watched)
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        original = dist.all_reduce
-
-        def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            # The ranks may compare other numbers besides.
-            self.counted += tensor.dtype is torch.float32
-            return original(tensor, *args, **kwargs)
-
-        dist.all_reduce = all_reduce
-        try:
-            yield
-        finally:
-            dist.all_reduce = original
 
     def do(self, event: Any, *, between: bool = False) -> None:
         if isinstance(event, Step):
@@ -410,9 +293,9 @@ class World:
                 if layer.pending:
                     rows, expected = ([row[1:] for row in table] for table in (rows, expected))
                 assert rows == expected, where
-        extra = self.counted - self.rule.reductions
+        extra = self.counted.count - self.rule.reductions
         allowed = self.rule.extra_for_each if "loads" in self.avoids else self.rule.extra
-        assert 0 <= extra <= allowed, f"{self.counted} all-reduces, not {self.rule.reductions}, after {event}"
+        assert 0 <= extra <= allowed, f"{self.counted.count} all-reduces, not {self.rule.reductions}, after {event}"
 
     def possible(self, step: Step) -> Step:
         """The step without what the documented limits leave out."""

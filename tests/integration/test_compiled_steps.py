@@ -10,21 +10,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ottava
-from ottava.errors import OttavaError
+from benchmarks.installed import recipes
 
 STEPS = 10
-
-
-def recipes() -> list[str]:
-    """Those that can be built without options."""
-    found = []
-    for spec in ottava.list_recipes():
-        try:
-            ottava.get_recipe(spec.name)
-        except OttavaError:
-            continue
-        found.append(spec.name)
-    return found
 
 
 def train(net: torch.nn.Module, run: Any) -> list[torch.Tensor]:

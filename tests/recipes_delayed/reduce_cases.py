@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import ottava
 from ottava_delayed import DelayedScaling
+from tests.ranks import Counted
 
 STEPS = 6
 ROWS = 5
@@ -38,23 +39,6 @@ def scales(net: torch.nn.Module) -> torch.Tensor:
     values = [value.reshape(-1) for name, value in net.state_dict().items() if "recipe_state.scale" in name]
     values += [value[1:].reshape(-1) for name, value in net.state_dict().items() if "amax_history" in name]
     return torch.cat(values)
-
-
-class Counted:
-    """Counts the all-reduces of a block."""
-
-    def __enter__(self) -> Counted:
-        self.count, self.original = 0, dist.all_reduce
-
-        def all_reduce(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return self.original(*args, **kwargs)
-
-        dist.all_reduce = all_reduce
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        dist.all_reduce = self.original
 
 
 def same_on(ranks: list[int], group: Any, values: torch.Tensor) -> None:
@@ -113,6 +97,13 @@ def in_block(mesh: Any) -> None:
         return run
 
     steps(rank, world, begin, None, list(range(world)))
+
+
+def in_block_of_a_named_group(mesh: Any) -> None:
+    """A name keeps no group alive."""
+    rank, world = here(mesh)
+    named = ottava.autocast(amax_reduction_group=dist.group.WORLD.group_name)
+    steps(rank, world, named, None, list(range(world)))
 
 
 def in_halves(mesh: Any) -> None:

@@ -13,6 +13,7 @@ CASES = {
     2: [
         "in_default_group",
         "in_block",
+        "in_block_of_a_named_group",
         "nested",
         "functions",
         "one_recipe_two_groups",

@@ -43,6 +43,11 @@ def find_group(group: Any) -> Any:
         raise UsageError(f"no process group has the name {group!r}", expected="a group's group_name") from error
 
 
+def spans_ranks(group: Any) -> bool:
+    """Whether a reduction over a group, of which this may be the name, asks other ranks; False where there are none."""
+    return process_groups_ready() and dist.get_world_size(find_group(group)) > 1
+
+
 def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     """The elementwise maximum of ``values`` over the ranks of ``group``, a new tensor.
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ottava import kernels
-from ottava.collectives import process_groups_ready
+from ottava.collectives import spans_ranks
 from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, ShapeError
 from ottava.formats import fp8_format
@@ -22,7 +21,7 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) 
     Raises:
         ShapeError, DTypeError: a function of the recipe returned something else than one float32 for each slot.
     """
-    last, reduces = None, bool(states) and recipe.reduce_amax and _reduces(group)
+    last, reduces = None, bool(states) and recipe.reduce_amax and spans_ranks(group)
     if len(states) == 1 and not reduces:
         _update_on_device(recipe, states, None)
         return
@@ -54,10 +53,6 @@ def _update_on_device(recipe: Settings, states: Sequence[DelayedScalingState], l
         maxima += state.maxima
     scales, histories = zip(*held, strict=True)
     kernels.update_scales(scales, histories, maxima, most_recent=recipe.amax_compute_algo == "most_recent", last=last)
-
-
-def _reduces(group: Any) -> bool:
-    return process_groups_ready() and dist.get_world_size(group) > 1
 
 
 @torch.no_grad()

@@ -126,11 +126,9 @@ class autocast(contextlib.ContextDecorator):
         step, model = (outer.step, outer.model) if outer is not None and same else (step_for(recipe, group), None)
         # Inside a region that has begun the step nothing is left to begin.
         began = any(region.began and region.step is step for region in regions.stack)
-        compiling = torch.compiler.is_compiling()
-        task = -1 if compiling else graph_task_id()
         # Neither in evaluation nor in a recomputation.
         training = self._enabled and not self._calibrating and torch.is_grad_enabled() and task == -1
-        if training and not began and not is_taken_apart(compiling):
+        if training and not began and not is_taken_apart(torch.compiler.is_compiling()):
             step.begin(group, model)
             began = True
         options = recipe, self._enabled, group, self._calibrating

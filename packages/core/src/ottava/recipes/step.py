@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ottava.collectives import Ranks, all_gather, find_group, process_groups_ready
+from ottava.collectives import Ranks, all_gather, find_group, process_groups_ready, spans_ranks
 from ottava.errors import UsageError, listed
 from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
@@ -62,7 +61,7 @@ def _line(state: RecipeState) -> str:
 def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
     """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather. Ranks that differ
     would take the amaxes of other layers for theirs, or wait for ever: a UsageError on all of them."""
-    if not process_groups_ready() or dist.get_world_size(group) == 1:
+    if not spans_ranks(group):
         return
     parts: list[Any] = [part for state in states for part in state.parts() if part.recipe.reduces_amaxes]
     lines = [_line(part) for part in parts]
