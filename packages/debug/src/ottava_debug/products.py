@@ -8,6 +8,7 @@ import torch
 
 from ottava import debug, prepare_for_saving, restore_from_saved
 from ottava.gemm import as_matrix, gemm
+from ottava.recipes.binding import Call
 from ottava.tensors import QuantizedTensorStorage
 
 #: GEMM -> its operands and its result. They are called as in the configurations of nvdlfw-inspect.
@@ -23,6 +24,9 @@ ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
 class Inspection:
     """Looks at one layer during one forward pass and its backward pass. Each method may be overridden; what is called
     again when activations are recomputed gets the same tensors."""
+
+    #: What the pass runs under, set before its first product: its recipe, and whether activations are recomputed.
+    call: Call = Call()
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
         """Whether a product takes an operand quantized where the recipe says so; otherwise in high precision."""
@@ -99,6 +103,8 @@ class _Products:
     ) -> None:
         self.inspections, self.call, self.state = inspections, call, call.state
         self.dtype, self.main_grad = dtype, main_grad
+        for inspection in inspections:
+            inspection.call = call
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
         """Whether a product takes an operand quantized."""
