@@ -92,8 +92,9 @@ class Recording(Inspection):
 
     def _is_parameter(self, tensor: str, values: torch.Tensor) -> bool:
         """Whether this is the layer's parameter, which the state has already."""
-        own = self.record.layer._parameters.get("weight")
-        if tensor != "weight" or own is None:
+        layer = self.record.layer
+        own = layer._parameters.get("weight")
+        if tensor != "weight" or own is None or layer.weight_is_transposed:
             return False
         return isinstance(own, QuantizedTensorStorage) or own.data_ptr() == values.data_ptr()
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import ottava
-from ottava.checkpoint.flatten import OF_STATE
+from ottava.nn.loading import OF_STATE
 from ottava.errors import CheckpointError, UsageError, text_of
 from ottava.recipes import Recipe
 from ottava.recipes.role import OF_LINEAR
@@ -81,19 +81,21 @@ class Replay:
         self, step: Bundle, model: torch.nn.Module, *, loss: Loss | None = None, recipe: Recipe | None = None
     ) -> None:
         self.step = step
-        self._other_recipe = recipe is not None
-        self._convert(model, recipe)
-        self.model: Any = model
-        self._layers = {name: model.get_submodule(name) for name in step.layers}
+        self.model: Any = self._converted(model, recipe)
+        self.layers = {name: self.model.get_submodule(name) for name in step.layers}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._loss = loss or LOSSES.get(step.loss_name)
         self._targets = unflatten(step.targets, step.tensors, self.device)
-        self._state = _fitting_state(model, step.state)
+        for layer in self.layers.values():
+            layer.__dict__["fuse_wgrad_accumulation"] = False
+        self._state = _fitting_state(self.model, step.state)
         self._restore()
         self._scales: dict[int, float] = {}
         # What arrived at products in the first replay, where that was not what had been captured.
         self._arrived: dict[tuple[str, int, str], torch.Tensor] = {}
-        self._captured = self._captured_operands()
+        self._digests: dict[tuple[str, int], dict[str, str]] = {}
+        # Under another recipe the step is another one, too.
+        self._captured = {} if recipe is not None else self._captured_operands()
         self.comparison = Comparison()
         self.replays = 0
         self.first = self._first()
@@ -125,7 +127,7 @@ class Replay:
     def _run(self, inspect: Callable[..., Inspection], backward: bool, keep: list[Recorder] | None = None) -> Outcome:
         self.replays += 1
         self._restore()
-        recorder = _Inspecting({id(layer): name for name, layer in self._layers.items()}, inspect)
+        recorder = _Inspecting({id(layer): name for name, layer in self.layers.items()}, inspect)
         if keep is not None:
             keep.append(recorder)
         with Watch(recorder), self._surroundings():
@@ -219,27 +221,25 @@ class Replay:
             p.requires_grad_(name not in frozen)
             p.grad = None
 
-    def _convert(self, model: torch.nn.Module, recipe: Recipe | None) -> None:
-        """Have the captured layers run under the recipe, or the captured ones, unless they are converted."""
+    def _converted(self, model: torch.nn.Module, recipe: Recipe | None) -> torch.nn.Module:
+        """The model, its captured layers under the recipe, or under the captured ones unless they have any."""
         modules = dict(model.named_modules())
         if missing := [name for name in self.step.layers if name not in modules]:
             what = f"the model has no module {missing[0]!r}"
             raise CheckpointError(what, expected="the model that was captured", remedy="give the same model")
         bound = [getattr(modules[name], "recipe", None) for name in self.step.layers]
         if recipe is None and all(isinstance(found, Recipe) for found in bound):
-            return
+            return model
         for number, said in enumerate(self.step.recipes):
             names = {name for name, of in self.step.layers.items() if of == number}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                ottava.convert(model, recipe or build(said), include=lambda name, module: name in names)  # noqa: B023
-        for name in self.step.layers:
-            model.get_submodule(name).__dict__["fuse_wgrad_accumulation"] = False
+                model = ottava.convert(model, recipe or build(said), include=lambda name, module: name in names)  # noqa: B023
+        return model
 
     def _captured_operands(self) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
         """``(layer, number of its call)`` -> the operands that were captured of it, by tensor."""
         found: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
-        self._digests: dict[tuple[str, int], dict[str, str]] = {}
         counts: dict[str, int] = {}
         for number, call in enumerate(self.step.calls):
             key = call.layer, counts.get(call.layer, 0)
@@ -288,7 +288,7 @@ class Replay:
         worst = found.statistics.get(operand)
         found.statistics[operand] = made if worst is None or made.sqnr < worst.sqnr else worst
         expected = self._digests.get(key, {}).get(f"{operand.gemm}.{operand.tensor}")
-        if expected is not None and not self._other_recipe:
+        if expected is not None:
             found.products += 1
             if digest(taken(quantized, operand.gemm, operand.tensor)) != expected:
                 found.other_bytes.append(operand)
