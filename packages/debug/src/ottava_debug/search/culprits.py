@@ -125,7 +125,7 @@ class Search:
     def _round(self, rest: frozenset[Operand], wrong: float) -> tuple[list[Culprit], float]:
         """The fewest operands of ``rest`` that bring the distance down from ``wrong``, and what down means: half the way
         to the tolerance as ratios go, or to half; none where that takes too many."""
-        halves = {max(self.tolerance, math.sqrt(self.tolerance * wrong)), max(self.tolerance, wrong / 2)}
+        halves = {min(max(self.tolerance, math.sqrt(self.tolerance * wrong)), wrong / 2), wrong / 2}
         for threshold in sorted(halves) if math.isfinite(wrong) else [sys.float_info.max]:
             try:
                 return self._culprits(rest, threshold), threshold

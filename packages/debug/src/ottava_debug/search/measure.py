@@ -72,7 +72,7 @@ MEASURES = {
     "grad-distance": Measure(
         _gradient_distance,
         _gradient_distance,
-        0.3,
+        0.2,
         True,
         "the largest ‖g - g₀‖ / ‖g₀‖ of a parameter, g₀ its gradient in high precision",
     ),

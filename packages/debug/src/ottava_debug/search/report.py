@@ -132,18 +132,16 @@ def reason(operands: Sequence[Operand], found: Comparison, partners: Sequence[Op
 
 def _cause(made: Measures, stateful: bool) -> str:
     saturation, lost = made.saturation or 0.0, f"SQNR {made.sqnr:.1f} dB"
+    old = "of earlier steps, and " if stateful else ""
     if made.not_finite:
         return f"{made.not_finite} of its {made.count} values are NaN or infinite before they are quantized"
-    if saturation > 1 or (saturation and made.sqnr < 15 and made.underflow < 50):
-        scale = "the scale is of earlier steps, and too large" if stateful else "the scale is too large"
-        return f"{saturation:.3g} % of the values are clamped, {lost}: {scale} for an amax of {made.amax:.3g}"
-    if made.underflow > 1 and made.underflow > 99.99:
-        scale = "the scale is of earlier steps, and too small" if stateful else "the quantizer loses them"
-        return f"all values become zero: {scale} for an amax of {made.amax:.3g}"
+    if saturation > 1 or (saturation and made.sqnr < 15):
+        return f"{saturation:.3g} % of the values are clamped, {lost}: the scale is {old}too large (amax {made.amax:.3g})"
+    if made.underflow > 5 and made.sqnr < 1:
+        return f"{made.underflow:.3g} % of the values become zero, {lost}: the scale is {old}too small (amax {made.amax:.3g})"
     if made.underflow > 5:
-        why = "an outlier takes the range of the format" if not stateful else "the range of the format is elsewhere"
-        return f"{made.underflow:.3g} % of the values become zero, {lost}: {why} (amax {made.amax:.3g})"
-    if made.sqnr < 15:
+        return f"{made.underflow:.3g} % of the values become zero: an outlier, {made.amax:.3g}, takes the range ({lost})"
+    if not made.sqnr >= 15:
         return f"{lost}, and the values are within range: the quantizer gives others"
     return f"it loses little by itself ({lost}), which is too much here"
 
