@@ -317,8 +317,11 @@ class _First(Recording):
         """Layer, and number of its call."""
         return self._name, self.record.number
 
+    def modifies(self, gemm: str, tensor: str) -> bool:
+        return tensor in ("activation", "gradient")
+
     def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor:
-        return self._replay.meet(self.key, tensor, values) if tensor in ("activation", "gradient") else values
+        return self._replay.meet(self.key, tensor, values)
 
     def note(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
         if quantized is not None:
@@ -344,8 +347,6 @@ class _Switched(_First):
         return (self._name, gemm, tensor) in self._chosen
 
     def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor:
-        if tensor not in ("activation", "gradient"):
-            return values
         values = self._replay.moved(self.key, tensor, values)
         if self._generator is None:
             return values
