@@ -268,7 +268,7 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     path = captured(make, recipe, data(), plant, tmp_path / "step.safetensors", loss=loss, **options)
     given = None if isinstance(recipe, str) else recipe
     report = bisect(path, make(), measure=measure, recipe=given)
-    print(report.sentence(), report.replays, *report.rows(), *report.notes, report.verified, report.recipe_file, sep="\n")
+    print(report.sentence(), report.replays, *report.reasons(), *report.notes, report.verified, report.recipe_file, sep="\n")
     assert found(report) == expected
     assert report.solved
     assert report.before > report.tolerance

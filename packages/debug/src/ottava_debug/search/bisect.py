@@ -21,7 +21,7 @@ from ottava_debug.search.culprits import Culprits, Progress, Search
 from ottava_debug.search.measure import MEASURES, Measure, Outcome
 from ottava_debug.search.products import Products
 from ottava_debug.search.replay import Comparison, Operand, Replay
-from ottava_debug.search.report import Finding, Report, reason
+from ottava_debug.search.report import Finding, Report, reason, worst_of
 
 #: Without the model: how far an operand may move the result of its product.
 PRODUCT_TOLERANCE = 0.3
@@ -115,7 +115,7 @@ def _with_model(
     stateful = any(getattr(layer.recipe, "stateful", False) for layer in replay.layers.values())
     for culprit in found.found:
         why = reason(culprit.operands, seen, culprit.partners, stateful)
-        statistics = min((seen.statistics[o] for o in culprit.operands), key=lambda made: made.sqnr)
+        statistics = worst_of(culprit.operands, seen)
         layers, first = tuple(o.layer for o in culprit.operands), culprit.operands[0]
         partners = tuple(map(str, culprit.partners))
         options = culprit.alone, culprit.without, partners, statistics

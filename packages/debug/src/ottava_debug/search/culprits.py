@@ -2,11 +2,11 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ottava_debug.search.group_testing import TooManyError, smallest
-from ottava_debug.search.measure import Measure, Outcome, relative_distances
+from ottava_debug.search.measure import Measure, Outcome, loss_of_operand, relative_distances
 from ottava_debug.search.replay import Operand, Replay
 
 #: More single culprits than this are no longer told apart.
@@ -89,7 +89,7 @@ class Search:
         every = replay.operands if measure.backward else [o for o in replay.operands if o.gemm == "fprop"]
         statistics = replay.comparison.statistics
         # What loses most is asked about first.
-        self._all: tuple[Operand, ...] = tuple(sorted(every, key=lambda o: statistics[o].sqnr))
+        self._all: tuple[Operand, ...] = tuple(sorted(every, key=lambda o: -loss_of_operand(statistics[o])))
         self._expect(3 + _questions(len(self._all)))
         self._reference = self._run(frozenset())
         self._noisy = self._noise() if measure.backward else frozenset()
@@ -198,7 +198,3 @@ def _questions(number: int) -> int:
     """About how many questions find one of ``number``."""
     return 2 + 2 * math.ceil(math.log2(max(1, number)))
 
-
-def kinds_of(operands: Sequence[Operand]) -> str:
-    """``"gradient in dgrad"``, for operands that differ in their layers alone."""
-    return f"{operands[0].tensor} in {operands[0].gemm}"

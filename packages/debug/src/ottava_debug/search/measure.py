@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ottava_debug.bundle import norm_of
+from ottava_debug.measures import Measures
 
 
 @dataclass(frozen=True)
@@ -77,3 +78,10 @@ MEASURES = {
         "the largest ‖g - g₀‖ / ‖g₀‖ of a parameter, g₀ its gradient in high precision",
     ),
 }
+
+
+def loss_of_operand(made: Measures) -> float:
+    """How much an operand loses by quantization, to order operands by: the largest of the share of values that become
+    zero, the share that is clamped, and the noise-to-signal ratio (of amplitudes), which outliers hide the others from."""
+    noise = 10 ** (-max(made.sqnr, -600) / 20) if math.isfinite(made.sqnr) else (0.0 if made.sqnr > 0 else math.inf)
+    return max(made.underflow / 100, (made.saturation or 0.0) / 100, noise)

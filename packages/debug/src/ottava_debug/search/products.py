@@ -16,6 +16,7 @@ from ottava_debug.measures import compare
 from ottava_debug.products import TENSORS, Inspection, Watch
 from ottava_debug.recipe_data import build
 from ottava_debug.recorder import BY_COLUMN, OPERANDS, taken
+from ottava_debug.search.measure import loss_of_operand
 from ottava_debug.search.replay import Comparison, Operand
 
 
@@ -71,7 +72,7 @@ class Products:
         def look(gemm: str, tensor: str, values: torch.Tensor, quantized: Any) -> None:
             operand, columnwise = Operand(call.layer, gemm, tensor), (gemm, tensor) in BY_COLUMN
             made, worst = compare(values, quantized, columnwise=columnwise), found.statistics.get(operand)
-            found.statistics[operand] = made if worst is None or made.sqnr < worst.sqnr else worst
+            found.statistics[operand] = made if worst is None else max(worst, made, key=loss_of_operand)
             expected = call.digests.get(f"{gemm}.{tensor}") if self._recipe is None else None
             if expected is not None:
                 found.products += 1

@@ -21,7 +21,7 @@ from ottava_debug.measures import Measures, compare
 from ottava_debug.products import Inspection, Watch
 from ottava_debug.recipe_data import build
 from ottava_debug.recorder import BY_COLUMN, Recorder, Recording, taken
-from ottava_debug.search.measure import Outcome
+from ottava_debug.search.measure import Outcome, loss_of_operand
 from ottava_debug.trees import tensors_of, unflatten
 
 _NUDGE = 2.0**-9
@@ -286,7 +286,7 @@ class Replay:
         columnwise = (operand.gemm, operand.tensor) in BY_COLUMN
         made = compare(values, quantized, columnwise=columnwise)
         worst = found.statistics.get(operand)
-        found.statistics[operand] = made if worst is None or made.sqnr < worst.sqnr else worst
+        found.statistics[operand] = made if worst is None else max(worst, made, key=loss_of_operand)
         expected = self._digests.get(key, {}).get(f"{operand.gemm}.{operand.tensor}")
         if expected is not None:
             found.products += 1

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ottava_debug.measures import Measures
+from ottava_debug.search.measure import loss_of_operand
 from ottava_debug.search.replay import Comparison, Operand
 
 
@@ -95,24 +96,31 @@ class Report:
         return made
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The findings as texts: layer, tensor, direction, distance alone and without it, reason."""
+        """The findings as texts, by :data:`COLUMNS`."""
         return [
-            (f.layer, f.tensor, f.gemm, number(f.alone), "" if f.without is None else number(f.without), f.reason)
+            (f.layer, f.tensor, f.gemm, number(f.alone), "" if f.without is None else number(f.without))
             for f in self.findings
         ]
+
+    def reasons(self) -> list[str]:
+        """The findings as sentences."""
+        return [f"{f.layer}, {f.tensor} in {f.gemm}: {f.reason}." for f in self.findings]
 
     def sentence(self) -> str:
         """The result in a sentence."""
         if self.measure == "products":
-            return f"{len(self.findings)} operands change the result of their product by more than {self.tolerance:.0%}"
-        told = f"{self.measure}: {number(self.value)}, in high precision {number(self.reference)}"
+            return f"{len(self.findings)} operands move the result of their product by more than {self.tolerance:.0%}"
+        told = f"{self.measure} {number(self.value)}, in high precision {number(self.reference)}"
+        if self.measure == "grad-distance":
+            told = "the gradients"
+        right = f"at most {number(self.tolerance)} is right"
         if self.before <= self.tolerance:
-            return f"Nothing to find. {told}: a distance of {number(self.before)}, at most {number(self.tolerance)} is right"
-        found = f"distance {number(self.before)}, with the findings in high precision {number(self.after)}"
-        return f"{told}; {found} (at most {number(self.tolerance)} is right)"
+            return f"Nothing to find: {told}, a distance of {number(self.before)} ({right})"
+        kept = f"with the findings in high precision {number(self.after)}" if self.findings else "nothing was found"
+        return f"{told}, a distance of {number(self.before)}; {kept} ({right})"
 
 
-COLUMNS = ("layer", "tensor", "direction", "alone", "without it", "reason")
+COLUMNS = ("layer", "tensor", "direction", "distance alone", "without it")
 
 
 def number(value: float) -> str:
@@ -122,12 +130,15 @@ def number(value: float) -> str:
 
 def reason(operands: Sequence[Operand], found: Comparison, partners: Sequence[Operand], stateful: bool) -> str:
     """Why these operands do harm, as far as what they lose tells."""
-    known = [found.statistics[operand] for operand in operands]
-    worst = min(known, key=lambda made: made.sqnr)
-    told = _cause(worst, stateful)
+    told = _cause(worst_of(operands, found), stateful)
     if partners:
         told += f"; only together with {', '.join(map(str, partners))}"
     return told
+
+
+def worst_of(operands: Sequence[Operand], found: Comparison) -> Measures:
+    """What the operand loses that loses most."""
+    return max((found.statistics[operand] for operand in operands), key=loss_of_operand)
 
 
 def _cause(made: Measures, stateful: bool) -> str:
@@ -135,6 +146,8 @@ def _cause(made: Measures, stateful: bool) -> str:
     old = "of earlier steps, and " if stateful else ""
     if made.not_finite:
         return f"{made.not_finite} of its {made.count} values are NaN or infinite before they are quantized"
+    if made.sqnr < 15 and made.cosine > 0.99:
+        return f"{lost} at a cosine of {made.cosine:.4f}: the quantizer gives the values times something"
     if saturation > 1 or (saturation and made.sqnr < 15):
         return f"{saturation:.3g} % of the values are clamped, {lost}: the scale is {old}too large (amax {made.amax:.3g})"
     if made.underflow > 5 and made.sqnr < 1:
