@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ottava.gemm import scaled as gemm_scaled
-from ottava.gemm.scaled import scaled_products
 from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage, columnwise_layout
+from tests.choosing import scaled_products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = ["fprop", "dgrad", "wgrad"]

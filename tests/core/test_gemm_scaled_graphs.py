@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import ottava
 from ottava.gemm import _on_grid, gemm, operand
 from ottava.gemm import scaled as gemm_scaled
-from ottava.gemm.scaled import scaled_products
 from ottava.kernels import products
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
+from tests.choosing import scaled_products
 
 
 def as_tensor(made: Float8TensorStorage) -> Float8Tensor:

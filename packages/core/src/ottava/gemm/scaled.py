@@ -12,8 +12,7 @@ contiguous ones; scales of rows for a bfloat16 result and ``b`` in E4M3, else th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ import torch.nn.functional as F
 
 from ottava.formats import E8M0, FP8, MX_BLOCK
 from ottava.gemm.operand import Operand, define, fitted, kept
-from ottava.kernels.backends import changed
 from ottava.kernels.products import capability, finish
 from ottava.layout import Block, Layout
 from ottava.torch_private import scaled_mm
@@ -81,30 +79,13 @@ _BLOCKS: dict[_Scales, _Blocks] = {
     _MX: _Blocks(F.ScalingType.BlockWise1x32, _MULTIPLE, MX_BLOCK, swizzle, F.SwizzleType.SWIZZLE_32_4_4),
 }
 
-_forced: bool | None = None
 # What was found for two layouts and hardware.
 _choices: dict[tuple[str, str, int], Callable[..., Tensor] | None] = {}
 
 
 def multiplies_fp8(operand: Tensor) -> bool:
     """Whether FP8 operands where ``operand`` is are multiplied as such."""
-    return capability(operand) >= 89 if _forced is None else _forced
-
-
-@contextmanager
-def scaled_products(wanted: bool = True) -> Iterator[None]:
-    """Inside a ``with`` block FP8 operands are multiplied as such, or decoded, whatever the device.
-
-    torch's CPU library has the function too, slowly: what a GPU does can be tested with it.
-    """
-    global _forced
-    previous, _forced = _forced, wanted
-    changed()
-    try:
-        yield
-    finally:
-        _forced = previous
-        changed()
+    return capability(operand) >= 89
 
 
 def product_of(a: Operand, b: Operand) -> Callable[..., Tensor] | None:
