@@ -45,14 +45,9 @@ def swizzle(scales: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
 
 
-def _by_row(scales: Tensor) -> Tensor:
-    """float32 scales ``[outer, blocks]`` padded to a multiple of 16 rows, which lie next to each other."""
-    return _by_square(scales.t(), _MULTIPLE)
-
-
-def _by_square(scales: Tensor, multiple: int = 4) -> Tensor:
-    """float32 scales ``[outer blocks, blocks]`` as ``[L4, outer blocks]`` with strides ``[1, L4]``, where L4 is the
-    number of blocks rounded up to a multiple of 4."""
+def _padded_columns(scales: Tensor, multiple: int) -> Tensor:
+    """float32 scales ``[rows, columns]`` transposed, which lie with strides ``[1, L]``, where L is the number of
+    columns rounded up to a multiple."""
     rows, columns = scales.shape
     # Not as contiguous makes them: the strides of sizes of 1 are looked at, too.
     made = scales.new_zeros((rows, columns + -columns % multiple))
@@ -74,8 +69,8 @@ _Scales = tuple[Block, torch.dtype]
 _TENSOR, _ROW = ((None, None), _FLOAT32), ((1, None), _FLOAT32)
 _LINE, _SQUARE, _MX = ((1, _SIDE), _FLOAT32), ((_SIDE, _SIDE), _FLOAT32), ((1, MX_BLOCK), E8M0.torch_dtype)
 _BLOCKS: dict[_Scales, _Blocks] = {
-    _LINE: _Blocks(F.ScalingType.BlockWise1x128, _MULTIPLE, _SIDE, _by_row),
-    _SQUARE: _Blocks(F.ScalingType.BlockWise128x128, _SIDE, _SIDE, _by_square),
+    _LINE: _Blocks(F.ScalingType.BlockWise1x128, _MULTIPLE, _SIDE, lambda s: _padded_columns(s.t(), _MULTIPLE)),
+    _SQUARE: _Blocks(F.ScalingType.BlockWise128x128, _SIDE, _SIDE, lambda s: _padded_columns(s, 4)),
     _MX: _Blocks(F.ScalingType.BlockWise1x32, _MULTIPLE, MX_BLOCK, swizzle, F.SwizzleType.SWIZZLE_32_4_4),
 }
 
@@ -174,7 +169,8 @@ def _by_rows(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype
         if out_dtype is not _BFLOAT16 or right.dtype is not _E4M3 or not _scales_rows(left):
             bare = _multiply(a._replace(scales=None), b._replace(scales=None), None, _FLOAT32, fast)
             return finish(bare * (scale_a * scale_b), None, None, bias, out_dtype)
-    views = not by_row and _takes_views(left)
+    # The hardware of which the library takes transposed views of rows.
+    views = not by_row and 100 <= capability(left) < 120
     left = fitted(left, 1, _MULTIPLE, views)
     make = partial(fitted, right, _MULTIPLE, _MULTIPLE, views)
     # Only a weight, which is no operand of a product with columnwise data of both, is met again as it was.
@@ -190,11 +186,6 @@ def _by_rows(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype
 def _scales_rows(operand: Tensor) -> bool:
     """Whether the library applies one scale for each row."""
     return not operand.is_cuda or capability(operand) >= 90
-
-
-def _takes_views(operand: Tensor) -> bool:
-    """Whether the library takes transposed views of rows."""
-    return 100 <= capability(operand) < 120
 
 
 def _blocks(operand: Operand) -> _Blocks | None:

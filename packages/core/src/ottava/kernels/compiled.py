@@ -53,9 +53,8 @@ class Compiled:
 
     def amax(self, x: Tensor, out: Tensor) -> None:
         x, scratch = x.contiguous(), self.scratch_for(x)
-        self.native.amax(
-            x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), *pointers(*scratch), out.data_ptr(), *self.place(x)
-        )
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
+        self.native.amax(*source, *pointers(*scratch, out), *self.place(x))
 
     def scratch_for(self, x: Tensor) -> list[Tensor]:
         return [torch.empty(self.scratch, dtype=torch.float32, device=x.device)] if self.scratch else []
@@ -63,8 +62,8 @@ class Compiled:
     def scale_from_amax(
         self, amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors
     ) -> None:
-        amax, largest = amax.contiguous(), fp8_format(fp8_dtype).max
-        options = largest, epsilon, force_pow_2
+        amax = amax.contiguous()
+        options = fp8_format(fp8_dtype).max, epsilon, force_pow_2
         self.native.scale_from_amax(amax.data_ptr(), amax.numel(), *options, *pointers(*out), *self.stream(amax))
 
     def quantize(
