@@ -87,7 +87,6 @@ def strict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Each kind of hardware, with the layout that its tensors have."""
     made = Strict(request.param)
     monkeypatch.setattr(gemm_scaled, "capability", lambda operand: made.capability)
-    monkeypatch.setattr(gemm_scaled, "_scales_rows", lambda operand: made.capability >= 90)
     monkeypatch.setattr(gemm_scaled, "scaled_mm", made)
     layout: Any = "transpose" if made.capability < 100 else "shared"
     with scaled_products(), columnwise_layout(layout):

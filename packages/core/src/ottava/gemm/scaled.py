@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from ottava.layout import Block, Layout
 from ottava.torch_private import scaled_mm
 
 Tensor = torch.Tensor
-_E4M3, _E5M2, _FLOAT32, _BFLOAT16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
+_FLOAT32 = torch.float32
 # The multiple that the library wants of sizes and addresses.
 _MULTIPLE = 16
 _SIDE = 128
@@ -58,11 +58,11 @@ def _padded_columns(scales: Tensor, multiple: int) -> Tensor:
 class _Blocks(NamedTuple):
     """What the library asks for of a kind of blocks: multiples of both sizes, and the order of scales."""
 
-    recipe: Any
+    recipe: F.ScalingType
     outer: int
     inner: int
     order: Callable[[Tensor], Tensor]
-    swizzle: Any = None
+    swizzle: F.SwizzleType | None = None
 
 
 _Scales = tuple[Block, torch.dtype]
@@ -97,7 +97,7 @@ def product_of(a: Operand, b: Operand) -> Callable[..., Tensor] | None:
 
 def _choice(left: str, right: str, hardware: int) -> Callable[..., Tensor] | None:
     a, b = Layout.of(left), Layout.of(right)
-    if not {a.element, b.element} <= FP8 or a.element is b.element is _E5M2:
+    if not {a.element, b.element} <= FP8 or a.element is b.element is torch.float8_e5m2:
         return None
     scales = (a.block, a.scale), (b.block, b.scale)
     return next((row[3] for row in PRODUCTS if row[0] <= hardware <= row[1] and scales in row[2]), None)
@@ -106,9 +106,10 @@ def _choice(left: str, right: str, hardware: int) -> Callable[..., Tensor] | Non
 def product(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """``round(a[M, K] · b[N, K]ᵀ * scales + bias)`` of one scale for the tensor, or for each row; with ``fast``
     accumulation where the hardware has it."""
+    made = None
     # What is not a tensor of memory (a traced or a fake one) has no address to look at: its operator has.
-    plain = type(a.values) is Tensor and not torch.compiler.is_compiling()
-    made = _direct(a, b, bias, out_dtype, fast) if plain else None
+    if type(a.values) is Tensor and not torch.compiler.is_compiling():
+        made = _direct(a, b, bias, out_dtype, fast)
     return _fitting(a, b, bias, out_dtype, fast) if made is None else made
 
 
@@ -122,8 +123,7 @@ def _rows(operand: Operand) -> tuple[Tensor, Tensor]:
 def _direct(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor | None:
     """The product, if the library takes everything as it is: what every product of a usual training step is."""
     (left, scale_a), (right, scale_b) = _rows(a), _rows(b)
-    rows, inner = left.shape
-    columns = right.shape[0]
+    (rows, inner), columns = left.shape, right.shape[0]
     if (
         inner
         and columns
@@ -166,7 +166,8 @@ def _by_rows(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype
     by_row = scale_a.numel() != 1 or scale_b.numel() != 1
     if by_row:
         scale_a, scale_b = scale_a.expand(rows).unsqueeze(1), scale_b.expand(columns)
-        if out_dtype is not _BFLOAT16 or right.dtype is not _E4M3 or not _scales_rows(left):
+        # On a GPU of capability 8.9 the library has no product that is scaled by rows.
+        if out_dtype is not torch.bfloat16 or right.dtype is not torch.float8_e4m3fn or 0 < capability(left) < 90:
             bare = _multiply(a._replace(scales=None), b._replace(scales=None), None, _FLOAT32, fast)
             return finish(bare * (scale_a * scale_b), None, None, bias, out_dtype)
     # The hardware of which the library takes transposed views of rows.
@@ -183,31 +184,24 @@ def _by_rows(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype
     return scaled_mm(left, right.t(), scale_a, scale_b, bias, None, out_dtype, fast)
 
 
-def _scales_rows(operand: Tensor) -> bool:
-    """Whether the library applies one scale for each row."""
-    return not operand.is_cuda or capability(operand) >= 90
-
-
 def _blocks(operand: Operand) -> _Blocks | None:
     layout = Layout.of(operand.layout)
     return _BLOCKS.get((layout.block, layout.scale))
 
 
 def _in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    left, left_scales, of_a = _for_library(a)
-    right, right_scales, of_b = _for_library(b) if a.columnwise else _kept(b)
-    options: dict[str, Any] = {"swizzle_a": of_a.swizzle, "swizzle_b": of_b.swizzle, "output_dtype": out_dtype}
-    options["use_fast_accum"] = fast and of_a.swizzle is not None
-    return F.scaled_mm(left, right.t(), left_scales, of_a.recipe, right_scales, of_b.recipe, **options)
+    left, scale_a, of_a = _for_library(a)
+    right, scale_b, of_b = _for_library(b) if a.columnwise else _kept(b)
+    options: dict[str, Any] = {"output_dtype": out_dtype, "use_fast_accum": fast and of_a.swizzle is not None}
+    options |= {"swizzle_a": of_a.swizzle, "swizzle_b": of_b.swizzle}
+    return F.scaled_mm(left, right.t(), scale_a, of_a.recipe, scale_b, of_b.recipe, **options)
 
 
 def _for_library(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:
     """Elements ``[outer, reduced]``, padded, and their scales, in order."""
-    blocks: Any = _blocks(operand)
-    scales: Any = operand.scales
-    data = fitted(operand.rows(), blocks.outer, blocks.inner)
-    ordered = blocks.order(scales.t() if operand.is_turned() else scales)
-    return data.view(Layout.of(operand.layout).element), ordered, blocks
+    blocks, scales = cast(_Blocks, _blocks(operand)), cast(Tensor, operand.scales)
+    data = fitted(operand.rows().view(Layout.of(operand.layout).element), blocks.outer, blocks.inner)
+    return data, blocks.order(scales.t() if operand.is_turned() else scales), blocks
 
 
 def _kept(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:
