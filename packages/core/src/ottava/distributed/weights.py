@@ -8,6 +8,7 @@ does, one all-gather brings the shards of all such weights besides. All is check
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,14 +32,8 @@ def quantize_master_weights(
     manual_post_all_gather_processing: bool = False,
 ) -> None:
     """:func:`cast_master_weights_to_fp8` with each weight's own quantizer."""
-    cast_master_weights_to_fp8(
-        model_weights,
-        master_weights,
-        amax_reduce_group=group,
-        start_offsets=start_offsets,
-        fsdp_shard_model_weights=fsdp_shard_model_weights,
-        manual_post_all_gather_processing=manual_post_all_gather_processing,
-    )
+    given = (model_weights, master_weights, None, group, start_offsets, fsdp_shard_model_weights)
+    MasterWeights(*given, manual_post_all_gather_processing).quantize()
 
 
 def cast_master_weights_to_fp8(
@@ -76,17 +71,14 @@ def cast_master_weights_to_fp8(
         ShapeError, OptionError, DTypeError, UsageError, DeviceError: an argument does not fit. Nothing has been
             written then. All but UsageError are ValueErrors.
     """
-    MasterWeights(
-        model_weights,
-        master_weights,
-        quantizers,
-        amax_reduce_group,
-        start_offsets=start_offsets,
-        fsdp_shard_model_weights=fsdp_shard_model_weights,
-        manual_post_all_gather_processing=manual_post_all_gather_processing,
-    ).quantize()
+    given = (model_weights, master_weights, quantizers, amax_reduce_group, start_offsets, fsdp_shard_model_weights)
+    MasterWeights(*given, manual_post_all_gather_processing).quantize()
 
 
+_LISTS = ("model_weights", "master_weights", "quantizers", "start_offsets", "fsdp_shard_model_weights")
+
+
+@dataclass(eq=False, repr=False)
 class MasterWeights:
     """Sharded master weights and the quantized weights that are made of them, step after step.
 
@@ -96,27 +88,36 @@ class MasterWeights:
     Args, raised errors: as of :func:`cast_master_weights_to_fp8`. Nothing is written until :meth:`quantize`.
     """
 
-    def __init__(
-        self,
-        model_weights: Sequence[Any],
-        master_weights: Sequence[torch.Tensor | None],
-        quantizers: Sequence[Quantizer | None] | Quantizer | None = None,
-        amax_reduce_group: Any = None,
-        *,
-        start_offsets: Sequence[int | None] | None = None,
-        fsdp_shard_model_weights: Sequence[Any] | None = None,
-        manual_post_all_gather_processing: bool = False,
-    ) -> None:
-        check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
-        self._given = (model_weights, master_weights, quantizers, start_offsets, fsdp_shard_model_weights)
-        self._group_given = amax_reduce_group
-        self._automatic = not manual_post_all_gather_processing
+    model_weights: Sequence[Any]
+    master_weights: Sequence[torch.Tensor | None]
+    quantizers: Sequence[Quantizer | None] | Quantizer | None = None
+    amax_reduce_group: Any = None
+    start_offsets: Sequence[int | None] | None = None
+    fsdp_shard_model_weights: Sequence[Any] | None = None
+    manual_post_all_gather_processing: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("manual_post_all_gather_processing", self.manual_post_all_gather_processing)
         self._look()
 
     def _look(self) -> None:
+        """Find everything anew, or raise a typed error for the first thing that does not fit."""
+        count = len(self.model_weights) if isinstance(self.model_weights, (list, tuple)) else 0
+        lists: list[Any] = [self.model_weights, self.master_weights]
+        for entries in (self.quantizers, self.start_offsets, self.fsdp_shard_model_weights):
+            lists.append([entries] * count if isinstance(entries, Quantizer | None) else entries)
+        for name, entries in zip(_LISTS, lists, strict=True):
+            if not isinstance(entries, (list, tuple)):
+                raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, an entry for each weight")
+            if len(entries) != count:
+                raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
         with torch.no_grad():
-            weights = self._checked()
-            self._group = _default_group(weights, self._group_given)
+            ranges = self.start_offsets is not None
+            weights = [_Weight(f"weight {n}", ranges, *of) for n, of in enumerate(zip(*lists, strict=True))]
+            _check_agreement(weights)
+            if self.fsdp_shard_model_weights is not None:
+                check_places([data for weight in weights for data in weight.job.output.data])
+            self._group = _default_group(weights, self.amax_reduce_group)
             for weight in weights:
                 # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale.
                 weight.storage._whole = None
@@ -125,33 +126,10 @@ class MasterWeights:
         self._watched = [
             (h, inner.attribute) for h in self._holders for inner in h.inner_tensors if not h.is_derived(inner)
         ]
-        self._masters = [local_tensor(m) for m in self._given[1] if m is not None]
+        self._masters = [local_tensor(m) for m in self.master_weights if m is not None]
         # A shard of a master that is not contiguous is a copy, which has to be made anew each time.
         self._keeps = all(master.is_contiguous() for master in self._masters)
         self._seen = self._addresses()
-
-    def _checked(self) -> "list[_Weight]":
-        """All weights, or a typed error for the first thing that does not fit."""
-        models, masters, quantizers, offsets, outs = self._given
-        count = len(models) if isinstance(models, (list, tuple)) else 0
-        lists = {
-            "model_weights": models,
-            "master_weights": masters,
-            "quantizers": [quantizers] * count if isinstance(quantizers, Quantizer | None) else quantizers,
-            "start_offsets": [None] * count if offsets is None else offsets,
-            "fsdp_shard_model_weights": [None] * count if outs is None else outs,
-        }
-        for name, entries in lists.items():
-            if not isinstance(entries, (list, tuple)):
-                raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, an entry for each weight")
-            if len(entries) != count:
-                raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
-        numbered = enumerate(zip(*lists.values(), strict=True))
-        weights = [_Weight(f"weight {place}", offsets is not None, *entries) for place, entries in numbered]
-        _check_agreement(weights)
-        if outs is not None:
-            check_places([data for weight in weights for data in weight.job.output.data])
-        return weights
 
     def _addresses(self) -> list[Any]:
         """Where everything lies that is read or written, and what quantizes it."""
@@ -170,7 +148,7 @@ class MasterWeights:
         with torch.no_grad():
             self._batches.quantize(self._group)
         for holder in self._holders:
-            holder.rebuilds_derived = self._automatic
+            holder.rebuilds_derived = not self.manual_post_all_gather_processing
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
@@ -355,14 +333,11 @@ def _rows_of(weight: Any, what: str) -> tuple[range | None, Any]:
     sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if not sharded:
         return range(weight.shape[0]), None
-    placement = weight.placements[sharded[0]]
-    if len(sharded) > 1 or not placement.is_shard(0):
+    if len(sharded) > 1 or not weight.placements[sharded[0]].is_shard(0):
         what = f"{what} is placed as {weight.placements}"
         raise ShapeError(what, expected="rows sharded along one dimension of the mesh, as fully_shard does")
-    mesh, rows = weight.device_mesh, weight.shape[0]
-    chunk = math.ceil(rows / mesh.size(sharded[0]))
-    start = min(mesh.get_local_rank(sharded[0]) * chunk, rows)
-    return range(start, min(start + chunk, rows)), mesh.get_group(sharded[0])
+    (box,) = weight.__create_chunk_list__()
+    return range(box.offsets[0], box.offsets[0] + box.sizes[0]), weight.device_mesh.get_group(sharded[0])
 
 
 def _check_agreement(weights: Sequence[_Weight]) -> None:
