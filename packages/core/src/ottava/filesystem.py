@@ -50,8 +50,7 @@ def unreplaced(path: Path) -> Iterator[None]:
         # What looks like damage may be two files; an interrupt stays one.
         failure = error
     if _identity(path) != before:
-        what = f"{path} was replaced while it was read"
-        raise CheckpointError(what, expected="one file", remedy="load it again") from failure
+        raise CheckpointError(f"{path} was replaced while it was read", "one file", "load it again") from failure
     if failure is not None:
         raise failure
 
@@ -62,7 +61,7 @@ def _identity(path: Path) -> tuple[int, ...]:
     # Opening a pipe would wait for its other end.
     if not stat.S_ISREG(found.st_mode):
         what = "a folder, name one of its files" if path.is_dir() else "no regular file"
-        raise CheckpointError(f"{path} is {what}", expected="a file")
+        raise CheckpointError(f"{path} is {what}", "a file")
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 

@@ -26,8 +26,7 @@ def checkpoint_layers(path: Path) -> list[str]:
     state, _ = read_state(path)
     found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
     if not found:
-        what, expected = f"{path} has no matrix named *{_WEIGHT}", "a checkpoint of a model with linear layers"
-        raise UsageError(what, expected=expected)
+        raise UsageError(f"{path} has no matrix named *{_WEIGHT}", "a checkpoint of a model with linear layers")
     return found
 
 

@@ -233,8 +233,7 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
         what = "no layer of the model has a recipe bound"
         raise UsageError(what, expected="layers of ottava.convert(model, recipe)", remedy="convert the model first")
     if any(map(torch_private.is_distributed, chosen)):
-        what, expected = "the model is sharded already", "a model before fully_shard"
-        raise UsageError(what, expected=expected, remedy="call gather_quantized first")
+        raise UsageError("the model is sharded already", "a model before fully_shard", "call gather_quantized first")
     for weight, places in chosen.items():
         if not isinstance(weight, (QuantizedTensorStorage, HighPrecisionWeight)):
             weight = torch.nn.Parameter(HighPrecisionWeight(weight.detach()), requires_grad=weight.requires_grad)
