@@ -129,8 +129,7 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
     both = {inner: int(data.numel()) for inner, data in held.items() if data is not None}
     if not both:
         what = f"{type(tensor).__name__} holds no inner tensor that can be gathered"
-        expected = "one declared with gather=True"
-        raise UsageError(what, expected=expected, remedy="keep the rowwise usage of sharded weights")
+        raise UsageError(what, "one declared with gather=True", "keep the rowwise usage of sharded weights")
     rowwise, columnwise = ({i: n for i, n in both.items() if i.usage != other} for other in ("columnwise", "rowwise"))
     if both in (rowwise, columnwise):
         return both

@@ -100,11 +100,8 @@ def ordered_bytes(holder: QuantizedTensorStorage, what: str) -> tuple[InnerTenso
     raw = holder.raw_inner()
     found = [getattr(holder, inner.attribute) for inner in raw if not (inner.transposed or holder.is_derived(inner))]
     if len(found) < len(raw) or not all(t.is_contiguous() and t.shape == holder.size() for t in found):
-        expected, remedy = (
-            "contiguous data that is not transposed",
-            "keep the rowwise usage of such weights",
-        )
-        raise UsageError(f"the bytes of {what} are not in the order of its elements", expected, remedy)
+        what = f"the bytes of {what} are not in the order of its elements"
+        raise UsageError(what, "contiguous data that is not transposed", "keep the rowwise usage of such weights")
     return raw
 
 
