@@ -107,7 +107,7 @@ class autocast(contextlib.ContextDecorator):
         if isinstance(recipe, (str, os.PathLike)):
             # The same object each time: layers keep the state that it gave them.
             name = os.fspath(recipe)
-            _found(name)
+            _remember_default(name)
             recipe = registry.defaults[name][0]
         self._recipe = None if recipe is None else as_recipe(recipe)
         self._enabled, self._group, self._calibrating = enabled, amax_reduction_group, calibrating
@@ -206,7 +206,9 @@ def _as_converted(make: Any, *arguments: Any) -> Any:
 
 def _enter(module: Any, args: tuple[Any, ...]) -> None:
     """Enter the region of a converted model, unless it is inside of one."""
-    if module._ottava_step is None or (regions.stack and not _is_apart(module)):
+    stack = regions.stack
+    inside = stack and any(r.owner is not None or any(m is module for m in r.model.modules()) for r in stack)
+    if inside or module._ottava_step is None:
         return
     compiling = torch.compiler.is_compiling()
     step, task = module._ottava_step, -1 if compiling else graph_task_id()
@@ -221,7 +223,7 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
         step.begin(None, module)
     elif began:
         step.ahead = False
-    regions.stack.append(Region(None, True, None, False, step, began, task, None, module))
+    stack.append(Region(None, True, None, False, step, began, task, None, module))
 
 
 def begin_ahead(step: Step | None) -> None:
@@ -234,11 +236,8 @@ def begin_ahead(step: Step | None) -> None:
     step.ahead = True
 
 
-def _is_apart(module: torch.nn.Module) -> bool:
-    """Whether the enclosing regions are forward passes of modules that do not contain this one."""
-    return all(r.owner is None and all(m is not module for m in r.model.modules()) for r in regions.stack)
-
-
+# A compiled function may name its recipe: the registry is asked once, while the function is traced.
+@constant_to_compiler
 def _remember_default(name: str) -> bool:
     """See that the registry's ``defaults`` has the recipe ``name``, of a file as it is now; raises as get_recipe."""
     stamp = None
@@ -249,7 +248,3 @@ def _remember_default(name: str) -> bool:
     if name not in registry.defaults or registry.defaults[name][1] != stamp:
         registry.defaults[name] = get_recipe(name), stamp
     return True
-
-
-# A compiled function may name its recipe: the registry is asked once, while the function is traced.
-_found = constant_to_compiler(_remember_default)
