@@ -165,7 +165,8 @@ LEAVING = ottava.autocast.__exit__.__code__
 
 def came_before_leaving(error: BaseException) -> bool:
     """Whether an interrupt came there; the region is closed then, so that the test goes on."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    frames = traceback.walk_tb(error.__traceback__)
+    *_, (frame, line) = (place for place in frames if place[0].f_code is not Interrupts.__call__.__code__)
     if frame.f_code is not LEAVING or line != LEAVING.co_firstlineno:
         return False
     regions.stack.clear()
