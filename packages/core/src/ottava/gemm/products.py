@@ -138,7 +138,7 @@ def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> dense.Rows:
 
 def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, compute: torch.dtype) -> Tensor:
     # Compiled code comes here without having asked.
-    if (planned := planned_mm(a, b, bias, out_dtype)) is not None:
+    if a.layout and b.layout and (planned := planned_mm(a, b, bias, out_dtype)) is not None:
         return planned
     left, right = _decoded(0, a, compute), _decoded(1, b, compute)
     if left.block == right.block == dense.WHOLE:
