@@ -13,11 +13,15 @@ __version__ = "0.1.0"
 
 # Module -> the public names that it defines.
 _NAMES = {
+    "bundle": "Bundle",
+    "capturing": "capture",
     "features": "DisableFP8GEMM DisableFP8Layer FakeQuant Feature LogFp8TensorStats LogTensorStats",
     "features.statistics": "Statistic",
     "manager": "on_error",
     "products": "Inspection Watch",
     "scoped": "Run Statistics fake_quant high_precision statistics",
+    "search.bisect": "bisect",
+    "search.report": "Finding Report",
 }
 _EXPORTS = {name: f"ottava_debug.{module}" for module, names in _NAMES.items() for name in names.split()}
 
@@ -38,6 +42,8 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from ottava_debug.bundle import Bundle as Bundle
+    from ottava_debug.capturing import capture as capture
     from ottava_debug.features import DisableFP8GEMM as DisableFP8GEMM
     from ottava_debug.features import DisableFP8Layer as DisableFP8Layer
     from ottava_debug.features import FakeQuant as FakeQuant
@@ -53,3 +59,6 @@ if TYPE_CHECKING:
     from ottava_debug.scoped import fake_quant as fake_quant
     from ottava_debug.scoped import high_precision as high_precision
     from ottava_debug.scoped import statistics as statistics
+    from ottava_debug.search.bisect import bisect as bisect
+    from ottava_debug.search.report import Finding as Finding
+    from ottava_debug.search.report import Report as Report
