@@ -150,19 +150,13 @@ def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tenso
 
 def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What elements are multiplied by, float32, and what is stored, of values in ``dtype``."""
-    if layout.scale == E8M0.torch_dtype:
-        codes = _powers(amax, layout)
-        return multiplier(codes), codes
-    largest = _FLOAT32_MAX if layout.finite_as == "float32" else torch.finfo(dtype).max
-    scale = _float_scale(amax, element_format(layout.element).max, layout.epsilon, layout.rounding == "floor", largest)
-    return scale, _inverse(scale)
-
-
-def _powers(amax: Tensor, layout: Layout) -> Tensor:
-    """The E8M0 byte of each amax."""
-    largest = element_format(layout.element).max
+    largest, floor = element_format(layout.element).max, layout.rounding == "floor"
+    if layout.scale != E8M0.torch_dtype:
+        infinite = _FLOAT32_MAX if layout.finite_as == "float32" else torch.finfo(dtype).max
+        scale = _float_scale(amax, largest, layout.epsilon, floor, infinite)
+        return scale, _inverse(scale)
     magnitude = amax.contiguous().to(torch.float32).abs()
-    if layout.rounding == "floor":
+    if floor:
         scale = (bits_of(magnitude) >> 23) - ((float_bits(largest) >> 23) - 127)
     else:
         bits = bits_of(magnitude * torch.tensor(1.0 / largest, dtype=torch.float32, device=amax.device))
@@ -171,7 +165,8 @@ def _powers(amax: Tensor, layout: Layout) -> Tensor:
         reached = torch.full_like(bits, _TWO_TO_MINUS_127).masked_fill(exponent > 0, 0)
         scale = exponent + ((bits & 0x7FFFFF) > reached).to(torch.int32)
     scale = scale.clamp(min=0, max=_LARGEST_SCALE).masked_fill(magnitude.isinf(), _LARGEST_SCALE)
-    return scale.masked_fill(magnitude.isnan(), E8M0.nan_code).to(torch.uint8)
+    codes = scale.masked_fill(magnitude.isnan(), E8M0.nan_code).to(torch.uint8)
+    return multiplier(codes), codes
 
 
 def multiplier(codes: Tensor) -> Tensor:
@@ -185,14 +180,11 @@ def block_amax(magnitude: Tensor, block: Block) -> Tensor:
     """Largest magnitude of each block of a matrix."""
     for dim, side in enumerate(block):
         size = magnitude.shape[dim]
-        # A block that is larger than the matrix costs no more than one of its size.
-        blocks, side = (1, size) if side is None or side > size > 0 else (-(-size // side), side)
+        # A block that is larger than the matrix costs no more than one of its size; all of nothing is one block.
+        blocks, side = (1, max(size, 1)) if side is None or side > size > 0 else (-(-size // side), side)
         missing = blocks * side - size
         padded = torch.nn.functional.pad(magnitude, [0, missing] if dim else [0, 0, 0, missing])
-        split = padded.unflatten(dim, (blocks, side)) if padded.numel() else None
-        # amax refuses what is empty.
-        empty = [blocks if at == dim else length for at, length in enumerate(magnitude.shape)]
-        magnitude = magnitude.new_zeros(empty) if split is None else split.amax(dim + 1)
+        magnitude = padded.unflatten(dim, (blocks, side)).amax(dim + 1)
     return magnitude
 
 
