@@ -16,8 +16,7 @@ import torch
 
 from ottava.errors import DeviceError, OptionError, ShapeError
 from ottava.formats import FP8
-from ottava.gemm.operand import Operand, define, operand_of
-from ottava.gemm.scaled import product_of
+from ottava.gemm.scaled import Operand, define, operand_of, product_of
 from ottava.kernels import backends, check_high_precision
 from ottava.kernels import products as dense
 from ottava.kernels.backends import backend_for, backend_module
@@ -198,11 +197,11 @@ def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> dense.Rows:
     values, scales, text, columnwise = operand[:4]
     if not text or scales is None:
         return dense.Rows(operand.rows(), scales)
-    out, rows, whole, folded = _memory(side, operand, dtype)
+    out, rows, _, folded = _memory(side, operand, dtype)
     backend_module(values.device.type).grid_decode(values, scales if folded else None, text, columnwise, out)
     if folded:
         return dense.Rows(rows, None)
-    return dense.Rows(rows, scales.t() if operand.is_turned() and not whole else scales, Layout.of(text).block)
+    return dense.Rows(rows, scales.t() if operand.is_turned() else scales, Layout.of(text).block)
 
 
 def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, compute: torch.dtype) -> Tensor:

@@ -21,12 +21,19 @@ from ottava.kernels import checks as _checks
 from ottava.kernels import products as _products
 from ottava.kernels import table as _table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
-from ottava.kernels.checks import HIGH_PRECISION, check_epsilon, check_grid, check_high_precision
+from ottava.kernels.checks import (
+    HIGH_PRECISION,
+    Maybe,
+    Tensor,
+    Tensors,
+    check_epsilon,
+    check_grid,
+    check_high_precision,
+)
 from ottava.kernels.multi import WHOLE, grid_amax_sizes, grid_multi_amax, grid_multi_cast, multi_amax, multi_cast
 from ottava.layout import Layout
 from ottava.torch_private import graph_task_id
 
-Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 __all__ = [
@@ -113,13 +120,7 @@ def quantize(
 
 
 def cast_amax(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    fp8_dtype: torch.dtype,
-    *,
-    saturated: Tensor | None = None,
-    transposed: bool = False,
+    x: Tensor, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype, *, saturated: Maybe = None, transposed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`cast` with a known scale that records, all in one pass over ``x``: ``(data, transpose, scale_inv)``.
 
@@ -137,12 +138,7 @@ def cast_amax(
 
 
 def update_scales(
-    scales: Sequence[Tensor],
-    histories: Sequence[Tensor],
-    maxima: Sequence[float],
-    *,
-    most_recent: bool = False,
-    last: Tensor | None = None,
+    scales: Tensors, histories: Tensors, maxima: Sequence[float], *, most_recent: bool = False, last: Maybe = None
 ) -> None:
     """The scales of the next step from the amaxes of past ones, in place, for any number of tensors in one call.
 
@@ -190,7 +186,7 @@ def transpose(data: Tensor) -> Tensor:
     return _table.transpose(data)  # type: ignore[no-any-return]
 
 
-def decode(data: Tensor, scale_inv: Tensor | None, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def decode(data: Tensor, scale_inv: Maybe, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
     """``float32(element) * scale_inv`` rounded once to ``dtype``; without ``scale_inv`` the bare element values."""
     _checks.check_data(data)
     if scale_inv is not None:
@@ -200,7 +196,7 @@ def decode(data: Tensor, scale_inv: Tensor | None, fp8_dtype: torch.dtype, dtype
     return _table.grid_decode(data, scale_inv, WHOLE[fp8_dtype].text, False, dtype)  # type: ignore[no-any-return]
 
 
-def grid_scales(amax: Tensor, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[Tensor | None, Tensor]:
+def grid_scales(amax: Tensor, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[Maybe, Tensor]:
     """Of every amax what elements are multiplied by, and what is stored of it, of the same shape.
 
     float32 scales: ``(scale, scale_inv)`` as of :func:`scale_from_amax`, for values in ``dtype``. E8M0: None, and the
@@ -245,9 +241,7 @@ def grid_decode(
     return _table.grid_decode(data, scales, layout.text, columnwise, dtype)  # type: ignore[no-any-return]
 
 
-def scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+def scaled_mm(a: Tensor, b: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out_dtype: torch.dtype) -> Tensor:
     """``round(a[M, K] @ b[K, N] * (scale_a * scale_b) + bias)``; scales are float32 scalars or None."""
     check_high_precision(a, "a")
     check_high_precision(b, "b")

@@ -16,13 +16,13 @@ import torch
 
 from ottava.errors import BackendError
 from ottava.kernels.backends import backend_for, backend_module
+from ottava.kernels.checks import Maybe
 from ottava.kernels.reference import spread
 from ottava.kernels.table import define_product
 from ottava.layout import Block
 from ottava.torch_private import any_autocast_enabled, constant_to_compiler, mkldnn_bf16_supported
 
 Tensor = torch.Tensor
-_Maybe = Tensor | None
 #: Says what to do instead of asking torch.
 VARIABLE = "OTTAVA_CPU_PRODUCT"
 _SUMS = torch.float32
@@ -99,7 +99,7 @@ def returns_float32(device: torch.device) -> bool:
 
 
 def finish(
-    sums: Tensor, scale_a: _Maybe, scale_b: _Maybe, bias: _Maybe, out_dtype: torch.dtype, epilogue: Any = None
+    sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out_dtype: torch.dtype, epilogue: Any = None
 ) -> Tensor:
     """``round(sums * (scale_a * scale_b) + bias)`` of contiguous float32 ``sums``, which are used up; rounded once."""
     if scale_a is None and scale_b is None and bias is None:
@@ -153,7 +153,7 @@ def product_for(
     return partial(how, backend_module(device.type).epilogue32)
 
 
-def product(a: Tensor, b: Tensor, scale_a: _Maybe, scale_b: _Maybe, bias: _Maybe, out_dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out_dtype: torch.dtype) -> Tensor:
     """The product of dense operands, times both scales, plus the bias."""
     device, scaled = a.device, scale_a is not None or scale_b is not None
     compute_dtype = product_dtype(a.dtype, device)
@@ -179,7 +179,7 @@ class Rows(NamedTuple):
     block: Block = WHOLE
 
 
-def product_of_blocks(a: Rows, b: Rows, bias: _Maybe, out_dtype: torch.dtype) -> Tensor:
+def product_of_blocks(a: Rows, b: Rows, bias: Maybe, out_dtype: torch.dtype) -> Tensor:
     """``a · bᵀ`` plus the bias: of each block of the summed dimension the partial sum, times the scales of its rows and
     columns, which are applied in float32."""
     inner, turned = a.values.shape[1], b.values.t()

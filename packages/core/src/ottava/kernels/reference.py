@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ottava.formats import E8M0, INT8, FloatFormat, IntegerFormat, element_format, fp8_format
-from ottava.kernels.checks import Pairs, Shards, Tensor, Tensors
+from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout, as_matrix_shape, grid_of
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -58,7 +58,7 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.div(torch.ones_like(scale), scale)
 
 
-def _write(outputs: Sequence[Tensor | None], *values: Tensor) -> None:
+def _write(outputs: Outputs, *values: Tensor) -> None:
     for out, value in zip(outputs, values, strict=True):
         if out is not None:
             out.copy_(value)
@@ -90,9 +90,7 @@ def transpose(data: Tensor, out: Tensor) -> None:
     out.copy_(data.movedim(-1, 0))
 
 
-def quantize(
-    x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Sequence[Tensor | None]
-) -> None:
+def quantize(x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs) -> None:
     scale, scale_inv, seen = torch.empty((3,), dtype=torch.float32, device=x.device).unbind()
     amax(x, seen)
     scale_from_amax(seen, fp8_dtype, epsilon, force_pow_2, (scale, scale_inv))
@@ -101,12 +99,7 @@ def quantize(
 
 
 def cast_amax(
-    x: Tensor,
-    scale: Tensor,
-    recorded: Tensor | None,
-    saturated: Tensor | None,
-    fp8_dtype: torch.dtype,
-    out: Sequence[Tensor | None],
+    x: Tensor, scale: Tensor, recorded: Maybe, saturated: Maybe, fp8_dtype: torch.dtype, out: Outputs
 ) -> None:
     # The state of a slot may be one array.
     factor, fmt = scale.reshape(()).clone(), fp8_format(fp8_dtype)
@@ -121,9 +114,7 @@ def cast_amax(
     _write(out, data, data.movedim(-1, 0) if data.dim() else data, _inverse(factor))
 
 
-def update_scales(
-    scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Tensor | None
-) -> None:
+def update_scales(scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Maybe) -> None:
     """Every slot of every tensor. A slot whose first row is 0 saw nothing, and stays as it is."""
     done = 0
     for scale, history in zip(scales, histories, strict=True):
@@ -144,7 +135,7 @@ def update_scales(
 # On grids of scales.
 
 
-def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
+def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> None:
     _write(out, *_scales(amax, Layout.of(text), dtype))
 
 
@@ -204,7 +195,7 @@ def for_blocks(shared: Tensor, layout: Layout, columnwise: bool, shape: Sequence
     return spread(shared, (times[0], times[1]), layout.grid(shape, columnwise))
 
 
-def grid_quantize(x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
+def grid_quantize(x: Tensor, text: str, out: Outputs) -> None:
     layout = Layout.of(text)
     matrix = x.reshape(as_matrix_shape(x.shape)).to(torch.float32)
     magnitude = _magnitudes(matrix)
@@ -220,7 +211,7 @@ def grid_quantize(x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
         _write(outputs, data, stored)
 
 
-def grid_decode(data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
+def grid_decode(data: Tensor, scales: Maybe, text: str, columnwise: bool, out: Tensor) -> None:
     layout = Layout.of(text)
     values = data.contiguous().view(layout.element).to(torch.float32)
     if layout.element == torch.int8:
@@ -237,7 +228,7 @@ def grid_decode(data: Tensor, scales: Tensor | None, text: str, columnwise: bool
     out.copy_(values if out.dtype == torch.float64 else values.to(torch.float32))
 
 
-def epilogue32(sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+def epilogue32(sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out: Tensor) -> None:
     scales = [scale for scale in (scale_a, scale_b) if scale is not None]
     if scales:
         sums = sums * (scales[0] if len(scales) == 1 else scales[0] * scales[1])
