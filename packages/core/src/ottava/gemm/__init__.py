@@ -7,7 +7,6 @@ products of its own; anywhere else operands of any layout are decoded, on a CPU 
 
 from __future__ import annotations
 
-import math
 import threading
 from functools import partial
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from ottava.kernels.checks import check_bias, check_device, check_dtype
 from ottava.kernels.compiled import DTYPE_CODES, known
 from ottava.kernels.direct import is_direct
 from ottava.kernels.table import rounded
-from ottava.layout import Layout
+from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.storage import QuantizedTensorStorage
 
 __all__ = ["GemmType", "Operand", "as_matrix", "gemm", "multiply"]
@@ -79,8 +78,7 @@ def gemm(
             check_high_precision(x, f"operand {name}")
         if not (size := tuple(x.size())):
             raise ShapeError(f"operand {name} has no dimensions", expected="at least one")
-        outer, reduced = math.prod(size[:-1]), size[-1]
-        sizes += (reduced, outer) if summed else (outer, reduced)
+        sizes += reversed(as_matrix_shape(size)) if summed else as_matrix_shape(size)
     rows, inner, columns, reduced = sizes
     if a.device != b.device:
         raise DeviceError(f"operands on {a.device} and {b.device}", expected="one device")
@@ -153,7 +151,7 @@ def _dense(x: _Matrix, columnwise: bool, dtype: torch.dtype) -> Operand:
 
 def as_matrix(x: Tensor) -> Tensor:
     """``[*leading, K]`` as ``[rows, K]``; K may be 0, for which ``reshape(-1, K)`` has no answer."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(as_matrix_shape(x.shape))
 
 
 class _Scratch(threading.local):

@@ -44,10 +44,8 @@ def has_code(target: str, capability: tuple[int, int]) -> bool:
     if found is None:
         return True
     built, special, kind = (int(found[1]), int(found[2])), found[3], found[4]
-    if kind != "real" and not special and capability >= built:
-        return True
-    if kind == "virtual" and not special:
-        return False
+    if kind != "real" and not special:
+        return capability >= built
     # Code with a letter a uses what later GPUs need not have; other code runs on those of its own generation.
     return capability == built if special == "a" else capability[0] == built[0] and capability >= built
 

@@ -229,9 +229,7 @@ def grid_decode(data: Tensor, scales: Maybe, text: str, columnwise: bool, out: T
 
 
 def epilogue32(sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out: Tensor) -> None:
-    scales = [scale for scale in (scale_a, scale_b) if scale is not None]
-    if scales:
-        sums = sums * (scales[0] if len(scales) == 1 else scales[0] * scales[1])
+    sums = sums * math.prod([scale for scale in (scale_a, scale_b) if scale is not None])
     out.copy_(sums if bias is None else sums + bias.to(torch.float32))
 
 
