@@ -107,12 +107,6 @@ def kept(weight: Operand, make: Callable[[], Any], option: Any = None) -> Any:
     return made
 
 
-_SCHEMA = (
-    "(Tensor a, Tensor b, Tensor? scales_a, str layout_a, bool columnwise_a, Tensor? scales_b, str layout_b,"
-    " bool columnwise_b, Tensor? bias, ScalarType out_dtype, "
-)
-
-
 def _sizes(a: Any, b: Any, *fields: Any) -> tuple[Any, Any, Any]:
     left, right = Operand(a, *fields[:3]).is_turned(), Operand(b, *fields[3:6]).is_turned()
     return a[left], b[right], a[not left]
@@ -124,7 +118,9 @@ def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[
     def of_fields(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         return multiply(Operand(a, *rest[:3]), Operand(b, *rest[3:6]), *rest[6:])
 
-    operator = define_product(f"{name}{_SCHEMA}{option}) -> Tensor", of_fields, _sizes)
+    sides = ", ".join(f"Tensor? scales_{side}, str layout_{side}, bool columnwise_{side}" for side in "ab")
+    schema = f"{name}(Tensor a, Tensor b, {sides}, Tensor? bias, ScalarType out_dtype, {option}) -> Tensor"
+    operator = define_product(schema, of_fields, _sizes)
 
     def product(a: Operand, b: Operand, bias: Tensor | None, *rest: Any) -> Tensor:
         if is_direct(a.values, b.values, a.scales, b.scales, bias):

@@ -145,17 +145,17 @@ class Operation:
     def _written(self, *arguments: Any) -> Any:
         made = self.outputs(*arguments)
         getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], made)
-        return self._with_empty(made)
+        return made if self._single else _with_empty(made)
 
     def _fake(self, *arguments: Any) -> Any:
-        return self._with_empty(self.outputs(*arguments))
+        made = self.outputs(*arguments)
+        return made if self._single else _with_empty(made)
 
-    def _with_empty(self, made: Any) -> Any:
-        """Operators return no None: what is not wanted is an empty tensor."""
-        if self._single:
-            return made
-        found = next(result for result in made if result is not None)
-        return tuple([found.new_empty((0,), dtype=_DATA) if result is None else result for result in made])
+
+def _with_empty(made: Outputs) -> tuple[Tensor, ...]:
+    """Operators return no None: what is not wanted is an empty tensor."""
+    found = next(result for result in made if result is not None)
+    return tuple([found.new_empty((0,), dtype=_DATA) if result is None else result for result in made])
 
 
 amax = Operation("amax(Tensor x) -> Tensor", _scalar)
