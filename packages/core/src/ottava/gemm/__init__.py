@@ -203,6 +203,9 @@ def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> dense.Rows:
 
 
 def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, compute: torch.dtype) -> Tensor:
+    # Compiled code comes here without having asked.
+    if a.layout and b.layout and (planned := planned_mm(a, b, bias, out_dtype)) is not None:
+        return planned
     left, right = _decoded(0, a, compute), _decoded(1, b, compute)
     if left.block == right.block == dense.WHOLE:
         return dense.product(left.values, right.values.t(), left.scales, right.scales, bias, out_dtype)
