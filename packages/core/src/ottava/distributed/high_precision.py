@@ -120,30 +120,25 @@ class HighPrecisionWeight(torch.Tensor):
             if not _gathers_quantized(_quantizer_of(module), orig_size, world):
                 return (padded(values.to(dtype), math.ceil(orig_size[0] / world)).contiguous(),), orig_size
             others = [p for p in gathered_together(module) if p.module is not module]
-            together = [p for p in others if isinstance(p.shard, HighPrecisionWeight)]
-            _quantize_together([GatheredParameter(self, orig_size, module), *together], mp_policy.param_dtype, group)
+            _quantize_together([GatheredParameter(self, orig_size, module), *others], mp_policy.param_dtype, group)
             known = _quantized.pop(module)
         return pre_all_gather(known[2], mesh, orig_size, module)
 
     def fsdp_post_all_gather(
-        self,
-        outputs: Sequence[torch.Tensor],
-        metadata: GatherPlan | torch.Size,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
+        self, outputs: Sequence[torch.Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The whole weight, quantized, of dtype ``param_dtype`` around the bytes, or ``out`` brought up to date."""
         plan = metadata if isinstance(metadata, GatherPlan) else None
         kind = torch.Tensor if plan is None else plan.spec.cls
         if out is not None and (isinstance(out, QuantizedTensor) == (plan is None) or not isinstance(out, kind)):
             what = f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}"
-            remedy = "bind the recipe before fully_shard, and do not change it afterwards"
-            raise UsageError(what, expected="one kind of weight for the life of a sharded model", remedy=remedy)
+            raise UsageError(
+                what, "one kind of weight", "bind the recipe before fully_shard, and do not change it then"
+            )
         if plan is not None:
-            return post_all_gather(plan, outputs, param_dtype, out)  # type: ignore[arg-type]
+            return post_all_gather(plan, outputs, param_dtype, out)
         # FSDP fills the same memory at every gather, so that one view of it stays the weight.
-        return None if out is not None else (outputs[0][: metadata[0]].view(metadata), ())  # type: ignore[arg-type]
+        return None if out is not None else (outputs[0][: metadata[0]].view(metadata), ())
 
 
 def _quantizer_of(module: Any) -> Quantizer:
@@ -176,7 +171,9 @@ def _quantize_together(parameters: Sequence[GatheredParameter], param_dtype: tor
     made: dict[torch.nn.Module, _Made] = {}
     local: Any
     for shard, size, module in parameters:
-        values: torch.Tensor = shard.high_precision()  # type: ignore[attr-defined]
+        if not isinstance(shard, HighPrecisionWeight):
+            continue
+        values = shard.high_precision()
         dtype, quantizer = param_dtype or values.dtype, _quantizer_of(module).with_usage(True, True)
         if not _gathers_quantized(quantizer, size, world):
             continue
