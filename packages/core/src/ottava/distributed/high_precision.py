@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ottava import torch_private
-from ottava.distributed.fsdp2 import GatheredParameter, gathered_together
+from ottava.distributed.fsdp2 import gathered_together
 from ottava.distributed.hooks import GatherPlan, check_shard, padded, post_all_gather, pre_all_gather
 from ottava.distributed.rules import ShardBatches, rule_of
 from ottava.distributed.shards import ShardJob, shard_output
@@ -119,8 +119,8 @@ class HighPrecisionWeight(torch.Tensor):
         if known is None or known[:2] != (version_of(values), dtype):
             if not _gathers_quantized(_quantizer_of(module), orig_size, world):
                 return (padded(values.to(dtype), math.ceil(orig_size[0] / world)).contiguous(),), orig_size
-            others = [p for p in gathered_together(module) if p.module is not module]
-            _quantize_together([GatheredParameter(self, orig_size, module), *others], mp_policy.param_dtype, group)
+            others = [parameter for parameter in gathered_together(module) if parameter[2] is not module]
+            _quantize_together([(self, orig_size, module), *others], mp_policy.param_dtype, group)
             known = _quantized.pop(module)
         return pre_all_gather(known[2], mesh, orig_size, module)
 
@@ -136,7 +136,7 @@ class HighPrecisionWeight(torch.Tensor):
                 what, "one kind of weight", "bind the recipe before fully_shard, and do not change it then"
             )
         if plan is not None:
-            return post_all_gather(plan, outputs, param_dtype, out)
+            return post_all_gather(plan, outputs, param_dtype, out)  # type: ignore[arg-type]
         # FSDP fills the same memory at every gather, so that one view of it stays the weight.
         return None if out is not None else (outputs[0][: metadata[0]].view(metadata), ())
 
@@ -164,7 +164,7 @@ def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bo
     return even and rows % rule.rows_of_blocks(quantizer) == 0 and (independent is None or len(size) > 1)
 
 
-def _quantize_together(parameters: Sequence[GatheredParameter], param_dtype: torch.dtype | None, group: Any) -> None:
+def _quantize_together(parameters: Sequence[Any], param_dtype: torch.dtype | None, group: Any) -> None:
     """Quantize the shards of parameters that are gathered together, with one all-reduce for all that need any."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     jobs: list[ShardJob] = []

@@ -18,7 +18,7 @@ from ottava.collectives import all_reduce_max
 from ottava.distributed import fsdp2
 from ottava.distributed.rules import rule_of
 from ottava.distributed.shards import check_blocks
-from ottava.errors import ShapeError, UsageError
+from ottava.errors import ShapeError, UsageError, listed
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import StorageSpec
@@ -164,51 +164,31 @@ _agreed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictio
 
 
 def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
-    """Check once that all shards hold the same scales, and have their quantizers keep it so.
-
-    One all-reduce serves all parameters that are gathered together.
-    """
+    """Check once that all shards hold the same scales, and have the quantizer keep it so, if it knows how."""
     # The name is kept, not the group, because a tensor must not keep a destroyed group alive.
     name = group.group_name
     if tensor._shard_group == name:
         return
-    if isinstance(module, torch.nn.Module) and _agreed.get(module) == name:
-        # FSDP pads the last shard again after a load, so that one rank may have a new tensor where the others have not:
-        # a comparison here would wait for them forever.
-        _share(tensor, name)
-        return
-    together = [(p.shard, p.module) for p in fsdp2.gathered_together(module)]
-    shards: list[Any] = [(shard, owner) for shard, owner in together if getattr(shard, "_shard_group", name) != name]
-    if not any(shard is tensor for shard, _ in shards):
-        shards = [(tensor, module)]
-    shared = [(shard, inner) for shard, _ in shards for inner in shard.shared_inner()]
-    if shared:
-        scales = [getattr(shard, inner.attribute).float().reshape(-1) for shard, inner in shared]
-        values = torch.cat(scales)
+    shared, quantizer, known = tensor.shared_inner(), tensor._quantizer, isinstance(module, torch.nn.Module)
+    # FSDP pads the last shard again after a load, so that one rank may have a new tensor where the others have not: a
+    # second comparison would wait for them forever.
+    if shared and not (known and _agreed.get(module) == name):
+        values = torch.cat([getattr(tensor, inner.attribute).float().reshape(-1) for inner in shared])
         largest, smallest = all_reduce_max(torch.stack([values, -values]), group)
-        differs = (largest != -smallest).split([each.numel() for each in scales])
-        for (shard, inner), wrong in zip(shared, differs, strict=True):
-            if wrong.any():
-                what = f"the shards of a {type(shard).__name__} have different {inner.argument!r}"
-                expected = "one value for all shards of a weight"
-                raise UsageError(what, expected=expected, remedy="set the values of the weight before it is sharded")
-    for shard, owner in shards:
-        _share(shard, name)
-        if isinstance(owner, torch.nn.Module):
-            _agreed[owner] = name
-
-
-def _share(shard: QuantizedTensor, group: str) -> None:
-    """Have the quantizer of a shard keep the scale that all of them have, if it knows how."""
-    quantizer: Any = shard._quantizer
+        if not torch.equal(largest, -smallest):
+            what = f"the shards of a {type(tensor).__name__} have different {listed([i.argument for i in shared])}"
+            remedy = "set the values of the weight before it is sharded"
+            raise UsageError(what, "one value for all shards of a weight", remedy)
     if quantizer is not None:
-        silent, shared = type(quantizer).for_shards is Quantizer.for_shards, shard.shared_inner()
+        silent = type(quantizer).for_shards is Quantizer.for_shards
         if silent and shared and rule_of(quantizer).independent_rows(quantizer) is None:
-            what = f"the shards of a {type(shard).__name__} share {shared[0].argument!r}, and a "
+            what = f"the shards of a {type(tensor).__name__} share {shared[0].argument!r}, and a "
             what += f"{type(quantizer).__name__} does not say how they are to keep one value"
             remedy = "define it, or keep the weights in high precision"
-            raise UsageError(what, expected="a quantizer that defines for_shards(group)", remedy=remedy)
-        shard.update_quantizer(quantizer.for_shards(group))
-    shard._shard_group = group
+            raise UsageError(what, "a quantizer that defines for_shards(group)", remedy)
+        tensor.update_quantizer(quantizer.for_shards(name))
+    if known:
+        _agreed[module] = name
+    tensor._shard_group = name
     # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale, so that it may have its own.
-    shard._whole = None
+    tensor._whole = None
