@@ -105,13 +105,8 @@ def post_all_gather(
         whole[inner.argument] = inner.as_held(output[: plan.size[0]] if inner.block_rows is None else output)
     if out is not None:
         for inner in out.inner_tensors:
-            data = whole.get(inner.argument)
-            if data is not None:
-                held = getattr(out, inner.attribute)
-                if held is None or held.data_ptr() != data.data_ptr() or held.shape != data.shape:
-                    setattr(out, inner.attribute, data)
-            elif inner.shared or inner.gather:
-                setattr(out, inner.attribute, plan.shared[inner.argument])
+            if inner.shared or inner.gather:
+                setattr(out, inner.attribute, (plan.shared | whole)[inner.argument])
         out.mark_written()
         return None
     fields = {f.argument: v for f, v in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)}
