@@ -104,8 +104,8 @@ def unflatten_state_dict(
     for alias, stored in aliases.items():
         if stored not in tensors or alias in tensors:
             where = "stored beside it" if stored in tensors else "missing"
-            what = f"{alias!r} is said to be {stored!r}, which is {where}"
-            raise CheckpointError(what, "one of them", "the metadata is damaged")
+            what = f"damaged metadata: {alias!r} is said to be {stored!r}, which is {where}"
+            raise CheckpointError(what, "one of the two")
         state[alias] = tensors[stored]
     made = {name: _unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
     if both := state.keys() & made.keys():
@@ -191,8 +191,7 @@ def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor])
             raise CheckpointError(f"tensor {key!r} is missing", expected=f"every inner tensor of {name!r}")
     cls = _find_class(name, entry)
     if not entry["tensors"] or not {*entry["tensors"]} <= {declared.argument for declared in cls.inner_tensors}:
-        what = f"{name!r} has the tensors {entry['tensors']!r:.80}"
-        raise CheckpointError(what, expected="those of its class", remedy="the metadata is damaged")
+        raise CheckpointError(f"{name!r} has the tensors {entry['tensors']!r:.80}", "those of its class")
     held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
     inner: list[torch.Tensor | None] = []
     # A class of any author meets values that no code of its own has made.

@@ -66,8 +66,7 @@ def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
         expected = "shards of rows, which fully_shard makes by default"
         raise ShapeError(what, expected=expected, remedy="leave shard_placement_fn out for quantized weights")
     if fsdp2.resharded_to_fewer(module):
-        what = "reshard_after_forward is a number, which torch does not support for weights with gather hooks"
-        raise UsageError(what, expected="True or False")
+        raise UsageError("reshard_after_forward is a number, which torch refuses for gather hooks", "True or False")
 
 
 def padded(values: torch.Tensor, rows: int) -> torch.Tensor:
@@ -396,8 +395,7 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
                 owners.setdefault(parameter, []).append((module, name))
     chosen = {weight: places for weight, places in owners.items() if all(map(_is_gathered, places))}
     if not chosen:
-        what = "no layer of the model has a recipe bound"
-        raise UsageError(what, expected="layers of ottava.convert(model, recipe)", remedy="convert the model first")
+        raise UsageError("no layer of the model has a recipe bound", "layers of ottava.convert(model, recipe)")
     if any(map(torch_private.is_distributed, chosen)):
         raise UsageError("the model is sharded already", "a model before fully_shard", "call gather_quantized first")
     for weight, places in chosen.items():

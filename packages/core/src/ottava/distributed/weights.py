@@ -235,8 +235,7 @@ class _Weight:
         self.what, self.storage, (rows, self.group) = what, local_tensor(weight), _rows_of(weight, what)
         storage = self.storage
         if not isinstance(storage, QuantizedTensorStorage):
-            remedy = "leave weights in high precision to their optimizer"
-            raise DTypeError(f"{what} is a {type(storage).__name__}", "a quantized tensor", remedy)
+            raise DTypeError(f"{what} is a {type(storage).__name__}", "a quantized tensor", "leave it to its optimizer")
         quantizer = storage._quantizer if quantizer is None else quantizer
         if quantizer is None:
             raise UsageError(f"{what} has no quantizer", remedy="pass quantizers, or set one with update_quantizer()")
@@ -333,8 +332,7 @@ def _check_agreement(weights: Sequence[_Weight]) -> None:
         what, storage, quantizer = weight.what, weight.storage, weight.job.quantizer
         twin, first = places.setdefault(id(storage), weight), seen.setdefault(type(quantizer), weight)
         if twin is not weight:
-            expected, remedy = "each weight once, with one shard on a rank", "list weights that layers share once"
-            raise OptionError(f"{what} is {twin.what} again", expected=expected, remedy=remedy)
+            raise OptionError(f"{what} is {twin.what} again", "each weight once", "list weights that layers share once")
         static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
         usages, shape, dtype = storage.get_usages(), (1,) * len(weight.shape), storage.dtype
         key = (type(storage), static, tuple(usages.values()), dtype, shape, quantizer)
