@@ -136,12 +136,11 @@ def convert_file(
 
 def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | None, torch.dtype | None]:
     """The name of what tensors become, and the recipe or the dtype of high precision."""
-    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
-        return recipe, get_recipe(recipe, **options), None
-    if options:
+    dtype = HIGH_PRECISION_NAMES.get(recipe) if isinstance(recipe, str) else None
+    if options and (dtype or not isinstance(recipe, str)):
         raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
     if isinstance(recipe, str):
-        return recipe, None, HIGH_PRECISION_NAMES[recipe]
+        return recipe, None if dtype else get_recipe(recipe, **options), dtype
     made = as_recipe(recipe)
     return made.name, made, None
 

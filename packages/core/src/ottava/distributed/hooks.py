@@ -88,7 +88,7 @@ def pre_all_gather(
     binding = getattr(module, "_binding", None)
     if binding is not None:
         binding.own_shard(module, tensor)
-    _agree(tensor, group, module)
+    _agree(tensor, size, group, module)
     fsdp2.drop_flat_copies(module)
     world, gathered = dist.get_world_size(group), _to_gather(tensor, module)
     if world > 1:
@@ -174,20 +174,21 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     check_blocks(coming, size, range(math.ceil(size[0] / world)), f"a shard of a {type(tensor).__name__}")
 
 
-# Module -> the name of the group whose ranks have compared the scales of its weight.
-_agreed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+# Module -> the name of the group whose ranks have compared the scales of a weight, and the size of the weight.
+_agreed: weakref.WeakKeyDictionary[torch.nn.Module, set[tuple[str, torch.Size]]] = weakref.WeakKeyDictionary()
 
 
-def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
+def _agree(tensor: QuantizedTensor, size: torch.Size, group: Any, module: Any) -> None:
     """Check once that all shards hold the same scales, and have the quantizer keep it so, if it knows how."""
     # The name is kept, not the group, because a tensor must not keep a destroyed group alive.
     name = group.group_name
     if tensor._shard_group == name:
         return
-    shared, quantizer, known = tensor.shared_inner(), tensor._quantizer, isinstance(module, torch.nn.Module)
+    known = _agreed.setdefault(module, set()) if isinstance(module, torch.nn.Module) else set()
+    shared, quantizer = tensor.shared_inner(), tensor._quantizer
     # FSDP pads the last shard again after a load, so that one rank may have a new tensor where the others have not: a
     # second comparison would wait for them forever.
-    if shared and not (known and _agreed.get(module) == name):
+    if shared and (name, size) not in known:
         values = torch.cat([getattr(tensor, inner.attribute).float().reshape(-1) for inner in shared])
         largest, smallest = all_reduce_max(torch.stack([values, -values]), group)
         if not torch.equal(largest, -smallest):
@@ -202,8 +203,7 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
             remedy = "define it, or keep the weights in high precision"
             raise UsageError(what, "a quantizer that defines for_shards(group)", remedy)
         tensor.update_quantizer(quantizer.for_shards(name))
-    if known:
-        _agreed[module] = name
+    known.add((name, size))
     tensor._shard_group = name
     # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale, so that it may have its own.
     tensor._whole = None

@@ -159,16 +159,12 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     Raises:
         DTypeError: an entry is no tensor.
     """
-    tensors = (torch.Tensor, QuantizedTensorStorage)
-    if isinstance(model_weights, tensors):
-        model_weights = [model_weights]
-    if not isinstance(model_weights, (list, tuple)):
-        raise DTypeError(f"model_weights is a {type(model_weights).__name__}", expected="a list of weights")
-    for weight in model_weights:
-        if not isinstance(weight, tensors):
-            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a tensor")
+    weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
+    for weight in weights:
+        if not isinstance(weight, (torch.Tensor, QuantizedTensorStorage)):
+            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a list of tensors")
     with torch.no_grad():
-        for local in map(local_tensor, model_weights):
+        for local in map(local_tensor, weights):
             if isinstance(local, QuantizedTensorStorage):
                 local.rebuild_derived(force=True)
                 local.rebuilds_derived = True
