@@ -16,7 +16,7 @@ from ottava.kernels.table import rounded, sum_rows
 from ottava.recipes.binding import Call
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import rebuild_saved
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import forward_ad, is_view, tracing, transforms, unsafe_view
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -39,22 +39,15 @@ def quantized_linear(
     if torch.is_grad_enabled():
         return _apply(x, weight, bias, rest, True)  # type: ignore[no-any-return]
     # No backward pass follows, so that nothing is saved.
-    return _product(x, weight, bias, call, dtype, kept, False, False, False)[0]
+    return _product(x, weight, bias, rest, False, False)[0]
 
 
 def _product(
-    x: torch.Tensor,
-    weight: Any,
-    bias: Any,
-    call: Call,
-    dtype: torch.dtype,
-    kept: Any,
-    x_needs: bool,
-    w_needs: bool,
-    observed: bool,
+    x: torch.Tensor, weight: Any, bias: Any, rest: Any, x_needs: bool, w_needs: bool
 ) -> tuple[torch.Tensor, Any, Any]:
     """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
-    state: Any = call.state
+    call, dtype, kept, _, observed = rest
+    state = call.state
     matrix = x if x.dim() == 2 else as_matrix(x)
     columnwise = w_needs and "input" not in state.wgrad_unquantized
     quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=call.recording)
@@ -72,10 +65,6 @@ def _product(
     return y, qx, qw
 
 
-# What is saved of an operand that no gradient needs.
-_NOTHING: tuple[list[torch.Tensor | None], StorageSpec | None] = ([None], None)
-
-
 class LinearFunction(torch.autograd.Function):
     """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands. Saved for backward are these,
     columnwise, as gradients need them; only a recipe that asks for it has its input saved in high precision."""
@@ -84,24 +73,23 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rest: Any, grad_enabled: bool
     ) -> torch.Tensor:
-        call, dtype, kept, main_grad, observed = rest
+        call, dtype, kept, main_grad, _ = rest
         x_needs, w_needs, b_needs = ctx.needs_input_grad[:3]
         x_needs, w_needs = grad_enabled and x_needs, grad_enabled and w_needs
-        y, qx, qw = _product(x, weight, bias, call, dtype, kept, x_needs, w_needs, observed)
+        y, qx, qw = _product(x, weight, bias, rest, x_needs, w_needs)
         primary = isinstance(weight, QuantizedTensorStorage)
-        x_tensors: Any
-        if w_needs and "input" in call.state.wgrad_unquantized:
-            x_tensors, x_spec = [as_matrix(x.detach()).to(dtype)], None
-        else:
-            x_tensors, x_spec = qx.flatten_columnwise() if w_needs else _NOTHING
-        if not x_needs or primary:
-            w_tensors, w_spec = _NOTHING
-        else:
-            w_tensors, w_spec = qw.flatten_columnwise() if kept is None else qw.flatten_storage()
+        # Tensors and what they are of: nothing, for an operand that no gradient needs.
+        of_x: Any = ([None], None)
+        of_w = of_x
+        if w_needs:
+            high = "input" in call.state.wgrad_unquantized
+            of_x = ([as_matrix(x.detach()).to(dtype)], None) if high else qx.flatten_columnwise()
+        if x_needs and not primary:
+            of_w = qw.flatten_columnwise() if kept is None else qw.flatten_storage()
         # An FP8-primary weight is saved as the parameter itself, so that autograd notices a write to it.
-        ctx.save_for_backward(*x_tensors, *w_tensors, weight if x_needs and primary else None)
+        ctx.save_for_backward(*of_x[0], *of_w[0], weight if x_needs and primary else None)
         ctx.rest = (
-            (x_spec, w_spec),
+            (of_x[1], of_w[1]),
             # Not the kept weight: the graph outlives the backward pass, and would keep it for as long.
             (call.state, dtype, main_grad, weight if main_grad is not None else None),
             (x.shape, x.dtype, weight.dtype, bias.dtype if bias is not None and b_needs else None),
