@@ -112,9 +112,11 @@ class KeptWeight:
 
 
 def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
-    """``Module._apply`` of a layer, by ``apply(fn)``, which keeps a quantized weight quantized."""
-    weight: Any = layer._parameters.get("weight")
-    without_values = layer.weight.is_meta
+    """``Module._apply`` of a layer, by ``apply(fn)``: a quantized weight stays quantized, and the buffers of a state
+    keep their dtypes, because scales are exact in a model that goes to bfloat16."""
+    weight, state = layer._parameters.get("weight"), layer._modules.get("recipe_state")
+    exact = {} if state is None else {id(buffer): buffer for buffer in state.buffers()}
+    without_values, without_state = layer.weight.is_meta, any(buffer.is_meta for buffer in exact.values())
     kept: Any = None
     if isinstance(weight, QuantizedTensor):
         with torch.no_grad():
@@ -122,8 +124,13 @@ def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
             if not isinstance(kept, QuantizedTensor) and kept.dtype in HIGH_PRECISION:
                 # What would dequantize it keeps its data.
                 kept = weight.to(kept.device).to_dtype(kept.dtype)  # type: ignore[attr-defined]
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = kept if tensor is weight and kept is not None else fn(tensor)
+        return tensor.to(made.device) if id(tensor) in exact and made.dtype != tensor.dtype else made
+
     if kept is None or kept.is_meta is not without_values:
-        apply(fn if kept is None else lambda t: kept if t is weight else fn(t))
+        apply(moved)
     else:
         # torch swaps a parameter of a subclass for another one, which has neither its attributes nor its hooks. A
         # plain parameter is given new data, and so is this one.
@@ -133,11 +140,13 @@ def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
             weight.grad.data = fn(weight.grad)
         layer._parameters["weight"] = None
         try:
-            apply(fn)
+            apply(moved)
         finally:
             layer._parameters["weight"] = weight
     if without_values and not layer.weight.is_meta:
         _share_shards(layer)
+    if without_state and not any(buffer.is_meta for buffer in state.buffers()):
+        state.reset()
 
 
 def _share_shards(layer: Any) -> None:
