@@ -19,7 +19,7 @@ from ottava.nn.loading import OF_STATE, fill_in_states
 from ottava.nn.report import LEFT_ALONE, ConversionReport, conversion_report
 from ottava.nn.weight import quantized_parameter
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.region import begins_steps, has_step
+from ottava.recipes.region import ConvertedModel, begins_steps
 from ottava.tensors import QuantizedTensor
 from ottava.tensors.declaration import check_flag
 from ottava.torch_private import is_distributed
@@ -127,7 +127,7 @@ def convert(
     for owner in result.modules():
         owner._parameters.update({name: weights[p] for name, p in owner._parameters.items() if p in weights})
     if any(state.stateful for state in states.values()):
-        if not has_step(result):
+        if not isinstance(result, ConvertedModel):
             result.register_load_state_dict_pre_hook(fill_in_states)
         step = begins_steps(result)
         for layer in replacements.values():

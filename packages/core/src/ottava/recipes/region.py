@@ -177,11 +177,6 @@ class ConvertedModel(torch.nn.Module):
         return _as_converted, tuple(named if one is own else one for one in (make, *arguments)), *rest
 
 
-def has_step(model: Any) -> bool:
-    """Whether the forward pass of a model is a region."""
-    return "_ottava_step" in model.__dict__
-
-
 def begins_steps(model: Any) -> Step:
     """Have the forward pass of a model be a region, at whose entry all layers below it begin a step; gives the step."""
     step: Step = model.__dict__.setdefault("_ottava_step", Step())
