@@ -1,6 +1,10 @@
-"""The three products of a layer, one by one: what looks at their tensors, and may change them."""
+"""The three products of a layer, one by one: what looks at their tensors, and may change them.
+
+A layer that is watched computes what others compute, bit for bit, unless an inspection changes something.
+"""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -8,7 +12,11 @@ import torch
 
 from ottava import debug, prepare_for_saving, restore_from_saved
 from ottava.gemm import as_matrix, gemm
+from ottava.kernels.products import without_autocast
+from ottava.nn.checks import autocast_dtype
+from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
 from ottava.tensors import QuantizedTensorStorage
+from ottava.torch_private import is_view, unsafe_view
 
 #: GEMM -> its operands and its result. They are called as in the configurations of nvdlfw-inspect.
 TENSORS = {
@@ -18,6 +26,7 @@ TENSORS = {
 }
 #: What recipes call the operands.
 ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
+_OPERANDS = [(gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors[:2]]
 
 
 class Inspection:
@@ -25,11 +34,18 @@ class Inspection:
     again when activations are recomputed gets the same tensors."""
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
-        """Whether a product takes an operand quantized where the recipe says so; otherwise in high precision."""
+        """Whether a product takes an operand quantized where the recipe says so; otherwise in high precision. Asked
+        once, before the forward pass."""
         return True
 
-    def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor:
-        """The values that a product takes, or gives, instead: ``values``, or others of their shape and dtype."""
+    def modifies(self, gemm: str, tensor: str) -> bool:
+        """Whether :meth:`modify` may change this one. A layer of which nothing is quantized and nothing modified is
+        computed as one in high precision. Asked once, before the forward pass."""
+        return type(self).modify is not Inspection.modify
+
+    def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor | QuantizedTensorStorage:
+        """The values that a product takes, or gives, instead: ``values``, or others of their shape and dtype. An
+        operand may be quantized, with data for the usage that the product makes of it."""
         return values
 
     def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
@@ -43,23 +59,31 @@ class Inspection:
 
 #: ``watcher(layer)`` gives an inspection of the layer for the forward pass that begins, or None.
 Watcher = Callable[[Any], Inspection | None]
-_watchers: list[Watcher] = []
+#: Whether the watcher may ever inspect layers of a name; compiled code of other layers stays in one graph.
+Selects = Callable[[str], bool]
+_watches: "list[Watch]" = []
+# Compiled code reads it, so that it is made again when other layers are watched.
+_generation = "0"
 
 
 class Watch:
-    """Layers are watched from here on, until :meth:`close` or the end of a ``with`` block."""
+    """Layers are watched from here on, until :meth:`close` or the end of a ``with`` block.
 
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-        _watchers.append(watcher)
-        debug.set_inspector(_inspector)
+    Args:
+        watcher: gives an inspection for a layer, or None.
+        selects: whether layers with a name may ever be inspected; by default all may.
+    """
+
+    def __init__(self, watcher: Watcher, selects: Selects = lambda name: True) -> None:
+        self.watcher, self.selects = watcher, selects
+        _watches.append(self)
+        _changed()
 
     def close(self) -> None:
         """Stop watching."""
-        if self._watcher in _watchers:
-            _watchers.remove(self._watcher)
-        if not _watchers:
-            debug.set_inspector(None)
+        if self in _watches:
+            _watches.remove(self)
+            _changed()
 
     def __enter__(self) -> "Watch":
         return self
@@ -68,12 +92,34 @@ class Watch:
         self.close()
 
 
+def _changed() -> None:
+    global _generation
+    _generation = str(int(_generation) + 1)
+    debug.set_inspector(_inspector if _watches else None)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _may_be_inspected(name: str, generation: str) -> bool:
+    return any(watch.selects(name) for watch in _watches)
+
+
 def _inspector(layer: Any) -> Callable[..., torch.Tensor] | None:
-    found = [inspection for watcher in _watchers if (inspection := watcher(layer)) is not None]
+    if torch.compiler.is_compiling():
+        # What a watcher says may be another thing in the next step, so that it is asked when the code runs.
+        return partial(_inspected_when_run, layer) if _may_be_inspected(layer.name, _generation) else None
+    found = _inspections(layer)
     return partial(_inspected_linear, found) if found else None
 
 
+def _inspections(layer: Any) -> list[Inspection]:
+    return [found for watch in _watches if (found := watch.watcher(layer)) is not None]
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+def _inspected_when_run(layer: Any, *arguments: Any) -> torch.Tensor:
+    return _inspected_linear(_inspections(layer), *arguments)
+
+
 def _inspected_linear(
     inspections: list[Inspection],
     x: Any,
@@ -86,9 +132,15 @@ def _inspected_linear(
     observed: bool,
 ) -> torch.Tensor:
     products = _Products(inspections, call, dtype, main_grad)
+    if not products.modified and not any(products.quantized_operands.values()):
+        return _in_high_precision(products, x, weight, bias)
+    if not inspections:
+        return quantized_linear(x, weight, bias, call, dtype, kept, main_grad, observed)
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
-    return _InspectedLinear.apply(x, weight, bias, products, kept, torch.is_grad_enabled())  # type: ignore[no-any-return, no-untyped-call]
+    with without_autocast(x.device.type):
+        arguments = x, weight, bias, products, kept, torch.is_grad_enabled()
+        return _InspectedLinear.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Products:
@@ -99,53 +151,122 @@ class _Products:
     ) -> None:
         self.inspections, self.call, self.state = inspections, call, call.state
         self.dtype, self.main_grad = dtype, main_grad
+        # Decided once, because what is saved for the backward pass depends on it.
+        self.quantized_operands = {pair: self._quantizes(*pair) for pair in _OPERANDS}
+        every = [(gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors]
+        self.modified = {pair for pair in every if any(found.modifies(*pair) for found in inspections)}
 
-    def quantizes(self, gemm: str, tensor: str) -> bool:
-        """Whether a product takes an operand quantized."""
-        if self.state is None or (gemm == "wgrad" and ROLES[tensor] in self.state.wgrad_unquantized):
+    def _quantizes(self, gemm_type: str, tensor: str) -> bool:
+        if self.state is None or (gemm_type == "wgrad" and ROLES[tensor] in self.state.wgrad_unquantized):
             return False
-        return all(inspection.quantizes(gemm, tensor) for inspection in self.inspections)
+        return all(inspection.quantizes(gemm_type, tensor) for inspection in self.inspections)
 
-    def quantized(self, tensor: str, values: Any, rowwise: bool, columnwise: bool) -> Any:
-        """The operand as the recipe quantizes it for the usages; None for none."""
+    def quantized(self, tensor: str, values: Any, rows_of: str, columns_of: str, needed: bool = True) -> Any:
+        """The operand as the recipe quantizes it for a product by rows, and if it is ``needed`` for one by columns;
+        None where both take it in high precision."""
+        rowwise = self.quantized_operands.get((rows_of, tensor), False)
+        columnwise = needed and self.quantized_operands.get((columns_of, tensor), False)
         if isinstance(values, QuantizedTensorStorage) or not (rowwise or columnwise):
             return values if rowwise or columnwise else None
         options: dict[str, Any] = {} if tensor == "gradient" else {"recording": self.call.recording}
         quantizer = self.state.quantizer(ROLES[tensor], rowwise=rowwise, columnwise=columnwise, **options)
         return quantizer.quantize_impl(values, self.dtype)
 
-    def operand(self, gemm: str, tensor: str, values: Any, quantized: Any, observed: bool = True) -> Any:
+    def operand(self, gemm_type: str, tensor: str, values: Any, quantized: Any, observed: bool = True) -> Any:
         """What a product takes: quantized, or a matrix in high precision."""
         plain = values.dequantize() if isinstance(values, QuantizedTensorStorage) else values
-        changed = self._modified(gemm, tensor, plain)
-        takes_quantized = self.quantizes(gemm, tensor)
-        if takes_quantized and changed is not plain:
-            by_column = gemm == "wgrad" or (gemm == "dgrad" and tensor == "weight")
+        taken: Any = plain
+        if (gemm_type, tensor) in self.modified:
+            taken = self._modified(gemm_type, tensor, plain)
+        if not self.quantized_operands[gemm_type, tensor]:
+            quantized = None
+            taken = taken.dequantize() if isinstance(taken, QuantizedTensorStorage) else taken
+        elif isinstance(taken, QuantizedTensorStorage):
+            quantized, taken = taken, plain
+        elif taken is not plain:
+            by_column = gemm_type == "wgrad" or (gemm_type == "dgrad" and tensor == "weight")
             quantizer = self.state.quantizer(
                 ROLES[tensor], rowwise=not by_column, columnwise=by_column, recording=False
             )
-            quantized = quantizer.quantize_impl(changed, self.dtype)
+            quantized = quantizer.quantize_impl(taken, self.dtype)
         if observed:
-            self._observe(gemm, tensor, changed, quantized if takes_quantized else None)
-        return quantized if takes_quantized else changed.to(self.dtype)
+            self.observe(gemm_type, tensor, taken, quantized)
+        return taken.to(self.dtype) if quantized is None else quantized
 
-    def multiply(self, name: str, left: Any, right: Any, observed: bool = True, **options: Any) -> torch.Tensor:
+    def multiply(self, gemm_type: Any, left: Any, right: Any, observed: bool = True, **options: Any) -> torch.Tensor:
         """A product of operands, as the inspections leave it."""
-        made = gemm(left, right, name, out_dtype=self.dtype, **options)  # type: ignore[arg-type]
-        result = TENSORS[name][2]
-        made = self._modified(name, result, made)
+        made = gemm(left, right, gemm_type, out_dtype=self.dtype, **options)
+        result = TENSORS[gemm_type][2]
+        if (gemm_type, result) in self.modified:
+            made = self._modified(gemm_type, result, made)
         if observed:
-            self._observe(name, result, made, None)
+            self.observe(gemm_type, result, made)
         return made
 
-    def _modified(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor:
+    def _modified(self, gemm_type: str, tensor: str, values: torch.Tensor) -> Any:
+        found: Any = values
         for inspection in self.inspections:
-            values = inspection.modify(gemm, tensor, values)
-        return values
+            plain = found.dequantize() if isinstance(found, QuantizedTensorStorage) else found
+            changed = inspection.modify(gemm_type, tensor, plain)
+            found = found if changed is plain else changed
+        return found
 
-    def _observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: Any) -> None:
+    def observe(self, gemm_type: str, tensor: str, values: torch.Tensor, quantized: Any = None) -> None:
+        """Have the inspections look at an operand or a result."""
         for inspection in self.inspections:
-            inspection.observe(gemm, tensor, values, quantized)
+            inspection.observe(gemm_type, tensor, values, quantized)
+
+
+def _in_high_precision(products: _Products, x: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    """A layer of which nothing is quantized and nothing modified: core's own functions compute it, and what passes
+    through is looked at on its way."""
+    amp_dtype, main_grad = autocast_dtype(weight, False), products.main_grad
+    region: AbstractContextManager[object] = nullcontext()
+    if products.state is not None and {x.dtype, weight.dtype} != {products.dtype}:
+        # For a product of quantized operands torch.autocast was switched off.
+        amp_dtype, region = products.dtype, torch.autocast(weight.device.type, dtype=products.dtype)
+    if main_grad is not None:
+        weight = IntoMainGrad.apply(weight, (main_grad,))  # type: ignore[no-untyped-call]
+    elif isinstance(weight, QuantizedTensorStorage):
+        weight = weight.dequantize()
+    if isinstance(x, QuantizedTensorStorage):
+        x = x.dequantize()
+
+    def seen(gemm_type: str, tensor: str, values: torch.Tensor) -> None:
+        products.observe(gemm_type, tensor, as_matrix(values.detach()).to(products.dtype))
+
+    def tapped(gemm_type: str, result: str, values: torch.Tensor) -> Any:
+        look = partial(seen, gemm_type, result)
+        return _Tap.apply(values, look) if values.requires_grad else values  # type: ignore[no-untyped-call]
+
+    def take_gradient(dy: torch.Tensor) -> None:
+        for gemm_type, operand, needed in (("dgrad", weight, x.requires_grad), ("wgrad", x, weight.requires_grad)):
+            if needed:
+                seen(gemm_type, "gradient", dy)
+                seen(gemm_type, TENSORS[gemm_type][1], operand)
+
+    with region:
+        y = high_precision_linear(tapped("dgrad", "dgrad", x), tapped("wgrad", "wgrad", weight), bias, amp_dtype)
+    if not products.call.recomputed:
+        for tensor, values in zip(TENSORS["fprop"], (x, weight, y), strict=True):
+            seen("fprop", tensor, values)
+    if y.requires_grad and products.inspections:
+        y.register_hook(take_gradient)
+    return y
+
+
+class _Tap(torch.autograd.Function):
+    """Values unchanged, whose gradient is looked at."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, look: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        ctx.look = look
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.look(grads[0])
+        return grads[0], None
 
 
 class _InspectedLinear(torch.autograd.Function):
@@ -158,10 +279,8 @@ class _InspectedLinear(torch.autograd.Function):
         x_needs, w_needs, b_needs = (needed and grad_enabled for needed in ctx.needs_input_grad[:3])
         observed = not products.call.recomputed
         matrix, plain_weight = as_matrix(x.detach()), weight.detach()
-        rows, columns = products.quantizes("fprop", "activation"), products.quantizes("wgrad", "activation")
-        qx = products.quantized("activation", matrix, rows, columns and w_needs)
-        rows, columns = products.quantizes("fprop", "weight"), products.quantizes("dgrad", "weight")
-        qw = kept if kept is not None else products.quantized("weight", plain_weight, rows, columns and x_needs)
+        qx = products.quantized("activation", matrix, "fprop", "wgrad", w_needs)
+        qw = kept if kept is not None else products.quantized("weight", plain_weight, "fprop", "dgrad", x_needs)
         left = products.operand("fprop", "activation", matrix, qx, observed)
         right = products.operand("fprop", "weight", plain_weight, qw, observed)
         added = None if bias is None else bias.detach()
@@ -172,7 +291,8 @@ class _InspectedLinear(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         bias_dtype = bias.dtype if bias is not None and b_needs else None
         ctx.rest = products, (x.shape, x.dtype, weight.dtype, bias_dtype), weight
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        # The output must not be a view, because an activation, say, may modify it in place.
+        return unsafe_view(y, [*x.shape[:-1], y.shape[-1]]) if x.dim() != 2 or is_view(y) else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -182,8 +302,7 @@ class _InspectedLinear(torch.autograd.Function):
         if state is not None and state.stateful:
             state.note_backward()
         x, qx, weight, qw = restore_from_saved(ctx.saved_tensors, ctx.specs)
-        rows = weight is not None and products.quantizes("dgrad", "gradient")
-        columns = x is not None and products.quantizes("wgrad", "gradient")
+        rows, columns = "" if weight is None else "dgrad", "" if x is None else "wgrad"
         qdy = products.quantized("gradient", dy, rows, columns)
         dx = dw = db = None
         if weight is not None:
@@ -195,13 +314,21 @@ class _InspectedLinear(torch.autograd.Function):
             right = products.operand("wgrad", "activation", as_matrix(x), qx)
             dw = products.multiply("wgrad", left, right)
             if products.main_grad is not None:
-                products.main_grad.add_(dw)
-                for owner in (parameter, parameter._base):
-                    if hasattr(owner, "grad_added_to_main_grad"):
-                        owner.grad_added_to_main_grad = True
-                dw = None
-            else:
-                dw = dw.to(w_dtype)
+                _add_to_main_grad(products, left, right, dw, parameter)
+            dw = dw.to(w_dtype) if products.main_grad is None else None
         if bias_dtype is not None:
-            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+            narrow = dy.is_cuda and dy.dtype == bias_dtype and dy.numel() * dy.element_size() < 2**31
+            db = dy.sum(0, dtype=dy.dtype if narrow else torch.float32).to(bias_dtype)
         return dx, dw, db, None, None, None
+
+
+def _add_to_main_grad(products: _Products, left: Any, right: Any, dw: torch.Tensor, parameter: Any) -> None:
+    """Add the gradient of the weight to ``main_grad``; one that is not modified is rounded once, in the sum."""
+    main_grad: Any = products.main_grad
+    if ("wgrad", "wgrad") in products.modified:
+        main_grad.add_(dw)
+    else:
+        gemm(left, right, "wgrad", out_dtype=products.dtype, out=main_grad, accumulate=True)
+    for owner in (parameter, parameter._base):
+        if hasattr(owner, "grad_added_to_main_grad"):
+            owner.grad_added_to_main_grad = True

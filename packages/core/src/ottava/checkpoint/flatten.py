@@ -7,20 +7,19 @@ rows; those that serve every usage are equal on all ranks; those that derive fro
 
 import contextlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ottava.checkpoint.files import DTYPES, METADATA_KEY, check_dense, dtype_name, read_tensors, write_tensors
-from ottava.distributed.shards import check_blocks
+from ottava.distributed.shards import check_blocks, row_of
 from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError, named, translated
 from ottava.filesystem import AnyPath, Partial, as_path, check_file_target
 from ottava.recipes.registry import import_offered
-from ottava.tensors.declaration import as_data
+from ottava.tensors.declaration import InnerTensor, as_data, native_dtype
 from ottava.tensors.quantizer import as_device
-from ottava.tensors.storage import InnerTensor, QuantizedTensorStorage, StorageSpec, native_dtype, storage_classes
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec, storage_classes
 
 #: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are
 #: held, and the static fields by argument.
@@ -206,7 +205,7 @@ def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor])
             native = fields[declared.native] if isinstance(declared.native, str) else declared.native
             tensor = held.get(declared.argument)
             inner.append(tensor if native is None else as_data(tensor, native, repr(declared.argument)))
-        return StorageSpec(cls, tuple(fields.values()), None).build(inner)
+        return StorageSpec(cls, tuple(fields.values()), None).build(inner)  # type: ignore[no-any-return]
 
 
 def _encode_static(value: Any) -> Any:
@@ -311,9 +310,7 @@ def sharded_rows(
     # Of an empty shard nothing is cut, wherever it begins.
     if local[0]:
         check_blocks([inner], shape, range(offsets[0], offsets[0] + local[0]), f"the shard of {name!r}")
-    # Without blocks a row is an index of the first dimension.
-    each, block = (1, 1) if inner.block_rows is None else (math.prod(shape[1:-1]), inner.block_rows)
-    rows, first, own = (-(-n * each // block) for n in (shape[0], offsets[0], local[0]))
+    rows, first, own = (row_of(inner, shape, row) for row in (shape[0], offsets[0], local[0]))
     if (found := inner.by_rows(tensor).shape[0]) != own:
         raise ShapeError(f"{inner.argument!r} of {name!r} has {found} rows", expected=str(own))
     return rows, first

@@ -112,7 +112,7 @@ class Linear(torch.nn.Linear):
         state = call.state
         inspected = None if function.inspector is None else function.inspector(self)
         if state is None:
-            return self._high_precision(input, inspected)
+            return self._high_precision(input, call, inspected)
         # A module searches several places for an attribute. (Parametrizations put these elsewhere.)
         own: Any = self._parameters
         weight: Any = self.weight if (found := own.get("weight")) is None else found
@@ -129,9 +129,9 @@ class Linear(torch.nn.Linear):
         if call.calibrating:
             for name, tensor in (("input", input), ("weight", self._plain_weight())):
                 state.quantizer(name, rowwise=True, columnwise=True).calibrate(tensor.detach())
-            return self._high_precision(input, inspected)
+            return self._high_precision(input, call, inspected)
         if state.keeps_values and call.first is None and not primary:
-            return self._high_precision(input, inspected)
+            return self._high_precision(input, call, inspected)
         if observed:
             check_use(self, input, weight, bias)
         if isinstance(input, QuantizedTensorStorage):
@@ -159,13 +159,12 @@ class Linear(torch.nn.Linear):
         weight = self._matrix()
         return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight
 
-    def _high_precision(self, input: torch.Tensor, inspected: Any = None) -> torch.Tensor:
+    def _high_precision(self, input: torch.Tensor, call: Call, inspected: Any) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
         if inspected is not None:
-            weight, amp_dtype = self._matrix(), autocast_dtype(self.weight, False)
-            dtype = checked_dtype(self, input, weight, amp_dtype)
-            with torch.autocast(device_type=weight.device.type, enabled=False):
-                return inspected(input, weight, self.bias, Call(), dtype, None, main_grad, True)  # type: ignore[no-any-return]
+            dtype = autocast_dtype(self.weight, False) or input.dtype
+            rest = self.bias, call._replace(state=None), dtype, None, main_grad, True
+            return inspected(input, self._matrix(), *rest)  # type: ignore[no-any-return]
         # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
         into: Any = IntoMainGrad.apply
         weight = self._plain_weight() if main_grad is None else into(self._matrix(), (main_grad,))

@@ -78,7 +78,8 @@ class Float8TensorStorage(GridTensorStorage):
         return _LAYOUTS[self._fp8_dtype, transposed]
 
     def _declare(self) -> None:
-        """The layout has no more to say of the inner tensors."""
+        # That of its rows. The layout has no more to say of the inner tensors.
+        self.layout_text = _LAYOUTS[self._fp8_dtype, False].text
 
     @classmethod
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
@@ -87,18 +88,13 @@ class Float8TensorStorage(GridTensorStorage):
         check_dtype(declared["dtype"])
         data, transposed = (as_data(declared[name], fp8_dtype, name) for name in ("data", "data_transpose"))  # type: ignore[arg-type]
         held = transposed if data is None else data
-        if data is not None and transposed is not None:
-            expected = _LAYOUTS[fp8_dtype, True].data_shape(data.shape, True)  # type: ignore[index]
-            if tuple(transposed.shape) != expected:
-                raise ShapeError(f"data_transpose has shape {tuple(transposed.shape)}", expected=str(expected))
+        expected = None if data is None else (*data.shape[-1:], *data.shape[:-1])
+        if expected is not None and transposed is not None and tuple(transposed.shape) != expected:
+            raise ShapeError(f"data_transpose has shape {tuple(transposed.shape)}", expected=str(expected))
         if held is not None or scale_inv is not None:
             check_scalar(scale_inv, scale_inv if held is None else held, "fp8_scale_inv")
-            scale_inv = scale_inv if scale_inv.dim() == 0 else scale_inv.reshape(())
+            scale_inv = scale_inv.reshape(()) if scale_inv.dim() else scale_inv
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
-
-    @property
-    def layout_text(self) -> str:  # type: ignore[override]
-        return _LAYOUTS[self._fp8_dtype, False].text
 
     @property
     def column_layout_text(self) -> str:

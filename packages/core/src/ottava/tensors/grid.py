@@ -66,8 +66,7 @@ def in_order(direction: Direction, layout: Layout, columnwise: bool, *, back: bo
     if not (columnwise and layout.transposed):
         return direction
     data, scales = direction
-    source, target = (-1, 0) if back else (0, -1)
-    return (data.movedim(source, target) if data.dim() else data), scales.t()
+    return (data.movedim(*((-1, 0) if back else (0, -1))) if data.dim() else data), scales.t()
 
 
 def columns(name: str, rows: str) -> Any:
@@ -118,8 +117,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         StaticField("_values_from_columns", "values_from_columns", default=False),
     )
     counts_writes = True
-    #: By what option both directions get the same values.
-    squares: ClassVar[str] = "squares of blocks"
 
     layout_text: str
     _rowwise_data: torch.Tensor | None
@@ -143,8 +140,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         layout = cls.layout_of(declared)
         check_dtype(declared["dtype"])
         check_flag("values_from_columns", declared["values_from_columns"])
-        sides = [_checked(usage, declared, layout) for usage in _USAGES]
-        rows, columns = sides
+        rows, columns = (_checked(usage, declared, layout) for usage in _USAGES)
         if rows is not None and columns is not None:
             data = in_order(columns, layout, True)[0]
             if rows[0].shape != data.shape:
@@ -153,11 +149,10 @@ class GridTensorStorage(QuantizedTensorStorage):
             if rows[0].device != data.device:
                 raise DeviceError(f"data is on {rows[0].device} and {data.device}", expected="one device")
         if layout.one_buffer:
-            sides = [rows or columns, None]
-        checked: dict[str, Any] = {"layout": layout.text} if "layout" in declared else {}
-        for usage, side in zip(_USAGES, sides, strict=True):
-            checked[f"{usage}_data"], checked[f"{usage}_scale_inv"] = (None, None) if side is None else side
-        return declared | checked
+            rows, columns = rows or columns, None
+        held = [*(rows or (None, None)), *(columns or (None, None))]
+        checked: dict[str, Any] = dict(zip((inner.argument for inner in cls.inner_tensors), held, strict=True))
+        return declared | checked | ({"layout": layout.text} if "layout" in declared else {})
 
     def _declare(self) -> None:
         # The declaration of the class has names; that of the instance also what the layout says.
@@ -187,12 +182,11 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     @classmethod
     def _by_attribute(cls, rows: Direction | None, columns: Direction | None) -> dict[str, Any]:
-        """Rows first: columns may be kept as made of them."""
-        found: dict[str, Any] = {}
+        # Data of rows first: columns may be kept as made of them.
+        found: dict[str, Any] = dict.fromkeys((*cls.data_names, *cls.scale_names))
         for side, held in enumerate((rows, columns)):
-            found[cls.data_names[side]] = None if held is None else held[0]
-            if held is not None or cls.scale_names[side] not in found:
-                found[cls.scale_names[side]] = None if held is None else held[1]
+            if held is not None:
+                found[cls.data_names[side]], found[cls.scale_names[side]] = held
         return found
 
     def _put(self, rows: Direction | None, columns: Direction | None) -> None:
@@ -232,7 +226,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         other = self.ordered(columnwise=not columnwise) if layout.square else None
         if other is None:
             self._held()
-            raise self._without(_USAGES[columnwise], f"; {_WITHOUT[_USAGES[columnwise]].format(self.squares)}")
+            raise self._without(_USAGES[columnwise], f"; {_WITHOUT[_USAGES[columnwise]]}")
         made = other[0], _other_scales(other, layout, columnwise)
         data, scales = in_order(made, layout, columnwise, back=True)
         if not layout.transposed:
@@ -246,7 +240,7 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
-        if self.grid_layout.one_buffer and getattr(self, self.data_names[0]) is not None:
+        if self.grid_layout.one_buffer and self._rows() is not None:
             return
         # Before anything is dropped: either may be made of the other.
         rows = self.for_usage(False) if rowwise else None
@@ -300,7 +294,7 @@ class GridTensorStorage(QuantizedTensorStorage):
     # -- values --
 
     def size(self, dim: int | None = None) -> Any:
-        rows = getattr(self, self.data_names[0])
+        rows = self._rows()
         shape = (self._in_order() if rows is None or self._values_from_columns else rows).shape
         return shape if dim is None else shape[dim]
 
@@ -316,7 +310,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         return values.to(wanted)
 
     def grid_operand(self, *, columnwise: bool) -> Direction | None:
-        data, scales = self.for_usage(columnwise)
+        data, scales = self.direction(columnwise=columnwise) or self.for_usage(columnwise)
         if data.dim() != 2:
             data = data.reshape(self.grid_layout.stored_matrix(data.shape, columnwise))
         return data, scales

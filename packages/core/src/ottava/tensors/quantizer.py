@@ -13,8 +13,6 @@ from ottava.tensors.declaration import check_flag
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import StraightThrough
 
-_USAGE_FLAGS = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
-
 
 class Quantizer(ABC):
     """Base class of quantizers. A subclass defines :meth:`quantize_impl`.
@@ -46,8 +44,7 @@ class Quantizer(ABC):
         check_flag("rowwise", rowwise)
         check_flag("columnwise", columnwise)
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
-        self.internal = False
-        self.optimize_for_gemm = False
+        self.internal = self.optimize_for_gemm = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -131,9 +128,9 @@ class Quantizer(ABC):
             return out
         if not (self.rowwise_usage or self.columnwise_usage):
             raise self._no_usage()
-        if self.internal or not (torch.is_grad_enabled() and tensor.requires_grad):
-            return self.quantize_impl(tensor, dtype or tensor.dtype)
         wanted = dtype or tensor.dtype
+        if self.internal or not (torch.is_grad_enabled() and tensor.requires_grad):
+            return self.quantize_impl(tensor, wanted)
         return StraightThrough.apply(tensor, lambda t, d: self.quantize_impl(t.detach(), d), wanted)  # type: ignore[no-untyped-call]
 
     def __call__(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
@@ -242,21 +239,16 @@ class Quantizer(ABC):
         return vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        if self._holds_state():
-            return object.__hash__(self)
-        # Usages may be set while the quantizer is a key.
-        simple = (str, bytes, int, float, torch.dtype, torch.device, type(None))
-        held = sorted((name, value) for name, value in vars(self).items() if name not in _USAGE_FLAGS)
-        return hash((type(self), *[value for _, value in held if isinstance(value, simple)]))
+        # Options may be set while the quantizer is a key.
+        return object.__hash__(self) if self._holds_state() else hash(type(self))
 
     def is_alike(self, other: "Quantizer") -> bool:
         """Whether ``other`` is of this class and has the same options, whatever the state of either.
 
         What belongs to the process, such as a group, may differ: a copy may have lost it.
         """
-        left_out = self.process_attributes
         mine, its = (
-            {k: v for k, v in vars(q).items() if k not in left_out and not isinstance(v, torch.Tensor)}
+            {k: v for k, v in vars(q).items() if k not in self.process_attributes and not isinstance(v, torch.Tensor)}
             for q in (self, other)
         )
         return type(self) is type(other) and mine == its
@@ -292,19 +284,15 @@ class Quantizer(ABC):
         """
         if gemm_type not in ("fprop", "dgrad", "wgrad"):
             raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
-        left, right = (_dense(q, r) for q, r in ((qx, qresult_x), (qw, qresult_w)))
+        sources = qx if qresult_x is None else qresult_x, qw if qresult_w is None else qresult_w
+        dense = [q.dequantize(torch.float32) if isinstance(q, QuantizedTensorStorage) else q.float() for q in sources]
+        left, right = (values.reshape(-1, values.shape[-1]) for values in dense)
         result = (left.t() if gemm_type == "wgrad" else left) @ (right.t() if gemm_type == "fprop" else right)
         if bias is not None:
             result = result + bias.to(torch.float32)
         if out is None:
             return result.to(out_dtype)
         return out.add_(result) if accumulate else out.copy_(result)
-
-
-def _dense(operand: Any, quantized: Any) -> torch.Tensor:
-    source = quantized if quantized is not None else operand
-    values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensorStorage) else source.float()
-    return values.reshape(-1, values.shape[-1])
 
 
 def as_device(device: torch.device | str | int) -> torch.device:

@@ -1,17 +1,82 @@
-"""Saving for backward, by value: nothing is mutated, so that compiled code can carry the specs to the backward pass."""
+"""Saving by value: nothing is mutated, so that compiled code can carry the specs to the backward pass."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ottava.errors import DTypeError, ShapeError
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.declaration import GemmCache
 
 
-def prepare_for_saving(
-    *tensors: torch.Tensor | QuantizedTensorStorage | None,
-) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
+@dataclass(frozen=True)
+class StorageSpec:
+    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
+
+    cls: Any
+    static: tuple[Any, ...]
+    quantizer: Any
+    whole: Any = field(default=None, compare=False, repr=False)
+    # What made the storage, in eager code.
+    pattern: Pattern | None = field(default=None, compare=False, repr=False)
+
+    def build(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
+        built = self.cls(**self.cls._arguments(tensors, self.static), quantizer=self.quantizer)
+        built._whole = self.whole
+        return built
+
+    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """:meth:`build` around the tensors that were taken out, which need no second look."""
+        if self.pattern is not None:
+            return self.pattern.make(tensors, self.quantizer)
+        if self.whole is not None or not self.cls.declares_all:
+            return self.build(tensors)
+        made = object.__new__(self.cls)
+        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
+        return made
+
+
+class Pattern:
+    """What all bare storages of a class have in common that have the same static values: made once, for eager code.
+
+    Attributes:
+        fetch: gives what such a storage holds for each inner tensor, in the order of the declaration.
+        rows: how many of them, the first ones, serve rows alone.
+        spec: the attributes of a :class:`StorageSpec` but for the quantizer.
+    """
+
+    def __init__(self, cls: Any, static: Sequence[Any]) -> None:
+        empty = StorageSpec(cls, tuple(static), None).rebuild((None,) * len(cls.inner_tensors))
+        held = vars(empty)
+        self._cls, self._attributes = cls, {k: v for k, v in held.items() if k != "_writes"} | {"_pattern": self}
+        # Columns that may be made of rows are held under another name, and know of them if they are.
+        names = [inner.attribute for inner in cls.inner_tensors]
+        self._places = [name if name in held else f"_kept{name}" for name in names]
+        self._derives = empty.grid_layout.square and empty.grid_layout.transposed
+        self.fetch = attrgetter(*self._places)
+        self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
+        self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
+
+    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> Any:
+        """A storage around what fits together because a kernel made it."""
+        made = object.__new__(self._cls)
+        made.__dict__ = held = self._attributes.copy()
+        held["_quantizer"], held["_writes"] = quantizer, GemmCache()
+        if self._derives and tensors[self.rows] is not None:
+            made._put_inner(tensors)
+            return made
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if tensor is not None:
+                held[place] = tensor
+        return made
+
+
+def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
     """Flatten any mix of storages, quantized tensors, plain tensors and None.
 
     Returns:
@@ -22,7 +87,7 @@ def prepare_for_saving(
     """
     pairs: list[tuple[list[torch.Tensor | None], StorageSpec | None]] = []
     for tensor in tensors:
-        if isinstance(tensor, QuantizedTensorStorage):
+        if hasattr(tensor, "flatten_storage"):
             pairs.append(tensor.flatten_storage())
         elif tensor is None or isinstance(tensor, torch.Tensor):
             pairs.append(([tensor], None))
@@ -39,8 +104,7 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
         DTypeError: neither list is one of objects.
         ShapeError: the number of tensors does not fit the objects.
     """
-    swapped = any(isinstance(e, StorageSpec) for e in tensors) or any(isinstance(e, torch.Tensor) for e in objects)
-    if swapped:
+    if any(isinstance(e, StorageSpec) for e in tensors) or any(isinstance(e, torch.Tensor) for e in objects):
         tensors, objects = objects, tensors
     if not all(spec is None or isinstance(spec, StorageSpec) for spec in objects):
         raise DTypeError("the second list holds no saved objects", expected="both lists of one prepare_for_saving")

@@ -4,86 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
-from ottava.tensors.declaration import Declared, GemmCache, Usage, bump_versions, check_flag, equal_scales
-from ottava.tensors.declaration import InnerTensor as InnerTensor
-from ottava.tensors.declaration import native_dtype as native_dtype
-
-
-@dataclass(frozen=True)
-class StorageSpec:
-    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
-
-    cls: type[QuantizedTensorStorage]
-    static: tuple[Any, ...]
-    quantizer: Any
-    whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
-    # What made the storage, in eager code.
-    pattern: Pattern | None = field(default=None, compare=False, repr=False)
-
-    def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
-        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
-        built = self.cls(**self.cls._arguments(tensors, self.static), quantizer=self.quantizer)
-        built._whole = self.whole
-        return built
-
-    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
-        """:meth:`build` around the tensors that were taken out, which need no second look."""
-        if self.pattern is not None:
-            return self.pattern.make(tensors, self.quantizer)
-        if self.whole is not None or not self.cls.declares_all:
-            return self.build(tensors)
-        made = object.__new__(self.cls)
-        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
-        return made
-
-
-class Pattern:
-    """What all bare storages of a class have in common that have the same static values: made once, for eager code.
-
-    Attributes:
-        fetch: gives what such a storage holds for each inner tensor, in the order of the declaration.
-        rows: how many of them, the first ones, serve rows alone.
-        spec: the attributes of a :class:`StorageSpec` but for the quantizer.
-    """
-
-    def __init__(self, cls: type[QuantizedTensorStorage], static: Sequence[Any]) -> None:
-        empty: Any = StorageSpec(cls, tuple(static), None).rebuild((None,) * len(cls.inner_tensors))
-        held, names = vars(empty), [inner.attribute for inner in empty.inner_tensors]
-        self._cls, self._attributes = cls, {k: v for k, v in held.items() if k != "_writes"} | {"_pattern": self}
-        # Columns that may be made of rows are held under another name, and know of them if they are.
-        self._places = [name if name in held else f"_kept{name}" for name in names]
-        self._derives = empty.grid_layout.square and empty.grid_layout.transposed
-        self.fetch = attrgetter(*self._places)
-        self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
-        self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
-
-    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> QuantizedTensorStorage:
-        """A storage around what fits together because a kernel made it."""
-        made = object.__new__(self._cls)
-        made.__dict__ = held = self._attributes.copy()
-        held["_quantizer"], held["_writes"] = quantizer, GemmCache()
-        if self._derives and tensors[self.rows] is not None:
-            made._put_inner(tensors)
-            return made
-        for place, tensor in zip(self._places, tensors, strict=True):
-            if tensor is not None:
-                held[place] = tensor
-        return made
-
+from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, bump_versions, check_flag, native_dtype
+from ottava.tensors.saving import Pattern as Pattern
+from ottava.tensors.saving import StorageSpec as StorageSpec
 
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
+_USAGES = ("rowwise", "columnwise")
+# What an inner tensor may be.
+_HELD = (torch.Tensor, type(None))
 
 
-class QuantizedTensorStorage(Declared):
+class QuantizedTensorStorage:
     """Quantized data without the tensor interface.
 
     A subclass sets :attr:`inner_tensors` and :attr:`static_fields`, and defines :meth:`dequantize`. Its constructor
@@ -96,18 +34,131 @@ class QuantizedTensorStorage(Declared):
         UsageError: it was given no inner tensor at all.
     """
 
+    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = ()
+    static_fields: ClassVar[tuple[StaticField, ...]] = ()
+    #: What every instance knows by other means: quantized tensors their shape and dtype.
+    common_fields: ClassVar[tuple[StaticField, ...]] = ()
+    #: The declared static fields without :attr:`common_fields`; found when the class is.
+    own_fields: ClassVar[tuple[StaticField, ...]] = ()
+    #: Whether in-place writes are counted, so that products may keep what they make of this operand.
+    counts_writes: ClassVar[bool] = False
+    #: Whether nothing but the declaration says how a bare storage is made; found when the class is.
+    declares_all: ClassVar[bool] = False
     #: True for a user-defined storage whose GEMM is its quantizer's ``qgemm``.
     custom: bool = False
     #: Whether rowwise data alone can serve the columnwise usage.
     rowwise_serves_columnwise: bool = False
     #: Whether the next forward pass makes what derives from the elements and is outdated.
     rebuilds_derived: bool = True
+    #: The text of the layout of :meth:`grid_operand`.
+    layout_text: str = ""
+    _quantizer: Any
+    _dtype: torch.dtype
     # What made a bare storage in eager code, by which it is taken apart.
     _pattern: Pattern | None = None
+    # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
+    _whole: Any = None
+    # Shared by all aliases that count writes.
+    _writes: GemmCache
+
+    def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
+        self._hold(self._checked(declared), quantizer)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])
         _CLASSES[f"{cls.__module__}:{cls.__qualname__}"] = cls
+        cls.declares_all = cls.__init__ is QuantizedTensorStorage.__init__
+        common = {field.attribute for field in cls.common_fields}
+        cls.own_fields = tuple(field for field in cls.static_fields if field.attribute not in common)
+
+    # -- what follows from the declaration --
+
+    @classmethod
+    def _checked(cls, given: dict[str, Any], **also: Any) -> dict[str, Any]:
+        """What the constructor was given, with what was left out, as :meth:`check_declared` returns it."""
+        known = dict.fromkeys((inner.argument for inner in cls.inner_tensors), None)
+        known |= {field.argument: field.default for field in cls.own_fields}
+        wrong = [f"no {name!r}" for name, default in known.items() if default is ... and name not in given]
+        wrong += [f"an unknown keyword {name!r}" for name in sorted(set(given) - set(known))]
+        if wrong:
+            raise OptionError(f"{cls.__name__} was given {wrong[0]}", expected=", ".join(sorted(known)))
+        declared = cls.check_declared(known | given | also)
+        for name, tensor in ((inner.argument, declared[inner.argument]) for inner in cls.inner_tensors):
+            if not isinstance(tensor, _HELD):
+                raise DTypeError(f"{name!r} is a {type(tensor).__name__}", expected="a tensor or None")
+        return declared
+
+    @classmethod
+    def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
+        """Inner tensors, static fields and ``dtype``, by their arguments, as they are to be held.
+
+        A subclass refuses here what does not fit together, and takes floats of 8 bits as bytes, say.
+        """
+        return declared
+
+    def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
+        if self.counts_writes:
+            self._writes = GemmCache()
+        self._quantizer = quantizer
+        for field in self.own_fields:
+            setattr(self, field.attribute, declared[field.argument])
+        self._declare()
+        self._put_inner([declared[inner.argument] for inner in self.inner_tensors])
+
+    def _declare(self) -> None:
+        """Called when the static fields have values, from which a class may take what its inner tensors are."""
+
+    def _put_inner(self, tensors: Sequence[Any]) -> None:
+        for inner, tensor in zip(self.inner_tensors, tensors, strict=True):
+            setattr(self, inner.attribute, tensor)
+
+    @classmethod
+    def _arguments(cls, tensors: Sequence[Any], static: Sequence[Any]) -> dict[str, Any]:
+        """Inner tensors and static values, in the order of the declaration, by their arguments."""
+        declared: tuple[Any, ...] = (*cls.inner_tensors, *cls.all_static_fields())
+        return {each.argument: value for each, value in zip(declared, (*tensors, *static), strict=True)}
+
+    @classmethod
+    def all_static_fields(cls) -> tuple[StaticField, ...]:
+        """The declared static fields; quantized tensors add those that every tensor has."""
+        return cls.common_fields + cls.own_fields
+
+    def inner_list(self) -> list[torch.Tensor | None]:
+        """The inner tensors in the order of the declaration; None for those not held."""
+        return [getattr(self, inner.attribute) for inner in self.inner_tensors]
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Constructor keywords that build this storage again (tensors are shared, not copied)."""
+        static = [getattr(self, field.attribute) for field in self.all_static_fields()]
+        return self._arguments(self.inner_list(), static) | {"quantizer": self._quantizer}
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
+        """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""
+        tensors = self.inner_list()
+        self.clear()
+        return tensors, self
+
+    def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take this storage's share from the front of ``tensors`` and return the rest.
+
+        Raises:
+            ShapeError: fewer tensors than this storage declares.
+        """
+        count = len(self.inner_tensors)
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, _HELD) for t in tensors[:count]):
+            raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
+        if len(tensors) < count:
+            raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
+        self._put_inner(tensors[:count])
+        return list(tensors[count:])
+
+    def clear(self) -> None:
+        """Drop all data; the object can be filled again by :meth:`restore_from_saved`."""
+        self._put_inner([None] * len(self.inner_tensors))
+
+    def _empty(self, what: str = "") -> UsageError:
+        return UsageError(f"{type(self).__name__} holds no data{what}", remedy="it was cleared or saved")
 
     # torch.Tensor says that it can be set; a class that derives from both would have to say so too.
     nbytes: int
@@ -116,7 +167,7 @@ class QuantizedTensorStorage(Declared):
         @property
         def nbytes(self) -> int:
             """Bytes that the inner tensors hold."""
-            return sum(t.numel() * t.element_size() for t in self.inner_list() if t is not None)
+            return sum(t.nbytes for t in self.inner_list() if t is not None)
 
     @property
     def device(self) -> torch.device:
@@ -158,14 +209,14 @@ class QuantizedTensorStorage(Declared):
         tensors, spec = self.flatten_storage()
         with torch.no_grad():
             changed = [None if t is None else function(t) for t in tensors]
-            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)
+            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)  # type: ignore[no-any-return]
 
     def _copied_quantizer(self) -> Any:
         return None if self._quantizer is None else self._quantizer.copy()
 
     def clone_storage(self) -> QuantizedTensorStorage:
         """A copy that shares nothing."""
-        return self.apply_to_inner(lambda t: t.clone())
+        return self.apply_to_inner(torch.clone)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if all(tensor is None for tensor in self.inner_list()):
@@ -193,7 +244,7 @@ class QuantizedTensorStorage(Declared):
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
         held = {i.usage for i, t in zip(self.inner_tensors, self.inner_list(), strict=True) if t is not None}
         both = {i.usage for i in self.inner_tensors} == held == {"both"}
-        return {usage: both or usage in held for usage in ("rowwise", "columnwise")}
+        return {usage: both or usage in held for usage in _USAGES}
 
     def _requested_usages(self, rowwise_usage: bool | None, columnwise_usage: bool | None) -> tuple[bool, bool]:
         """Rowwise and columnwise usage after an update."""
@@ -215,12 +266,12 @@ class QuantizedTensorStorage(Declared):
             UsageError: a usage is asked for that the data held cannot give.
             OptionError: neither usage would be left.
         """
-        have = self.get_usages()
-        wanted = dict(zip(have, self._requested_usages(rowwise_usage, columnwise_usage), strict=True))
-        for usage in (usage for usage, want in wanted.items() if want and not have[usage]):
-            raise self._without(usage)
+        have, asked = self.get_usages(), self._requested_usages(rowwise_usage, columnwise_usage)
+        for usage, want in zip(_USAGES, asked, strict=True):
+            if want and not have[usage]:
+                raise self._without(usage)
         for inner in self.inner_tensors:
-            if not wanted.get(inner.usage, True):
+            if inner.usage != "both" and not asked[_USAGES.index(inner.usage)]:
                 setattr(self, inner.attribute, None)
 
     def _without(self, usage: str, also: str = "") -> UsageError:
@@ -303,7 +354,7 @@ class QuantizedTensorStorage(Declared):
 
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
         """Whether what a view shares with its tensor is equal in ``other``, so that its elements mean the same here."""
-        return all(equal_scales(getattr(self, name), getattr(other, name)) for name in self.shared_with_whole())
+        return all(_equal(getattr(self, name), getattr(other, name)) for name in self.shared_with_whole())
 
     def _rest_is_zero(self) -> bool:
         """Whether the rest of the tensor holds zeros alone, as the padding of a shard does: they suit any scale."""
@@ -334,12 +385,9 @@ class QuantizedTensorStorage(Declared):
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
 
-    #: The text of the layout of :meth:`grid_operand`.
-    layout_text: str = ""
-
     @property
     def column_layout_text(self) -> str:
-        """The same of columns, where it is another one."""
+        """The text of the layout of columns, where it is another one."""
         return self.layout_text
 
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -362,7 +410,7 @@ class QuantizedTensorStorage(Declared):
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
         """The inner tensors held that are the elements in their order: for each usage the first that is gathered."""
-        found: dict[Usage, InnerTensor] = {}
+        found: dict[str, InnerTensor] = {}
         for inner in self.inner_tensors:
             if inner.gather and not inner.transposed and getattr(self, inner.attribute) is not None:
                 found.setdefault(inner.usage, inner)
@@ -395,12 +443,16 @@ class QuantizedTensorStorage(Declared):
             raise DTypeError(f"the quantizer is a {type(quantizer).__name__}", expected="an ottava.Quantizer or None")
         self._quantizer = quantizer
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         try:
-            body = f"shape={tuple(self.size())}, data={self.dequantize()}"
+            with torch.no_grad():
+                body = self._shown()
         except Exception as error:
             body = f"no readable data: {type(error).__name__}"
         return f"{type(self).__name__}({body})"
+
+    def _shown(self) -> str:
+        return f"shape={tuple(self.size())}, data={self.dequantize()}"
 
 
 def storage_classes() -> dict[str, type[QuantizedTensorStorage]]:
@@ -423,3 +475,11 @@ def rebuild_storage(
 
 
 torch.serialization.add_safe_globals([rebuild_storage])
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two scales are equal; those on the meta device have no values to differ in."""
+    if one is other or other is None or one.is_meta or other.is_meta:
+        return one is other or (other is not None and one.is_meta and other.is_meta)
+    # Comparing values would break a graph that is being traced.
+    return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))

@@ -10,12 +10,13 @@ import torch
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
-from ottava.tensors import aten
 from ottava.tensors.declaration import StaticField, check_values_dtype, same_kind
 from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.torch_private import disabled_torch_function, make_wrapper_subclass
+from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, schema_of, tree_map
 
+# The aten table: of each class its ops.
+_TABLES: dict[type, dict[Any, Callable[..., Any]]] = {}
 # Python attributes of a parameter that copying and pickling carry along.
 _EXTRA_ATTRIBUTES = ("_is_param", "_high_precision_init_val")
 
@@ -106,7 +107,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         owner = next((t for t in types if issubclass(t, QuantizedTensor)), cls)
-        return aten.dispatch(owner, func, args, kwargs or {})
+        for ancestor in owner.__mro__:
+            function = _TABLES.get(ancestor, {}).get(func)
+            result = NotImplemented if function is None else function(func, *args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return _dequantize_and_run(func, args, kwargs or {})
 
     __torch_function__ = disabled_torch_function
 
@@ -357,15 +363,65 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             copied.grad = self.grad.clone()
         return copied
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        try:
-            with torch.no_grad():
-                values = repr(self.detach().dequantize_impl(self.dtype))
-            usages = [name for name, held in self.get_usages().items() if held]
-            grad = ", requires_grad=True" if self.requires_grad else ""
-            return f"{type(self).__name__}({values}, usages={usages}{grad})"
-        except Exception as error:
-            return f"{type(self).__name__}(no readable data: {type(error).__name__})"
+    __repr__ = QuantizedTensorStorage.__repr__  # type: ignore[assignment]
+
+    def _shown(self) -> str:
+        usages = [name for name, held in self.get_usages().items() if held]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{self.detach().dequantize_impl(self.dtype)!r}, usages={usages}{grad}"
+
+
+def implements(cls: type, *ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register ``function(op, *args, **kwargs)`` for aten overloads on ``cls`` and its subclasses.
+
+    Returning ``NotImplemented`` falls through to the next class of the hierarchy, then to the fallback.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _TABLES.setdefault(cls, {}).update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
+def _dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dequantize, compute, and quantize into whatever the schema says is written.
+
+    Raises:
+        UsageError: a collective, whose schema does not say what it writes.
+    """
+    schema = schema_of(op)
+    if op.namespace == "c10d":
+        what = f"the collective {schema.name} was called with a quantized tensor"
+        load = "load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
+        expected, remedy = "plain tensors: its data and scales, or its values", f"{load}ottava.checkpoint.load_sharded"
+        raise UsageError(what, expected=expected, remedy=remedy)
+    plain: dict[int, torch.Tensor] = {}
+
+    def unwrap(value: Any) -> Any:
+        if not isinstance(value, QuantizedTensorStorage):
+            return value
+        # One dequantized copy per object, so that an op given the same tensor twice still sees one.
+        if id(value) not in plain:
+            plain[id(value)] = value.dequantize()
+        return plain[id(value)]
+
+    result = op(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+    written: dict[int, Any] = {}
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            entries = value if isinstance(value, (list, tuple)) else (value,)
+            written |= {id(entry): entry for entry in entries if isinstance(entry, QuantizedTensorStorage)}
+    if len(written) > 1 and any(getattr(value, "_shard_group", None) is not None for value in written.values()):
+        # Shards: one collective serves all whose scales are shared.
+        above("rules").requantize([(value, plain[key]) for key, value in written.items()])
+    else:
+        for key, value in written.items():
+            value.quantize_(plain[key])
+    # An in-place op returns its own argument: hand back the quantized one.
+    returned = {id(plain[key]): value for key, value in written.items()}
+    return tree_map(lambda r: returned.get(id(r), r), result) if returned else result
 
 
 def blocks(side: int | None, start: int, stop: int, size: int) -> slice | None:
