@@ -89,11 +89,7 @@ def same_kind(one: Any, other: Any, *, nominal: bool = True) -> bool:
 
 
 def as_data(data: Any, float_dtype: torch.dtype, what: str) -> torch.Tensor | None:
-    """``data`` as uint8: as it is, a view of a tensor of ``float_dtype``, or None as it is.
-
-    Raises:
-        DTypeError: it is something else.
-    """
+    """``data`` as uint8: as it is, a view of a tensor of ``float_dtype``, or None as it is. Else raises DTypeError."""
     if data is None or (isinstance(data, torch.Tensor) and data.dtype == torch.uint8):
         return data
     if isinstance(data, torch.Tensor) and data.dtype == float_dtype:
@@ -109,11 +105,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_values_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse what values cannot be dequantized to.
-
-    Raises:
-        DTypeError: ``dtype`` is neither None nor a floating-point dtype.
-    """
+    """Raises DTypeError unless values can be dequantized to ``dtype``: a floating-point dtype, or None."""
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise DTypeError(f"cannot dequantize to {dtype!r}", expected="a floating-point dtype or None")
 
@@ -173,9 +165,6 @@ class GemmCache:
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell autograd of writes below its level, so that a backward pass that saved the old values refuses.
-
-    Tensors that were made in inference mode have no version.
-    """
+    """Tell autograd of writes below its level, so that a backward pass that saved the old values refuses."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

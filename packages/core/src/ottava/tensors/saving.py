@@ -44,10 +44,7 @@ class StorageSpec:
 class Pattern:
     """What all bare storages of a class have in common that have the same static values: made once, for eager code.
 
-    Attributes:
-        fetch: gives what such a storage holds for each inner tensor, in the order of the declaration.
-        rows: how many of them, the first ones, serve rows alone.
-        spec: the attributes of a :class:`StorageSpec` but for the quantizer.
+    ``fetch`` gives what such a storage holds for each inner tensor; ``rows`` of them, the first ones, serve rows alone.
     """
 
     def __init__(self, cls: Any, static: Sequence[Any]) -> None:
@@ -60,6 +57,7 @@ class Pattern:
         self._derives = empty.grid_layout.square and empty.grid_layout.transposed
         self.fetch = attrgetter(*self._places)
         self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
+        #: The attributes of a spec but for the quantizer.
         self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
 
     def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> Any:
@@ -101,8 +99,7 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
     """What was given to :func:`prepare_for_saving`; the two lists may come in either order.
 
     Raises:
-        DTypeError: neither list is one of objects.
-        ShapeError: the number of tensors does not fit the objects.
+        DTypeError, ShapeError: they are not both lists of one :func:`prepare_for_saving`.
     """
     if any(isinstance(e, StorageSpec) for e in tensors) or any(isinstance(e, torch.Tensor) for e in objects):
         tensors, objects = objects, tensors

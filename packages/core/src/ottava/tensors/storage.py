@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -72,8 +72,6 @@ class QuantizedTensorStorage:
         common = {field.attribute for field in cls.common_fields}
         cls.own_fields = tuple(field for field in cls.static_fields if field.attribute not in common)
 
-    # -- what follows from the declaration --
-
     @classmethod
     def _checked(cls, given: dict[str, Any], **also: Any) -> dict[str, Any]:
         """What the constructor was given, with what was left out, as :meth:`check_declared` returns it."""
@@ -140,11 +138,7 @@ class QuantizedTensorStorage:
         return tensors, self
 
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Take this storage's share from the front of ``tensors`` and return the rest.
-
-        Raises:
-            ShapeError: fewer tensors than this storage declares.
-        """
+        """Take this storage's share from the front of ``tensors`` and return the rest, or raise ShapeError."""
         count = len(self.inner_tensors)
         if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, _HELD) for t in tensors[:count]):
             raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
@@ -160,14 +154,8 @@ class QuantizedTensorStorage:
     def _empty(self, what: str = "") -> UsageError:
         return UsageError(f"{type(self).__name__} holds no data{what}", remedy="it was cleared or saved")
 
-    # torch.Tensor says that it can be set; a class that derives from both would have to say so too.
-    nbytes: int
-    if not TYPE_CHECKING:
-
-        @property
-        def nbytes(self) -> int:
-            """Bytes that the inner tensors hold."""
-            return sum(t.nbytes for t in self.inner_list() if t is not None)
+    #: Bytes that the inner tensors hold.
+    nbytes: int = property(lambda self: sum(t.nbytes for t in self.inner_list() if t is not None))  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:
@@ -233,8 +221,6 @@ class QuantizedTensorStorage:
         copied = memo[id(self)] = self.clone_storage()
         return copied
 
-    # -- usages --
-
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
         """:meth:`flatten_storage` without the rowwise usage, which may be given up: what a backward pass reads."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
@@ -247,7 +233,6 @@ class QuantizedTensorStorage:
         return {usage: both or usage in held for usage in _USAGES}
 
     def _requested_usages(self, rowwise_usage: bool | None, columnwise_usage: bool | None) -> tuple[bool, bool]:
-        """Rowwise and columnwise usage after an update."""
         if rowwise_usage is None or columnwise_usage is None:
             had = self.get_usages()
             rowwise_usage = had["rowwise"] if rowwise_usage is None else rowwise_usage
@@ -279,8 +264,6 @@ class QuantizedTensorStorage:
         what, expected = f"{type(self).__name__} has no {usage} data", f"a tensor quantized with {usage}=True"
         return UsageError(what, expected=expected, remedy=remedy)
 
-    # -- values --
-
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """High-precision values, in ``dtype`` or the nominal dtype."""
         raise NotImplementedError(f"{type(self).__name__} must define dequantize()")
@@ -304,8 +287,7 @@ class QuantizedTensorStorage:
         """Copy the inner tensors of ``src`` into this object's, in place.
 
         Raises:
-            DTypeError: ``src`` is of another kind.
-            ShapeError: ``src`` has another shape.
+            DTypeError, ShapeError: ``src`` is of another kind, or has another shape.
             UsageError: ``src`` lacks an inner tensor that this object holds, or this object holds none; or it is a
                 view, and ``src`` has another scale than the rest of its tensor.
         """
@@ -336,13 +318,10 @@ class QuantizedTensorStorage:
             check_scalar(noop_flag, pairs[0][0], "noop_flag")
         for mine, theirs in pairs:
             mine.copy_(theirs if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, mine, theirs))
-        written = [mine for mine, _ in pairs]
-        bump_versions([*written, self] if isinstance(self, torch.Tensor) else written)
+        bump_versions([mine for mine, _ in pairs] + ([self] if isinstance(self, torch.Tensor) else []))
         self.mark_written()
         if self._whole is not None:
             self._whole.mark_written()
-
-    # -- views, which share scales with the rest of their tensor --
 
     def shared_inner(self) -> list[InnerTensor]:
         """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
@@ -374,8 +353,6 @@ class QuantizedTensorStorage:
         if self.counts_writes and other.counts_writes:
             self._writes = other._writes
 
-    # -- as an operand of a product: by its values, unless a subclass overrides one of these --
-
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This tensor as a GEMM operand ``[rows, columns]`` in ``dtype``, and a float32 scalar still to multiply.
 
@@ -406,8 +383,6 @@ class QuantizedTensorStorage:
         # A graph has no place for it.
         return None if not self.counts_writes or torch.compiler.is_compiling() else self._writes
 
-    # -- the elements as bytes --
-
     def raw_inner(self) -> tuple[InnerTensor, ...]:
         """The inner tensors held that are the elements in their order: for each usage the first that is gathered."""
         found: dict[str, InnerTensor] = {}
@@ -434,11 +409,7 @@ class QuantizedTensorStorage:
         """
 
     def update_quantizer(self, quantizer: Any) -> None:
-        """Replace the quantizer used by in-place updates.
-
-        Raises:
-            DTypeError: it has no ``update_quantized``.
-        """
+        """Replace the quantizer used by in-place updates; DTypeError if it has no ``update_quantized``."""
         if quantizer is not None and not callable(getattr(quantizer, "update_quantized", None)):
             raise DTypeError(f"the quantizer is a {type(quantizer).__name__}", expected="an ottava.Quantizer or None")
         self._quantizer = quantizer
