@@ -18,7 +18,7 @@ import nox
 ROOT = Path(__file__).parent
 PACKAGES = ROOT / "packages"
 RECIPES = sorted(p.name.removeprefix("recipes-") for p in PACKAGES.glob("recipes-*") if (p / "pyproject.toml").exists())
-EVERY_PACKAGE = [*(f"recipes-{recipe}" for recipe in RECIPES), "testing", "demo"]
+EVERY_PACKAGE = [*(f"recipes-{recipe}" for recipe in RECIPES), "testing", "demo", "debug"]
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 # Below 9.2, where pytest-xdist 3.8 sees no groups, and each process would make what the tests of a group share.
 TEST_TOOLS = ["pytest<9.2", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
@@ -147,8 +147,8 @@ def tests_recipe(session: nox.Session, recipe: str) -> None:
 
 @nox.session
 def tests_integration(session: nox.Session) -> None:
-    """What needs several packages, and the tests of the kit and of the demo, with everything installed."""
-    _test(session, EVERY_PACKAGE, "tests/integration", "tests/testing", "tests/demo")
+    """What needs several packages, and the tests of the kit, the demo and the debugging tools, with everything."""
+    _test(session, EVERY_PACKAGE, "tests/integration", "tests/testing", "tests/demo", "tests/debug")
 
 
 @nox.session
@@ -200,7 +200,18 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict on every package."""
-    tools = ["mypy", "types-PyYAML", "pluggy", "typer", "rich", "safetensors", "numpy", "jinja2", "matplotlib"]
+    tools = [
+        "mypy",
+        "types-PyYAML",
+        "pluggy",
+        "typer",
+        "rich",
+        "safetensors",
+        "numpy",
+        "jinja2",
+        "matplotlib",
+        "nvdlfw-inspect",
+    ]
     session.install(torch_requirement(), *tools, "pytest")
     sources = [str(p / "src") for p in sorted(PACKAGES.iterdir()) if (p / "src").is_dir()]
     for source in sources:

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ottava
-from ottava.gemm import _on_grid, gemm, operand
+from ottava.gemm import gemm, operand
 from ottava.gemm import scaled as gemm_scaled
-from ottava.gemm.scaled import scaled_products
+from ottava.gemm.products import _on_grid
 from ottava.kernels import products
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
+from tests.choosing import scaled_products
 
 
 def as_tensor(made: Float8TensorStorage) -> Float8Tensor:

@@ -157,7 +157,7 @@ def test_rows_and_columns_are_gathered_at_once_where_the_pass_is_not_known(monke
     held: Any = types.SimpleNamespace(
         inner_tensors=(rows, columns), rowwise_serves_columnwise=False, _row=torch.ones(4), _column=torch.ones(6)
     )
-    monkeypatch.setattr(hooks, "resharded_after_forward", lambda module: True)
+    monkeypatch.setattr(hooks.fsdp2, "resharded_after_forward", lambda module: True)
     assert hooks._to_gather(held, None) == {rows: 6}
     use(monkeypatch, without(BOUND["graph_task_id"]))
     assert hooks._to_gather(held, None) == {rows: 4, columns: 6}

@@ -14,7 +14,7 @@ class OttavaError(Exception):
         remedy: what to do about it.
     """
 
-    def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
+    def __init__(self, what: str, expected: str = "", remedy: str = "") -> None:
         self.what, self.expected, self.remedy = what, expected, remedy
         told = {"": what, "Expected: ": expected, "Remedy: ": remedy}
         super().__init__(". ".join(f"{word}{text}".rstrip(".") for word, text in told.items() if text) + ".")

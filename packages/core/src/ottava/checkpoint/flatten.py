@@ -7,14 +7,13 @@ rows; those that serve every usage are equal on all ranks; those that derive fro
 
 import contextlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ottava.checkpoint.files import DTYPES, METADATA_KEY, check_dense, dtype_name, read_tensors, write_tensors
-from ottava.distributed.shards import check_blocks
+from ottava.distributed.shards import check_blocks, row_of
 from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError, named, translated
 from ottava.filesystem import AnyPath, Partial, as_path, check_file_target
 from ottava.recipes.registry import import_offered
@@ -311,9 +310,7 @@ def sharded_rows(
     # Of an empty shard nothing is cut, wherever it begins.
     if local[0]:
         check_blocks([inner], shape, range(offsets[0], offsets[0] + local[0]), f"the shard of {name!r}")
-    # Without blocks a row is an index of the first dimension.
-    each, block = (1, 1) if inner.block_rows is None else (math.prod(shape[1:-1]), inner.block_rows)
-    rows, first, own = (-(-n * each // block) for n in (shape[0], offsets[0], local[0]))
+    rows, first, own = (row_of(inner, shape, row) for row in (shape[0], offsets[0], local[0]))
     if (found := inner.by_rows(tensor).shape[0]) != own:
         raise ShapeError(f"{inner.argument!r} of {name!r} has {found} rows", expected=str(own))
     return rows, first

@@ -238,8 +238,7 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
         saved, expected = (f"quantized, {of['class']} of {of['static']}" if of else "not quantized" for of in kinds)
         if saved != expected:
             remedy = "make the model with the recipe that was saved, or convert the checkpoint"
-            what = f"{owner!r} of {path} is {saved}"
-            raise CheckpointError(what, expected=f"{expected}, as in the state", remedy=remedy)
+            raise CheckpointError(f"{owner!r} of {path} is {saved}", f"{expected}, as in the state", remedy)
         value = flat.values[owner]
         if isinstance(value, QuantizedTensorStorage) and value._whole is not None:
             what = f"{owner!r} is a view of another tensor, whose scales are not its own to change"

@@ -69,8 +69,7 @@ def read_index(folder: Path, tries: int = 10) -> Index:
             raise ValueError("its checksum is another")
         body = json.loads(text)["checkpoint"]
         if body["version"] != _VERSION:
-            what = f"{path} has version {body['version']!r}"
-            raise CheckpointError(what, expected=f"version {_VERSION}", remedy=RESAVE)
+            raise CheckpointError(f"{path} has version {body['version']!r}", f"version {_VERSION}", RESAVE)
         index = _decoded(body, crc32)
     for file, size in ((folder / name, size) for name, (size, _) in index.files.items()):
         found: int | str = "no"

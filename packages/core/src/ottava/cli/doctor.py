@@ -5,8 +5,8 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
+from typing import NamedTuple
 
 import typer
 
@@ -19,8 +19,7 @@ from ottava.recipes.registry import Provided, plugin_statuses, unknown_disabled
 from ottava.recipes.spec import Spec
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One row of the report."""
 
     name: str
@@ -166,8 +165,8 @@ def doctor(as_json: Json = False) -> None:
         checks = examine()
     healthy = all(check.ok for check in checks)
     if as_json:
-        show_json({"ok": healthy, "checks": [asdict(check) for check in checks]})
+        show_json({"ok": healthy, "checks": [check._asdict() for check in checks]})
     else:
-        rows = [(check.name, "ok" if check.ok else "WRONG", check.detail) for check in checks]
+        rows = [(name, "ok" if ok else "WRONG", detail) for name, ok, detail in checks]
         console().print(table("ottava doctor", ("check", "", "detail"), rows))
     raise typer.Exit(0 if healthy else 1)

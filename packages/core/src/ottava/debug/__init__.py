@@ -1,9 +1,11 @@
-"""What helps to find out what FP8 does to a model: ``fake_quantize``, what a tensor looks like after FP8.
+"""What helps to find out what FP8 does to a model: ``fake_quantize``, what a tensor looks like after FP8, and the hook
+that a package fills which looks at the products of layers (``ottava-debug``).
 
 Formats are names that recipes list in their specs (``fake_quant_formats``). The two per-tensor ones are core's own.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +14,12 @@ from ottava.errors import OptionError, PluginError, ShapeError
 from ottava.formats import E4M3, E5M2
 from ottava.kernels.checks import check_device, check_high_precision, check_tensor
 from ottava.layout import Layout
+from ottava.nn import Linear, function
 from ottava.recipes.base import get_recipe
 from ottava.recipes.registry import list_recipes
 from ottava.tensors import GridQuantizer, QuantizedTensorStorage, Quantizer
 
-__all__ = ["fake_quantize"]
+__all__ = ["fake_quantize", "set_inspector"]
 
 _PER_TENSOR = {f"FP8{f.name}": Layout(f.torch_dtype, (None, None), columnwise="same") for f in (E4M3, E5M2)}
 
@@ -49,6 +52,20 @@ def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | Non
         check_device(out, tensor.device, "out")
     result: torch.Tensor = _FakeQuantize.apply(tensor, quantizer)  # type: ignore[no-untyped-call]
     return result if out is None else out.copy_(result)
+
+
+def set_inspector(inspector: Callable[[Linear], Callable[..., torch.Tensor] | None] | None) -> None:
+    """Have every :class:`ottava.nn.Linear` ask at its forward passes what computes them; None asks nobody, at no cost.
+
+    Args:
+        inspector: ``inspector(layer)`` gives a function, or None to leave the layer as it is. The function is called
+            with ``(input, weight, bias, call, dtype, kept, main_grad, observed)``: checked tensors, the weight
+            ``[out, in]``, quantized if it lives so; the :class:`~ottava.recipes.binding.Call` of this pass, whose
+            ``state`` is None in high precision, where nothing has been checked and torch.autocast is as it was; the
+            dtype to compute in; the weight as an earlier microbatch quantized it, or None; what the gradient of the
+            weight is added to, or None; and whether a compiler or a mode looks on. It gives ``[*, out]``.
+    """
+    function.inspector = inspector
 
 
 def _quantizer(fp8_format: str) -> Quantizer:

@@ -1,9 +1,8 @@
 """Weights of which every rank has a shard: FSDP2's hooks, and quantized weights from sharded master weights."""
 
 from ottava.collectives import all_reduce_max as reduce_amax
-from ottava.distributed.grid import GridShards, PerTensorShards, scales_by_format
 from ottava.distributed.high_precision import HighPrecisionWeight, gather_quantized
-from ottava.distributed.rules import ShardBatch, ShardRule, rule_of
+from ottava.distributed.rules import GridShards, PerTensorShards, ShardBatch, ShardRule, rule_of, scales_by_format
 from ottava.distributed.shards import ShardJob, ShardOutput
 from ottava.distributed.weights import (
     MasterWeights,

@@ -7,8 +7,6 @@ themselves, and a flat copy of each shard in high precision stays in memory.
 """
 
 import contextlib
-import gc
-import sys
 import weakref
 from typing import Any, NamedTuple
 
@@ -41,24 +39,6 @@ def _group_and_state(module: Any) -> tuple[Any, Any]:
                 _groups[module] = weakref.ref(group), weakref.ref(state)
                 return group, state
     return None, None
-
-
-def sharded_modules() -> list[torch.nn.Module]:
-    """The modules that ``fully_shard`` was called for.
-
-    Where FSDP's own list is not as it is known, all objects of the process are looked through, which takes tens of
-    milliseconds, but only once ``fully_shard`` has made a class: it derives one from ``FSDPModule`` for its modules.
-    """
-    known: list[torch.nn.Module] = []
-    with contextlib.suppress(*_OTHERWISE):
-        known = [module for state in _states() for module in getattr(state, "_modules", ())]
-    if known:
-        return known
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not fsdp.FSDPModule.__subclasses__():
-        return []
-    # Types are asked, because isinstance() would run the __class__ property of every object of the process.
-    return [found for found in gc.get_objects() if issubclass(type(found), fsdp.FSDPModule)]
 
 
 def _will_be_kept(state: Any) -> bool:

@@ -13,21 +13,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ottava import torch_private
 from ottava.distributed.fsdp2 import GatheredParameter, gathered_together
 from ottava.distributed.hooks import GatherPlan, check_shard, padded, post_all_gather, pre_all_gather
 from ottava.distributed.rules import ShardBatches, rule_of
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage, Quantizer
-from ottava.torch_private import (
-    aten_overloads,
-    disabled_torch_function,
-    graph_task_id,
-    is_distributed,
-    make_wrapper_subclass,
-    tree_map,
-    version_of,
-)
+from ottava.torch_private import disabled_torch_function, graph_task_id, make_wrapper_subclass, tree_map, version_of
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 _aten = torch.ops.aten
@@ -37,7 +30,7 @@ _KEEPS_CLASS = {
     *(_aten.alias.default, _aten.as_strided.default, _aten.view.default, _aten.detach.default, _aten.narrow.default),
     *(_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default),
     *(_aten.clone.default, _aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default),
-    *aten_overloads("_pin_memory", "_to_copy"),
+    *torch_private.aten_overloads("_pin_memory", "_to_copy"),
 }
 
 # The version and the dtype of values, and the shard that was quantized of them together with those of its group.
@@ -60,11 +53,9 @@ class HighPrecisionWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, requires_grad: bool = False) -> "HighPrecisionWeight":
-        strides = {"strides": values.stride(), "storage_offset": values.storage_offset()}
         about = {"dtype": values.dtype, "device": values.device, "layout": values.layout}
-        options = {**strides, **about, "requires_grad": requires_grad}
-        made: HighPrecisionWeight = make_wrapper_subclass(cls, values.shape, **options)
-        return made
+        about |= {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        return make_wrapper_subclass(cls, values.shape, **about, requires_grad=requires_grad)  # type: ignore[no-any-return]
 
     def __init__(self, values: torch.Tensor, requires_grad: bool = False) -> None:
         self._plain = values
@@ -181,29 +172,28 @@ def _gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bo
 def _quantize_together(parameters: Sequence[GatheredParameter], param_dtype: torch.dtype | None, group: Any) -> None:
     """Quantize the shards of parameters that are gathered together, with one all-reduce for all that need any."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    jobs: dict[torch.nn.Module, ShardJob] = {}
+    jobs: list[ShardJob] = []
     made: dict[torch.nn.Module, _Made] = {}
+    local: Any
     for shard, size, module in parameters:
-        weight: Any = shard
-        values, dtype = weight.high_precision(), param_dtype or weight.dtype
-        quantizer = _quantizer_of(module).with_usage(True, True)
+        values: torch.Tensor = shard.high_precision()  # type: ignore[attr-defined]
+        dtype, quantizer = param_dtype or values.dtype, _quantizer_of(module).with_usage(True, True)
         if not _gathers_quantized(quantizer, size, world):
             continue
-        local: Any
         if rule_of(quantizer).independent_rows(quantizer) is not None:
             local = quantizer.quantize_impl(values.to(dtype), dtype)
         else:
             start = min(rank * math.ceil(size[0] / world), size[0]) * math.prod(size[1:])
             local = quantizer.make_empty(values.shape, dtype=dtype, device=values.device)
             output = shard_output(local, size, start, values.numel(), "a sharded weight")
-            jobs[module] = ShardJob(quantizer, values.reshape(-1), tuple(size), dtype, start, output)
+            jobs.append(ShardJob(quantizer, values.reshape(-1), tuple(size), dtype, start, output))
         if not isinstance(local, QuantizedTensor):
             what = f"the quantizer of a {type(module).__name__} gives a {type(local).__name__}"
             raise UsageError(what, expected="a QuantizedTensor, which can be a parameter")
         local._shard_group = group.group_name
         made[module] = (version_of(values), dtype, local)
     if jobs:
-        batches, versions, first = ShardBatches.of(list(jobs.values())), [made[m][0] for m in jobs], next(iter(jobs))
+        batches, versions, first = ShardBatches.of(jobs), [version for version, *_ in made.values()], next(iter(made))
         known = _amaxes.get(first)
         # A backward pass has the amaxes of the forward pass, because the values are the same.
         if graph_task_id() == -1 or known is None or known[0] != versions:
@@ -238,13 +228,12 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(parameter, []).append((module, name))
-    chosen = {key: places for key, places in owners.items() if all(_is_gathered(*place) for place in places)}
+    chosen = {weight: places for weight, places in owners.items() if all(map(_is_gathered, places))}
     if not chosen:
         what = "no layer of the model has a recipe bound"
         raise UsageError(what, expected="layers of ottava.convert(model, recipe)", remedy="convert the model first")
-    if any(map(is_distributed, chosen)):
-        what, expected = "the model is sharded already", "a model before fully_shard"
-        raise UsageError(what, expected=expected, remedy="call gather_quantized first")
+    if any(map(torch_private.is_distributed, chosen)):
+        raise UsageError("the model is sharded already", "a model before fully_shard", "call gather_quantized first")
     for weight, places in chosen.items():
         if not isinstance(weight, (QuantizedTensorStorage, HighPrecisionWeight)):
             weight = torch.nn.Parameter(HighPrecisionWeight(weight.detach()), requires_grad=weight.requires_grad)
@@ -254,7 +243,8 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
     return model
 
 
-def _is_gathered(module: torch.nn.Module, name: str) -> bool:
+def _is_gathered(place: tuple[torch.nn.Module, str]) -> bool:
     """Whether a parameter is the weight of a layer that quantizes it."""
+    module, name = place
     bound = hasattr(module, "_binding") and getattr(module, "recipe", None) is not None
     return name == "weight" and bound and not getattr(module, "weight_is_transposed", False)

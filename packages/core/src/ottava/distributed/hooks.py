@@ -15,13 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ottava.collectives import all_reduce_max
-from ottava.distributed.fsdp2 import (
-    GatheredParameter,
-    drop_flat_copies,
-    gathered_together,
-    resharded_after_forward,
-    resharded_to_fewer,
-)
+from ottava.distributed import fsdp2
 from ottava.distributed.rules import rule_of
 from ottava.distributed.shards import check_blocks
 from ottava.errors import ShapeError, UsageError
@@ -32,18 +26,13 @@ from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import KNOWS_BACKWARD, graph_task_id
 
 
-class GatheredInner(NamedTuple):
-    """An inner tensor that comes, the shape of a rank's shard of it, and whether that is padded."""
-
-    inner: InnerTensor
-    shape: torch.Size
-    padded: bool
-
-
 class GatherPlan(NamedTuple):
-    """What the hook after a gather needs to know: which inner tensors come, and everything that does not."""
+    """What the hook after a gather needs to know: which inner tensors come, and everything that does not.
 
-    inner: tuple[GatheredInner, ...]
+    Of what comes: the shape of a rank's shard of it, and whether that is padded.
+    """
+
+    inner: tuple[tuple[InnerTensor, torch.Size, bool], ...]
     shared: dict[str, torch.Tensor | None]
     spec: StorageSpec
     size: torch.Size
@@ -55,7 +44,7 @@ def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
         what = f"a weight of shape {tuple(size)} has shards of {tuple(shape)}"
         expected = "shards of rows, which fully_shard makes by default"
         raise ShapeError(what, expected=expected, remedy="leave shard_placement_fn out for quantized weights")
-    if resharded_to_fewer(module):
+    if fsdp2.resharded_to_fewer(module):
         what = "reshard_after_forward is a number, which torch does not support for weights with gather hooks"
         raise UsageError(what, expected="True or False")
 
@@ -80,7 +69,7 @@ def pre_all_gather(
     if binding is not None:
         binding.own_shard(module, tensor)
     _agree(tensor, group, module)
-    drop_flat_copies(module)
+    fsdp2.drop_flat_copies(module)
     world, gathered = dist.get_world_size(group), _to_gather(tensor, module)
     if world > 1:
         _check_rows(tensor, size, world)
@@ -91,7 +80,7 @@ def pre_all_gather(
         data = inner.by_rows(getattr(tensor, inner.attribute))
         data = data if inner.block_rows else padded(data, math.ceil(size[0] / world))
         missing = count - data.numel() if world > 1 else 0
-        coming.append(GatheredInner(inner, data.shape, missing > 0))
+        coming.append((inner, data.shape, missing > 0))
         if missing > 0:
             data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
         inputs.append(data.contiguous().view(torch.uint8) if data.element_size() == 1 else data.contiguous())
@@ -140,17 +129,16 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
     both = {inner: int(data.numel()) for inner, data in held.items() if data is not None}
     if not both:
         what = f"{type(tensor).__name__} holds no inner tensor that can be gathered"
-        expected = "one declared with gather=True"
-        raise UsageError(what, expected=expected, remedy="keep the rowwise usage of sharded weights")
-    sides = ({i: count for i, count in both.items() if i.usage != other} for other in ("columnwise", "rowwise"))
-    rowwise, columnwise = sides
+        raise UsageError(what, "one declared with gather=True", "keep the rowwise usage of sharded weights")
+    rowwise, columnwise = ({i: n for i, n in both.items() if i.usage != other} for other in ("columnwise", "rowwise"))
     if both in (rowwise, columnwise):
         return both
     if tensor.rowwise_serves_columnwise:
         return rowwise
     # FSDP allocates once, so that what is gathered in turns must have the same dtypes and lengths.
     alike = [held[inner].dtype for inner in rowwise] == [held[inner].dtype for inner in columnwise]
-    if not alike or getattr(module, "recomputes", False) or not resharded_after_forward(module) or not KNOWS_BACKWARD:
+    once = getattr(module, "recomputes", False) or not fsdp2.resharded_after_forward(module)
+    if not alike or once or not KNOWS_BACKWARD:
         return both
     lengths = map(max, rowwise.values(), columnwise.values())
     return dict(zip(rowwise if graph_task_id() == -1 else columnwise, lengths, strict=True))
@@ -189,11 +177,11 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
         # a comparison here would wait for them forever.
         _share(tensor, name)
         return
-    parameters = [p for p in gathered_together(module) if getattr(p.shard, "_shard_group", name) != name]
-    if not any(parameter.shard is tensor for parameter in parameters):
-        parameters = [GatheredParameter(tensor, tensor.size(), module)]
-    shards: list[Any] = [parameter.shard for parameter in parameters]
-    shared = [(shard, inner) for shard in shards for inner in shard.shared_inner()]
+    together = [(p.shard, p.module) for p in fsdp2.gathered_together(module)]
+    shards: list[Any] = [(shard, owner) for shard, owner in together if getattr(shard, "_shard_group", name) != name]
+    if not any(shard is tensor for shard, _ in shards):
+        shards = [(tensor, module)]
+    shared = [(shard, inner) for shard, _ in shards for inner in shard.shared_inner()]
     if shared:
         scales = [getattr(shard, inner.attribute).float().reshape(-1) for shard, inner in shared]
         values = torch.cat(scales)
@@ -204,10 +192,10 @@ def _agree(tensor: QuantizedTensor, group: Any, module: Any) -> None:
                 what = f"the shards of a {type(shard).__name__} have different {inner.argument!r}"
                 expected = "one value for all shards of a weight"
                 raise UsageError(what, expected=expected, remedy="set the values of the weight before it is sharded")
-    for shard, parameter in zip(shards, parameters, strict=True):
+    for shard, owner in shards:
         _share(shard, name)
-        if isinstance(parameter.module, torch.nn.Module):
-            _agreed[parameter.module] = name
+        if isinstance(owner, torch.nn.Module):
+            _agreed[owner] = name
 
 
 def _share(shard: QuantizedTensor, group: str) -> None:

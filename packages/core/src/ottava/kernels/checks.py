@@ -15,6 +15,9 @@ _FLOATS = "torch.float32, torch.bfloat16 or torch.float16"
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 DTypes = Sequence[torch.dtype]
+#: Rows and columns of matrices.
+Shapes = Sequence[tuple[int, int]]
+Layouts = Sequence[Layout]
 #: For each tensor None, or the scales and the data of one direction.
 Pairs = Sequence[tuple[Tensor, Tensor] | None]
 
@@ -24,7 +27,7 @@ class Shards(NamedTuple):
 
     xs: Tensors
     dtypes: DTypes
-    shapes: Sequence[tuple[int, int]]
+    shapes: Shapes
     starts: Sequence[int]
 
 

@@ -77,27 +77,21 @@ if (_reason := refusal()) is not None:
 
 class _CUDA(Compiled):
     native = _cuda
-    scratch = _cuda.scratch_floats
 
     def stream(self, x: Tensor) -> tuple[int, ...]:
         """The number of the device of ``x`` and the address of its current stream."""
         device = x.get_device()
         return device, raw_stream(device)
 
-    def serves(self, layout: Layout) -> bool:
-        return is_mx(layout) or (
-            layout.element in FP8
-            and layout.block in _TILED
-            and layout.scale is torch.float32
-            and layout.shared in (None, layout.block)
-        )
-
-    def serves_shards(self, layout: Layout) -> bool:
-        return is_mx(layout)
-
-    def zeros_for(self, x: Tensor, layout: Layout) -> list[Tensor | None]:
+    def scratch_for(self, x: Tensor, layout: Layout | None = None) -> list[Tensor | None]:
+        if layout is None:
+            return [torch.empty(_cuda.scratch_floats, dtype=torch.float32, device=x.device)]
         # For the amaxes of whole rows and columns.
         return [x.new_zeros(sum(matrix(x)), dtype=torch.float32) if layout.block == (1, None) else None]
+
+    def serves(self, layout: Layout, shards: bool = False) -> bool:
+        tiled = layout.element in FP8 and layout.block in _TILED and layout.scale is torch.float32
+        return is_mx(layout) or (tiled and not shards and layout.shared in (None, layout.block))
 
 
 #: The kernels, by the names of the table.

@@ -7,15 +7,15 @@ of asking torch.
 
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ottava.errors import BackendError
-from ottava.kernels.backends import backend_for, backend_module, changed
+from ottava.kernels.backends import backend_for, backend_module
 from ottava.kernels.reference import spread
 from ottava.kernels.table import define_product
 from ottava.layout import Block
@@ -43,18 +43,15 @@ def capability_of_index(index: int) -> int:
     The compiler cannot trace a question to the driver. A number, because that of torch 2.11 cannot order such
     constants that are tuples.
     """
-    found = _capabilities.get(index)
-    if found is None:
+    if index not in _capabilities:
         major, minor = torch.cuda.get_device_capability(index)
-        found = _capabilities[index] = 10 * major + minor
-    return found
+        _capabilities[index] = 10 * major + minor
+    return _capabilities[index]
 
 
-def capability(tensor: torch.Tensor) -> int:
+def capability(tensor: Tensor) -> int:
     """The compute capability of the NVIDIA GPU that ``tensor`` is on, 89 for 8.9; 0 for every other device."""
-    if not tensor.is_cuda or torch.version.hip is not None:
-        return 0
-    return capability_of_index(tensor.get_device())
+    return capability_of_index(tensor.get_device()) if tensor.is_cuda and torch.version.hip is None else 0
 
 
 @constant_to_compiler
@@ -75,19 +72,6 @@ def multiplies_bfloat16() -> bool:
             raise BackendError(what, expected=expected, remedy=f"correct or unset {VARIABLE}")
         _bfloat16_is_fast = _NAMES[wanted] if wanted else mkldnn_bf16_supported()
     return _bfloat16_is_fast
-
-
-@contextmanager
-def cpu_products(dtype: torch.dtype) -> Iterator[None]:
-    """Inside a ``with`` block CPUs multiply bfloat16 operands as such or in float32, whatever the machine has."""
-    global _bfloat16_is_fast
-    before, _bfloat16_is_fast = _bfloat16_is_fast, dtype == torch.bfloat16
-    changed()
-    try:
-        yield
-    finally:
-        _bfloat16_is_fast = before
-        changed()
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -1,5 +1,6 @@
 """The autograd functions of ``Linear``: products on quantized operands and in high precision, ``main_grad``."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +22,9 @@ from ottava.torch_private import forward_ad, is_view, tracing, transforms, unsaf
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 # Up to this number of rows torch's own bfloat16 loops are faster (measured with AVX2 and weights of 1024 rows).
 _FEW_ROWS = 4
+#: ``inspector(layer)`` gives what takes the place of :func:`quantized_linear` in a forward pass, or None to leave the
+#: layer as it is. :func:`ottava.debug.set_inspector` puts it here.
+inspector: Callable[[Any], Callable[..., torch.Tensor] | None] | None = None
 
 
 def quantized_linear(

@@ -7,13 +7,14 @@ import torch
 
 from ottava.errors import OptionError
 from ottava.kernels.direct import in_dual_level, unobserved
+from ottava.nn import function
 from ottava.nn.checks import autocast_dtype, check_use, checked_dtype, main_grad_of
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
 from ottava.nn.loading import fill_in_states
 from ottava.nn.model_init import quantize_new_weight
 from ottava.nn.weight import KeptWeight, apply_to_layer, gather_as
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.binding import Binding
+from ottava.recipes.binding import Binding, Call
 from ottava.recipes.state import RecipeState
 from ottava.tensors.declaration import check_flag
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -110,8 +111,9 @@ class Linear(torch.nn.Linear):
         compiling = observed and torch.compiler.is_compiling()
         call = self._binding.call(self, input, is_first_microbatch, observed, compiling)
         state = call.state
+        inspected = None if function.inspector is None else function.inspector(self)
         if state is None:
-            return self._high_precision(input)
+            return self._high_precision(input, call, inspected)
         # A module searches several places for an attribute. (Parametrizations put these elsewhere.)
         own: Any = self._parameters
         weight: Any = self.weight if (found := own.get("weight")) is None else found
@@ -128,9 +130,9 @@ class Linear(torch.nn.Linear):
         if call.calibrating:
             for name, tensor in (("input", input), ("weight", self._plain_weight())):
                 state.quantizer(name, rowwise=True, columnwise=True).calibrate(tensor.detach())
-            return self._high_precision(input)
+            return self._high_precision(input, call, inspected)
         if state.keeps_values and call.first is None and not primary:
-            return self._high_precision(input)
+            return self._high_precision(input, call, inspected)
         if observed:
             check_use(self, input, weight, bias)
         if isinstance(input, QuantizedTensorStorage):
@@ -144,10 +146,11 @@ class Linear(torch.nn.Linear):
         elif call.first is not None:
             kept = self._kept.for_call(call, weight, dtype)
         main_grad = main_grad_of(self, grad_enabled) if self.fuse_wgrad_accumulation else None
+        product = inspected or quantized_linear
         if amp_dtype is None:
-            return quantized_linear(input, weight, bias, call, dtype, kept, main_grad, observed)
+            return product(input, weight, bias, call, dtype, kept, main_grad, observed)
         with torch.autocast(device_type=weight.device.type, enabled=False):
-            return quantized_linear(input, weight, bias, call, dtype, kept, main_grad, observed)
+            return product(input, weight, bias, call, dtype, kept, main_grad, observed)
 
     def _matrix(self) -> torch.Tensor:
         """The weight as ``[out_features, in_features]``."""
@@ -157,8 +160,12 @@ class Linear(torch.nn.Linear):
         weight = self._matrix()
         return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight
 
-    def _high_precision(self, input: torch.Tensor) -> torch.Tensor:
+    def _high_precision(self, input: torch.Tensor, call: Call, inspected: Any) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
+        if inspected is not None:
+            dtype = autocast_dtype(self.weight, False) or input.dtype
+            rest = self.bias, call._replace(state=None), dtype, None, main_grad, True
+            return inspected(input, self._matrix(), *rest)  # type: ignore[no-any-return]
         # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
         into: Any = IntoMainGrad.apply
         weight = self._plain_weight() if main_grad is None else into(self._matrix(), (main_grad,))

@@ -93,7 +93,7 @@ def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
     for status in statuses:
         for spec in status.offers:
             claims.setdefault((spec.kind, spec.name), []).append(status)
-    refused: dict[str, list[Refusal]] = {}
+    refused: dict[str, dict[tuple[str, str], Refusal]] = {status.name: {} for status in statuses}
     for (kind, name), claimants in claims.items():
         titled = [s for s in statuses if canonical(s.distribution) == OWNER_PREFIX + canonical(name)]
         # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
@@ -102,14 +102,13 @@ def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
         if len(claimants) > 1 or owner not in (None, claimants[0]):
             refusal = Refusal(kind, name, _conflict(kind, name, claimants, owner))
             for status in claimants:
-                refused.setdefault(status.name, []).extend([] if status is owner else [refusal])
-    return [_without(status, refused.get(status.name, [])) for status in statuses]
-
-
-def _without(status: PluginStatus, refused: list[Refusal]) -> PluginStatus:
-    lost = {(refusal.kind, refusal.name) for refusal in refused}
-    kept = tuple(spec for spec in status.offers if (spec.kind, spec.name) not in lost)
-    return replace(status, offers=kept, refused=tuple(refused))
+                if status is not owner:
+                    refused[status.name][kind, name] = refusal
+    kept = [tuple(spec for spec in s.offers if (spec.kind, spec.name) not in refused[s.name]) for s in statuses]
+    return [
+        replace(status, offers=offers, refused=(*refused[status.name].values(),))
+        for status, offers in zip(statuses, kept, strict=True)
+    ]
 
 
 def disabled() -> set[str]:
@@ -159,23 +158,22 @@ def _collect(answers: list[Any], hook: str) -> list[Any]:
     """The specs that a hook gave, if they are what they should be."""
     kind = _HOOKS[hook]
     expected = f"a list of {kind.__name__} objects"
-    if not answers:  # pluggy leaves out an answer of None
-        raise PluginError(f"{hook} returned None", expected=expected, remedy="return a list, an empty one for none")
+    given = answers[0] if answers else None  # pluggy leaves out an answer of None
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        found = "None" if given is None else f"an object of type {type(given).__name__}"
+        raise PluginError(f"{hook} returned {found}", expected=expected, remedy="return a list, an empty one for none")
     specs: dict[str, Any] = {}
-    for given in answers:
-        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-            raise PluginError(f"{hook} returned an object of type {type(given).__name__}", expected=expected)
-        for spec in given:
-            # A subclass could leave out the checks of the fields.
-            if type(spec) is not kind:
-                raise PluginError(f"{hook} yielded an object of type {type(spec).__name__}", expected=expected)
-            if spec.api_version != API_VERSION:
-                what = f"{spec.name!r} is written for version {spec.api_version} of the extension points"
-                remedy = "install a release of the package that fits this ottava"
-                raise PluginError(what, expected=f"version {API_VERSION}", remedy=remedy)
-            if spec.name in specs:
-                raise DuplicateRecipeError(f"{hook} yielded {spec.name!r} twice", expected="one each")
-            specs[spec.name] = spec
+    for spec in given:
+        # A subclass could leave out the checks of the fields.
+        if type(spec) is not kind:
+            raise PluginError(f"{hook} yielded an object of type {type(spec).__name__}", expected=expected)
+        if spec.api_version != API_VERSION:
+            what = f"{spec.name!r} is written for version {spec.api_version} of the extension points"
+            remedy = "install a release of the package that fits this ottava"
+            raise PluginError(what, expected=f"version {API_VERSION}", remedy=remedy)
+        if spec.name in specs:
+            raise DuplicateRecipeError(f"{hook} yielded {spec.name!r} twice", expected="one each")
+        specs[spec.name] = spec
     return list(specs.values())
 
 

@@ -1,25 +1,91 @@
-"""Products of operands that are decoded and multiplied as dense matrices: what there is for any layout, anywhere."""
+"""What multiplies two operands: a plan on a CPU, FP8 hardware, or matrices that they are decoded to, for any layout."""
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ottava.formats import FP8
-from ottava.gemm.operand import Operand, define
+from ottava.gemm.operand import Operand, define, operand_of
 from ottava.gemm.scaled import product_of
 from ottava.kernels import backends
+from ottava.kernels import products as dense
 from ottava.kernels.backends import backend_for, backend_module
 from ottava.kernels.compiled import DTYPE_CODES, known
 from ottava.kernels.direct import is_direct
-from ottava.kernels.products import WHOLE, Rows, compute_dtype, product, product_for, product_of_blocks
+from ottava.kernels.table import rounded
 from ottava.layout import Layout
+from ottava.tensors.storage import QuantizedTensorStorage
 
 Tensor = torch.Tensor
+GemmType = Literal["fprop", "dgrad", "wgrad"]
+#: A tensor in high precision, or a quantized one.
+Matrix = Tensor | QuantizedTensorStorage
+
+#: GEMM -> whether the rows of a are what is summed over, and whether those of b are: their columnwise usage.
+GEMMS: dict[str, tuple[bool, bool]] = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 _is_compiling = torch.compiler.is_dynamo_compiling
+
+
+def multiply(
+    a: Matrix,
+    b: Matrix,
+    gemm_type: GemmType,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    use_split_accumulator: bool = True,
+) -> Tensor:
+    """``gemm`` for those whose operands fit together: nothing is checked, and ``bias`` needs no gradient."""
+    by_column = GEMMS[gemm_type]
+    result_dtype = out_dtype if out is None else out.dtype
+    for x in (a, b):
+        owner = getattr(x, "_quantizer", None)
+        if owner is not None and owner.custom:
+            scales = getattr(a, "_scale_inv", None), getattr(b, "_scale_inv", None)
+            with dense.without_autocast(a.device.type):
+                made = owner.qgemm(a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b)
+            return rounded(made) if out is None else made
+    # Adding into out must round once: the product stays float32 until the sum.
+    dtype = torch.float32 if accumulate else result_dtype
+    left, right, result = _on_grid(a, by_column[0]), _on_grid(b, by_column[1]), None
+    if left is not None and right is not None:
+        result = planned_mm(left, right, bias, dtype)
+        if result is None and (of_elements := product_of(left, right)) is not None:
+            result = of_elements(left, right, bias, dtype, not use_split_accumulator)
+    if result is None:
+        exact = all(isinstance(x, QuantizedTensorStorage) or x.dtype == torch.bfloat16 for x in (a, b))
+        compute = dense.compute_dtype(a.device, dtype, exact)
+        left, right = left or _dense(a, by_column[0], compute), right or _dense(b, by_column[1], compute)
+        result = decoded_mm(left, right, bias, dtype, compute)
+    if out is None:
+        return result
+    return out.add_(result) if accumulate else out.copy_(result)
+
+
+def _on_grid(x: Matrix, columnwise: bool) -> Operand | None:
+    """Elements with scales, if it is a storage that has such."""
+    if not isinstance(x, QuantizedTensorStorage) or (found := x.grid_operand(columnwise=columnwise)) is None:
+        return None
+    return operand_of((*found, x.column_layout_text if columnwise else x.layout_text, columnwise, x))
+
+
+def _dense(x: Matrix, columnwise: bool, dtype: torch.dtype) -> Operand:
+    """Values in ``dtype``."""
+    if not isinstance(x, QuantizedTensorStorage):
+        return Operand(as_matrix(x.detach()).to(dtype), columnwise=columnwise)
+    values, scale = x.gemm_operand(columnwise=columnwise, dtype=dtype)
+    return Operand(values, None if scale is None else scale.to(torch.float32), columnwise=columnwise)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """``[*leading, K]`` as ``[rows, K]``; K may be 0, for which ``reshape(-1, K)`` has no answer."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class _Scratch(threading.local):
@@ -54,27 +120,30 @@ def _memory(side: int, operand: Operand, dtype: torch.dtype) -> tuple[Tensor, Te
     """Memory for the values of an operand, the same as ``[outer, reduced]``, whether one scale is for all of them, and
     whether scales are part of them, because they are powers of two."""
     layout, out = Layout.of(operand.layout), _scratch.empty(side, operand.values, dtype)
-    whole = layout.block == WHOLE
+    whole = layout.block == dense.WHOLE
     return out, (out.t() if operand.is_turned() else out), whole, layout.rounding != "nearest" and not whole
 
 
-def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> Rows:
+def _decoded(side: int, operand: Operand, dtype: torch.dtype) -> dense.Rows:
     """Values without what would round them."""
     values, scales, text, columnwise = operand[:4]
     if not text or scales is None:
-        return Rows(operand.rows(), scales)
+        return dense.Rows(operand.rows(), scales)
     out, rows, whole, folded = _memory(side, operand, dtype)
     backend_module(values.device.type).grid_decode(values, scales if folded else None, text, columnwise, out)
     if folded:
-        return Rows(rows, None)
-    return Rows(rows, scales.t() if operand.is_turned() and not whole else scales, Layout.of(text).block)
+        return dense.Rows(rows, None)
+    return dense.Rows(rows, scales.t() if operand.is_turned() and not whole else scales, Layout.of(text).block)
 
 
 def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, compute: torch.dtype) -> Tensor:
+    # Compiled code comes here without having asked.
+    if (planned := planned_mm(a, b, bias, out_dtype)) is not None:
+        return planned
     left, right = _decoded(0, a, compute), _decoded(1, b, compute)
-    if left.block == right.block == WHOLE:
-        return product(left.values, right.values.t(), left.scales, right.scales, bias, out_dtype)
-    return product_of_blocks(left, right, bias, out_dtype)
+    if left.block == right.block == dense.WHOLE:
+        return dense.product(left.values, right.values.t(), left.scales, right.scales, bias, out_dtype)
+    return dense.product_of_blocks(left, right, bias, out_dtype)
 
 
 #: ``round(a[M, K] · b[N, K]ᵀ + bias)`` of ``(a, b, bias, out_dtype, compute_dtype)``: elements are decoded to the last,
@@ -89,7 +158,7 @@ def _plan(a: Operand, b: Operand, bias_dtype: torch.dtype | None, out_dtype: tor
     device = a.values.device
     if backend_for(device.type) == "reference" or product_of(a, b) is not None:
         return ()
-    compute, sides, scaled = compute_dtype(device, out_dtype), [], False
+    compute, sides, scaled = dense.compute_dtype(device, out_dtype), [], False
     for side, operand in enumerate((a, b)):
         out, rows, whole, folded = _memory(side, operand, compute)
         layout, code, (e8m0, *_), _ = known(operand.layout)
@@ -100,7 +169,8 @@ def _plan(a: Operand, b: Operand, bias_dtype: torch.dtype | None, out_dtype: tor
         to = out.data_ptr(), DTYPE_CODES[compute], rows.t() if side else rows
         sides.append((code, *sizes, folded, e8m0, *block, *to))
         scaled |= whole
-    multiply, native = product_for(compute, device, out_dtype, bias_dtype, scaled), backend_module(device.type).native
+    native = backend_module(device.type).native
+    multiply = dense.product_for(compute, device, out_dtype, bias_dtype, scaled)
     # Sums in float32 that scales multiply are the module's own to finish.
     finished = DTYPE_CODES[out_dtype] if scaled and compute is torch.float32 else -1
     return *sides, partial(native.planned_product, native.ProductPlan(*sides, multiply, out_dtype, finished))

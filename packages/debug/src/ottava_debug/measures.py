@@ -1,0 +1,241 @@
+"""What is lost between a tensor in high precision and what it becomes: exact sums in float64, in one pass.
+
+Definitions, for values ``x`` and what they become, ``q``:
+
+- ``amax``: ``max |x|``.
+- underflow: how many of the ``x`` that are not zero have ``q = 0``, in percent.
+- saturation: how many of the ``x`` were clamped, in percent: ``q`` is the largest number of the format, with the scale
+  of its block, and ``|x|`` is beyond it by more than half of the format's last step, so that rounding alone would not
+  have given it. Underflow and saturation are the two ways out of a format's range (Micikevicius et al., "FP8 Formats
+  for Deep Learning", 2022, arXiv:2209.05433).
+- SQNR, the signal-to-quantization-noise ratio: ``10 · log10(Σ x² / Σ (x - q)²)`` in dB (Widrow and Kollár,
+  "Quantization Noise", 2008). 6.02 dB are one bit.
+- cosine: ``Σ x·q / √(Σ x² · Σ q²)``, between -1 and 1.
+- exponents: how many ``x`` have ``⌊log2 |x|⌋ = e``.
+
+Values that are NaN or infinite are counted, and left out of everything else. Where nothing is left, nothing is lost:
+amax, underflow and saturation are 0, the SQNR is infinite, the cosine 1; so it is of zeros that stay zeros. A finite
+value that becomes NaN or infinite is noise without bound: the SQNR is -inf and the cosine 0.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ottava.errors import DTypeError, ShapeError
+from ottava.formats import ELEMENTS, FloatFormat, IntegerFormat
+from ottava.kernels.checks import check_high_precision
+from ottava.tensors import QuantizedTensorStorage
+from ottava.tensors.declaration import native_dtype
+
+# Elements that are looked at together. On a CPU their float64 values fit its cache, and torch has one thread look at so
+# few: threads that wait for each other after each sum take a hundred times longer where others use the processor.
+_CHUNK = {"cpu": 1 << 14}
+_CHUNK_ELSEWHERE = 1 << 23
+# Of float64, whose bits tell the exponent of every float32: no subnormal stays one.
+_MANTISSA_BITS, _BIAS, _EXPONENTS = 52, 1023, 2048
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What one tensor loses; see the module for definitions.
+
+    Attributes:
+        count: elements.
+        not_finite: how many of them are NaN or infinite: these are left out below.
+        amax: largest magnitude.
+        underflow: percent of the values that are not zero.
+        saturation: percent of the values; None where the storage does not declare the format of its elements, so that
+            nobody can tell.
+        sqnr: dB; ``inf`` where nothing is lost, ``-inf`` where a value becomes NaN or infinite.
+        cosine: -1 to 1.
+    """
+
+    count: int
+    not_finite: int
+    amax: float
+    underflow: float
+    saturation: float | None
+    sqnr: float
+    cosine: float
+
+
+def compare(
+    values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage, *, columnwise: bool | None = None
+) -> Measures:
+    """What ``values`` lose by becoming ``quantized``.
+
+    Args:
+        values: float32, bfloat16 or float16, any shape.
+        quantized: what they become, of their shape: a quantized tensor or storage; or a plain tensor, whose saturation
+            is not known.
+        columnwise: of a storage, the data of this direction; None: of rows where they are held.
+
+    Raises:
+        DTypeError: an argument is no tensor, or of another dtype.
+        ShapeError: they have different shapes.
+        UsageError: the storage does not hold the direction.
+    """
+    check_high_precision(values)
+    elements = None
+    if isinstance(quantized, QuantizedTensorStorage):
+        direction = _direction(quantized, columnwise)
+        quantized, elements = direction.dequantize(torch.float32), _elements(direction)
+    if not isinstance(quantized, torch.Tensor):
+        raise DTypeError(f"quantized is a {type(quantized).__name__}", expected="a tensor or a storage")
+    if quantized.shape != values.shape:
+        raise ShapeError(f"quantized has shape {tuple(quantized.shape)}", expected=f"{tuple(values.shape)}")
+    sums = _Sums()
+    for x, q, data in _chunks(values, quantized, elements):
+        sums.add(x, q, data, elements[1] if elements else None)
+    return sums.measures(values.numel(), known=elements is not None)
+
+
+def amax(values: torch.Tensor) -> float:
+    """Largest finite magnitude, 0.0 where there is none. DTypeError: no tensor of high precision."""
+    return compare(values, values).amax
+
+
+def underflow(values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage) -> float:
+    """Percent of the nonzero values that become zero; arguments and errors as of :func:`compare`."""
+    return compare(values, quantized).underflow
+
+
+def saturation(values: torch.Tensor, quantized: QuantizedTensorStorage) -> float | None:
+    """Percent of the values that are clamped; None where it cannot be told; as of :func:`compare`."""
+    return compare(values, quantized).saturation
+
+
+def sqnr(values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage) -> float:
+    """Signal-to-quantization-noise ratio in dB; arguments and errors as of :func:`compare`."""
+    return compare(values, quantized).sqnr
+
+
+def cosine(values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage) -> float:
+    """Cosine between values and what they become; arguments and errors as of :func:`compare`."""
+    return compare(values, quantized).cosine
+
+
+def exponents(values: torch.Tensor) -> dict[int, int]:
+    """Exponent ``⌊log2 |x|⌋`` -> how many values have it, ascending, those that occur.
+
+    Zeros, NaN and infinities have none and are left out.
+
+    Raises:
+        DTypeError: no tensor of high precision.
+    """
+    check_high_precision(values)
+    counts = torch.zeros(_EXPONENTS, dtype=torch.int64, device=values.device)
+    for x in _flat(values):
+        bits = x.double().abs().view(torch.int64) >> _MANTISSA_BITS
+        counts += torch.bincount(bits, minlength=_EXPONENTS)
+    return {at - _BIAS: count for at, count in enumerate(counts.tolist()) if count and 0 < at < _EXPONENTS - 1}
+
+
+class _Sums:
+    """Exact sums over the chunks of a tensor."""
+
+    def __init__(self) -> None:
+        self.not_finite = self.nonzero = self.zeroed = self.clamped = 0
+        self.amax = self.signal = self.made = self.dot = self.noise = 0.0
+        self.broken = False
+
+    def add(
+        self, x: torch.Tensor, q: torch.Tensor, data: torch.Tensor | None, element: FloatFormat | IntegerFormat | None
+    ) -> None:
+        """Values of float64, what they become, and the bytes that they become."""
+        finite = x.isfinite()
+        if not finite.all():
+            self.not_finite += int(finite.numel() - finite.count_nonzero())
+            x, q, data = x[finite], q[finite], None if data is None else data[finite]
+        if not x.numel():
+            return
+        magnitudes = x.abs()
+        self.amax = max(self.amax, magnitudes.amax().item())
+        nonzero = int(x.count_nonzero())
+        self.nonzero += nonzero
+        self.zeroed += int((x != 0).logical_and_(q == 0).count_nonzero())
+        if data is not None and element is not None:
+            beyond = magnitudes > q.abs() * (1 + _half_step(element))
+            self.clamped += int(beyond.logical_and_(_is_largest(data, element)).count_nonzero())
+        self.broken |= not bool(q.isfinite().all())
+        error = x - q
+        dots = torch.stack([x.square().sum(), q.square().sum(), (x * q).sum(), error.square().sum()]).tolist()
+        self.signal, self.made, self.dot, self.noise = (
+            old + new for old, new in zip((self.signal, self.made, self.dot, self.noise), dots, strict=True)
+        )
+
+    def measures(self, count: int, known: bool) -> Measures:
+        """The measures of all that was added; whether it is ``known`` what was clamped."""
+        finite = count - self.not_finite
+        exact = not self.broken and self.noise == 0
+        saturation = 100 * self.clamped / max(finite, 1) if known or exact else None
+        underflow = 100 * self.zeroed / max(self.nonzero, 1)
+        sqnr, cosine = self._sqnr(exact), self._cosine(exact)
+        return Measures(count, self.not_finite, self.amax, underflow, saturation, sqnr, cosine)
+
+    def _sqnr(self, exact: bool) -> float:
+        if exact:
+            return math.inf
+        return -math.inf if self.broken or self.signal == 0 else 10 * math.log10(self.signal / self.noise)
+
+    def _cosine(self, exact: bool) -> float:
+        if exact:
+            return 1.0
+        if self.broken or self.signal == 0 or self.made == 0:
+            return 0.0
+        return min(1.0, max(-1.0, self.dot / (math.sqrt(self.signal) * math.sqrt(self.made))))
+
+
+def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    size = _CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE)
+    yield from tensor.detach().reshape(-1).split(size) if tensor.numel() else ()
+
+
+def _chunks(
+    values: torch.Tensor, made: torch.Tensor, elements: tuple[torch.Tensor, FloatFormat | IntegerFormat] | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    pairs = zip(_flat(values), _flat(made), strict=True)
+    data = iter(()) if elements is None else _flat(elements[0])
+    for x, q in pairs:
+        yield x.double(), q.double(), next(data, None)
+
+
+def _direction(quantized: QuantizedTensorStorage, columnwise: bool | None) -> QuantizedTensorStorage:
+    """The storage with the data of one direction."""
+    held = quantized.get_usages()
+    if columnwise is None:
+        columnwise = not held["rowwise"]
+    if held == {"rowwise": not columnwise, "columnwise": columnwise}:
+        return quantized
+    tensors, spec = quantized.flatten_storage()
+    with torch.no_grad():
+        made = spec.build(tensors)
+        made.update_usage(rowwise_usage=not columnwise, columnwise_usage=columnwise)
+    return made
+
+
+def _elements(quantized: QuantizedTensorStorage) -> tuple[torch.Tensor, FloatFormat | IntegerFormat] | None:
+    """The bytes of the elements in the order of the tensor, and their format; None where none are declared."""
+    for inner in quantized.inner_tensors:
+        held, dtype = getattr(quantized, inner.attribute), native_dtype(quantized, inner)
+        if held is not None and dtype in ELEMENTS:
+            data = inner.by_rows(held)
+            return (data, ELEMENTS[dtype]) if data.shape == quantized.shape else None
+    return None
+
+
+def _half_step(element: FloatFormat | IntegerFormat) -> float:
+    """Half of the distance from the largest number to what would be the next, relative to the former."""
+    bits = element.mantissa_bits if isinstance(element, FloatFormat) else math.floor(math.log2(element.max))
+    return 2.0 ** (math.floor(math.log2(element.max)) - bits - 1) / element.max
+
+
+def _is_largest(data: torch.Tensor, element: FloatFormat | IntegerFormat) -> torch.Tensor:
+    """Which elements are the largest number, or its negative."""
+    if isinstance(element, IntegerFormat):
+        return data.view(element.torch_dtype).abs() == int(element.max)
+    largest = torch.tensor(element.max, device=data.device).to(element.torch_dtype).view(torch.uint8)
+    return (data.view(torch.uint8) & 0x7F) == largest

@@ -1,0 +1,334 @@
+"""The three products of a layer, one by one: what looks at their tensors, and may change them.
+
+A layer that is watched computes what others compute, bit for bit, unless an inspection changes something.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from ottava import debug, prepare_for_saving, restore_from_saved
+from ottava.gemm import as_matrix, gemm
+from ottava.kernels.products import without_autocast
+from ottava.nn.checks import autocast_dtype
+from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
+from ottava.tensors import QuantizedTensorStorage
+from ottava.torch_private import is_view, unsafe_view
+
+#: GEMM -> its operands and its result. They are called as in the configurations of nvdlfw-inspect.
+TENSORS = {
+    "fprop": ("activation", "weight", "output"),
+    "dgrad": ("gradient", "weight", "dgrad"),
+    "wgrad": ("gradient", "activation", "wgrad"),
+}
+#: What recipes call the operands.
+ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
+_OPERANDS = [(gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors[:2]]
+
+
+class Inspection:
+    """Looks at one layer during one forward pass and its backward pass. Each method may be overridden; what is called
+    again when activations are recomputed gets the same tensors."""
+
+    def quantizes(self, gemm: str, tensor: str) -> bool:
+        """Whether a product takes an operand quantized where the recipe says so; otherwise in high precision. Asked
+        once, before the forward pass."""
+        return True
+
+    def modifies(self, gemm: str, tensor: str) -> bool:
+        """Whether :meth:`modify` may change this one. A layer of which nothing is quantized and nothing modified is
+        computed as one in high precision. Asked once, before the forward pass."""
+        return type(self).modify is not Inspection.modify
+
+    def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor | QuantizedTensorStorage:
+        """The values that a product takes, or gives, instead: ``values``, or others of their shape and dtype. An
+        operand may be quantized, with data for the usage that the product makes of it."""
+        return values
+
+    def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
+        """Called with each operand and result of a product, after :meth:`modify`; not when it is recomputed.
+
+        Args:
+            values: a matrix in high precision: ``[*, K]`` of operands, ``[out, in]`` of a weight and its gradient.
+            quantized: what the product takes of it; None in high precision, and of a result.
+        """
+
+
+#: ``watcher(layer)`` gives an inspection of the layer for the forward pass that begins, or None.
+Watcher = Callable[[Any], Inspection | None]
+#: Whether the watcher may ever inspect layers of a name; compiled code of other layers stays in one graph.
+Selects = Callable[[str], bool]
+_watches: "list[Watch]" = []
+# Compiled code reads it, so that it is made again when other layers are watched.
+_generation = "0"
+
+
+class Watch:
+    """Layers are watched from here on, until :meth:`close` or the end of a ``with`` block.
+
+    Args:
+        watcher: gives an inspection for a layer, or None.
+        selects: whether layers with a name may ever be inspected; by default all may.
+    """
+
+    def __init__(self, watcher: Watcher, selects: Selects = lambda name: True) -> None:
+        self.watcher, self.selects = watcher, selects
+        _watches.append(self)
+        _changed()
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self in _watches:
+            _watches.remove(self)
+            _changed()
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _changed() -> None:
+    global _generation
+    _generation = str(int(_generation) + 1)
+    debug.set_inspector(_inspector if _watches else None)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _may_be_inspected(name: str, generation: str) -> bool:
+    return any(watch.selects(name) for watch in _watches)
+
+
+def _inspector(layer: Any) -> Callable[..., torch.Tensor] | None:
+    if torch.compiler.is_compiling():
+        # What a watcher says may be another thing in the next step, so that it is asked when the code runs.
+        return partial(_inspected_when_run, layer) if _may_be_inspected(layer.name, _generation) else None
+    found = _inspections(layer)
+    return partial(_inspected_linear, found) if found else None
+
+
+def _inspections(layer: Any) -> list[Inspection]:
+    return [found for watch in _watches if (found := watch.watcher(layer)) is not None]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _inspected_when_run(layer: Any, *arguments: Any) -> torch.Tensor:
+    return _inspected_linear(_inspections(layer), *arguments)
+
+
+def _inspected_linear(
+    inspections: list[Inspection],
+    x: Any,
+    weight: Any,
+    bias: torch.Tensor | None,
+    call: Any,
+    dtype: torch.dtype,
+    kept: Any,
+    main_grad: torch.Tensor | None,
+    observed: bool,
+) -> torch.Tensor:
+    products = _Products(inspections, call, dtype, main_grad)
+    if not products.modified and not any(products.quantized_operands.values()):
+        return _in_high_precision(products, x, weight, bias)
+    if not inspections:
+        return quantized_linear(x, weight, bias, call, dtype, kept, main_grad, observed)
+    if isinstance(x, QuantizedTensorStorage):
+        x = x.dequantize()
+    with without_autocast(x.device.type):
+        arguments = x, weight, bias, products, kept, torch.is_grad_enabled()
+        return _InspectedLinear.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Products:
+    """How the products of one pass are computed."""
+
+    def __init__(
+        self, inspections: Sequence[Inspection], call: Any, dtype: torch.dtype, main_grad: torch.Tensor | None
+    ) -> None:
+        self.inspections, self.call, self.state = inspections, call, call.state
+        self.dtype, self.main_grad = dtype, main_grad
+        # Decided once, because what is saved for the backward pass depends on it.
+        self.quantized_operands = {pair: self._quantizes(*pair) for pair in _OPERANDS}
+        every = [(gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors]
+        self.modified = {pair for pair in every if any(found.modifies(*pair) for found in inspections)}
+
+    def _quantizes(self, gemm_type: str, tensor: str) -> bool:
+        if self.state is None or (gemm_type == "wgrad" and ROLES[tensor] in self.state.wgrad_unquantized):
+            return False
+        return all(inspection.quantizes(gemm_type, tensor) for inspection in self.inspections)
+
+    def quantized(self, tensor: str, values: Any, rows_of: str, columns_of: str, needed: bool = True) -> Any:
+        """The operand as the recipe quantizes it for a product by rows, and if it is ``needed`` for one by columns;
+        None where both take it in high precision."""
+        rowwise = self.quantized_operands.get((rows_of, tensor), False)
+        columnwise = needed and self.quantized_operands.get((columns_of, tensor), False)
+        if isinstance(values, QuantizedTensorStorage) or not (rowwise or columnwise):
+            return values if rowwise or columnwise else None
+        options: dict[str, Any] = {} if tensor == "gradient" else {"recording": self.call.recording}
+        quantizer = self.state.quantizer(ROLES[tensor], rowwise=rowwise, columnwise=columnwise, **options)
+        return quantizer.quantize_impl(values, self.dtype)
+
+    def operand(self, gemm_type: str, tensor: str, values: Any, quantized: Any, observed: bool = True) -> Any:
+        """What a product takes: quantized, or a matrix in high precision."""
+        plain = values.dequantize() if isinstance(values, QuantizedTensorStorage) else values
+        taken: Any = plain
+        if (gemm_type, tensor) in self.modified:
+            taken = self._modified(gemm_type, tensor, plain)
+        if not self.quantized_operands[gemm_type, tensor]:
+            quantized = None
+            taken = taken.dequantize() if isinstance(taken, QuantizedTensorStorage) else taken
+        elif isinstance(taken, QuantizedTensorStorage):
+            quantized, taken = taken, plain
+        elif taken is not plain:
+            by_column = gemm_type == "wgrad" or (gemm_type == "dgrad" and tensor == "weight")
+            quantizer = self.state.quantizer(
+                ROLES[tensor], rowwise=not by_column, columnwise=by_column, recording=False
+            )
+            quantized = quantizer.quantize_impl(taken, self.dtype)
+        if observed:
+            self.observe(gemm_type, tensor, taken, quantized)
+        return taken.to(self.dtype) if quantized is None else quantized
+
+    def multiply(self, gemm_type: Any, left: Any, right: Any, observed: bool = True, **options: Any) -> torch.Tensor:
+        """A product of operands, as the inspections leave it."""
+        made = gemm(left, right, gemm_type, out_dtype=self.dtype, **options)
+        result = TENSORS[gemm_type][2]
+        if (gemm_type, result) in self.modified:
+            made = self._modified(gemm_type, result, made)
+        if observed:
+            self.observe(gemm_type, result, made)
+        return made
+
+    def _modified(self, gemm_type: str, tensor: str, values: torch.Tensor) -> Any:
+        found: Any = values
+        for inspection in self.inspections:
+            plain = found.dequantize() if isinstance(found, QuantizedTensorStorage) else found
+            changed = inspection.modify(gemm_type, tensor, plain)
+            found = found if changed is plain else changed
+        return found
+
+    def observe(self, gemm_type: str, tensor: str, values: torch.Tensor, quantized: Any = None) -> None:
+        """Have the inspections look at an operand or a result."""
+        for inspection in self.inspections:
+            inspection.observe(gemm_type, tensor, values, quantized)
+
+
+def _in_high_precision(products: _Products, x: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    """A layer of which nothing is quantized and nothing modified: core's own functions compute it, and what passes
+    through is looked at on its way."""
+    amp_dtype, main_grad = autocast_dtype(weight, False), products.main_grad
+    region: AbstractContextManager[object] = nullcontext()
+    if products.state is not None and {x.dtype, weight.dtype} != {products.dtype}:
+        # For a product of quantized operands torch.autocast was switched off.
+        amp_dtype, region = products.dtype, torch.autocast(weight.device.type, dtype=products.dtype)
+    if main_grad is not None:
+        weight = IntoMainGrad.apply(weight, (main_grad,))  # type: ignore[no-untyped-call]
+    elif isinstance(weight, QuantizedTensorStorage):
+        weight = weight.dequantize()
+    if isinstance(x, QuantizedTensorStorage):
+        x = x.dequantize()
+
+    def seen(gemm_type: str, tensor: str, values: torch.Tensor) -> None:
+        products.observe(gemm_type, tensor, as_matrix(values.detach()).to(products.dtype))
+
+    def tapped(gemm_type: str, result: str, values: torch.Tensor) -> Any:
+        look = partial(seen, gemm_type, result)
+        return _Tap.apply(values, look) if values.requires_grad else values  # type: ignore[no-untyped-call]
+
+    def take_gradient(dy: torch.Tensor) -> None:
+        for gemm_type, operand, needed in (("dgrad", weight, x.requires_grad), ("wgrad", x, weight.requires_grad)):
+            if needed:
+                seen(gemm_type, "gradient", dy)
+                seen(gemm_type, TENSORS[gemm_type][1], operand)
+
+    with region:
+        y = high_precision_linear(tapped("dgrad", "dgrad", x), tapped("wgrad", "wgrad", weight), bias, amp_dtype)
+    if not products.call.recomputed:
+        for tensor, values in zip(TENSORS["fprop"], (x, weight, y), strict=True):
+            seen("fprop", tensor, values)
+    if y.requires_grad and products.inspections:
+        y.register_hook(take_gradient)
+    return y
+
+
+class _Tap(torch.autograd.Function):
+    """Values unchanged, whose gradient is looked at."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, look: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        ctx.look = look
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.look(grads[0])
+        return grads[0], None
+
+
+class _InspectedLinear(torch.autograd.Function):
+    """``y = x · wᵀ + b``, ``dx = dy · w`` and ``dw = dyᵀ · x``, each of the operands that the inspections leave."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: torch.Tensor | None, products: _Products, kept: Any, grad_enabled: bool
+    ) -> torch.Tensor:
+        x_needs, w_needs, b_needs = (needed and grad_enabled for needed in ctx.needs_input_grad[:3])
+        observed = not products.call.recomputed
+        matrix, plain_weight = as_matrix(x.detach()), weight.detach()
+        qx = products.quantized("activation", matrix, "fprop", "wgrad", w_needs)
+        qw = kept if kept is not None else products.quantized("weight", plain_weight, "fprop", "dgrad", x_needs)
+        left = products.operand("fprop", "activation", matrix, qx, observed)
+        right = products.operand("fprop", "weight", plain_weight, qw, observed)
+        added = None if bias is None else bias.detach()
+        y = products.multiply("fprop", left, right, observed, bias=added, use_split_accumulator=False)
+        saved = [x if w_needs else None, qx if w_needs else None, weight if x_needs else None]
+        saved.append(qw if x_needs and qw is not plain_weight else None)
+        tensors, ctx.specs = prepare_for_saving(*saved)
+        ctx.save_for_backward(*tensors)
+        bias_dtype = bias.dtype if bias is not None and b_needs else None
+        ctx.rest = products, (x.shape, x.dtype, weight.dtype, bias_dtype), weight
+        # The output must not be a view, because an activation, say, may modify it in place.
+        return unsafe_view(y, [*x.shape[:-1], y.shape[-1]]) if x.dim() != 2 or is_view(y) else y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        products, (x_shape, x_dtype, w_dtype, bias_dtype), parameter = ctx.rest
+        state, dy = products.state, as_matrix(grads[0])
+        if state is not None and state.stateful:
+            state.note_backward()
+        x, qx, weight, qw = restore_from_saved(ctx.saved_tensors, ctx.specs)
+        rows, columns = "" if weight is None else "dgrad", "" if x is None else "wgrad"
+        qdy = products.quantized("gradient", dy, rows, columns)
+        dx = dw = db = None
+        if weight is not None:
+            left = products.operand("dgrad", "gradient", dy, qdy)
+            right = products.operand("dgrad", "weight", weight, weight if qw is None else qw)
+            dx = products.multiply("dgrad", left, right).to(x_dtype).view(x_shape)
+        if x is not None:
+            left = products.operand("wgrad", "gradient", dy, qdy)
+            right = products.operand("wgrad", "activation", as_matrix(x), qx)
+            dw = products.multiply("wgrad", left, right)
+            if products.main_grad is not None:
+                _add_to_main_grad(products, left, right, dw, parameter)
+            dw = dw.to(w_dtype) if products.main_grad is None else None
+        if bias_dtype is not None:
+            narrow = dy.is_cuda and dy.dtype == bias_dtype and dy.numel() * dy.element_size() < 2**31
+            db = dy.sum(0, dtype=dy.dtype if narrow else torch.float32).to(bias_dtype)
+        return dx, dw, db, None, None, None
+
+
+def _add_to_main_grad(products: _Products, left: Any, right: Any, dw: torch.Tensor, parameter: Any) -> None:
+    """Add the gradient of the weight to ``main_grad``; one that is not modified is rounded once, in the sum."""
+    main_grad: Any = products.main_grad
+    if ("wgrad", "wgrad") in products.modified:
+        main_grad.add_(dw)
+    else:
+        gemm(left, right, "wgrad", out_dtype=products.dtype, out=main_grad, accumulate=True)
+    for owner in (parameter, parameter._base):
+        if hasattr(owner, "grad_added_to_main_grad"):
+            owner.grad_added_to_main_grad = True

@@ -1,0 +1,187 @@
+"""Recipe files that keep some layers, tensors or directions of them, in high precision, each with its reason."""
+
+import contextlib
+import os
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import yaml
+
+from ottava.errors import OptionError, OttavaError
+from ottava.recipes import QuantizerRole, Recipe, get_recipe
+from ottava.recipes.registry import is_path
+from ottava.recipes.role import OF_LINEAR
+from ottava_custom import CustomRecipe, HybridQuantizer, IdentityQuantizer
+from ottava_custom.files import FileFactory
+from ottava_custom.hybrid import side_of
+from ottava_custom.hybrid_tensors import SIDES
+
+#: GEMM and operand, as nvdlfw-inspect calls them -> what recipes call the operand, and the direction that is read.
+OPERANDS = {
+    ("fprop", "activation"): ("input", "rowwise"),
+    ("fprop", "weight"): ("weight", "rowwise"),
+    ("dgrad", "gradient"): ("grad_output", "rowwise"),
+    ("dgrad", "weight"): ("weight", "columnwise"),
+    ("wgrad", "gradient"): ("grad_output", "columnwise"),
+    ("wgrad", "activation"): ("input", "columnwise"),
+}
+_SUFFIXES = (".yaml", ".yml")
+_WIDTH = 110
+# Text that YAML reads as text without quotes, unless it is one of its words.
+_PLAIN = re.compile(r"(?!(?i:null|true|false)\Z)[A-Za-z_][\w.-]*", re.A)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What stays in high precision, and why.
+
+    Attributes:
+        layer: its qualified name, character by character; as in every recipe file it also stands for the modules in it.
+        reason: for whoever reads the file; any text.
+        role: ``"input"``, ``"weight"`` or ``"grad_output"``; None: all of them.
+        direction: of a role, ``"rowwise"`` or ``"columnwise"``; None: both.
+
+    Raises:
+        OptionError: another role or direction, or a direction without a role.
+    """
+
+    layer: str
+    reason: str
+    role: str | None = None
+    direction: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("role", self.role, OF_LINEAR), ("direction", self.direction, SIDES)):
+            if value is not None and value not in known:
+                raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(known)}, or None")
+        if self.direction is not None and self.role is None:
+            raise OptionError(f"direction {self.direction!r} of no role", expected="a role with it")
+
+    @classmethod
+    def of_operand(cls, layer: str, reason: str, gemm: str, tensor: str) -> Self:
+        """Keep one operand of one GEMM, as :data:`OPERANDS` lists them; OptionError where it does not."""
+        if (gemm, tensor) not in OPERANDS:
+            known = ", ".join(" ".join(pair) for pair in OPERANDS)
+            raise OptionError(f"the operand {tensor!r} of {gemm!r}", expected=f"one of {known}")
+        return cls(layer, reason, *OPERANDS[gemm, tensor])
+
+
+def write_recipe_file(
+    path: str | os.PathLike[str],
+    keeps: Iterable[Keep],
+    default: str = "current",
+    options: Mapping[str, Any] | None = None,
+    *,
+    about: str = "",
+) -> CustomRecipe:
+    """Write :func:`recipe_text` to a file, and give the recipe that the file describes.
+
+    Raises:
+        OptionError: the path does not end in ``.yaml`` or ``.yml``, or cannot be written to; and as of
+            :func:`recipe_text`.
+        RecipeNotFoundError, PluginError: as of :func:`ottava.get_recipe`.
+    """
+    name = os.fspath(path)
+    if not name.lower().endswith(_SUFFIXES):
+        raise OptionError(f"the recipe file is {name}", expected=f"a name that ends in {' or '.join(_SUFFIXES)}")
+    text = recipe_text(keeps, default, options, about=about)
+    try:
+        with open(name, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+    except OSError as error:
+        raise OptionError(f"{name} cannot be written: {error.strerror}", expected="a path in a folder") from error
+    return CustomRecipe.from_file(name)
+
+
+def recipe_text(
+    keeps: Iterable[Keep], default: str = "current", options: Mapping[str, Any] | None = None, *, about: str = ""
+) -> str:
+    """A recipe file, in YAML: ``default`` for everything but what is kept, with the reasons as comments.
+
+    A recipe that keeps state, and one that serves directions by different quantizers, cannot serve one direction alone:
+    there the whole role is kept, and a comment says so.
+
+    Args:
+        keeps: one rule is written for each layer, in the order in which they come first.
+        default: the name of a recipe, or the path of a recipe file.
+        options: the options of the recipe: text, numbers, booleans, and members of an ``Enum`` by their names.
+        about: a comment at the beginning.
+
+    Raises:
+        OptionError: an option that the recipe does not take, or more than a recipe file may hold.
+        RecipeNotFoundError, PluginError: as of :func:`ottava.get_recipe`.
+    """
+    recipe, served = get_recipe(default, **options or {}), _served(default, options or {})
+    layers: dict[str, list[Keep]] = {}
+    for keep in keeps:
+        layers.setdefault(keep.layer, []).append(keep)
+    # A module's name stands for what is in it, whose own rule would not be asked any more after it.
+    inside = Counter(name[: dot.start()] for name in layers for dot in re.finditer(r"\.", name))
+    # That of the model itself is all.
+    inside[""] = len(layers)
+    lines = [*_comment(about), f"default: {served}"]
+    for name in sorted(layers, key=lambda name: inside[name]):
+        lines += ["", *(["layers:"] if "layers:" not in lines else []), *_rule(name, layers[name], recipe, served)]
+    text = "\n".join(lines) + "\n"
+    # What is wrong with it is told before anything is written.
+    FileFactory("the recipe file.yaml", text)
+    return text
+
+
+def _served(default: str, options: Mapping[str, Any]) -> str:
+    """The expression for the recipe."""
+    if is_path(default):
+        default, options = "custom", {"file": os.fspath(default), **options}
+    if not options:
+        return _text(default)
+    named = {key: getattr(value, "name", value) for key, value in options.items()}
+    written = [f"{_text(key)}: {_text(value)}" for key, value in {"recipe": default, **named}.items()]
+    return "{" + ", ".join(written) + "}"
+
+
+def _text(value: Any) -> str:
+    """A value as YAML, which any reader takes for the same."""
+    if isinstance(value, str) and _PLAIN.fullmatch(value):
+        return value
+    style = '"' if isinstance(value, str) else None
+    return yaml.safe_dump(value, default_style=style, width=float("inf"), default_flow_style=True).split("\n")[0]
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    """Any text as comment lines."""
+    shown = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in text.splitlines()]
+    return [f"{indent}# {part}" for line in shown for part in textwrap.wrap(line, _WIDTH - len(indent))]
+
+
+def _rule(name: str, keeps: list[Keep], recipe: Recipe, served: str) -> list[str]:
+    pattern = re.sub(r"([*?[])", r"[\1]", name) or "*"
+    match = f"  - match: {_text(pattern)}"
+    whole = [keep for keep in keeps if keep.role is None]
+    if whole:
+        return [*(line for keep in keeps for line in _comment(keep.reason, "  ")), match, "    all: identity"]
+    lines = [match]
+    for role in OF_LINEAR:
+        reasons = [keep.reason for keep in keeps if keep.role == role]
+        if not reasons:
+            continue
+        kept = {keep.direction for keep in keeps if keep.role == role}
+        sides = [side for side in SIDES if None in kept or side in kept]
+        if len(sides) == 1 and not _serves_one_side(recipe, QuantizerRole("linear", role, name)):
+            reasons.append(f"Only {sides[0]} data need it, but the recipe cannot serve the other direction alone.")
+            sides = list(SIDES)
+        expressions = [f"{side}: {'identity' if side in sides else served}" for side in SIDES]
+        expression = "identity" if len(sides) == len(SIDES) else "{" + ", ".join(expressions) + "}"
+        lines += [*(line for reason in reasons for line in _comment(reason, "    ")), f"    {role}: {expression}"]
+    return lines
+
+
+def _serves_one_side(recipe: Recipe, role: QuantizerRole) -> bool:
+    with contextlib.suppress(OttavaError):
+        for side in SIDES:
+            HybridQuantizer(side_of(recipe, role, side), IdentityQuantizer())
+        return True
+    return False
