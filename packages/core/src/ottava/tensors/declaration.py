@@ -71,6 +71,25 @@ class StaticField:
     default: Any = ...
 
 
+#: What an inner tensor may be.
+HELD = (torch.Tensor, type(None))
+
+
+def checked(cls: Any, given: dict[str, Any], **also: Any) -> dict[str, Any]:
+    """What the constructor of a storage class was given, and what was left out, as ``check_declared`` returns it."""
+    known = dict.fromkeys((inner.argument for inner in cls.inner_tensors), None)
+    known |= {field.argument: field.default for field in cls.own_fields}
+    wrong = [f"no {name!r}" for name, default in known.items() if default is ... and name not in given]
+    wrong += [f"an unknown keyword {name!r}" for name in sorted(set(given) - set(known))]
+    if wrong:
+        raise OptionError(f"{cls.__name__} was given {wrong[0]}", expected=", ".join(sorted(known)))
+    declared: dict[str, Any] = cls.check_declared(known | given | also)
+    for name, tensor in ((inner.argument, declared[inner.argument]) for inner in cls.inner_tensors):
+        if not isinstance(tensor, HELD):
+            raise DTypeError(f"{name!r} is a {type(tensor).__name__}", expected="a tensor or None")
+    return declared
+
+
 def native_dtype(storage: Any, inner: InnerTensor) -> torch.dtype | None:
     """The 8-bit dtype that the bytes of an inner tensor have, for those who read them without Ottava."""
     return getattr(storage, inner.native) if isinstance(inner.native, str) else inner.native
@@ -86,6 +105,14 @@ def same_kind(one: Any, other: Any, *, nominal: bool = True) -> bool:
     both = {"both", *(usage for usage, held in one.get_usages().items() if held and other.get_usages()[usage])}
     names = {field.attribute for field in (*one.own_fields, *other.own_fields) if field.usage in both}
     return all(getattr(one, name, None) == getattr(other, name, None) for name in names - {"_dtype"})
+
+
+def equal_scales(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two scales are equal; those on the meta device have no values to differ in."""
+    if one is other or other is None or one.is_meta or other.is_meta:
+        return one is other or (other is not None and one.is_meta and other.is_meta)
+    # Comparing values would break a graph that is being traced.
+    return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))
 
 
 def as_data(data: Any, float_dtype: torch.dtype, what: str) -> torch.Tensor | None:

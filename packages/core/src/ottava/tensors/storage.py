@@ -4,21 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
-from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, bump_versions, check_flag, native_dtype
-from ottava.tensors.saving import Pattern as Pattern
-from ottava.tensors.saving import StorageSpec as StorageSpec
+from ottava.tensors import declaration
+from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, check_flag, checked, native_dtype
+
+
+@dataclass(frozen=True)
+class StorageSpec:
+    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
+
+    cls: type[QuantizedTensorStorage]
+    static: tuple[Any, ...]
+    quantizer: Any
+    whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
+    # What made the storage, in eager code: an ``ottava.tensors.saving.Pattern``.
+    pattern: Any = field(default=None, compare=False, repr=False)
+
+    def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
+        built = self.cls(**self.cls._arguments(tensors, self.static), quantizer=self.quantizer)
+        built._whole = self.whole
+        return built
+
+    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        """:meth:`build` around the tensors that were taken out, which need no second look."""
+        if self.pattern is not None:
+            return self.pattern.make(tensors, self.quantizer)  # type: ignore[no-any-return]
+        if self.whole is not None or not self.cls.declares_all:
+            return self.build(tensors)
+        made = object.__new__(self.cls)
+        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
+        return made
+
 
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 _USAGES = ("rowwise", "columnwise")
-# What an inner tensor may be.
-_HELD = (torch.Tensor, type(None))
 
 
 class QuantizedTensorStorage:
@@ -55,14 +82,14 @@ class QuantizedTensorStorage:
     _quantizer: Any
     _dtype: torch.dtype
     # What made a bare storage in eager code, by which it is taken apart.
-    _pattern: Pattern | None = None
+    _pattern: Any = None
     # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
     _whole: Any = None
     # Shared by all aliases that count writes.
     _writes: GemmCache
 
     def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
-        self._hold(self._checked(declared), quantizer)
+        self._hold(checked(type(self), declared), quantizer)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -73,34 +100,16 @@ class QuantizedTensorStorage:
         cls.own_fields = tuple(field for field in cls.static_fields if field.attribute not in common)
 
     @classmethod
-    def _checked(cls, given: dict[str, Any], **also: Any) -> dict[str, Any]:
-        """What the constructor was given, with what was left out, as :meth:`check_declared` returns it."""
-        known = dict.fromkeys((inner.argument for inner in cls.inner_tensors), None)
-        known |= {field.argument: field.default for field in cls.own_fields}
-        wrong = [f"no {name!r}" for name, default in known.items() if default is ... and name not in given]
-        wrong += [f"an unknown keyword {name!r}" for name in sorted(set(given) - set(known))]
-        if wrong:
-            raise OptionError(f"{cls.__name__} was given {wrong[0]}", expected=", ".join(sorted(known)))
-        declared = cls.check_declared(known | given | also)
-        for name, tensor in ((inner.argument, declared[inner.argument]) for inner in cls.inner_tensors):
-            if not isinstance(tensor, _HELD):
-                raise DTypeError(f"{name!r} is a {type(tensor).__name__}", expected="a tensor or None")
-        return declared
-
-    @classmethod
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
-        """Inner tensors, static fields and ``dtype``, by their arguments, as they are to be held.
-
-        A subclass refuses here what does not fit together, and takes floats of 8 bits as bytes, say.
-        """
+        """Inner tensors, static fields and ``dtype``, by their arguments, as they are held, if they fit together."""
         return declared
 
     def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
         if self.counts_writes:
             self._writes = GemmCache()
         self._quantizer = quantizer
-        for field in self.own_fields:
-            setattr(self, field.attribute, declared[field.argument])
+        for own in self.own_fields:
+            setattr(self, own.attribute, declared[own.argument])
         self._declare()
         self._put_inner([declared[inner.argument] for inner in self.inner_tensors])
 
@@ -140,7 +149,7 @@ class QuantizedTensorStorage:
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Take this storage's share from the front of ``tensors`` and return the rest, or raise ShapeError."""
         count = len(self.inner_tensors)
-        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, _HELD) for t in tensors[:count]):
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, declaration.HELD) for t in tensors[:count]):
             raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
         if len(tensors) < count:
             raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
@@ -197,7 +206,7 @@ class QuantizedTensorStorage:
         tensors, spec = self.flatten_storage()
         with torch.no_grad():
             changed = [None if t is None else function(t) for t in tensors]
-            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)  # type: ignore[no-any-return]
+            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)
 
     def _copied_quantizer(self) -> Any:
         return None if self._quantizer is None else self._quantizer.copy()
@@ -272,8 +281,7 @@ class QuantizedTensorStorage:
         """Overwrite the values with ``tensor``, quantized by this object's quantizer.
 
         Raises:
-            UsageError: there is no quantizer.
-            ShapeError: ``tensor`` has another shape.
+            UsageError, ShapeError: there is no quantizer, or ``tensor`` has another shape.
         """
         self._required_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
         return self
@@ -318,7 +326,7 @@ class QuantizedTensorStorage:
             check_scalar(noop_flag, pairs[0][0], "noop_flag")
         for mine, theirs in pairs:
             mine.copy_(theirs if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, mine, theirs))
-        bump_versions([mine for mine, _ in pairs] + ([self] if isinstance(self, torch.Tensor) else []))
+        declaration.bump_versions([mine for mine, _ in pairs] + ([self] if isinstance(self, torch.Tensor) else []))
         self.mark_written()
         if self._whole is not None:
             self._whole.mark_written()
@@ -333,7 +341,7 @@ class QuantizedTensorStorage:
 
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
         """Whether what a view shares with its tensor is equal in ``other``, so that its elements mean the same here."""
-        return all(_equal(getattr(self, name), getattr(other, name)) for name in self.shared_with_whole())
+        return all(declaration.equal_scales(getattr(self, n), getattr(other, n)) for n in self.shared_with_whole())
 
     def _rest_is_zero(self) -> bool:
         """Whether the rest of the tensor holds zeros alone, as the padding of a shard does: they suit any scale."""
@@ -356,8 +364,7 @@ class QuantizedTensorStorage:
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This tensor as a GEMM operand ``[rows, columns]`` in ``dtype``, and a float32 scalar still to multiply.
 
-        The default dequantizes in high precision and leaves no factor. A storage whose elements are exact in
-        ``dtype`` returns the bare elements and its scale.
+        By default the values, and no factor. A storage of elements that are exact in ``dtype`` returns these and its scale.
         """
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
@@ -368,13 +375,9 @@ class QuantizedTensorStorage:
         return self.layout_text
 
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This tensor as a GEMM operand on a grid, or None for :meth:`gemm_operand`, as is the default.
+        """The bytes of the elements as a matrix, and scales, as they are stored for the usage, or UsageError.
 
-        Returns:
-            The bytes of the elements as a matrix, and scales, as they are stored for the usage.
-
-        Raises:
-            UsageError: the data held does not serve the usage.
+        None, the default, is for :meth:`gemm_operand`.
         """
         return None
 
@@ -446,11 +449,3 @@ def rebuild_storage(
 
 
 torch.serialization.add_safe_globals([rebuild_storage])
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether two scales are equal; those on the meta device have no values to differ in."""
-    if one is other or other is None or one.is_meta or other.is_meta:
-        return one is other or (other is not None and one.is_meta and other.is_meta)
-    # Comparing values would break a graph that is being traced.
-    return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))

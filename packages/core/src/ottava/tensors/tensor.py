@@ -10,7 +10,7 @@ import torch
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
-from ottava.tensors.declaration import StaticField, check_values_dtype, same_kind
+from ottava.tensors.declaration import StaticField, check_values_dtype, checked, same_kind
 from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, schema_of, tree_map
@@ -58,7 +58,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         **declared: Any,
     ) -> Any:
         check_dtype(dtype)
-        declared = cls._checked(declared, dtype=dtype)
+        declared = checked(cls, declared, dtype=dtype)
         held: list[Any] = [declared[inner.argument] for inner in cls.inner_tensors]
         given, like = [tensor for tensor in held if tensor is not None], cls.laid_out_like(declared)
         if not given or (shape is None and like is None and held[0] is None):
