@@ -12,10 +12,10 @@ import torch
 
 from ottava import debug, prepare_for_saving, restore_from_saved
 from ottava.gemm import as_matrix, gemm
-from ottava.recipes.binding import Call
 from ottava.kernels.products import without_autocast
 from ottava.nn.checks import autocast_dtype
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
+from ottava.recipes.binding import Call
 from ottava.tensors import QuantizedTensorStorage
 from ottava.torch_private import is_view, unsafe_view
 
