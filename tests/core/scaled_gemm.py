@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ottava.gemm import scaled as gemm_scaled
-from ottava.gemm.scaled import scaled_products
 from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage, columnwise_layout
+from tests.choosing import scaled_products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = ["fprop", "dgrad", "wgrad"]
@@ -87,7 +87,6 @@ def strict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Each kind of hardware, with the layout that its tensors have."""
     made = Strict(request.param)
     monkeypatch.setattr(gemm_scaled, "capability", lambda operand: made.capability)
-    monkeypatch.setattr(gemm_scaled, "_scales_rows", lambda operand: made.capability >= 90)
     monkeypatch.setattr(gemm_scaled, "scaled_mm", made)
     layout: Any = "transpose" if made.capability < 100 else "shared"
     with scaled_products(), columnwise_layout(layout):

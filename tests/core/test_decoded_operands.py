@@ -11,15 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ottava import Layout, kernels
-from ottava.gemm import Operand, gemm, multiply, scaled
-from ottava.gemm import decoded as products
-from ottava.gemm.decoded import decoded_mm
-from ottava.gemm.scaled import scaled_products
+from ottava import gemm as products
+from ottava.gemm import Operand, decoded_mm, gemm, multiply, scaled
 from ottava.kernels import products as dense
 from ottava.kernels import scaled_mm, use_backend
-from ottava.kernels.products import cpu_products
 from ottava.tensors import Float8TensorStorage
 from ottava.tensors.grid import GridTensorStorage
+from tests.choosing import cpu_products, scaled_products
 
 E4M3, F32 = torch.float8_e4m3fn, torch.float32
 WHOLE = Layout(E4M3, (None, None), columnwise="same").text

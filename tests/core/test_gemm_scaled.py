@@ -17,8 +17,9 @@ import ottava
 from ottava import Layout
 from ottava.errors import DTypeError, ShapeError
 from ottava.gemm import _on_grid, gemm
-from ottava.gemm.scaled import product, scaled_products
+from ottava.gemm.scaled import product
 from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage, columnwise_layout
+from tests.choosing import scaled_products
 
 FORMATS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from scaled_gemm import E4M3, KINDS, PRODUCTS, SHAPES, check, coded, matrix
 
-from ottava.gemm import decoded, gemm
+from ottava import gemm as quantized
+from ottava.gemm import gemm
 from ottava.kernels import products
 from ottava.kernels.backends import backend_module
 
@@ -42,7 +43,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     backend = SimpleNamespace(grid_decode=cpu.grid_decode, epilogue32=epilogue32)
     monkeypatch.setattr(products, "returns_float32", lambda device: True)
     # Without the plans of a CPU's products.
-    monkeypatch.setattr(decoded, "_scratch", decoded._Scratch())
+    monkeypatch.setattr(quantized, "_scratch", quantized._Scratch())
     monkeypatch.setattr(products, "_bfloat16_is_fast", True)
     monkeypatch.setattr(products, "backend_module", lambda kind: backend)
     monkeypatch.setattr(torch, "mm", mm)

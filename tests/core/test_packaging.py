@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +31,22 @@ def test_importing_what_users_need_does_not_import_the_compiler() -> None:
     code = "import ottava, sys; ottava.convert, ottava.autocast; print('torch._dynamo' in sys.modules)"
     found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+def test_the_types_of_public_names_are_told(tmp_path: Path) -> None:
+    """By a stub, to who checks the types of a program: all that are public, each as what it is, and no others."""
+    stub = Path(ottava.__file__).with_suffix(".pyi")
+    names = {alias.asname for node in ast.parse(stub.read_text()).body[:-1] for alias in node.names}  # type: ignore[attr-defined]
+    assert names | {"__version__"} == set(dir(ottava))
+    wrong = ["ottava.convert(3, 'current')", "ottava.absent"]
+    used = ["def width(layout: ottava.Layout) -> str: return ottava.__version__ + layout.text", *wrong]
+    lines = ["import ottava", *(f"from ottava import {name} as {name}" for name in sorted(names)), *used]
+    (tmp_path / "program.py").write_text("\n".join(lines))
+    environment = dict(os.environ)
+    if "site-packages" not in stub.parts:
+        environment["MYPYPATH"] = str(stub.parents[1])
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    told = [line.split(":")[1] for line in done.stdout.splitlines() if ": error:" in line]
+    assert (stub.parent / "py.typed").exists()
+    assert told == [str(len(lines) - 1), str(len(lines))], done.stdout + done.stderr

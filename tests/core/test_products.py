@@ -15,7 +15,7 @@ import ottava
 from ottava.errors import BackendError
 from ottava.gemm import gemm
 from ottava.kernels import products, scaled_mm, use_backend
-from ottava.kernels.products import cpu_products
+from tests.choosing import cpu_products
 
 GEMMS = {"fprop": ((5, 24), (7, 24)), "dgrad": ((5, 7), (7, 24)), "wgrad": ((5, 7), (5, 24))}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava import torch_private
 from ottava.cli import doctor
-from ottava.distributed import high_precision, hooks
+from ottava.distributed import hooks
 from ottava.errors import BackendError
 from ottava.kernels import direct
 from ottava.tensors import Float8Tensor, InnerTensor, QuantizedTensor
@@ -69,7 +69,7 @@ def use(patch: pytest.MonkeyPatch, module: Any) -> int:
             if known.startswith("ottava") and place is not torch_private and vars(place).get(name) is before:
                 patch.setattr(place, name, now)
                 changed += now is not before
-    for cls in (QuantizedTensor, high_precision.HighPrecisionWeight):
+    for cls in (QuantizedTensor, hooks.HighPrecisionWeight):
         patch.setattr(cls, "__torch_function__", vars(module)["disabled_torch_function"])
     return changed
 
@@ -157,7 +157,7 @@ def test_rows_and_columns_are_gathered_at_once_where_the_pass_is_not_known(monke
     held: Any = types.SimpleNamespace(
         inner_tensors=(rows, columns), rowwise_serves_columnwise=False, _row=torch.ones(4), _column=torch.ones(6)
     )
-    monkeypatch.setattr(hooks, "resharded_after_forward", lambda module: True)
+    monkeypatch.setattr(hooks.fsdp2, "resharded_after_forward", lambda module: True)
     assert hooks._to_gather(held, None) == {rows: 6}
     use(monkeypatch, without(BOUND["graph_task_id"]))
     assert hooks._to_gather(held, None) == {rows: 4, columns: 6}

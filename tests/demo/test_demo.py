@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ottava
 from ottava.cli.recipes import DEMO_LAYERS
 from ottava.errors import DeviceError, OptionError, RecipeNotFoundError, UsageError
-from ottava.kernels.products import cpu_products
 from ottava_demo import command, training
 from ottava_demo.command import run_demo
 from ottava_demo.data import batch, load_corpus
 from ottava_demo.model import GPT, SIZES
 from ottava_demo.report import deviation, headings, rows
 from ottava_demo.training import Run, train
+from tests.choosing import cpu_products
 
 OPTIONS = {"recipes": None, "steps": 3, "size": "tiny", "device": "cpu", "seed": 0}
 

@@ -403,7 +403,6 @@ def without_private_names(mesh: Any) -> None:
             net = sharded(made(recipe, gathered=True), mesh, groups, reshard_after_forward=True)
             with Counted() as counted:
                 torch.nn.functional.mse_loss(net(x), y).backward()
-            assert net in fsdp2.sharded_modules()
         known = sharded(made(recipe, gathered=True), mesh, groups, reshard_after_forward=True)
         with Counted() as usual:
             torch.nn.functional.mse_loss(known(x), y).backward()

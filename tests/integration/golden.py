@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +27,9 @@ from ottava_current import Float8CurrentScaling
 from ottava_delayed import DelayedScaling
 from ottava_mxfp8 import MXFP8BlockScaling
 from ottava_testing import launch
-from tests.integration.golden_recorder import Net, Recorder, batch, layer
+from tests.integration.golden_recorder import FILE, Net, Recorder, as_text, batch, layer, wait_for_the_end_of
 from tests.integration.stateful_package.acme_average_recipe import MovingAverage
 
-FILE = Path(__file__).with_name("golden.json")
 STEPS = 4
 #: Each with another recipe of its kind.
 RECIPES: dict[str, tuple[ottava.Recipe, ottava.Recipe]] = {
@@ -411,20 +408,6 @@ def record(name: str, recipes: tuple[ottava.Recipe, ottava.Recipe], rank: int = 
     return recorder.events
 
 
-def wait_for_the_end_of(layers: list[Any]) -> None:
-    """Ranks would reduce the amaxes of layers that still exist on one of them; a thread may be about to let go.
-
-    Raises:
-        RuntimeError: something holds a layer.
-    """
-    for _ in range(30):
-        if all(layer() is None for layer in layers):
-            return
-        gc.collect()
-        time.sleep(0.005)
-    raise RuntimeError("the layers of a program do not go")
-
-
 def on_rank(name: str, mesh: Any, folder: Path) -> None:
     """All programs of ranks with the recipe ``name``: a file of each rank."""
     rank = mesh.get_rank()
@@ -454,20 +437,10 @@ def of_ranks() -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 
 def write() -> None:
-    """Write the file anew: equal records once, an event to a line."""
+    """Write the file anew."""
     found = {f"{name}: {each}": record(each, recipes) for name, recipes in RECIPES.items() for each in PROGRAMS}
     found |= {f"{name}: {each}": events for name, programs in of_ranks().items() for each, events in programs.items()}
-    together: dict[str, list[str]] = {}
-    for name, events in found.items():
-        lines = ",\n".join(f"  {json.dumps(event, separators=(',', ':'))}" for event in events)
-        together.setdefault(lines, []).append(name)
-    shown = [f'{{"runs": {json.dumps(names)}, "events": [\n{lines}\n]}}' for lines, names in together.items()]
-    FILE.write_text("[\n" + ",\n".join(shown) + "\n]\n")
-
-
-def known() -> dict[str, list[dict[str, Any]]]:
-    """The records of the file, by recipe and program."""
-    return {name: entry["events"] for entry in json.loads(FILE.read_text()) for name in entry["runs"]}
+    FILE.write_text(as_text(found))
 
 
 if __name__ == "__main__":

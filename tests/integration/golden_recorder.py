@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from tests.ranks import Counted
 
+FILE = Path(__file__).with_name("golden.json")
 SIZE, ROWS = 8, 2
 
 
@@ -107,3 +112,32 @@ class Recorder:
 
     def step(self, step: int, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.backward(f"backward {step}", self.forward(f"forward {step}", run, step))
+
+
+def wait_for_the_end_of(layers: list[Any]) -> None:
+    """Ranks would reduce the amaxes of layers that still exist on one of them; a thread may be about to let go.
+
+    Raises:
+        RuntimeError: something holds a layer.
+    """
+    for _ in range(30):
+        if all(layer() is None for layer in layers):
+            return
+        gc.collect()
+        time.sleep(0.005)
+    raise RuntimeError("the layers of a program do not go")
+
+
+def as_text(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Records as a file has them: equal ones once, an event to a line."""
+    together: dict[str, list[str]] = {}
+    for name, events in found.items():
+        lines = ",\n".join(f"  {json.dumps(event, separators=(',', ':'))}" for event in events)
+        together.setdefault(lines, []).append(name)
+    shown = [f'{{"runs": {json.dumps(names)}, "events": [\n{lines}\n]}}' for lines, names in together.items()]
+    return "[\n" + ",\n".join(shown) + "\n]\n"
+
+
+def known() -> dict[str, list[dict[str, Any]]]:
+    """The records of the file, by recipe and program."""
+    return {name: entry["events"] for entry in json.loads(FILE.read_text()) for name in entry["runs"]}

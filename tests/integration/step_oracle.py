@@ -9,88 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
-import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava_delayed import DelayedScaling
-from tests.integration.golden import wait_for_the_end_of
-from tests.integration.step_programs import Add, Evaluate, Program, Remove, Replace, Step, Use, programs
+from tests.integration.golden_recorder import wait_for_the_end_of
+from tests.integration.step_limits import AVOIDED, WithinLimits
+from tests.integration.step_models import SIZE, Bank, Run, amax, diagonal, values
+from tests.integration.step_programs import Add, Evaluate, Program, Remove, Replace, Step, Use
 from tests.integration.step_rule import FORMATS, Layer, Operand, Region, Rule, quantized, same_product
 from tests.ranks import Counted
 from tests.recipes_delayed.slot_oracle import Slot
 
-#: How many programs ranks run.
-EXAMPLES = "OTTAVA_TESTS_STEP_PROGRAMS"
-SIZE = 4
-PATTERN = torch.tensor([1.0, -0.625, 0.3, 0.1375])
-MAGNITUDES = (1.0, 0.37, 12.5, 700.0, 3e-4, 0.0, 2.0**90, math.inf)
 #: The recipe of each model.
 RECIPES = ("A", "A", "B")
-
-
-#: What is not as the rule says, and allowed.
-#: "loads": the all-reduces of layers that were loaded or copied, one for each that runs in a block for the first time.
-AVOIDED = frozenset({"loads"})
 
 
 class Stopped(Exception):
     """What a program raises."""
 
 
-def values(index: int, rank: int = 0) -> torch.Tensor:
-    magnitude = MAGNITUDES[(index + 3 * rank) % len(MAGNITUDES)]
-    made = PATTERN.roll(index) * (1.0 if math.isinf(magnitude) else magnitude)
-    if math.isinf(magnitude):
-        made[0] = -math.inf
-    return made.view(1, SIZE)
-
-
-def amax(x: torch.Tensor) -> float:
-    return float(np.abs(x.numpy()).max())
-
-
-def diagonal() -> ottava.nn.Linear:
-    made = ottava.nn.Linear(SIZE, SIZE, bias=False)
-    with torch.no_grad():
-        made.weight.copy_(torch.eye(SIZE))
-    return made
-
-
-class Bank(torch.nn.Module):
-    """Layers; ``run`` says which of them are used."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(diagonal() for _ in range(count))
-
-    def forward(self, run: Callable[[int, torch.Tensor], torch.Tensor], *inputs: torch.Tensor) -> Any:
-        return tuple(run(number, x) for number, x in enumerate(inputs))
-
-
-@dataclass
-class Run:
-    """A use of a layer, with its operands; without, where they are not quantized by delayed scaling."""
-
-    use: Use
-    layer: Layer
-    x: torch.Tensor
-    quantized_x: Operand | None = None
-    quantized_w: Operand | None = None
-    y: Any = None
-
-
-class World:
+class World(WithinLimits):
     """The models of a program on one rank, and the rule for all ranks."""
 
     def __init__(self, program: Program, rank: int = 0, ranks: int = 1, *, avoids: frozenset[str] = AVOIDED) -> None:
@@ -107,6 +53,8 @@ class World:
                 margin=margin + 4 * (name == "B"),
                 reduce_amax=program.reduce,
             )
+            # Equal to none of another program, whose layers may still be there.
+            self.recipes[name].set_quantizer_factory(lambda role: None)
         self.ways = (*program.ways, "block")
         self.banks: list[Bank] = []
         self.of_bank: list[list[Layer]] = []
@@ -228,7 +176,7 @@ class World:
             return run
         if self.training:
             self.rule.join(layer)
-            layer.brought = False
+            layer.brought, layer.ran = False, True
             for rank, slots in enumerate(layer.ranks):
                 slots["input"].observe(amax(values(use.x, rank)))
                 if use.first is not False:
@@ -253,12 +201,22 @@ class World:
         with self.counted, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for event in self.program.events:
+                if self.ranks > 1 and isinstance(event, (Remove, Replace)):
+                    self.begin_all()
                 self.do(event)
                 self.check(event)
+            self.begin_all()
+            self.check("the end")
         self.banks.clear()
         self.of_bank.clear()
         self.rule.layers.clear()
         wait_for_the_end_of(self.watched)
+
+    def begin_all(self) -> None:
+        """Nothing is left for the next step to reduce: ranks need not lose a layer at the same moment."""
+        for name in ("A", "B", "none"):
+            with self.block(name):
+                pass
 
     def do(self, event: Any, *, between: bool = False) -> None:
         if isinstance(event, Step):
@@ -293,70 +251,9 @@ class World:
                 if layer.pending:
                     rows, expected = ([row[1:] for row in table] for table in (rows, expected))
                 assert rows == expected, where
-        extra = self.counted.count - self.rule.reductions
-        allowed = self.rule.extra_for_each if "loads" in self.avoids else self.rule.extra
-        assert 0 <= extra <= allowed, f"{self.counted.count} all-reduces, not {self.rule.reductions}, after {event}"
-
-    def possible(self, step: Step) -> Step:
-        """The step without what the documented limits leave out."""
-        number, way = step.bank, self.ways[step.bank]
-        whole, fail, backward = step.whole, step.fail, step.backward
-        outer = step.outer if way == "block" or (way == "bound" and step.outer == "off") else ""
-        if fail is not None and fail[0] != "forward":
-            backward = "each"
-        if whole is not None:
-            fail = None if fail is not None and fail[0] != "forward" else fail
-            backward = "together" if backward == "each" else backward
-        # Reentrant checkpointing may see amaxes in the forward pass or in the recomputation, whatever lies between.
-        between = isinstance(step.between, Step) or step.around_backward in ("same", "other")
-        reentrant = fail is None and backward != "none" and not between
-        if whole and not reentrant:
-            whole = False
-        uses = []
-        for use in step.uses:
-            use = self.possible_use(number, use)
-            recompute = None if whole is not None or (use.recompute and not reentrant) else use.recompute
-            blocks, inside = use.blocks, use.inside
-            if whole is not None:
-                # A recomputed layer repeats the recipe that it last ran under.
-                blocks = tuple(b for b in blocks if b not in ("off", "current") and not (b == "other" and whole))
-            if recompute is not None and {"off", "current"} & set(blocks):
-                inside = True
-            if recompute and "other" in blocks:
-                # No step begins inside of a reentrant checkpoint, and each such block begins one.
-                recompute = False
-            uses.append(replace(use, recompute=recompute, blocks=blocks, inside=inside))
-        uses = self._consistent(number, uses)
-        return replace(
-            step,
-            uses=tuple(uses),
-            whole=whole,
-            fail=fail,
-            backward=backward,
-            outer=outer,
-            passes=step.passes if way != "converted" else 1,
-        )
-
-    def _consistent(self, number: int, uses: list[Use]) -> list[Use]:
-        """A layer that is recomputed runs under one recipe in a step."""
-        made = []
-        for use in uses:
-            mine = [other for other in uses if self.layer_of(number, other) is self.layer_of(number, use)]
-            elsewhere = any({"off", "current"} & set(other.blocks) for other in mine)
-            made.append(replace(use, recompute=None) if elsewhere else use)
-        return made
-
-    def possible_use(self, number: int, use: Use) -> Use:
-        same = self.ways[number] == "block" and number != 2
-        blocks = tuple("none" if b == "same" and not same else b for b in use.blocks)
-        if number == 2:
-            blocks = tuple("none" if b == "other" else b for b in blocks)
-        if "other" in blocks:
-            # The layer is one of the other recipe's.
-            blocks = (*(b for b in blocks if b in ("none", "off") and b != "off"), "other")
-        if "same" in blocks and "current" in blocks:
-            blocks = ("current",)
-        return replace(use, blocks=blocks, needs=use.needs or bool(use.recompute))
+        most = self.rule.most + (self.rule.extra_for_each if "loads" in self.avoids else self.rule.extra)
+        counts = f"{self.counted.count} all-reduces, not {self.rule.least} to {most}, after {event}"
+        assert self.rule.least <= self.counted.count <= most, counts
 
     def inputs(self, uses: tuple[Use, ...], whole: bool | None = None) -> list[torch.Tensor]:
         needs = [self.training and (use.needs or bool(whole)) for use in uses]
@@ -396,11 +293,6 @@ class World:
                 self.backward(step, runs)
         for run in runs:
             run.layer.pending = False
-
-    def before_recomputation(self, event: Any) -> Any:
-        """Without blocks of other recipes: a recomputed layer repeats the one that it last ran under."""
-        uses = tuple(replace(u, blocks=tuple(b for b in u.blocks if b not in ("off", "current"))) for u in event.uses)
-        return replace(event, uses=uses)
 
     def forward(self, step: Step, runs: list[Run]) -> None:
         number, start = step.bank, len(runs)
@@ -480,13 +372,17 @@ class World:
                 same_product(run.x.grad, self.gradient(run), weight, "gradient of the input")
 
     def evaluate(self, event: Evaluate) -> None:
-        if event.rank is not None and event.rank != self.rank and self.ranks > 1:
+        number, alone = event.bank, event.rank is not None and self.ranks > 1
+        if alone and event.rank != self.rank:
             return
-        number = event.bank
         uses = tuple(replace(self.possible_use(number, use), recompute=None) for use in event.uses)
-        if event.rank is not None:
+        if alone:
             # The ranks go on alike.
             uses = tuple(replace(u, blocks=tuple(b for b in u.blocks if b != "current")) for u in uses)
+            used = [self.layer_of(number, use) for use in uses]
+            if "loads" in self.avoids and not all(layer.joined or layer.brought for layer in used):
+                # The layer has a state on one rank only then, and so have files and what they are loaded into.
+                return
         uses = tuple(replace(u, first=False if u.first is False else None) for u in uses)
         for bank in self.banks:
             bank.train(event.mode != "eval")
@@ -535,42 +431,3 @@ class World:
     def remove(self, number: int, place: int) -> None:
         del self.banks[number].layers[place]
         self.rule.layers.remove(self.of_bank[number].pop(place))
-
-
-# -- two ranks --
-
-
-def of_ranks(mesh: Any) -> None:
-    """Random programs, the same on all ranks; their data differ."""
-    rank, ranks = mesh.get_rank(), mesh.size()
-
-    @settings(
-        max_examples=int(os.environ.get(EXAMPLES, "60")),
-        derandomize=True,
-        database=None,
-        deadline=None,
-        # All ranks are to run the same programs: no shrinking, which follows what one of them saw.
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(programs)
-    def check(program: Program) -> None:
-        World(program, rank, ranks).run()
-
-    check()
-
-
-def alone(mesh: Any) -> None:
-    uses = (Use(0, 0, 0),)
-    events = (Evaluate(0, uses, rank=0), Step(0, uses), Step(0, uses))
-    _not_yet("alone", events, mesh)
-
-
-def loads(mesh: Any) -> None:
-    uses = (Use(0, 0, 0), Use(1, 0, 0))
-    _not_yet("loads", (Step(0, uses), Replace(0, "loaded"), Step(0, uses)), mesh)
-
-
-def _not_yet(name: str, events: tuple[Any, ...], mesh: Any) -> None:
-    program = Program(("block", "block"), ((2, "max", 0), (2, "max", 0)), True, events)
-    World(program, mesh.get_rank(), mesh.size(), avoids=AVOIDED - {name}).run()

@@ -39,6 +39,7 @@ class Layer:
         key: of the regions that begin a step for it.
         joined: whether a region of these knows it: as a part of a converted model, or because it has run in one.
         brought: whether it has what a load or a copy brought, and has not run since.
+        ran: whether it has run in training since it last began a step.
         kept: the quantized weight of the first microbatch.
         pending: whether the recomputation of this step is yet to come.
     """
@@ -48,6 +49,7 @@ class Layer:
     ranks: list[dict[str, Slot]]
     joined: bool
     brought: bool = False
+    ran: bool = False
     kept: Operand | None = None
     pending: bool = False
 
@@ -70,7 +72,10 @@ class Rule:
     reduces: bool
     layers: list[Layer] = field(default_factory=list)
     stack: list[Region] = field(default_factory=list)
-    reductions: int = 0
+    # All-reduces that there must be, and that there may be: of layers that have run since they last began a step, and
+    # of all that have run at all.
+    least: int = 0
+    most: int = 0
     # All-reduces that may come besides: one for each region that layers with amaxes of their own run in for the first
     # time, or one for each of these layers.
     extra: int = 0
@@ -78,8 +83,10 @@ class Rule:
 
     def begin(self, layers: list[Layer]) -> None:
         if layers and self.reduces and len(layers[0].ranks) > 1:
-            self.reductions += 1
+            self.least += any(layer.ran for layer in layers)
+            self.most += 1
         for layer in layers:
+            layer.ran = False
             for kind in FORMATS:
                 slots = [slots[kind] for slots in layer.ranks]
                 if self.reduces:
@@ -92,9 +99,9 @@ class Rule:
     def enter(self, region: Region, *, training: bool) -> None:
         region.began = any(outer.key == region.key and outer.began for outer in self.stack)
         if training and region.enabled and not region.began:
-            before = self.reductions
+            before = self.least
             self.begin([layer for layer in self.layers if layer.key == region.key and layer.joined])
-            region.began, region.reduced = True, self.reductions > before
+            region.began, region.reduced = True, self.least > before
         self.stack.append(region)
 
     def join(self, layer: Layer) -> None:
@@ -102,12 +109,9 @@ class Rule:
             return
         layer.joined = True
         if layer.brought:
-            before = self.reductions
+            before = self.least, self.most
             self.begin([layer])
             region = next(region for region in self.stack if region.key == layer.key and region.began)
-            self.extra += self.reductions > before and not region.reduced
-            self.extra_for_each += self.reductions - before
-            self.reductions, region.reduced = before, True
-
-
-# -- the program --
+            self.extra += self.most > before[1] and not region.reduced
+            self.extra_for_each += self.most - before[1]
+            (self.least, self.most), region.reduced = before, True

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration import golden
+from tests.integration import golden, golden_recorder
 
-KNOWN = golden.known()
+KNOWN = golden_recorder.known()
 Records = dict[str, dict[str, list[dict[str, Any]]]]
 
 

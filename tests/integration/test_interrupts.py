@@ -165,7 +165,8 @@ LEAVING = ottava.autocast.__exit__.__code__
 
 def came_before_leaving(error: BaseException) -> bool:
     """Whether an interrupt came there; the region is closed then, so that the test goes on."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    frames = traceback.walk_tb(error.__traceback__)
+    *_, (frame, line) = (place for place in frames if place[0].f_code is not Interrupts.__call__.__code__)
     if frame.f_code is not LEAVING or line != LEAVING.co_firstlineno:
         return False
     regions.stack.clear()
@@ -425,19 +426,15 @@ def signals(way: str) -> None:
 def test_exceptions_from_another_thread(way: str) -> None:
     """What PyThreadState_SetAsyncExc raises in a thread that trains."""
     make, train = WAYS[way]
-    found: list[str] = []
 
-    def victim(model: Any, ready: threading.Event, told: list[Any]) -> None:
+    def victim(model: Any, ready: threading.Event, told: list[str | None]) -> None:
         try:
-            try:
-                ready.set()
-                while True:
-                    train(model, torch.ones(4, 16))
-            except KeyboardInterrupt as error:
-                came_before_leaving(error)
-                told.append(wrong(model, train))
-        except BaseException as error:
-            told.append(error)
+            ready.set()
+            while True:
+                train(model, torch.ones(4, 16))
+        except KeyboardInterrupt as error:
+            came_before_leaving(error)
+            told.append(wrong(model, train))
 
     for attempt in range(20):
         model, ready, told = make(), threading.Event(), []
@@ -449,6 +446,4 @@ def test_exceptions_from_another_thread(way: str) -> None:
             number = ctypes.c_ulong(thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(KeyboardInterrupt))
             thread.join()
-        if told and isinstance(told[0], str):
-            found.append(told[0])
-    assert not found, found
+        assert told == [None]

@@ -17,7 +17,6 @@ import ottava
 from ottava import checkpoint, kernels
 from ottava.distributed import ShardRule, cast_master_weights_to_fp8, quantize_master_weights, rule_of
 from ottava.errors import DTypeError, OptionError, UsageError
-from ottava.kernels.products import cpu_products
 from ottava.tensors import Float8QuantizerBase, QuantizedTensor, columnwise_layout
 from ottava_custom import (
     CurrentScalingQuantizerRef,
@@ -29,6 +28,7 @@ from ottava_custom import (
     by_direction,
     identity_factory,
 )
+from tests.choosing import cpu_products
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 

@@ -143,17 +143,17 @@ def test_recomputation_records_once(use_reentrant: bool) -> None:
 
 def recomputed_forward(net: torch.nn.Sequential, x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
     """The whole net as a region, both layers recomputed in the backward."""
-    original = net.__class__.forward
+    original: Any = net.__class__
 
-    class Recomputed(torch.nn.Sequential):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return checkpoint(lambda t: original(self, t), input, use_reentrant=use_reentrant)
+    class Recomputed(original):  # type: ignore[misc]
+        def forward(self, input: torch.Tensor) -> Any:
+            return checkpoint(lambda t: original.forward(self, t), input, use_reentrant=use_reentrant)
 
     net.__class__ = Recomputed
     try:
         return net(x)
     finally:
-        net.__class__ = torch.nn.Sequential
+        net.__class__ = original
 
 
 def test_microbatches_quantize_the_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import torch
 import ottava
 from ottava import checkpoint
 from ottava.gemm import gemm
-from ottava.kernels.products import cpu_products
 from ottava.nn import Linear
 from ottava_rowwise import Float8RowwiseQuantizer, Float8RowwiseScaling, Float8RowwiseTensor
+from tests.choosing import cpu_products
 from tests.comparing import assert_same
 from tests.grids import (
     E4M3,

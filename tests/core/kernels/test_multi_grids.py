@@ -123,4 +123,4 @@ def test_the_compiled_kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     shards = shards_of((40, 130), [77], LAYOUTS[2])
     with use_backend("cpu"):
         kernels.grid_multi_amax(*shards.values())
-    assert all(cpu.BACKEND.serves_shards(layout) for layout in LAYOUTS)
+    assert all(cpu.BACKEND.serves(layout, shards=True) for layout in LAYOUTS)

@@ -25,9 +25,8 @@ process_groups_ready: Callable[[], bool] = dist.is_initialized if dist.is_availa
 def check_group(group: Any) -> None:
     """Refuse with an OptionError what is no process group that this process is in, no name of one, and not None."""
     if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
-        what = f"amax_reduction_group is {group!r}"
-        remedy = "pass what torch.distributed.new_group() returned on a member"
-        raise OptionError(what, expected="a process group that this process is in, or None", remedy=remedy)
+        what, expected = f"amax_reduction_group is {group!r}", "a process group that this process is in, or None"
+        raise OptionError(what, expected, "pass what torch.distributed.new_group() returned on a member")
 
 
 def find_group(group: Any) -> Any:

@@ -14,7 +14,7 @@ class OttavaError(Exception):
         remedy: what to do about it.
     """
 
-    def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
+    def __init__(self, what: str, expected: str = "", remedy: str = "") -> None:
         self.what, self.expected, self.remedy = what, expected, remedy
         told = {"": what, "Expected: ": expected, "Remedy: ": remedy}
         super().__init__(". ".join(f"{word}{text}".rstrip(".") for word, text in told.items() if text) + ".")
@@ -24,10 +24,8 @@ def text_of(error: BaseException) -> str:
     """The text of an exception that anyone may have raised: where its ``__str__`` raises, words that say so."""
     try:
         return str(error)
-    except KeyboardInterrupt:
-        raise
-    # The text is somebody else's code, which may raise anything.
-    except BaseException:
+    # The text is somebody else's code.
+    except (Exception, SystemExit):
         return "an error whose text cannot be shown"
 
 

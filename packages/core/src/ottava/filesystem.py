@@ -50,8 +50,7 @@ def unreplaced(path: Path) -> Iterator[None]:
         # What looks like damage may be two files; an interrupt stays one.
         failure = error
     if _identity(path) != before:
-        what = f"{path} was replaced while it was read"
-        raise CheckpointError(what, expected="one file", remedy="load it again") from failure
+        raise CheckpointError(f"{path} was replaced while it was read", "one file", "load it again") from failure
     if failure is not None:
         raise failure
 
@@ -62,7 +61,7 @@ def _identity(path: Path) -> tuple[int, ...]:
     # Opening a pipe would wait for its other end.
     if not stat.S_ISREG(found.st_mode):
         what = "a folder, name one of its files" if path.is_dir() else "no regular file"
-        raise CheckpointError(f"{path} is {what}", expected="a file")
+        raise CheckpointError(f"{path} is {what}", "a file")
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -112,40 +111,32 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
 
 
-class Partial(contextlib.AbstractContextManager["Partial"]):
+class Partial(contextlib.ExitStack):
     """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target.
 
     What killed writers of the same target left is removed before.
     """
 
-    path, _lock = Path(), -1
-
     def __init__(self, target: Path) -> None:
+        super().__init__()
         self.target = Path(os.path.abspath(target))
         # Of two targets never alike, however long the names.
         digest = hashlib.blake2b(os.fsencode(self.target.name), digest_size=8).hexdigest()
         start = f".{self.target.name[:40]}-{digest}."
         remove_leftovers(self.target.parent, start)
+        self.path = self.target
         # Until it is locked another writer may take the folder for a leftover and remove it.
-        while not self.path.name or not self.path.exists():
-            self.discard()
+        while self.path == self.target or not self.path.exists():
+            self.close()
             self.path = self.target.with_name(f"{start}{secrets.token_hex(8)}.partial")
+            self.callback(shutil.rmtree, self.path, ignore_errors=True)
             os.mkdir(self.path)
             # Where no locks are to be had nobody removes what others left.
             with contextlib.suppress(OSError):
-                self._lock = os.open(self.path, os.O_RDONLY)
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-
-    def discard(self, *error: object) -> None:
-        """Remove the folder and give the lock up."""
-        if self.path.name:
-            shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            descriptor, self._lock = self._lock, -1
-            os.close(descriptor)
+                fcntl.flock(self.enter_context(opened(self.path)), fcntl.LOCK_EX)
 
     # An interrupt may come before the block begins, or as it ends.
-    __exit__ = __del__ = discard
+    __del__ = contextlib.ExitStack.close
 
     def put_file(self, name: str) -> None:
         """Give a file in the folder, which is on the disk, the name of the target."""

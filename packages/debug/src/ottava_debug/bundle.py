@@ -1,6 +1,7 @@
 """A training step in a file: what :func:`ottava_debug.capture` writes and ``ottava bisect`` reads.
 
-One safetensors file with tensors and JSON, and no code: nothing in it is run, and nothing is imported because it says so.
+One safetensors file with tensors and JSON, and no code: nothing in it is run, and nothing is imported because it says
+so.
 """
 
 import ctypes
@@ -107,7 +108,7 @@ class Bundle:
                 remedy = "`ottava analyze` reads checkpoints"
                 raise CheckpointError("this is no captured step", expected=_FOREIGN, remedy=remedy)
             told = _parsed(metadata[METADATA_KEY])
-            groups: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
+            groups: dict[str, Any] = {group: {} for group in _GROUPS}
             for name, value in unflatten_state_dict(tensors, metadata).items():
                 group, _, rest = name.partition("/")
                 if group not in groups or (group != "state" and type(value) is not torch.Tensor):
@@ -148,7 +149,9 @@ def _parsed(text: str) -> dict[str, Any]:
         raise CheckpointError("the description of the step is damaged", expected=_FOREIGN) from error
     if version != _VERSION:
         what = f"the step is of version {version!r:.80}"
-        raise CheckpointError(what, expected=f"version {_VERSION}", remedy="read it with the ottava-debug that wrote it")
+        raise CheckpointError(
+            what, expected=f"version {_VERSION}", remedy="read it with the ottava-debug that wrote it"
+        )
     wrong = [name for name, kind in _JSON.items() if name not in told or not isinstance(told[name], kind)]
     if wrong or len(told) != len(_JSON):
         what = f"{(wrong or sorted(set(told) - set(_JSON)))[0]!r:.80} of the step is not as it should be"

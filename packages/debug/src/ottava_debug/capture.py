@@ -54,7 +54,7 @@ class capture:
         DTypeError: the model is no module; what it is called with is not made of tensors and plain values.
         OptionError: ``loss`` names no known function.
         UsageError: the model is compiled or sharded; the block is in an ``autocast`` block; parameters were changed in
-            it; no layer ran under a recipe, or no loss was set that ``above`` could look at; the file cannot be written.
+            it; no layer ran under a recipe, or no loss was set for ``above`` to look at; the file cannot be written.
     """
 
     def __init__(
@@ -117,13 +117,18 @@ class capture:
         self._watch.close()
         for hook in self._hooks:
             hook.remove()
-        if error is None:
-            self._finish()
-        elif isinstance(error, Exception):
-            try:
+        try:
+            if error is None or isinstance(error, Exception):
                 self._finish()
-            except Exception as failure:  # the step's own error is told
-                warnings.warn(f"the step is not written: {text_of(failure)}", UserWarning, stacklevel=2)
+        except Exception as failure:
+            if error is None:
+                raise
+            # The step's own error is told.
+            warnings.warn(f"the step is not written: {text_of(failure)}", UserWarning, stacklevel=2)
+        finally:
+            # What was kept takes as much memory as the step did.
+            self._step, self._recorder = Bundle(), Recorder({})
+            self.loss = self.loss.detach() if isinstance(self.loss, torch.Tensor) else self.loss
 
     # -- in the block --
 
@@ -148,7 +153,9 @@ class capture:
         given = loss_in(output)
         self.loss = self.loss if given is None else given
         for place, tensor in enumerate(found):
-            tensor.register_hook(lambda gradient, key=f"seed.{number}.{place}": self._note_gradient(number, key, gradient))
+            tensor.register_hook(
+                lambda gradient, key=f"seed.{number}.{place}": self._note_gradient(number, key, gradient)
+            )
 
     def _note_gradient(self, number: int, key: str, gradient: torch.Tensor) -> None:
         """Of an output of the model: that the backward pass has begun, and from what."""
@@ -213,7 +220,7 @@ def random_state() -> dict[str, torch.Tensor]:
     found = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found |= {f"random.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    version, numbers, gauss = random.getstate()
+    _, numbers, gauss = random.getstate()
     # The last entry is a position, and the next normal number may wait.
     found["random.python"] = torch.tensor(numbers, dtype=torch.int64)
     found["random.python.next"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)

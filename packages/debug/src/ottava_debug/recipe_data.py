@@ -16,8 +16,8 @@ _REMEDY = "give the recipe: recipe= in Python, --recipe for the command, or a mo
 
 
 def describe(recipe: Recipe) -> dict[str, Any]:
-    """What JSON says of a recipe: ``{"name", "options"}`` or ``{"file", "text"}``, from which :func:`build` makes an equal
-    one; of a recipe that holds functions only ``{"words"}``."""
+    """What JSON says of a recipe: ``{"name", "options"}`` or ``{"file", "text"}``, from which :func:`build` makes an
+    equal one; of a recipe that holds functions only ``{"words"}``."""
     made: dict[str, Any] = {"words": f"{recipe!r:.500}"}
     factory = recipe.qfactory if isinstance(recipe, CustomRecipe) else None
     if not recipe.has_factory(None):

@@ -1,4 +1,4 @@
-"""Records what the products of a model's layers take: the operands in high precision, and digests of what they become."""
+"""Records what the products of a model's layers take: operands in high precision, and digests of what they become."""
 
 from typing import Any
 

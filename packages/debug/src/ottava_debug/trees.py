@@ -13,7 +13,7 @@ _EXPECTED = "tensors, numbers, texts, None, and lists, tuples and mappings of th
 
 
 def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
-    """What JSON says of a value; its tensors are put into ``tensors``, copied to the CPU, by names that begin with ``name``.
+    """What JSON says of a value; copies of its tensors go into ``tensors``, by names that begin with ``name``.
 
     A mapping becomes a dict, and a named tuple a tuple.
 
@@ -52,7 +52,7 @@ def unflatten(data: Any, tensors: Mapping[str, torch.Tensor], device: Any, depth
         raise CheckpointError(f"an argument is described as {data!r:.80}", expected="what capture writes")
     try:
         if kind == "tensor":
-            made = tensors[entry].to(device, copy=True)
+            made = tensors[str(entry)].to(device, copy=True)
             return made.requires_grad_(data["requires_grad"] is True) if made.dtype.is_floating_point else made
         return _READ[kind](entry, lambda value: unflatten(value, tensors, device, depth + 1))
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -136,12 +136,11 @@ def convert_file(
 
 def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | None, torch.dtype | None]:
     """The name of what tensors become, and the recipe or the dtype of high precision."""
-    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
-        return recipe, get_recipe(recipe, **options), None
-    if options:
+    dtype = HIGH_PRECISION_NAMES.get(recipe) if isinstance(recipe, str) else None
+    if options and (dtype or not isinstance(recipe, str)):
         raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
     if isinstance(recipe, str):
-        return recipe, None, HIGH_PRECISION_NAMES[recipe]
+        return recipe, None if dtype else get_recipe(recipe, **options), dtype
     made = as_recipe(recipe)
     return made.name, made, None
 
@@ -203,8 +202,7 @@ def _beginning_with(prefix: str, every: dict[str, Any]) -> dict[str, Any]:
     state = {name[len(prefix) :]: every[name] for name in every if name.startswith(prefix) and name != prefix}
     if not state:
         starts = sorted({f"{name.partition('.')[0]}." for name in every if "." in name})
-        what = f"no tensor has a name that begins with {prefix!r}"
-        raise OptionError(what, expected=f"one of {listed(starts)}" if starts else "no prefix")
+        raise OptionError(f"no tensor's name begins with {prefix!r}", f"one of {listed(starts)}" if starts else "none")
     return state
 
 
@@ -229,8 +227,7 @@ def _chosen(
     def fitting(patterns: Sequence[str]) -> set[str]:
         found = {pattern: fnmatch.filter(able, pattern) for pattern in patterns}
         if useless := [pattern for pattern, names in found.items() if not names]:
-            what = f"pattern {useless[0]!r} fits no tensor that can be converted"
-            raise OptionError(what, expected=f"a pattern of names of such, as {listed(able)}")
+            raise OptionError(f"pattern {useless[0]!r} fits no tensor that can be converted", f"one of {listed(able)}")
         return {name for names in found.values() for name in names}
 
     skipped: tuple[str, ...] = ()
@@ -256,18 +253,23 @@ def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
     place = as_path(path)
     if (place / INDEX_NAME).is_file():
         return _read_sharded(place), {}
-    if place.is_dir() and not (place / _SINGLE).is_file():
-        return _read_folder(place), {}
-    file = place / _SINGLE if place.is_dir() else place
-    if file.is_file() and looks_like(file)[1] == BY_TORCH:
-        return _read_pickled(file), {}
-    tensors, metadata = read_tensors(file)
-    with named(file):
-        state = unflatten_state_dict(tensors, metadata)
-    return state, {key: text for key, text in metadata.items() if not key.startswith(METADATA_KEY)}
+    single = place / _SINGLE if (place / _SINGLE).is_file() else place
+    if single.is_file() and looks_like(single)[1] == BY_TORCH:
+        return _read_pickled(single), {}
+    state: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
+    files: Any = _files(place) if single.is_dir() else {single: ()}
+    for file, names in files.items():
+        tensors, metadata = read_tensors(file)
+        if missing := [name for name in names if name not in tensors]:
+            raise CheckpointError(f"{file} has no tensor {missing[0]!r}", expected=f"what {_FOLDER_INDEX} says")
+        with named(file):
+            state |= unflatten_state_dict(tensors, metadata)
+    texts = {} if single.is_dir() else metadata
+    return state, {key: text for key, text in texts.items() if not key.startswith(METADATA_KEY)}
 
 
-def _read_folder(folder: Path) -> dict[str, Any]:
+def _files(folder: Path) -> dict[Path, list[str]]:
     """safetensors files with an index of which tensor is in which, as large models are published."""
     index = folder / _FOLDER_INDEX
     with translated(f"{index} cannot be read", f"{_SINGLE}, files by tensor in {_FOLDER_INDEX}, or {INDEX_NAME}"):
@@ -275,16 +277,7 @@ def _read_folder(folder: Path) -> dict[str, Any]:
         outside = [file for file in file_of.values() if Path(file).name != file]
     if outside:
         raise CheckpointError(f"{index} names {outside[0]!r}", expected="files in the same folder")
-    state: dict[str, Any] = {}
-    missing = {*file_of}
-    for file in sorted({*file_of.values()}):
-        tensors, metadata = read_tensors(folder / file)
-        missing -= tensors.keys()
-        with named(folder / file):
-            state |= unflatten_state_dict(tensors, metadata)
-    if missing:
-        raise CheckpointError(f"{folder} has no tensor {min(missing)!r}", expected=f"what {index} says")
-    return state
+    return {folder / file: [name for name in file_of if file_of[name] == file] for file in sorted({*file_of.values()})}
 
 
 def _read_sharded(path: Path) -> dict[str, Any]:

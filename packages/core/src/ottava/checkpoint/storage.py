@@ -69,8 +69,7 @@ def read_index(folder: Path, tries: int = 10) -> Index:
             raise ValueError("its checksum is another")
         body = json.loads(text)["checkpoint"]
         if body["version"] != _VERSION:
-            what = f"{path} has version {body['version']!r}"
-            raise CheckpointError(what, expected=f"version {_VERSION}", remedy=RESAVE)
+            raise CheckpointError(f"{path} has version {body['version']!r}", f"version {_VERSION}", RESAVE)
         index = _decoded(body, crc32)
     for file, size in ((folder / name, size) for name, (size, _) in index.files.items()):
         found: int | str = "no"
@@ -135,8 +134,7 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{target} exists", expected="a new name", remedy="overwrite=True replaces a checkpoint")
     replaceable = target.is_dir() and ((target / INDEX_NAME).exists() or not any(target.iterdir()))
     if target.is_symlink() or not replaceable:
-        what = f"{target} is not a sharded checkpoint and is not replaced"
-        raise CheckpointError(what, expected="a checkpoint or a new name", remedy="move it away")
+        raise CheckpointError(f"{target} is not a sharded checkpoint and is not replaced", "a checkpoint or a new name")
 
 
 def publish(partial: Partial, overwrite: bool) -> None:
@@ -287,8 +285,7 @@ class FolderReader:
                     now = read_index(self.path)
                 if now.crc32 == self.index.crc32:
                     raise
-                what = f"{self.path} was replaced while it was read"
-                raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from error
+                raise CheckpointError(f"{self.path} was replaced while it was read", remedy="load it again") from error
         return self._files[name]
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:

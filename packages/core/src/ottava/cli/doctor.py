@@ -5,8 +5,8 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
+from typing import NamedTuple
 
 import typer
 
@@ -19,8 +19,7 @@ from ottava.recipes.registry import Provided, plugin_statuses, unknown_disabled
 from ottava.recipes.spec import Spec
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One row of the report."""
 
     name: str
@@ -86,21 +85,18 @@ def _self_test(device: str) -> Check:
     """Every bfloat16 value through the chosen backend and the reference: bytes must be equal."""
     import torch
 
-    from ottava import kernels
-    from ottava.formats import E4M3, E5M2, E8M0
-    from ottava.layout import Layout
-
+    kernels = ottava.kernels
     x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256).to(device)
     scale = torch.tensor(0.37, device=device)
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
-        blocks = Layout(dtype, (1, 32), E8M0.torch_dtype, "up")
+        blocks = ottava.Layout(dtype, (1, 32), ottava.E8M0.torch_dtype, "up")
         made = [*kernels.cast_transpose(x, scale, dtype), *kernels.grid_quantize(x, blocks)]
         # A NaN has many bit patterns; all of them are right.
         return [*made, kernels.decode(made[0], scale, dtype, torch.bfloat16).nan_to_num(nan=-1.0)]
 
     def compare() -> str:
-        for fmt in (E4M3, E5M2):
+        for fmt in (ottava.E4M3, ottava.E5M2):
             got = results(fmt.torch_dtype)
             with kernels.use_backend("reference"):
                 want = results(fmt.torch_dtype)
@@ -166,8 +162,8 @@ def doctor(as_json: Json = False) -> None:
         checks = examine()
     healthy = all(check.ok for check in checks)
     if as_json:
-        show_json({"ok": healthy, "checks": [asdict(check) for check in checks]})
+        show_json({"ok": healthy, "checks": [check._asdict() for check in checks]})
     else:
-        rows = [(check.name, "ok" if check.ok else "WRONG", check.detail) for check in checks]
+        rows = [(name, "ok" if ok else "WRONG", detail) for name, ok, detail in checks]
         console().print(table("ottava doctor", ("check", "", "detail"), rows))
     raise typer.Exit(0 if healthy else 1)

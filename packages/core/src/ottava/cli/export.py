@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, Progress
 
 from ottava.cli.options import parse_options
 from ottava.cli.output import console, say, table
@@ -55,28 +55,15 @@ def make_model(reference: str) -> Any:
 
 
 def export(
-    IN: Annotated[
-        Path,
-        typer.Argument(help="A safetensors file, a folder of such, a file of torch.save, or a sharded checkpoint."),
-    ],
+    IN: Annotated[Path, typer.Argument(help="A file or folder of safetensors, a torch.save file, or a checkpoint.")],
     OUT: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     recipe: Annotated[str, typer.Option(help="An installed recipe, or bf16, fp16 or fp32.")],
     option: Annotated[_Texts, typer.Option(help="An option of the recipe, key=value; may be given again.")] = None,
-    include: Annotated[_Texts, typer.Option(help="A pattern of the tensors to convert; may be given again.")] = None,
-    exclude: Annotated[_Texts, typer.Option(help="A pattern of tensors not to convert; may be given again.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="module:callable, what makes the model: the weights that convert would quantize are chosen. "
-            "--include and --exclude are then of modules."
-        ),
-    ] = None,
-    columnwise: Annotated[
-        bool, typer.Option("--columnwise", help="Write columnwise data of the recipe too, for training to go on.")
-    ] = False,
-    prefix: Annotated[
-        str, typer.Option(help="Take only tensors whose names begin with it, and take it off: model. for example.")
-    ] = "",
+    include: Annotated[_Texts, typer.Option(help="A pattern of tensors (of modules, with --model) to convert.")] = None,
+    exclude: Annotated[_Texts, typer.Option(help="A pattern of what not to convert; may be given again.")] = None,
+    model: Annotated[str | None, typer.Option(help="module:callable, a model whose layers are converted.")] = None,
+    columnwise: Annotated[bool, typer.Option("--columnwise", help="Write columnwise data too, to train on.")] = False,
+    prefix: Annotated[str, typer.Option(help="Take only tensors whose names begin with it, and take it off.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Convert the tensors of a file to another recipe, or to high precision."""
@@ -87,34 +74,23 @@ def export(
     check_file_target(OUT)  # before the model is made
     known = [*(spec.name for spec in list_recipes()), *HIGH_PRECISION_NAMES]
     # On standard error, so that the table alone can be kept.
-    bar = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    hidden = not bar.is_terminal
+    bar, columns = console(stderr=True), (*Progress.get_default_columns(), DownloadColumn())
     try:
         options = parse_options(None if recipe in HIGH_PRECISION_NAMES else recipe, option or [])
-        with Progress(*columns, TimeRemainingColumn(), console=bar, disable=hidden, transient=True) as progress:
+        with Progress(*columns, console=bar, disable=not bar.is_terminal, transient=True) as progress:
             task = progress.add_task("Converting", total=None)
-            done = convert_file(
-                IN,
-                OUT,
-                recipe,
-                options=options,
-                include=include or None,
-                exclude=exclude or None,
-                model=None if model is None else make_model(model),
-                columnwise=columnwise,
-                prefix=prefix,
-                progress=lambda read, total: progress.update(task, completed=read, total=total),
-            )
+            made = None if model is None else make_model(model)
+            given: dict[str, Any] = {"include": include or None, "exclude": exclude or None, "columnwise": columnwise}
+            given["progress"] = lambda read, total: progress.update(task, completed=read, total=total)
+            done = convert_file(IN, OUT, recipe, options=options, model=made, prefix=prefix, **given)
     except RecipeNotFoundError as error:
         # The name may be misspelled: no command may be proposed that installs whatever has that name.
         if "no installed package" not in error.what:
             raise
-        expected, remedy = f"one of {', '.join(known)}", "`ottava recipes` lists what is installed"
-        raise RecipeNotFoundError(error.what, expected=expected, remedy=remedy) from error
+        expected = f"one of {', '.join(known)}"
+        raise RecipeNotFoundError(error.what, expected, "`ottava recipes` lists what is installed") from error
     words = {"copied": "copied as they are", "dropped": "dropped: scaling state of another recipe"}
-    rows = [(words.get(kind, kind), getattr(done, kind)) for kind in KINDS]
-    counts = [(kind, str(len(names))) for kind, names in rows if names]
+    counts = [(words.get(kind, kind), str(len(names))) for kind in KINDS if (names := getattr(done, kind))]
     counts += [("bytes before", decimal(done.bytes_before)), ("bytes after", decimal(done.bytes_after))]
     console().print(table(f"Converted to {done.recipe}", ("tensors", "number"), counts, right=("number",)))
     for title, listed in (("Quantized", done.quantized), ("Left alone, named as embeddings", done.skipped)):

@@ -26,8 +26,7 @@ def checkpoint_layers(path: Path) -> list[str]:
     state, _ = read_state(path)
     found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
     if not found:
-        what, expected = f"{path} has no matrix named *{_WEIGHT}", "a checkpoint of a model with linear layers"
-        raise UsageError(what, expected=expected)
+        raise UsageError(f"{path} has no matrix named *{_WEIGHT}", "a checkpoint of a model with linear layers")
     return found
 
 
@@ -84,17 +83,9 @@ def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
 
 def recipes(
     as_json: Json = False,
-    explain: Annotated[
-        str | None,
-        typer.Option(help="Say which layer and role gets what under a recipe: a name, or the path of a recipe file."),
-    ] = None,
-    layer: Annotated[
-        list[str] | None,
-        typer.Option(help="With --explain: a layer's name, repeatable; by default those of the demo's model."),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="With --explain: a file or folder of tensors whose layers to ask about.")
-    ] = None,
+    explain: Annotated[str | None, typer.Option(help="What each layer gets under a recipe, or a recipe file.")] = None,
+    layer: Annotated[list[str] | None, typer.Option(help="With --explain: a layer's name; may be given again.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="With --explain: a file or folder, for its layers.")] = None,
 ) -> None:
     """List the installed recipes and quantizer factories, and the packages that are broken."""
     if explain is not None:

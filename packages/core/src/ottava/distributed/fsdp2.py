@@ -7,10 +7,8 @@ themselves, and a flat copy of each shard in high precision stays in memory.
 """
 
 import contextlib
-import gc
-import sys
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -43,24 +41,6 @@ def _group_and_state(module: Any) -> tuple[Any, Any]:
     return None, None
 
 
-def sharded_modules() -> list[torch.nn.Module]:
-    """The modules that ``fully_shard`` was called for.
-
-    Where FSDP's own list is not as it is known, all objects of the process are looked through, which takes tens of
-    milliseconds, but only once ``fully_shard`` has made a class: it derives one from ``FSDPModule`` for its modules.
-    """
-    known: list[torch.nn.Module] = []
-    with contextlib.suppress(*_OTHERWISE):
-        known = [module for state in _states() for module in getattr(state, "_modules", ())]
-    if known:
-        return known
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not fsdp.FSDPModule.__subclasses__():
-        return []
-    # Types are asked, because isinstance() would run the __class__ property of every object of the process.
-    return [found for found in gc.get_objects() if issubclass(type(found), fsdp.FSDPModule)]
-
-
 def _will_be_kept(state: Any) -> bool:
     """Whether FSDP is yet to find out that this is its outermost module, whose parameters it keeps by default."""
     if state._is_root is not None or not state._auto_reshard_after_forward:
@@ -70,19 +50,12 @@ def _will_be_kept(state: Any) -> bool:
     return not any(inner is module for outer in others for inner in outer.modules() for module in own)
 
 
-class GatheredParameter(NamedTuple):
-    """A parameter that FSDP gathers: this rank's shard, the size of the whole, and the module that owns it."""
-
-    shard: torch.Tensor
-    size: torch.Size
-    module: Any
-
-
-def gathered_together(module: Any) -> list[GatheredParameter]:
-    """The parameters that are gathered in one collective with those of ``module``, if that can be known."""
+def gathered_together(module: Any) -> list[tuple[torch.Tensor, torch.Size, Any]]:
+    """The parameters that are gathered in one collective with those of ``module``, if that can be known: of each this
+    rank's shard, the size of the whole, and the module that owns it."""
     with contextlib.suppress(*_OTHERWISE):
         all_of = _group_and_state(module)[0].fsdp_params
-        return [GatheredParameter(local_tensor(p.sharded_param), p._orig_size, p._module_info.module) for p in all_of]
+        return [(local_tensor(p.sharded_param), p._orig_size, p._module_info.module) for p in all_of]
     return []
 
 

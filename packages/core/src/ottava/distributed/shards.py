@@ -41,7 +41,8 @@ class ShardOutput:
         for inner in self.holder.inner_tensors:
             if inner not in raw and not self.holder.is_derived(inner):
                 self.write_inner(inner, getattr(whole, inner.attribute))
-        self.written()
+        bump_versions(self.written_tensors())
+        self.holder.mark_written()
 
     def places(self, inner: InnerTensor, whole: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where an inner tensor of the whole weight that is not its elements goes, if it is held, and its rows here."""
@@ -49,9 +50,8 @@ class ShardOutput:
         if held is None or whole is None:
             return []
         if held.numel() != whole.numel():
-            leading = 1 if inner.block_rows is None else math.prod(self.holder.size()[1:-1])
-            first, count = self.rows.start * leading // (inner.block_rows or 1), inner.by_rows(held).shape[0]
-            whole = inner.as_held(inner.by_rows(whole)[first : first + count])
+            first = row_of(inner, self.holder.size(), self.rows.start)
+            whole = inner.as_held(inner.by_rows(whole)[first : first + inner.by_rows(held).shape[0]])
         return [(held, whole.view(held.shape))]
 
     def write_inner(self, inner: InnerTensor, whole: torch.Tensor | None) -> None:
@@ -63,11 +63,6 @@ class ShardOutput:
         """Whose versions change when the elements are written, so that autograd sees it."""
         tensors = [self.holder, *(getattr(self.holder, inner.attribute) for inner in self.holder.raw_inner())]
         return [each for each in tensors if isinstance(each, torch.Tensor) and not each.is_inference()]
-
-    def written(self) -> None:
-        """Tell the holder that its values changed, so that nothing derived from the old ones is read."""
-        bump_versions(self.written_tensors())
-        self.holder.mark_written()
 
 
 @dataclass(frozen=True)
@@ -106,8 +101,7 @@ def ordered_bytes(holder: QuantizedTensorStorage, what: str) -> tuple[InnerTenso
     found = [getattr(holder, inner.attribute) for inner in raw if not (inner.transposed or holder.is_derived(inner))]
     if len(found) < len(raw) or not all(t.is_contiguous() and t.shape == holder.size() for t in found):
         what = f"the bytes of {what} are not in the order of its elements"
-        expected = "contiguous data that is not transposed"
-        raise UsageError(what, expected=expected, remedy="keep the rowwise usage of weights that are cast from shards")
+        raise UsageError(what, "contiguous data that is not transposed", "keep the rowwise usage of such weights")
     return raw
 
 
@@ -131,13 +125,17 @@ def shard_output(
     return ShardOutput(holder, tuple(tensors), rows)
 
 
+def row_of(inner: InnerTensor, size: Sequence[int], row: int) -> int:
+    """The row of an inner tensor with which a row of a weight of ``size`` begins, or after which rows end."""
+    # Without blocks a row is an index of the first dimension.
+    return row if inner.block_rows is None else -(-row * math.prod(size[1:-1]) // inner.block_rows)
+
+
 def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows: range, what: str) -> None:
     """Refuse rows of a weight of ``size`` that cut blocks of those inner tensors that are gathered, and vectors, which
     are one row of blocks."""
     leading = math.prod(size[1:-1])
-    for inner, step in ((inner, inner.block_rows) for inner in inner_tensors if inner.gather):
-        if step is None:
-            continue
+    for inner, step in ((inner, inner.block_rows) for inner in inner_tensors if inner.gather and inner.block_rows):
         if len(size) < 2:
             how, expected = "is one row of blocks, as a shard of a vector", "a weight with rows and columns"
         elif rows.start * leading % step or (rows.stop < size[0] and rows.stop * leading % step):
@@ -145,8 +143,7 @@ def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows
             expected = f"multiples of {step}"
         else:
             continue
-        remedy = "shard over fewer ranks, or keep the weight whole or in high precision"
-        raise ShapeError(f"{what} {how}", expected=expected, remedy=remedy)
+        raise ShapeError(f"{what} {how}", expected, "shard over fewer ranks, or keep it whole or in high precision")
 
 
 def check_bytes(
@@ -155,8 +152,7 @@ def check_bytes(
     """``buffer`` itself, unless it cannot take ``count`` elements of an inner tensor."""
     dtypes = torch.uint8, getattr(storage, inner.attribute).dtype, native_dtype(storage, inner)
     if not isinstance(buffer, torch.Tensor) or buffer.dtype not in dtypes:
-        found = buffer.dtype if isinstance(buffer, torch.Tensor) else type(buffer).__name__
-        raise DTypeError(f"{what} is of {found}", expected="torch.uint8")
+        raise DTypeError(f"{what} is of {getattr(buffer, 'dtype', type(buffer).__name__)}", "torch.uint8")
     if buffer.numel() != count:
         raise ShapeError(f"{what} has {buffer.numel()} elements", expected=f"{count}")
     check_device(buffer, storage.device, what)

@@ -8,6 +8,7 @@ does, one all-gather brings the shards of all such weights besides. All is check
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,14 +32,8 @@ def quantize_master_weights(
     manual_post_all_gather_processing: bool = False,
 ) -> None:
     """:func:`cast_master_weights_to_fp8` with each weight's own quantizer."""
-    cast_master_weights_to_fp8(
-        model_weights,
-        master_weights,
-        amax_reduce_group=group,
-        start_offsets=start_offsets,
-        fsdp_shard_model_weights=fsdp_shard_model_weights,
-        manual_post_all_gather_processing=manual_post_all_gather_processing,
-    )
+    given = (model_weights, master_weights, None, group, start_offsets, fsdp_shard_model_weights)
+    MasterWeights(*given, manual_post_all_gather_processing).quantize()
 
 
 def cast_master_weights_to_fp8(
@@ -76,17 +71,14 @@ def cast_master_weights_to_fp8(
         ShapeError, OptionError, DTypeError, UsageError, DeviceError: an argument does not fit. Nothing has been
             written then. All but UsageError are ValueErrors.
     """
-    MasterWeights(
-        model_weights,
-        master_weights,
-        quantizers,
-        amax_reduce_group,
-        start_offsets=start_offsets,
-        fsdp_shard_model_weights=fsdp_shard_model_weights,
-        manual_post_all_gather_processing=manual_post_all_gather_processing,
-    ).quantize()
+    given = (model_weights, master_weights, quantizers, amax_reduce_group, start_offsets, fsdp_shard_model_weights)
+    MasterWeights(*given, manual_post_all_gather_processing).quantize()
 
 
+_LISTS = ("model_weights", "master_weights", "quantizers", "start_offsets", "fsdp_shard_model_weights")
+
+
+@dataclass(eq=False, repr=False)
 class MasterWeights:
     """Sharded master weights and the quantized weights that are made of them, step after step.
 
@@ -96,27 +88,36 @@ class MasterWeights:
     Args, raised errors: as of :func:`cast_master_weights_to_fp8`. Nothing is written until :meth:`quantize`.
     """
 
-    def __init__(
-        self,
-        model_weights: Sequence[Any],
-        master_weights: Sequence[torch.Tensor | None],
-        quantizers: Sequence[Quantizer | None] | Quantizer | None = None,
-        amax_reduce_group: Any = None,
-        *,
-        start_offsets: Sequence[int | None] | None = None,
-        fsdp_shard_model_weights: Sequence[Any] | None = None,
-        manual_post_all_gather_processing: bool = False,
-    ) -> None:
-        check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
-        self._given = (model_weights, master_weights, quantizers, start_offsets, fsdp_shard_model_weights)
-        self._group_given = amax_reduce_group
-        self._automatic = not manual_post_all_gather_processing
+    model_weights: Sequence[Any]
+    master_weights: Sequence[torch.Tensor | None]
+    quantizers: Sequence[Quantizer | None] | Quantizer | None = None
+    amax_reduce_group: Any = None
+    start_offsets: Sequence[int | None] | None = None
+    fsdp_shard_model_weights: Sequence[Any] | None = None
+    manual_post_all_gather_processing: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("manual_post_all_gather_processing", self.manual_post_all_gather_processing)
         self._look()
 
     def _look(self) -> None:
+        """Find everything anew, or raise a typed error for the first thing that does not fit."""
+        count = len(self.model_weights) if isinstance(self.model_weights, (list, tuple)) else 0
+        lists: list[Any] = [self.model_weights, self.master_weights]
+        for entries in (self.quantizers, self.start_offsets, self.fsdp_shard_model_weights):
+            lists.append([entries] * count if isinstance(entries, Quantizer | None) else entries)
+        for name, entries in zip(_LISTS, lists, strict=True):
+            if not isinstance(entries, (list, tuple)):
+                raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, an entry for each weight")
+            if len(entries) != count:
+                raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
         with torch.no_grad():
-            weights = self._checked()
-            self._group = _default_group(weights, self._group_given)
+            ranges = self.start_offsets is not None
+            weights = [_Weight(f"weight {n}", ranges, *of) for n, of in enumerate(zip(*lists, strict=True))]
+            _check_agreement(weights)
+            if self.fsdp_shard_model_weights is not None:
+                check_places([data for weight in weights for data in weight.job.output.data])
+            self._group = _default_group(weights, self.amax_reduce_group)
             for weight in weights:
                 # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale.
                 weight.storage._whole = None
@@ -125,33 +126,10 @@ class MasterWeights:
         self._watched = [
             (h, inner.attribute) for h in self._holders for inner in h.inner_tensors if not h.is_derived(inner)
         ]
-        self._masters = [local_tensor(m) for m in self._given[1] if m is not None]
+        self._masters = [local_tensor(m) for m in self.master_weights if m is not None]
         # A shard of a master that is not contiguous is a copy, which has to be made anew each time.
         self._keeps = all(master.is_contiguous() for master in self._masters)
         self._seen = self._addresses()
-
-    def _checked(self) -> "list[_Weight]":
-        """All weights, or a typed error for the first thing that does not fit."""
-        models, masters, quantizers, offsets, outs = self._given
-        count = len(models) if isinstance(models, (list, tuple)) else 0
-        lists = {
-            "model_weights": models,
-            "master_weights": masters,
-            "quantizers": [quantizers] * count if isinstance(quantizers, Quantizer | None) else quantizers,
-            "start_offsets": [None] * count if offsets is None else offsets,
-            "fsdp_shard_model_weights": [None] * count if outs is None else outs,
-        }
-        for name, entries in lists.items():
-            if not isinstance(entries, (list, tuple)):
-                raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, an entry for each weight")
-            if len(entries) != count:
-                raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
-        numbered = enumerate(zip(*lists.values(), strict=True))
-        weights = [_Weight(f"weight {place}", offsets is not None, *entries) for place, entries in numbered]
-        _check_agreement(weights)
-        if outs is not None:
-            check_places([data for weight in weights for data in weight.job.output.data])
-        return weights
 
     def _addresses(self) -> list[Any]:
         """Where everything lies that is read or written, and what quantizes it."""
@@ -170,7 +148,7 @@ class MasterWeights:
         with torch.no_grad():
             self._batches.quantize(self._group)
         for holder in self._holders:
-            holder.rebuilds_derived = self._automatic
+            holder.rebuilds_derived = not self.manual_post_all_gather_processing
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
@@ -181,16 +159,12 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     Raises:
         DTypeError: an entry is no tensor.
     """
-    tensors = (torch.Tensor, QuantizedTensorStorage)
-    if isinstance(model_weights, tensors):
-        model_weights = [model_weights]
-    if not isinstance(model_weights, (list, tuple)):
-        raise DTypeError(f"model_weights is a {type(model_weights).__name__}", expected="a list of weights")
-    for weight in model_weights:
-        if not isinstance(weight, tensors):
-            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a tensor")
+    weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
+    for weight in weights:
+        if not isinstance(weight, (torch.Tensor, QuantizedTensorStorage)):
+            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a list of tensors")
     with torch.no_grad():
-        for local in map(local_tensor, model_weights):
+        for local in map(local_tensor, weights):
             if isinstance(local, QuantizedTensorStorage):
                 local.rebuild_derived(force=True)
                 local.rebuilds_derived = True
@@ -213,8 +187,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor 
         raise DTypeError(f"a {type(tensor).__name__} has no raw data", expected="a quantized tensor")
     buffers = list(new_raw_data) if isinstance(new_raw_data, (list, tuple)) else [new_raw_data]
     if tensor._whole is not None:
-        what = f"this {type(tensor).__name__} is a view of another, whose data it shares"
-        raise UsageError(what, expected="a whole tensor", remedy="replace the data of the whole")
+        raise UsageError(f"this {type(tensor).__name__} is a view of another", "a whole tensor", "give the whole one")
     raw = tensor.raw_inner()
     if not 1 <= len(buffers) <= len(raw):
         raise ShapeError(f"{len(buffers)} buffers", expected=f"one for each of {', '.join(i.argument for i in raw)}")
@@ -240,8 +213,7 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None
         DTypeError: ``x`` is something else.
     """
     if x is not None and not isinstance(x, (Quantizer, QuantizedTensorStorage, torch.Tensor)):
-        what = f"{type(x).__name__} is neither quantizer nor tensor"
-        raise DTypeError(what, expected="a quantizer, a tensor or None")
+        raise DTypeError(f"{type(x).__name__} is neither quantizer nor tensor", "a quantizer, a tensor or None")
     return isinstance(x, (Quantizer, QuantizedTensorStorage)) and x.custom
 
 
@@ -259,8 +231,7 @@ class _Weight:
         self.what, self.storage, (rows, self.group) = what, local_tensor(weight), _rows_of(weight, what)
         storage = self.storage
         if not isinstance(storage, QuantizedTensorStorage):
-            remedy = "leave weights in high precision out: their optimizer writes them itself"
-            raise DTypeError(f"{what} is a {type(storage).__name__}", expected="a quantized tensor", remedy=remedy)
+            raise DTypeError(f"{what} is a {type(storage).__name__}", "a quantized tensor", "leave it to its optimizer")
         quantizer = storage._quantizer if quantizer is None else quantizer
         if quantizer is None:
             raise UsageError(f"{what} has no quantizer", remedy="pass quantizers, or set one with update_quantizer()")
@@ -286,26 +257,23 @@ class _Weight:
         numel, count, what = math.prod(self.shape), held or 0, f"the master of {self.what}"
         if offset is not None:
             if isinstance(offset, bool) or not hasattr(offset, "__index__"):
-                what, expected = f"the start offset of {self.what} is {offset!r}", "an integer, or None for no shard"
-                raise OptionError(what, expected=expected)
+                raise OptionError(f"the start offset of {self.what} is {offset!r}", "an integer, or None for no shard")
             offset = operator.index(offset)
         if rows is not None:
             row: int = math.prod(self.shape[1:])
             first, own = rows.start * row, len(rows) * row
             start = first if offset is None else offset
             if held is not None and (count != own or (count and start != first)):
-                kind, expected = OptionError if count == own else ShapeError, f"{own} from {first} on, its rows here"
-                raise kind(f"{what} has {count} elements from {start} on", expected=expected)
+                kind = OptionError if count == own else ShapeError
+                raise kind(f"{what} has {count} elements from {start} on", f"{own} from {first} on, its rows here")
             return first
         if offset is None and held is not None and (offsets_given or count != numel):
             what = f"{self.what} has a master of {count} elements and no start offset"
             expected = f"the index of its first element among the {numel} of the weight"
-            remedy = "pass start_offsets, with None only where the master is None"
-            raise OptionError(what, expected=expected, remedy=remedy)
+            raise OptionError(what, expected, "pass start_offsets, with None only where the master is None")
         start = offset or 0
         if not 0 <= start <= numel - count:
-            expected = f"a range inside the {numel} of the weight"
-            raise ShapeError(f"{what} has {count} elements from {start} on", expected=expected)
+            raise ShapeError(f"{what} has {count} elements from {start} on", f"a range in the {numel} of the weight")
         return 0 if held is None else start
 
     def _output(self, out: Any, start: int, count: int) -> ShardOutput:
@@ -324,23 +292,11 @@ class _Weight:
             return shard_output(out, self.shape, start, count, self.what)
         raw, given = ordered_bytes(storage, self.what), list(out) if isinstance(out, (list, tuple)) else [out]
         if len(given) != len(raw):
-            expected = f"{len(raw)}, one for each of {', '.join(inner.argument for inner in raw)}"
-            raise ShapeError(f"{what} has {len(given)} tensors of bytes", expected=expected)
-        buffers = zip(given, raw, strict=True)
-        data = [check_bytes(buffer, storage, inner, count, f"the buffer for {what}") for buffer, inner in buffers]
-        rows = range(self.shape[0] if self.shape else 1)
-        return ShardOutput(storage, tuple(buffer.view(-1).view(torch.uint8) for buffer in data), rows)
-
-    def fits(self, known: dict[Any, bool]) -> bool:
-        """Whether what the quantizer makes is of the weight's kind; ``known`` has what was found before."""
-        storage, quantizer, usages = self.storage, self.job.quantizer, self.storage.get_usages()
-        static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
-        shape = (1,) * len(self.shape)
-        key = (type(storage), static, tuple(usages.values()), storage.dtype, shape, quantizer)
-        if key not in known:
-            example = quantizer.with_usage(**usages).make_empty(shape, dtype=storage.dtype, device=storage.device)
-            known[key] = same_kind(example, storage)
-        return known[key]
+            expected = f"one for each of {', '.join(inner.argument for inner in raw)}"
+            raise ShapeError(f"{what} has {len(given)} tensors of bytes", expected)
+        what, rows = f"the buffer for {what}", range(self.shape[0] if self.shape else 1)
+        data = [check_bytes(to, storage, inner, count, what).view(-1) for to, inner in zip(given, raw, strict=True)]
+        return ShardOutput(storage, tuple(to.view(torch.uint8) for to in data), rows)
 
 
 def _check_holds(storage: QuantizedTensorStorage, what: str) -> None:
@@ -355,18 +311,16 @@ def _rows_of(weight: Any, what: str) -> tuple[range | None, Any]:
     sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if not sharded:
         return range(weight.shape[0]), None
-    placement = weight.placements[sharded[0]]
-    if len(sharded) > 1 or not placement.is_shard(0):
+    if len(sharded) > 1 or not weight.placements[sharded[0]].is_shard(0):
         what = f"{what} is placed as {weight.placements}"
         raise ShapeError(what, expected="rows sharded along one dimension of the mesh, as fully_shard does")
-    mesh, rows = weight.device_mesh, weight.shape[0]
-    chunk = math.ceil(rows / mesh.size(sharded[0]))
-    start = min(mesh.get_local_rank(sharded[0]) * chunk, rows)
-    return range(start, min(start + chunk, rows)), mesh.get_group(sharded[0])
+    (box,) = weight.__create_chunk_list__()
+    return range(box.offsets[0], box.offsets[0] + box.sizes[0]), weight.device_mesh.get_group(sharded[0])
 
 
 def _check_agreement(weights: Sequence[_Weight]) -> None:
-    """What must be the same in a batch: the device, and the options that a class of quantizers names."""
+    """What must be the same in a batch: the device, and the options that a class of quantizers names. And what each
+    quantizer makes is of its weight's kind, which an example says for all that are alike."""
     seen: dict[type[Quantizer], _Weight] = {}
     places: dict[int, _Weight] = {}
     fitting: dict[Any, bool] = {}
@@ -374,21 +328,25 @@ def _check_agreement(weights: Sequence[_Weight]) -> None:
         what, storage, quantizer = weight.what, weight.storage, weight.job.quantizer
         twin, first = places.setdefault(id(storage), weight), seen.setdefault(type(quantizer), weight)
         if twin is not weight:
-            expected, remedy = "each weight once, with one shard on a rank", "list weights that layers share once"
-            raise OptionError(f"{what} is {twin.what} again", expected=expected, remedy=remedy)
-        if not weight.fits(fitting):
+            raise OptionError(f"{what} is {twin.what} again", "each weight once", "list weights that layers share once")
+        static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
+        usages, shape, dtype = storage.get_usages(), (1,) * len(weight.shape), storage.dtype
+        key = (type(storage), static, tuple(usages.values()), dtype, shape, quantizer)
+        if key not in fitting:
+            example = quantizer.with_usage(**usages).make_empty(shape, dtype=dtype, device=storage.device)
+            fitting[key] = same_kind(example, storage)
+        if not fitting[key]:
             what = f"the quantizer of {what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}"
             remedy = "leave quantizers out, or make the weight with this quantizer"
-            raise DTypeError(what, expected="a quantizer of its format and options, whatever the shape", remedy=remedy)
+            raise DTypeError(what, "a quantizer of its format and options, whatever the shape", remedy)
         if storage.device != weights[0].storage.device:
             what = f"{what} is on {storage.device}, {weights[0].what} on {weights[0].storage.device}"
-            raise DeviceError(what, expected="one device for a batch")
+            raise DeviceError(what, "one device for a batch")
         for name in rule_of(quantizer).options:
             own, other = getattr(quantizer, name), getattr(first.job.quantizer, name)
             if own != other:
                 what = f"{name} is {own!r} for {what} and {other!r} for {first.what}"
-                expected = "one value for all weights of a batch"
-                raise OptionError(what, expected=expected, remedy="quantize them in two batches")
+                raise OptionError(what, "one value for all weights of a batch", "quantize them in two batches")
 
 
 def _default_group(weights: Sequence[_Weight], group: Any) -> Any:
@@ -398,7 +356,6 @@ def _default_group(weights: Sequence[_Weight], group: Any) -> Any:
         return find_group(group)
     groups = {weight.group.group_name: weight.group for weight in weights if weight.group is not None}
     if len(groups) > 1:
-        what = f"the weights are sharded over {len(groups)} groups"
         remedy = "quantize the weights of each group by themselves, or pass a group that contains them all"
-        raise OptionError(what, expected="one group for a batch", remedy=remedy)
+        raise OptionError(f"the weights are sharded over {len(groups)} groups", "one group for a batch", remedy)
     return next(iter(groups.values()), None)

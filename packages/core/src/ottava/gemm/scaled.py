@@ -1,9 +1,10 @@
-"""Products of FP8 operands on hardware that multiplies them, by torch's ``scaled_mm``: a table of which scales where.
+"""Operands of products, and what multiplies those of FP8 elements where the hardware does, by torch's ``scaled_mm``: a
+table of which scales where.
 
-It is called on rows along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give ``a · bᵀ``. What it asks for is
-made here: zeros are added up to the sizes that it wants, at addresses that are multiples of 16, and the result is cut;
-scales of blocks are brought into an order of their own. A bias is added in float32 before the one rounding, unless the
-library adds it as it is. It has no product of two E5M2 operands: there is none here either.
+The library is called on rows along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give ``a · bᵀ``. What it asks
+for is made here: zeros are added up to the sizes that it wants, at addresses that are multiples of 16, and the result
+is cut; scales of blocks are brought into an order of their own. A bias is added in float32 before the one rounding,
+unless the library adds it as it is. It has no product of two E5M2 operands: there is none here either.
 
 One scale for the tensor, or for each row, is the private ``_scaled_mm``'s, because the public function takes lists and
 costs a fifth more host time. It takes rows that are contiguous, or (compute capability 10 and 11) a transposed view of
@@ -12,27 +13,121 @@ contiguous ones; scales of rows for a bfloat16 result and ``b`` in E4M3, else th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 
 from ottava.formats import E8M0, FP8, MX_BLOCK
-from ottava.gemm.operand import Operand, define, fitted, kept
-from ottava.kernels.backends import changed
+from ottava.kernels import transpose
+from ottava.kernels.direct import is_direct
 from ottava.kernels.products import capability, finish
+from ottava.kernels.table import define_product
 from ottava.layout import Block, Layout
+from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import scaled_mm
 
 Tensor = torch.Tensor
-_E4M3, _E5M2, _FLOAT32, _BFLOAT16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
+_FLOAT32 = torch.float32
 # The multiple that the library wants of sizes and addresses.
 _MULTIPLE = 16
 _SIDE = 128
+
+
+class Operand(NamedTuple):
+    """A matrix as a product takes it.
+
+    Attributes:
+        values: a matrix in high precision, or the bytes of elements; of columnwise data that a layout transposes, the
+            transpose.
+        scales: of elements, as they are stored; of high precision a scalar that it is still to be multiplied with, or
+            None.
+        layout: the text of the layout of elements; empty for high precision.
+        columnwise: whether the product sums over the matrix's rows; of elements, whether these are columnwise data.
+        source: the storage that the elements are of, which keeps what is made of them.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+    layout: str = ""
+    columnwise: bool = False
+    source: QuantizedTensorStorage | None = None
+
+    def is_turned(self) -> bool:
+        """Whether ``values`` are ``[reduced, outer]``: the rows of it are what is summed over."""
+        return self.columnwise and not (self.layout and Layout.of(self.layout).transposed)
+
+    def rows(self) -> Tensor:
+        """``values`` as ``[outer, reduced]``."""
+        return self.values.t() if self.is_turned() else self.values
+
+
+#: An operand of a tuple of all its fields; the constructor is a function of Python.
+operand_of: Callable[[tuple[Any, ...]], Operand] = partial(tuple.__new__, Operand)
+
+
+def fitted(rows: Tensor, outer: int, inner: int, views: bool = False) -> Tensor:
+    """Bytes ``[outer, reduced]`` as a library takes them, in the same memory if it can be.
+
+    They are contiguous, or with ``views`` perhaps the transposed view of contiguous ones, at an address that is a
+    multiple of 16; zeros are added up to multiples of ``outer`` and ``inner``.
+    """
+    data = rows.view(torch.uint8)
+    if not data.is_contiguous() and data.t().is_contiguous():
+        if views:
+            # Its outer size is a stride then.
+            return _padded(data.t(), inner, inner).t().view(rows.dtype)
+        data = transpose(data.t())
+    return _padded(data.contiguous(), outer, inner).view(rows.dtype)
+
+
+def _padded(data: Tensor, rows: int, columns: int) -> Tensor:
+    padding = [0, -data.shape[1] % columns, 0, -data.shape[0] % rows]
+    if any(padding):
+        return F.pad(data, padding)
+    # The stride of a single row means nothing, except to the library.
+    plain = data.as_strided(data.shape, (data.shape[1], 1)) if data.shape[0] == 1 else data
+    return plain.clone() if plain.data_ptr() % 16 else plain
+
+
+def kept(weight: Operand, make: Callable[[], Any], option: Any = None) -> Any:
+    """What ``make`` gives of a weight, made again when that has been written to, or ``option`` is another."""
+    cache = None if weight.source is None else weight.source.gemm_cache()
+    # A graph that is replayed would never see a weight that has changed.
+    if cache is None or (weight.values.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make()
+    tensors = [tensor for tensor in (weight.values, weight.scales) if tensor is not None]
+    made = cache.get(weight.columnwise, tensors, make, option)
+    if isinstance(made, Tensor) and made.data_ptr() == weight.values.data_ptr():
+        # The weight's own memory, which the cache would keep when the weight has other data.
+        cache.entries.pop(weight.columnwise)
+    return made
+
+
+def _sizes(a: Any, b: Any, *fields: Any) -> tuple[Any, Any, Any]:
+    left, right = Operand(a, *fields[:3]).is_turned(), Operand(b, *fields[3:6]).is_turned()
+    return a[left], b[right], a[not left]
+
+
+def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``multiply(a, b, bias, out_dtype, option)`` of two operands, in graphs one operator of this name and option."""
+
+    def of_fields(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        return multiply(Operand(a, *rest[:3]), Operand(b, *rest[3:6]), *rest[6:])
+
+    sides = ", ".join(f"Tensor? scales_{side}, str layout_{side}, bool columnwise_{side}" for side in "ab")
+    schema = f"{name}(Tensor a, Tensor b, {sides}, Tensor? bias, ScalarType out_dtype, {option}) -> Tensor"
+    operator = define_product(schema, of_fields, _sizes)
+
+    def product(a: Operand, b: Operand, bias: Tensor | None, *rest: Any) -> Tensor:
+        if is_direct(a.values, b.values, a.scales, b.scales, bias):
+            return multiply(a, b, bias, *rest)
+        return operator(a.values, b.values, *a[1:4], *b[1:4], bias, *rest)  # type: ignore[no-any-return]
+
+    return product
 
 
 def swizzle(scales: Tensor) -> Tensor:
@@ -47,14 +142,9 @@ def swizzle(scales: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
 
 
-def _by_row(scales: Tensor) -> Tensor:
-    """float32 scales ``[outer, blocks]`` padded to a multiple of 16 rows, which lie next to each other."""
-    return _by_square(scales.t(), _MULTIPLE)
-
-
-def _by_square(scales: Tensor, multiple: int = 4) -> Tensor:
-    """float32 scales ``[outer blocks, blocks]`` as ``[L4, outer blocks]`` with strides ``[1, L4]``, where L4 is the
-    number of blocks rounded up to a multiple of 4."""
+def _padded_columns(scales: Tensor, multiple: int) -> Tensor:
+    """float32 scales ``[rows, columns]`` transposed, which lie with strides ``[1, L]``, where L is the number of
+    columns rounded up to a multiple."""
     rows, columns = scales.shape
     # Not as contiguous makes them: the strides of sizes of 1 are looked at, too.
     made = scales.new_zeros((rows, columns + -columns % multiple))
@@ -65,46 +155,29 @@ def _by_square(scales: Tensor, multiple: int = 4) -> Tensor:
 class _Blocks(NamedTuple):
     """What the library asks for of a kind of blocks: multiples of both sizes, and the order of scales."""
 
-    recipe: Any
+    recipe: F.ScalingType
     outer: int
     inner: int
     order: Callable[[Tensor], Tensor]
-    swizzle: Any = None
+    swizzle: F.SwizzleType | None = None
 
 
 _Scales = tuple[Block, torch.dtype]
 _TENSOR, _ROW = ((None, None), _FLOAT32), ((1, None), _FLOAT32)
 _LINE, _SQUARE, _MX = ((1, _SIDE), _FLOAT32), ((_SIDE, _SIDE), _FLOAT32), ((1, MX_BLOCK), E8M0.torch_dtype)
 _BLOCKS: dict[_Scales, _Blocks] = {
-    _LINE: _Blocks(F.ScalingType.BlockWise1x128, _MULTIPLE, _SIDE, _by_row),
-    _SQUARE: _Blocks(F.ScalingType.BlockWise128x128, _SIDE, _SIDE, _by_square),
+    _LINE: _Blocks(F.ScalingType.BlockWise1x128, _MULTIPLE, _SIDE, lambda s: _padded_columns(s.t(), _MULTIPLE)),
+    _SQUARE: _Blocks(F.ScalingType.BlockWise128x128, _SIDE, _SIDE, lambda s: _padded_columns(s, 4)),
     _MX: _Blocks(F.ScalingType.BlockWise1x32, _MULTIPLE, MX_BLOCK, swizzle, F.SwizzleType.SWIZZLE_32_4_4),
 }
 
-_forced: bool | None = None
 # What was found for two layouts and hardware.
 _choices: dict[tuple[str, str, int], Callable[..., Tensor] | None] = {}
 
 
 def multiplies_fp8(operand: Tensor) -> bool:
     """Whether FP8 operands where ``operand`` is are multiplied as such."""
-    return capability(operand) >= 89 if _forced is None else _forced
-
-
-@contextmanager
-def scaled_products(wanted: bool = True) -> Iterator[None]:
-    """Inside a ``with`` block FP8 operands are multiplied as such, or decoded, whatever the device.
-
-    torch's CPU library has the function too, slowly: what a GPU does can be tested with it.
-    """
-    global _forced
-    previous, _forced = _forced, wanted
-    changed()
-    try:
-        yield
-    finally:
-        _forced = previous
-        changed()
+    return capability(operand) >= 89
 
 
 def product_of(a: Operand, b: Operand) -> Callable[..., Tensor] | None:
@@ -121,7 +194,7 @@ def product_of(a: Operand, b: Operand) -> Callable[..., Tensor] | None:
 
 def _choice(left: str, right: str, hardware: int) -> Callable[..., Tensor] | None:
     a, b = Layout.of(left), Layout.of(right)
-    if not {a.element, b.element} <= FP8 or a.element is b.element is _E5M2:
+    if not {a.element, b.element} <= FP8 or a.element is b.element is torch.float8_e5m2:
         return None
     scales = (a.block, a.scale), (b.block, b.scale)
     return next((row[3] for row in PRODUCTS if row[0] <= hardware <= row[1] and scales in row[2]), None)
@@ -130,9 +203,10 @@ def _choice(left: str, right: str, hardware: int) -> Callable[..., Tensor] | Non
 def product(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """``round(a[M, K] · b[N, K]ᵀ * scales + bias)`` of one scale for the tensor, or for each row; with ``fast``
     accumulation where the hardware has it."""
+    made = None
     # What is not a tensor of memory (a traced or a fake one) has no address to look at: its operator has.
-    plain = type(a.values) is Tensor and not torch.compiler.is_compiling()
-    made = _direct(a, b, bias, out_dtype, fast) if plain else None
+    if type(a.values) is Tensor and not torch.compiler.is_compiling():
+        made = _direct(a, b, bias, out_dtype, fast)
     return _fitting(a, b, bias, out_dtype, fast) if made is None else made
 
 
@@ -146,8 +220,7 @@ def _rows(operand: Operand) -> tuple[Tensor, Tensor]:
 def _direct(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor | None:
     """The product, if the library takes everything as it is: what every product of a usual training step is."""
     (left, scale_a), (right, scale_b) = _rows(a), _rows(b)
-    rows, inner = left.shape
-    columns = right.shape[0]
+    (rows, inner), columns = left.shape, right.shape[0]
     if (
         inner
         and columns
@@ -190,10 +263,12 @@ def _by_rows(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype
     by_row = scale_a.numel() != 1 or scale_b.numel() != 1
     if by_row:
         scale_a, scale_b = scale_a.expand(rows).unsqueeze(1), scale_b.expand(columns)
-        if out_dtype is not _BFLOAT16 or right.dtype is not _E4M3 or not _scales_rows(left):
+        # On a GPU of capability 8.9 the library has no product that is scaled by rows.
+        if out_dtype is not torch.bfloat16 or right.dtype is not torch.float8_e4m3fn or 0 < capability(left) < 90:
             bare = _multiply(a._replace(scales=None), b._replace(scales=None), None, _FLOAT32, fast)
             return finish(bare * (scale_a * scale_b), None, None, bias, out_dtype)
-    views = not by_row and _takes_views(left)
+    # The hardware of which the library takes transposed views of rows.
+    views = not by_row and 100 <= capability(left) < 120
     left = fitted(left, 1, _MULTIPLE, views)
     make = partial(fitted, right, _MULTIPLE, _MULTIPLE, views)
     # Only a weight, which is no operand of a product with columnwise data of both, is met again as it was.
@@ -206,36 +281,24 @@ def _by_rows(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype
     return scaled_mm(left, right.t(), scale_a, scale_b, bias, None, out_dtype, fast)
 
 
-def _scales_rows(operand: Tensor) -> bool:
-    """Whether the library applies one scale for each row."""
-    return not operand.is_cuda or capability(operand) >= 90
-
-
-def _takes_views(operand: Tensor) -> bool:
-    """Whether the library takes transposed views of rows."""
-    return 100 <= capability(operand) < 120
-
-
 def _blocks(operand: Operand) -> _Blocks | None:
     layout = Layout.of(operand.layout)
     return _BLOCKS.get((layout.block, layout.scale))
 
 
 def _in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    left, left_scales, of_a = _for_library(a)
-    right, right_scales, of_b = _for_library(b) if a.columnwise else _kept(b)
-    options: dict[str, Any] = {"swizzle_a": of_a.swizzle, "swizzle_b": of_b.swizzle, "output_dtype": out_dtype}
-    options["use_fast_accum"] = fast and of_a.swizzle is not None
-    return F.scaled_mm(left, right.t(), left_scales, of_a.recipe, right_scales, of_b.recipe, **options)
+    left, scale_a, of_a = _for_library(a)
+    right, scale_b, of_b = _for_library(b) if a.columnwise else _kept(b)
+    options: dict[str, Any] = {"output_dtype": out_dtype, "use_fast_accum": fast and of_a.swizzle is not None}
+    options |= {"swizzle_a": of_a.swizzle, "swizzle_b": of_b.swizzle}
+    return F.scaled_mm(left, right.t(), scale_a, of_a.recipe, scale_b, of_b.recipe, **options)
 
 
 def _for_library(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:
     """Elements ``[outer, reduced]``, padded, and their scales, in order."""
-    blocks: Any = _blocks(operand)
-    scales: Any = operand.scales
-    data = fitted(operand.rows(), blocks.outer, blocks.inner)
-    ordered = blocks.order(scales.t() if operand.is_turned() else scales)
-    return data.view(Layout.of(operand.layout).element), ordered, blocks
+    blocks, scales = cast(_Blocks, _blocks(operand)), cast(Tensor, operand.scales)
+    data = fitted(operand.rows().view(Layout.of(operand.layout).element), blocks.outer, blocks.inner)
+    return data, blocks.order(scales.t() if operand.is_turned() else scales), blocks
 
 
 def _kept(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:

@@ -14,15 +14,9 @@ from ottava.errors import BackendError
 
 # Backend name -> the device types it serves; None serves every device. Earlier entries are preferred.
 _SERVES: dict[str, tuple[str, ...] | None] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": None}
-
-# What helps where one cannot be loaded; the others say so themselves.
-_REMEDIES = {"cpu": ", or reinstall ottava with a C++ compiler at hand"}
 # Backends from whose own hardware this project has neither a test run nor a figure, and what is said of them. An entry
 # goes when docs/benchmarks.md has figures from such hardware.
 UNPROVEN = {"cuda": "not yet run on a GPU by this project, which tests its kernels as loops on a CPU"}
-
-# How what forces one is undone.
-_UNDO = {"OTTAVA_BACKEND": "unset OTTAVA_BACKEND", "use_backend": "leave out use_backend"}
 
 _forced: str | None = None
 _loaded: dict[str, Any] = {}
@@ -57,22 +51,20 @@ def _try_load(name: str, *, needed: bool = False) -> Any:
             _failures[name] = str(error)
     if needed and name in _failures and name not in _warned:
         _warned.add(name)
-        warnings.warn(
-            f"ottava: the {name!r} kernels cannot be loaded and the slow reference serves instead: {_failures[name]}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        what = f"the {name!r} kernels cannot be loaded and the slow reference serves instead"
+        warnings.warn(f"ottava: {what}: {_failures[name]}", RuntimeWarning, stacklevel=2)
     return _loaded.get(name)
 
 
-def _check(name: str, origin: str) -> str:
+def _check(name: str, origin: str, undo: str) -> str:
     if not isinstance(name, str) or name not in _SERVES:
-        expected, remedy = f"one of {', '.join(sorted(_SERVES))}", f"correct the name, or {_UNDO[origin]}"
+        expected, remedy = f"one of {', '.join(sorted(_SERVES))}", f"correct the name, or {undo}"
         raise BackendError(f"unknown kernel backend {name!r} ({origin})", expected=expected, remedy=remedy)
     if _try_load(name) is None:
         what = f"kernel backend {name!r} ({origin}) cannot be loaded: {_failures[name]}"
-        expected, remedy = "a backend that `ottava doctor` lists as available", _UNDO[origin] + _REMEDIES.get(name, "")
-        raise BackendError(what, expected=expected, remedy=remedy)
+        # The others say themselves what helps.
+        remedy = f"{undo}, or reinstall ottava with a C++ compiler at hand" if name == "cpu" else undo
+        raise BackendError(what, expected="a backend that `ottava doctor` lists as available", remedy=remedy)
     return name
 
 
@@ -95,24 +87,20 @@ def backend_for(device_type: str) -> str:
             backend for an instruction set that this machine lacks.
     """
     if device_type not in _chosen:
-        _chosen[device_type] = _choose(device_type)
+        asked = os.environ.get("OTTAVA_BACKEND")
+        wanted = _forced or (_check(asked, "OTTAVA_BACKEND", "unset OTTAVA_BACKEND") if asked else None)
+        # The last one serves all.
+        for name in _SERVES if wanted is None else (wanted, *_SERVES):
+            serves = _SERVES[name]
+            if (serves is None or device_type in serves) and _try_load(name, needed=True) is not None:
+                _chosen[device_type] = name
+                break
     return _chosen[device_type]
-
-
-def _choose(device_type: str) -> str:
-    asked = os.environ.get("OTTAVA_BACKEND")
-    wanted = _forced or (_check(asked, "OTTAVA_BACKEND") if asked else None)
-    for name in _SERVES if wanted is None else (wanted, *_SERVES):
-        serves = _SERVES[name]
-        if (serves is None or device_type in serves) and _try_load(name, needed=True) is not None:
-            return name
-    raise BackendError(f"no kernel backend serves device type {device_type!r}")
 
 
 def backend_module(device_type: str) -> Any:
     """What has the kernels for ``device_type``, by the names of the table."""
-    name = _chosen.get(device_type) or backend_for(device_type)
-    return _loaded.get(name) or _loaded[_check(name, "use_backend")]
+    return _loaded[_chosen.get(device_type) or backend_for(device_type)]
 
 
 @contextmanager
@@ -122,7 +110,7 @@ def use_backend(name: str) -> Iterator[None]:
     Raises:
         BackendError: the name is unknown or the backend cannot be loaded.
     """
-    _check(name, "use_backend")
+    _check(name, "use_backend", "leave out use_backend")
     previous = _forced
     try:
         _force(name)

@@ -13,8 +13,14 @@ HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS = "torch.float32, torch.bfloat16 or torch.float16"
 
 Tensor = torch.Tensor
+Maybe = Tensor | None
 Tensors = Sequence[Tensor]
+#: Results, None for what is not wanted.
+Outputs = Sequence[Tensor | None]
 DTypes = Sequence[torch.dtype]
+#: Rows and columns of matrices.
+Shapes = Sequence[tuple[int, int]]
+Layouts = Sequence[Layout]
 #: For each tensor None, or the scales and the data of one direction.
 Pairs = Sequence[tuple[Tensor, Tensor] | None]
 
@@ -24,7 +30,7 @@ class Shards(NamedTuple):
 
     xs: Tensors
     dtypes: DTypes
-    shapes: Sequence[tuple[int, int]]
+    shapes: Shapes
     starts: Sequence[int]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ottava.formats import FP8, MX_BLOCK, element_format, fp8_format
 from ottava.kernels import reference
-from ottava.kernels.checks import DTypes, Pairs, Shards, Tensor, Tensors
+from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -21,7 +21,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 _ABSENT = None, None
 
 
-def pointers(*tensors: Tensor | None) -> list[int]:
+def pointers(*tensors: Maybe) -> list[int]:
     """The addresses of the elements, 0 without a tensor."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
@@ -33,15 +33,9 @@ def matrix(x: Tensor) -> tuple[int, int]:
 
 
 class Compiled:
-    """The kernels of a compiled module.
-
-    Attributes:
-        native: the module.
-        scratch: how many floats of scratch memory a reduction needs.
-    """
+    """The kernels of a compiled module, which is ``native``."""
 
     native: Any
-    scratch: int = 0
 
     def stream(self, x: Tensor) -> tuple[int, ...]:
         """What a call ends with for a kernel that runs in one thread of a CPU."""
@@ -51,25 +45,27 @@ class Compiled:
         """What a call ends with for every other kernel."""
         return self.stream(x)
 
+    def scratch_for(self, x: Tensor, layout: Layout | None = None) -> list[Tensor | None]:
+        """Scratch memory of a reduction, or of a quantization on a grid, where the module takes any."""
+        return []
+
+    def serves(self, layout: Layout, shards: bool = False) -> bool:
+        """Whether the module has kernels for a grid, or those on many shards."""
+        return True
+
     def amax(self, x: Tensor, out: Tensor) -> None:
         x, scratch = x.contiguous(), self.scratch_for(x)
-        self.native.amax(
-            x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), *pointers(*scratch), out.data_ptr(), *self.place(x)
-        )
-
-    def scratch_for(self, x: Tensor) -> list[Tensor]:
-        return [torch.empty(self.scratch, dtype=torch.float32, device=x.device)] if self.scratch else []
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
+        self.native.amax(*source, *pointers(*scratch, out), *self.place(x))
 
     def scale_from_amax(
         self, amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors
     ) -> None:
-        amax, largest = amax.contiguous(), fp8_format(fp8_dtype).max
-        options = largest, epsilon, force_pow_2
+        amax = amax.contiguous()
+        options = fp8_format(fp8_dtype).max, epsilon, force_pow_2
         self.native.scale_from_amax(amax.data_ptr(), amax.numel(), *options, *pointers(*out), *self.stream(amax))
 
-    def quantize(
-        self, x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Sequence[Tensor | None]
-    ) -> None:
+    def quantize(self, x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs) -> None:
         data, transpose, scale, scale_inv, amax = out
         x, fmt, scratch = x.contiguous(), fp8_format(fp8_dtype).code, self.scratch_for(x)
         addresses = pointers(*scratch, amax, scale, scale_inv, data, transpose)
@@ -77,13 +73,7 @@ class Compiled:
         self.native.quantize(*source, epsilon, force_pow_2, *addresses, fmt, *self.place(x))
 
     def cast_amax(
-        self,
-        x: Tensor,
-        scale: Tensor,
-        amax: Tensor | None,
-        saturated: Tensor | None,
-        fp8_dtype: torch.dtype,
-        out: Sequence[Tensor | None],
+        self, x: Tensor, scale: Tensor, amax: Maybe, saturated: Maybe, fp8_dtype: torch.dtype, out: Outputs
     ) -> None:
         data, transpose, scale_inv = out
         x, fmt = x.contiguous(), fp8_format(fp8_dtype).code
@@ -95,7 +85,7 @@ class Compiled:
         self.native.transpose(data.data_ptr(), *matrix(data), out.data_ptr(), *self.place(data))
 
     def update_scales(
-        self, scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Tensor | None
+        self, scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Maybe
     ) -> None:
         slots = [(s.data_ptr(), h.data_ptr(), s.numel()) for s, h in zip(scales, histories, strict=True)]
         rest = histories[0].shape[0], maxima, most_recent, *pointers(last)
@@ -103,47 +93,31 @@ class Compiled:
 
     # On grids: of layouts that the module serves.
 
-    def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
-        layout = Layout.of(text)
-        floats = layout.scale is torch.float32
-        if layout.element not in FP8 or (floats and layout.finite_as == "input"):
+    def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> None:
+        layout, code, (e8m0, floor, epsilon), _ = known(text)
+        scales: Any = out
+        if layout.element not in FP8 or layout.finite_as == "input":
             reference.grid_scales(amax, text, dtype, out)
-            return
-        if floats:
-            scales: Any = out
-            self.scale_from_amax(amax, layout.element, layout.epsilon, layout.rounding == "floor", scales)
-            return
-        amax, stored = amax.contiguous(), pointers(out[1])
-        how = fp8_format(layout.element).code, layout.rounding == "floor"
-        self.native.mx_scale_from_amax(amax.data_ptr(), amax.numel(), *how, *stored, *self.place(amax))
-        if out[0] is not None:
-            out[0].copy_(reference.multiplier(out[1]))  # type: ignore[arg-type]
+        elif not e8m0:
+            self.scale_from_amax(amax, layout.element, epsilon, floor, scales)
+        else:
+            amax = amax.contiguous()
+            options = code, floor, *pointers(out[1]), *self.place(amax)
+            self.native.mx_scale_from_amax(amax.data_ptr(), amax.numel(), *options)
 
-    def serves(self, layout: Layout) -> bool:
-        """Whether the module has kernels for a grid."""
-        return True
-
-    def serves_shards(self, layout: Layout) -> bool:
-        """The same of kernels on many shards."""
-        return True
-
-    def zeros_for(self, x: Tensor, layout: Layout) -> list[Tensor | None]:
-        """Scratch memory of a quantization, where the module takes any."""
-        return []
-
-    def grid_quantize(self, x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
+    def grid_quantize(self, x: Tensor, text: str, out: Outputs) -> None:
         layout, code, rule, sides = known(text)
         if not x.numel() or not self.serves(layout):
             reference.grid_quantize(x, text, out)
             return
-        x, scratch = x.contiguous(), self.zeros_for(x, layout)
+        x, scratch = x.contiguous(), self.scratch_for(x, layout)
         largest = torch.finfo(x.dtype).max if layout.finite_as == "input" else FLOAT32_MAX
         pairs = zip(sides, (out[:2], out[2:]), strict=True)
         results = [() if data is None else (*side, *pointers(data, scales)) for side, (data, scales) in pairs]
         source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), code
         self.native.grid_quantize(*source, *rule, largest, *results, *pointers(*scratch), *self.place(x))
 
-    def grid_decode(self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
+    def grid_decode(self, data: Tensor, scales: Maybe, text: str, columnwise: bool, out: Tensor) -> None:
         layout, code, (e8m0, *_), _ = known(text)
         bare = layout.element in FP8 and (scales is None or (layout.block == _ABSENT and not e8m0))
         if out.dtype is torch.float64 or not (bare or (scales is not None and self.serves(layout))):
@@ -157,14 +131,9 @@ class Compiled:
         sizes, block = layout.stored_matrix(data.shape, columnwise), _block(layout.stored_block(columnwise))
         self.native.grid_decode(data.data_ptr(), code, *sizes, *pointers(scales), e8m0, *block, *to)
 
-    def epilogue32(
-        self, sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
-        """``sums * (scale_a * scale_b) + bias`` of a contiguous float32 matrix in float32, rounded once, into ``out``.
-
-        ``out`` is contiguous, of the same shape, and float32, bfloat16 or float16, or on a CPU ``sums`` itself; scales
-        are float32 scalars; ``bias`` has one element for each column and is of one of the three, too.
-        """
+    def epilogue32(self, sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out: Tensor) -> None:
+        """``sums * (scale_a * scale_b) + bias`` in float32, rounded once into ``out``, which on a CPU may be ``sums``;
+        both are contiguous matrices."""
         (rows, columns), bias = sums.shape, None if bias is None else bias.contiguous()
         last = (
             0 if scale_a is None else scale_a.data_ptr(),
@@ -178,12 +147,12 @@ class Compiled:
 
     def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor) -> None:
         layouts, held = [known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
-        sources = _sources(held, shards.dtypes)
-        if all(map(_is_per_tensor, layouts)):
-            self.native.multi_amax(sources, out.data_ptr(), *self.place(out))
-        elif all(map(self.serves_shards, layouts)):
+        sources = _sources(held, shards)
+        if _are_per_tensor(layouts):
+            self.native.multi_amax([source for source, _ in sources], out.data_ptr(), *self.place(out))
+        elif all(self.serves(layout, shards=True) for layout in layouts):
             jobs = []
-            for source, place, text in zip(sources, _places(shards), texts, strict=True):
+            for (source, place), text in zip(sources, texts, strict=True):
                 layout, _, _, (row, column) = known(text)
                 # The blocks that have a scale in common.
                 jobs.append((source, place, row[2:4], column[2:4], layout.square))
@@ -193,15 +162,15 @@ class Compiled:
 
     def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
         layouts, held = [known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
-        given = zip(_sources(held, shards.dtypes), _places(shards), texts, rowwise, columnwise, strict=True)
-        if all(map(_is_per_tensor, layouts)):
-            found = [(of, known(text)[1], *p) for of, _, text, *both in given for p in both if p is not None]
+        given = zip(_sources(held, shards), texts, rowwise, columnwise, strict=True)
+        if _are_per_tensor(layouts):
+            found = [(of, known(text)[1], *p) for (of, _), text, *both in given for p in both if p is not None]
             scales = torch.cat([scale for *_, scale, _ in found]) if found else held[0]
             tensors = [(source, code, out.data_ptr()) for source, code, _, out in found]
             self.native.multi_cast(tensors, scales.data_ptr(), *self.place(scales))
-        elif all(map(self.serves_shards, layouts)):
+        elif all(self.serves(layout, shards=True) for layout in layouts):
             jobs = []
-            for source, place, text, *both in given:
+            for (source, place), text, *both in given:
                 _, code, rule, sides = known(text)
                 pairs = zip(sides, both, strict=True)
                 how = [(side[:2], *pointers(*(pair or _ABSENT))) for side, pair in pairs]
@@ -211,8 +180,8 @@ class Compiled:
             reference.grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
-def _is_per_tensor(layout: Layout) -> bool:
-    return layout.block == _ABSENT and layout.element in FP8 and layout.scale is torch.float32
+def _are_per_tensor(layouts: Sequence[Layout]) -> bool:
+    return all(one.block == _ABSENT and one.element in FP8 and one.scale is torch.float32 for one in layouts)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -239,12 +208,8 @@ def known(text: str) -> tuple[Layout, int, tuple[bool, bool, float], list[tuple[
     return layout, element_format(layout.element).code, rule, sides
 
 
-def _sources(held: Tensors, dtypes: DTypes) -> list[tuple[int, int, int, int]]:
-    """For each its address, the code of its dtype, its size, and the code of the dtype that its elements count as."""
-    codes = DTYPE_CODES
-    return [(x.data_ptr(), codes[x.dtype], x.numel(), codes[dtype]) for x, dtype in zip(held, dtypes, strict=True)]
-
-
-def _places(shards: Shards) -> list[tuple[int, int, int]]:
-    """Rows and columns of each matrix, and the element that its shard begins with."""
-    return [(*shape, start) for shape, start in zip(shards.shapes, shards.starts, strict=True)]
+def _sources(held: Tensors, shards: Shards) -> list[tuple[tuple[int, int, int, int], tuple[int, int, int]]]:
+    """For each shard its address, the code of its dtype, its size, and the code of the dtype that its elements count
+    as; and rows and columns of its matrix, and the element that the shard begins with."""
+    codes, rest = DTYPE_CODES, zip(held, *shards[1:], strict=True)
+    return [((x.data_ptr(), codes[x.dtype], x.numel(), codes[as_]), (*shape, start)) for x, as_, shape, start in rest]

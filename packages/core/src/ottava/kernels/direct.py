@@ -5,6 +5,8 @@ operators: graphs that are being traced, modes, transforms, subclasses, autograd
 backend is called itself.
 """
 
+from typing import Any
+
 import torch
 
 from ottava.torch_private import (
@@ -20,26 +22,13 @@ from ottava.torch_private import (
 )
 
 _is_compiling = torch.compiler.is_compiling
-
 #: What a compiled module asks before it reads tensors itself, and which of them are plain.
-QUESTIONS = {
-    "dispatch_modes": dispatch_modes,
-    "function_modes": function_modes,
-    "transforms": transforms,
-    "tracing": tracing,
-    "profiling": profiling,
-    "grad_enabled": torch.is_grad_enabled,
-    "threads": torch.get_num_threads,
-    "autocast": any_autocast_enabled,
-    "torch": torch,
-    "tensor": torch.Tensor,
-    "parameter": torch.nn.Parameter,
-}
-
+QUESTIONS: dict[str, Any] = {"torch": torch, "tensor": torch.Tensor, "parameter": torch.nn.Parameter}
+QUESTIONS |= {"dispatch_modes": dispatch_modes, "function_modes": function_modes, "transforms": transforms}
+QUESTIONS |= {"tracing": tracing, "profiling": profiling, "grad_enabled": torch.is_grad_enabled}
+QUESTIONS |= {"threads": torch.get_num_threads, "autocast": any_autocast_enabled}
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
-
-
 # What torch's dispatcher knows of a tensor, unless it is memory of a CPU or a GPU that is read as it lies: that it has
 # no memory (meta, fake), that its values are still to be negated, that it stands for others (transforms), and so on.
 _STRANGE = strange_keys(_PLAIN_KEYS)
@@ -63,31 +52,24 @@ def in_dual_level() -> bool:
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
     """Whether a forward-mode derivative flows through any of these."""
-    return in_dual_level() and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    )
+    given = [tensor for tensor in tensors if tensor is not None] if in_dual_level() else []
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
 
 
 def is_direct(*tensors: torch.Tensor | None) -> bool:
     """Whether a kernel on these tensors needs no operator: they are plain memory without gradient, and nobody looks."""
     # Compiled code first, which cannot look at what follows.
-    if (
-        _is_compiling()
-        or dispatch_modes()
-        or function_modes()
-        or transforms() is not None
-        or tracing() is not None
-        or profiling()
-    ):
+    if _is_compiling() or dispatch_modes() or function_modes() or profiling():
+        return False
+    if transforms() is not None or tracing() is not None:
         return False
     gradients = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in _PLAIN_TYPES or dispatch_keys(tensor).raw_repr() & _STRANGE:
-            return False
-        if gradients and tensor.requires_grad:
-            return False
+        if tensor is not None:
+            if type(tensor) not in _PLAIN_TYPES or dispatch_keys(tensor).raw_repr() & _STRANGE:
+                return False
+            if gradients and tensor.requires_grad:
+                return False
     return True
 
 

@@ -16,21 +16,9 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import E4M3, FP8, fp8_format
+from ottava.kernels import checks
 from ottava.kernels.backends import backend_module
-from ottava.kernels.checks import (
-    HIGH_PRECISION,
-    DTypes,
-    Pairs,
-    Shards,
-    Tensor,
-    Tensors,
-    check_device,
-    check_dtype,
-    check_high_precision,
-    check_layout,
-    check_out,
-    check_tensor,
-)
+from ottava.kernels.checks import DTypes, Layouts, Pairs, Shapes, Shards, Tensor, Tensors
 from ottava.layout import Layout
 
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
@@ -55,13 +43,7 @@ def multi_amax(xs: Tensors, dtypes: DTypes, *, checked: bool = False) -> Tensor:
 
 
 def multi_cast(
-    xs: Tensors,
-    dtypes: DTypes,
-    scales: Tensor,
-    fp8_dtypes: DTypes,
-    outs: Tensors,
-    *,
-    checked: bool = False,
+    xs: Tensors, dtypes: DTypes, scales: Tensor, fp8_dtypes: DTypes, outs: Tensors, *, checked: bool = False
 ) -> None:
     """Data of ``cast(float32(round(x)) * scale)`` of each tensor, as :func:`ottava.kernels.cast` has them.
 
@@ -77,7 +59,7 @@ def multi_cast(
             given twice; nothing is written then.
     """
     _check_lengths(len(xs), dtypes=dtypes, fp8_dtypes=fp8_dtypes, outs=outs)
-    check_tensor(scales, "scales", torch.float32)
+    checks.check_tensor(scales, "scales", torch.float32)
     if tuple(scales.shape) != (len(xs),):
         raise ShapeError(f"scales have shape {tuple(scales.shape)}", expected=f"({len(xs)},)")
     layouts = [WHOLE[fp8_format(fp8_dtype).torch_dtype] for fp8_dtype in fp8_dtypes]
@@ -95,13 +77,7 @@ def grid_amax_sizes(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
 
 
 def grid_multi_amax(
-    xs: Tensors,
-    dtypes: DTypes,
-    shapes: Sequence[tuple[int, int]],
-    starts: Sequence[int],
-    layouts: Sequence[Layout],
-    *,
-    checked: bool = False,
+    xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[int], layouts: Layouts, *, checked: bool = False
 ) -> Tensor:
     """The largest magnitudes of the blocks of matrices, each from the contiguous range of it that is at hand.
 
@@ -137,9 +113,9 @@ def grid_multi_amax(
 def grid_multi_cast(
     xs: Tensors,
     dtypes: DTypes,
-    shapes: Sequence[tuple[int, int]],
+    shapes: Shapes,
     starts: Sequence[int],
-    layouts: Sequence[Layout],
+    layouts: Layouts,
     rowwise: Pairs,
     columnwise: Pairs,
     *,
@@ -162,26 +138,22 @@ def grid_multi_cast(
     if not checked:
         _check_lengths(len(xs), rowwise=rowwise, columnwise=columnwise)
         counts, taken = _check_shards(xs, dtypes, shapes, starts, layouts), set[int]()
-        device: Any = xs[0].device if len(xs) else None
-        for side, (name, pairs) in enumerate((("rowwise", rowwise), ("columnwise", columnwise))):
-            grids: dict[Any, tuple[int, int]] = {}
-            for i, (pair, count, shape, layout) in enumerate(zip(pairs, counts, shapes, layouts, strict=True)):
+        for name, pairs in (("rowwise", rowwise), ("columnwise", columnwise)):
+            for i, pair in enumerate(pairs):
                 if pair is None:
                     continue
                 if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                     raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
-                (scales, out), stored, key = pair, layout.stored_scale, (*shape, layout.text)
-                grid = grids.get(key) or grids.setdefault(key, layout.grid(shape, bool(side)))
-                if not _is_buffer(scales, stored, device) or scales.shape != grid:
-                    check_out(scales, grid, stored, device, f"the scales of {name}[{i}]")
-                if not _is_buffer(out, torch.uint8, device):
-                    check_out(out, None, torch.uint8, device, f"{name}[{i}]")
-                if out.numel() != count:
-                    raise ShapeError(f"{name}[{i}] has {out.numel()} elements", expected=f"{count}, as its tensor has")
-                address = out.data_ptr()
-                if count and address in taken:
+                (scales, out), layout, device = pair, layouts[i], xs[i].device
+                grid = layout.grid(shapes[i], name == "columnwise")
+                checks.check_out(scales, grid, layout.stored_scale, device, f"the scales of {name}[{i}]")
+                checks.check_out(out, None, torch.uint8, device, f"{name}[{i}]")
+                if out.numel() != counts[i]:
+                    what = f"{name}[{i}] has {out.numel()} elements"
+                    raise ShapeError(what, expected=f"{counts[i]}, as its tensor has")
+                if counts[i] and out.data_ptr() in taken:
                     raise OptionError(f"{name}[{i}] is a buffer of another result", expected="a buffer of its own")
-                taken.add(address)
+                taken.add(out.data_ptr())
     if not len(xs):
         return
     shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
@@ -199,32 +171,14 @@ def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
             raise ShapeError(f"{len(values)} {name} for {count} tensors", expected="one for each tensor")
 
 
-# There may be hundreds of tensors, so that what is right is to be found so with few operations.
-
-
-def _is_buffer(tensor: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether it is what :func:`check_out` takes, of any shape."""
-    right = isinstance(tensor, Tensor) and tensor.dtype is dtype and tensor.device == device
-    return right and tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
-
-
-def _check_shards(
-    xs: Tensors, dtypes: DTypes, shapes: Sequence[tuple[int, int]], starts: Sequence[int], layouts: Sequence[Layout]
-) -> list[int]:
+def _check_shards(xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[int], layouts: Layouts) -> list[int]:
     """How many elements each has."""
     _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
-    allowed, strided, counts = HIGH_PRECISION, torch.strided, list[int]()
-    device: Any = getattr(xs[0], "device", None) if len(xs) else None
     for i, (x, dtype, shape, start, layout) in enumerate(zip(xs, dtypes, shapes, starts, layouts, strict=True)):
-        if not isinstance(x, Tensor) or x.dtype not in allowed or x.layout is not strided or x.is_nested:
-            check_high_precision(x, f"xs[{i}]")
-        if x.device != device:
-            check_device(x, device, f"xs[{i}]")
-        if dtype not in allowed:
-            check_dtype(dtype, f"dtypes[{i}] is")
-        check_layout(layout)
-        count = x.numel()
-        counts.append(count)
+        checks.check_high_precision(x, f"xs[{i}]")
+        checks.check_device(x, xs[0].device, f"xs[{i}]")
+        checks.check_dtype(dtype, f"dtypes[{i}] is")
+        checks.check_layout(layout)
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="(rows, columns)")
         rows, cols = shape
@@ -232,7 +186,7 @@ def _check_shards(
             raise DTypeError(f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers")
         if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
-        if not 0 <= start <= rows * cols - count:
-            what = f"xs[{i}] has {count} elements from {start} on, its matrix {rows} x {cols}"
+        if not 0 <= start <= rows * cols - x.numel():
+            what = f"xs[{i}] has {x.numel()} elements from {start} on, its matrix {rows} x {cols}"
             raise ShapeError(what, expected="a range within the matrix")
-    return counts
+    return [x.numel() for x in xs]

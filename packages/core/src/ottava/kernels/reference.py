@@ -4,19 +4,17 @@ The rounding to small formats is done on the bits of float32 values, so that not
 converts to float8 (its E5M2 conversion does not saturate, see the numerics page).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ottava.formats import E8M0, INT8, FloatFormat, IntegerFormat, element_format, fp8_format
-from ottava.kernels.checks import Pairs, Shards, Tensor, Tensors
+from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout, as_matrix_shape, grid_of
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_ABS_MASK = 0x7FFFFFFF
-_INF_BITS = 0x7F800000
-_MANTISSA = 0x7FFFFF
 # The largest scale of E8M0, and 2^-127, which in float32 is a subnormal.
 _LARGEST_SCALE = 254
 _TWO_TO_MINUS_127 = 0x00400000
@@ -36,28 +34,23 @@ def encode(x: Tensor, fmt: FloatFormat | IntegerFormat) -> Tensor:
     """float32 to data: round to nearest even, saturating, NaN to ``fmt.nan_code``, sign of zero kept by floats."""
     if isinstance(fmt, IntegerFormat):
         data = torch.nan_to_num(x, 0.0).round().clamp(-fmt.max, fmt.max).to(torch.int8).view(torch.uint8)
-        return torch.where(x.isnan(), torch.full_like(data, fmt.nan_code), data)
-    bits = bits_of(x)
-    magnitude = bits & _ABS_MASK
-    clamped = magnitude.clamp(max=float_bits(fmt.max))
+        return data.masked_fill(x.isnan(), fmt.nan_code)
+    bits, least = bits_of(x), float_bits(fmt.min_normal) >> 23
+    clamped = (bits & 0x7FFFFFFF).clamp(max=float_bits(fmt.max))
     # The unit in the last place of the value's binade, or of the subnormals below the smallest normal.
-    exponent = (clamped >> 23).clamp(min=float_bits(fmt.min_normal) >> 23)
-    unit_exponent = exponent - fmt.mantissa_bits
+    exponent = (clamped >> 23).clamp(min=least)
+    unit = ((exponent - fmt.mantissa_bits) << 23).view(torch.float32)
     # Dividing by a power of two is exact here (the quotient is at most 2^(mantissa_bits + 1), and what falls
     # below float32's subnormals is far below half a unit).
-    unit = (unit_exponent << 23).view(torch.float32)
     steps = torch.round(torch.div(clamped.view(torch.float32), unit)).to(torch.int32)
-    binade = exponent - (float_bits(fmt.min_normal) >> 23)
-    code = (binade << fmt.mantissa_bits) + steps
-    sign = (bits >> 24) & 0x80
-    nan = torch.full_like(code, fmt.nan_code)
-    return torch.where(magnitude > _INF_BITS, nan, code | sign).to(torch.uint8)
+    data = ((exponent - least) << fmt.mantissa_bits) + steps | (bits >> 24) & 0x80
+    return data.masked_fill(x.isnan(), fmt.nan_code).to(torch.uint8)
 
 
 def _magnitudes(x: Tensor) -> Tensor:
     """|x| in float32, with 0 for NaN."""
     magnitude = x.to(torch.float32).abs()
-    return torch.where(magnitude.isnan(), torch.zeros_like(magnitude), magnitude)
+    return magnitude.masked_fill(magnitude.isnan(), 0.0)
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -65,19 +58,19 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.div(torch.ones_like(scale), scale)
 
 
-def _write(out: Tensor | None, value: Tensor) -> None:
-    if out is not None:
-        out.copy_(value)
+def _write(outputs: Outputs, *values: Tensor) -> None:
+    for out, value in zip(outputs, values, strict=True):
+        if out is not None:
+            out.copy_(value)
 
 
 def amax(x: Tensor, out: Tensor) -> None:
-    out.copy_(block_amax(_magnitudes(_matrix(x)), (None, None)).reshape(()))
+    out.copy_(block_amax(_magnitudes(x.reshape(as_matrix_shape(x.shape))), (None, None)).reshape(()))
 
 
 def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors) -> None:
     made = _float_scale(amax, fp8_format(fp8_dtype).max, epsilon, force_pow_2, _FLOAT32_MAX)
-    out[0].copy_(made)
-    out[1].copy_(_inverse(made))
+    _write(out, made, _inverse(made))
 
 
 def _float_scale(amax: Tensor, maximum: Any, epsilon: float, floor: bool, largest: float) -> Tensor:
@@ -88,7 +81,7 @@ def _float_scale(amax: Tensor, maximum: Any, epsilon: float, floor: bool, larges
     usable = a.isfinite() & (a != 0)
     numerator = torch.as_tensor(maximum, dtype=torch.float32, device=a.device).expand_as(a)
     made = torch.div(numerator, torch.where(usable, a, numerator))
-    made = torch.where(made.isinf(), torch.full_like(a, largest), made)
+    made = made.masked_fill(made.isinf(), largest)
     # Clearing the mantissa floors to a power of two.
     return (bits_of(made) & -0x800000).view(torch.float32).view(made.shape) if floor else made
 
@@ -97,27 +90,17 @@ def transpose(data: Tensor, out: Tensor) -> None:
     out.copy_(data.movedim(-1, 0))
 
 
-def quantize(
-    x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Sequence[Tensor | None]
-) -> None:
-    data, turned, *results = out
-    scale, scale_inv, seen = found = torch.empty((3,), dtype=torch.float32, device=x.device).unbind()
+def quantize(x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs) -> None:
+    scale, scale_inv, seen = torch.empty((3,), dtype=torch.float32, device=x.device).unbind()
     amax(x, seen)
     scale_from_amax(seen, fp8_dtype, epsilon, force_pow_2, (scale, scale_inv))
-    cast_amax(x, scale, None, None, fp8_dtype, (data, turned, None))
-    for result, value in zip(results, found, strict=True):
-        _write(result, value)
+    cast_amax(x, scale, None, None, fp8_dtype, (*out[:2], None))
+    _write(out[2:], scale, scale_inv, seen)
 
 
 def cast_amax(
-    x: Tensor,
-    scale: Tensor,
-    recorded: Tensor | None,
-    saturated: Tensor | None,
-    fp8_dtype: torch.dtype,
-    out: Sequence[Tensor | None],
+    x: Tensor, scale: Tensor, recorded: Maybe, saturated: Maybe, fp8_dtype: torch.dtype, out: Outputs
 ) -> None:
-    data, turned, scale_inv = out
     # The state of a slot may be one array.
     factor, fmt = scale.reshape(()).clone(), fp8_format(fp8_dtype)
     scaled = x.to(torch.float32) * factor
@@ -127,27 +110,20 @@ def cast_amax(
         recorded.copy_(torch.maximum(recorded, seen))
     if saturated is not None:
         saturated.add_((scaled.abs() > fmt.max).sum())
-    made = encode(scaled, fmt).view(x.shape)
-    _write(data, made)
-    if turned is not None:
-        transpose(made, turned)
-    _write(scale_inv, _inverse(factor))
+    data = encode(scaled, fmt).view(x.shape)
+    _write(out, data, data.movedim(-1, 0) if data.dim() else data, _inverse(factor))
 
 
-def update_scales(
-    scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Tensor | None
-) -> None:
+def update_scales(scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Maybe) -> None:
     """Every slot of every tensor. A slot whose first row is 0 saw nothing, and stays as it is."""
     done = 0
     for scale, history in zip(scales, histories, strict=True):
         slots = slice(done, done + scale.numel())
         seen = history[0].clone() if last is None else last[slots]
         done += scale.numel()
-        older = torch.where(history.isnan(), torch.zeros_like(history), history)[1:]
-        amax = seen
-        if not most_recent and len(older):
-            # A NaN counts in the step that saw it, and then no more.
-            amax = torch.maximum(seen, older.amax(0))
+        # A NaN counts in the step that saw it, and then no more.
+        older = history[1:].masked_fill(history[1:].isnan(), 0.0)
+        amax = seen if most_recent or not len(older) else torch.maximum(seen, older.amax(0))
         rolled = torch.cat([history[1:], seen.unsqueeze(0)])
         rolled[0] = 0.0
         made = _float_scale(amax, maxima[slots], 0.0, False, _FLOAT32_MAX)
@@ -159,66 +135,47 @@ def update_scales(
 # On grids of scales.
 
 
-def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
-    scale, stored = _scales(amax, Layout.of(text), dtype)
-    _write(out[0], scale)
-    _write(out[1], stored)
+def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> None:
+    _write(out, *_scales(amax, Layout.of(text), dtype))
 
 
 def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What elements are multiplied by, float32, and what is stored, of values in ``dtype``."""
-    if layout.scale == E8M0.torch_dtype:
-        codes = _powers(amax, layout)
-        return multiplier(codes), codes
-    largest = _FLOAT32_MAX if layout.finite_as == "float32" else torch.finfo(dtype).max
-    scale = _float_scale(amax, element_format(layout.element).max, layout.epsilon, layout.rounding == "floor", largest)
-    return scale, _inverse(scale)
-
-
-def _powers(amax: Tensor, layout: Layout) -> Tensor:
-    """The E8M0 byte of each amax."""
-    largest = element_format(layout.element).max
+    largest, floor = element_format(layout.element).max, layout.rounding == "floor"
+    if layout.scale != E8M0.torch_dtype:
+        infinite = _FLOAT32_MAX if layout.finite_as == "float32" else torch.finfo(dtype).max
+        scale = _float_scale(amax, largest, layout.epsilon, floor, infinite)
+        return scale, _inverse(scale)
     magnitude = amax.contiguous().to(torch.float32).abs()
-    if layout.rounding == "floor":
+    if floor:
         scale = (bits_of(magnitude) >> 23) - ((float_bits(largest) >> 23) - 127)
     else:
         bits = bits_of(magnitude * torch.tensor(1.0 / largest, dtype=torch.float32, device=amax.device))
         exponent = bits >> 23
         # At most 2^-127 is scale 0: the exponent field of 0 holds everything below 2^-126.
-        reached = torch.where(exponent > 0, torch.zeros_like(bits), torch.full_like(bits, _TWO_TO_MINUS_127))
-        scale = exponent + ((bits & _MANTISSA) > reached).to(torch.int32)
-    scale = scale.clamp(min=0, max=_LARGEST_SCALE)
-    scale = torch.where(magnitude.isinf(), torch.full_like(scale, _LARGEST_SCALE), scale)
-    scale = torch.where(magnitude.isnan(), torch.full_like(scale, E8M0.nan_code), scale)
-    return scale.to(torch.uint8)
+        reached = torch.full_like(bits, _TWO_TO_MINUS_127).masked_fill(exponent > 0, 0)
+        scale = exponent + ((bits & 0x7FFFFF) > reached).to(torch.int32)
+    scale = scale.clamp(min=0, max=_LARGEST_SCALE).masked_fill(magnitude.isinf(), _LARGEST_SCALE)
+    codes = scale.masked_fill(magnitude.isnan(), E8M0.nan_code).to(torch.uint8)
+    return multiplier(codes), codes
 
 
 def multiplier(codes: Tensor) -> Tensor:
     """2^(127 - code) of E8M0 bytes as float32, NaN for 255."""
     scale = codes.to(torch.int32)
-    bits = torch.where(
-        scale == _LARGEST_SCALE, torch.full_like(scale, _TWO_TO_MINUS_127), (_LARGEST_SCALE - scale) << 23
-    )
-    values = bits.view(torch.float32)
-    return torch.where(scale == E8M0.nan_code, torch.full_like(values, float("nan")), values)
-
-
-def _matrix(x: Tensor) -> Tensor:
-    return x.reshape(as_matrix_shape(x.shape))
+    bits = ((_LARGEST_SCALE - scale) << 23).masked_fill(scale == _LARGEST_SCALE, _TWO_TO_MINUS_127)
+    return bits.view(torch.float32).masked_fill(scale == E8M0.nan_code, math.nan)
 
 
 def block_amax(magnitude: Tensor, block: Block) -> Tensor:
     """Largest magnitude of each block of a matrix."""
     for dim, side in enumerate(block):
         size = magnitude.shape[dim]
-        # A block that is larger than the matrix costs no more than one of its size.
-        blocks, side = (1, size) if side is None or side > size > 0 else (-(-size // side), side)
+        # A block that is larger than the matrix costs no more than one of its size; all of nothing is one block.
+        blocks, side = (1, max(size, 1)) if side is None or side > size > 0 else (-(-size // side), side)
         missing = blocks * side - size
         padded = torch.nn.functional.pad(magnitude, [0, missing] if dim else [0, 0, 0, missing])
-        split = padded.unflatten(dim, (blocks, side)) if padded.numel() else None
-        # amax refuses what is empty.
-        empty = [blocks if at == dim else length for at, length in enumerate(magnitude.shape)]
-        magnitude = magnitude.new_zeros(empty) if split is None else split.amax(dim + 1)
+        magnitude = padded.unflatten(dim, (blocks, side)).amax(dim + 1)
     return magnitude
 
 
@@ -238,63 +195,45 @@ def for_blocks(shared: Tensor, layout: Layout, columnwise: bool, shape: Sequence
     return spread(shared, (times[0], times[1]), layout.grid(shape, columnwise))
 
 
-def grid_quantize(x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
+def grid_quantize(x: Tensor, text: str, out: Outputs) -> None:
     layout = Layout.of(text)
-    matrix = _matrix(x).to(torch.float32)
+    matrix = x.reshape(as_matrix_shape(x.shape)).to(torch.float32)
     magnitude = _magnitudes(matrix)
-    for columnwise, (data, stored) in ((False, out[:2]), (True, out[2:])):
-        if data is None or stored is None:
+    for columnwise, outputs in ((False, out[:2]), (True, out[2:])):
+        if outputs[0] is None:
             continue
-        amax = for_blocks(
-            block_amax(magnitude, layout.block_of(columnwise, shared=True)), layout, columnwise, matrix.shape
-        )
-        scale, scale_inv = _scales(amax, layout, x.dtype)
+        amax = block_amax(magnitude, layout.block_of(columnwise, shared=True))
+        scale, stored = _scales(for_blocks(amax, layout, columnwise, matrix.shape), layout, x.dtype)
         factors = spread(scale, layout.block_of(columnwise), matrix.shape)
-        made = encode(matrix * factors, element_format(layout.element)).view(x.shape)
-        turned = columnwise and layout.transposed
-        data.copy_(made.movedim(-1, 0) if turned and made.dim() else made)
-        stored.copy_(scale_inv.t() if turned else scale_inv)
+        data = encode(matrix * factors, element_format(layout.element)).view(x.shape)
+        if columnwise and layout.transposed:
+            data, stored = data.movedim(-1, 0) if data.dim() else data, stored.t()
+        _write(outputs, data, stored)
 
 
-def _elements(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of elements without scales, float32."""
-    data = data.contiguous()
-    values = data.view(dtype).to(torch.float32)
-    if dtype != torch.int8:
-        return values
-    return torch.where(data == INT8.nan_code, torch.full_like(values, float("nan")), values)
-
-
-def _decode_exact(data: Tensor, scales: Tensor | None, layout: Layout, columnwise: bool) -> Tensor:
-    """The values: of E8M0 scales in float64, which holds all of them, of float32 ones in that dtype."""
-    elements = _elements(data, layout.element)
-    if scales is None:
-        return elements
-    shape, block = layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)
-    if layout.scale == torch.float32:
-        factor = scales
-    else:
-        # 2^(code - 127) from the bits of a float64, whose exponents are biased by 1023.
-        powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
-        factor = torch.where(scales == E8M0.nan_code, torch.full_like(powers, float("nan")), powers)
-    factors = spread(factor.reshape(grid_of(shape, block)), block, shape)
-    return (elements.view(shape).to(factors.dtype) * factors).view(data.shape)
-
-
-def grid_decode(data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
+def grid_decode(data: Tensor, scales: Maybe, text: str, columnwise: bool, out: Tensor) -> None:
+    layout = Layout.of(text)
+    values = data.contiguous().view(layout.element).to(torch.float32)
+    if layout.element == torch.int8:
+        values = values.masked_fill(data == INT8.nan_code, math.nan)
+    if scales is not None:
+        shape, block = layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)
+        if layout.scale != torch.float32:
+            # 2^(scale - 127) from the bits of a float64, whose exponents are biased by 1023: it holds all products.
+            powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
+            scales = powers.masked_fill(scales == E8M0.nan_code, math.nan)
+        factors = spread(scales.reshape(grid_of(shape, block)), block, shape)
+        values = (values.view(shape).to(factors.dtype) * factors).view(data.shape)
     # In float32 only what overflows is not exact.
-    exact = _decode_exact(data, scales, Layout.of(text), columnwise)
-    out.copy_(exact if out.dtype == torch.float64 else exact.to(torch.float32))
+    out.copy_(values if out.dtype == torch.float64 else values.to(torch.float32))
+
+
+def epilogue32(sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out: Tensor) -> None:
+    sums = sums * math.prod([scale for scale in (scale_a, scale_b) if scale is not None])
+    out.copy_(sums if bias is None else sums + bias.to(torch.float32))
 
 
 # On many tensors, one after the other.
-
-
-def epilogue32(sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    scales = [scale for scale in (scale_a, scale_b) if scale is not None]
-    if scales:
-        sums = sums * (scales[0] if len(scales) == 1 else scales[0] * scales[1])
-    out.copy_(sums if bias is None else sums + bias.to(torch.float32))
 
 
 def _values(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,20 +10,21 @@ called without one.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from ottava.kernels.backends import backend_module
+from ottava.kernels.checks import Outputs
 from ottava.kernels.direct import is_direct
 from ottava.layout import Layout
 from ottava.torch_private import graph_task_id, schema_of
 
 LIBRARY = torch.library.Library("ottava", "DEF")
 Tensor = torch.Tensor
-
+_Outputs = Callable[..., Any]
 _DATA, _FLOATS = torch.uint8, torch.float32
 # For each device a float32 scalar to be like: sizes in a tuple take a microsecond longer than a tensor to be like.
 _scalars: dict[torch.device, Tensor] = {}
@@ -42,16 +43,14 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any])
 
 
 def _scalar(x: Tensor, *_: Any) -> Tensor:
-    device = x.device
     if type(x) is not Tensor:
         return x.new_empty((), dtype=_FLOATS)
-    known = _scalars.get(device)
-    if known is not None:
+    if (known := _scalars.get(x.device)) is not None:
         return torch.empty_like(known)
-    made = torch.empty((), dtype=_FLOATS, device=device)
+    made = torch.empty((), dtype=_FLOATS, device=x.device)
     # What is made while a CUDA graph is captured belongs to the graph's memory, which it would keep.
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        _scalars[device] = torch.empty_like(made)
+    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        _scalars[x.device] = torch.empty_like(made)
     return made
 
 
@@ -77,15 +76,9 @@ def _quantized(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     return data, _transposed(x) if transposed else None, _scalar(x)
 
 
-def _quantized_anew(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+def _quantized_anew(x: Tensor, *arguments: Any, for_layer: bool = False) -> tuple[Tensor | None, ...]:
     data, turned, scale_inv = _quantized(x, *arguments)
-    return data, turned, _scalar(x), scale_inv, _scalar(x)
-
-
-def _quantized_for_layer(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
-    """Neither the scale nor the amax."""
-    data, turned, scale_inv = _quantized(x, *arguments)
-    return data, turned, None, scale_inv, None
+    return data, turned, None if for_layer else _scalar(x), scale_inv, None if for_layer else _scalar(x)
 
 
 def _on_grid(x: Tensor, text: str, *wanted: bool) -> tuple[Tensor | None, ...]:
@@ -120,14 +113,7 @@ class Operation:
         for_layers: the same as ``outputs`` without what layers have no use for.
     """
 
-    def __init__(
-        self,
-        schema: str,
-        outputs: Callable[..., Any],
-        *,
-        asking: int = 0,
-        for_layers: Callable[..., Any] | None = None,
-    ) -> None:
+    def __init__(self, schema: str, outputs: _Outputs, *, asking: int = 0, for_layers: _Outputs | None = None) -> None:
         self.name = schema.partition("(")[0]
         self.outputs, self._for_layers = outputs, for_layers or outputs
         self._operator = _define(schema, self._written, self._fake)
@@ -151,7 +137,7 @@ class Operation:
         getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], made)
         return made
 
-    def into(self, outputs: Sequence[Tensor | None], *arguments: Any) -> None:
+    def into(self, outputs: Outputs, *arguments: Any) -> None:
         """Write the results into ``outputs``, None for what is not wanted. Nothing is checked, and nothing traced."""
         wanted = outputs[0] if self._single else outputs
         getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], wanted)
@@ -166,7 +152,7 @@ class Operation:
         return made if self._single else _with_empty(made)
 
 
-def _with_empty(made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _with_empty(made: Outputs) -> tuple[Tensor, ...]:
     """Operators return no None: what is not wanted is an empty tensor."""
     found = next(result for result in made if result is not None)
     return tuple([found.new_empty((0,), dtype=_DATA) if result is None else result for result in made])
@@ -182,7 +168,7 @@ quantize = Operation(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantized_anew,
     asking=2,
-    for_layers=_quantized_for_layer,
+    for_layers=functools.partial(_quantized_anew, for_layer=True),
 )
 cast_amax = Operation(
     "cast_amax(Tensor x, Tensor scale, Tensor(a!)? amax, Tensor(b!)? saturated, ScalarType fp8_dtype, bool rowwise,"

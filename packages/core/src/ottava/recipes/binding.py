@@ -35,10 +35,6 @@ def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_g
             parts.append((together, make(server, together, amax_reduction_group)))
     # Quantizers without state need no parts: they are the recipe's own.
     mixed = any(part.stateful for _, part in parts)
-    if torch.compiler.is_compiling() and (mixed or recipe.stateful):
-        what = f"Linear {roles[0].name!r} has no state for {recipe._label!r} yet, and compiled code cannot make one"
-        expected = "a layer that was converted, or bound to the recipe, or has run under it once"
-        raise UsageError(what, expected=expected, remedy="call ottava.convert(model, recipe) before torch.compile")
     made = MixedState(recipe, parts, amax_reduction_group) if mixed else _own_state(recipe, roles, amax_reduction_group)
     unquantized = [role.tensor_type for server, role in servers if server.wgrad_high_precision]
     made.wgrad_unquantized = tuple(name for name in unquantized if name != "weight")
@@ -49,6 +45,10 @@ def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_gr
     """The recipe's own state, made under the default dtype float32 and on the CPU if it keeps values."""
     if not recipe.stateful:
         return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
+    if torch.compiler.is_compiling():
+        what = f"Linear {roles[0].name!r} has no state for {recipe._label!r} yet, and compiled code cannot make one"
+        expected = "a layer that was converted, or bound to the recipe, or has run under it once"
+        raise UsageError(what, expected=expected, remedy="call ottava.convert(model, recipe) before torch.compile")
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -72,14 +72,12 @@ class MixedState(torch.nn.Module, RecipeState):
         self.recipe, self.factory, self.amax_reduction_group = recipe, recipe._factory, amax_reduction_group
         # By the tensor type. Those without state no checkpoint sees.
         self.serving: dict[str, RecipeState] = {}
-        taken: set[str] = set()
         for roles, part in parts:
+            self.serving |= {role.tensor_type: part for role in roles}
             name = part.recipe._label.replace(".", "_")
             names = chain([name], (f"{name}_{number}" for number in count(2)))
-            taken.add(free := next(name for name in names if name not in taken and not hasattr(self, name)))
             if isinstance(part, torch.nn.Module):
-                self.add_module(free, part)
-            self.serving |= {role.tensor_type: part for role in roles}
+                self.add_module(next(name for name in names if not hasattr(self, name)), part)
 
     def parts(self) -> list[Any]:
         return list(self._modules.values())
@@ -245,59 +243,46 @@ class Binding:
         region = regions.stack[-1] if regions.stack else None
         of_block = None
         if first is None:
-            of_block = regions.first[-1] if task == -1 else self._last and self._last.of_block
-        first = of_block if first is None else first
-        if task != -1 and (region is None or region.graph_task != task or (region.recipe is None and region.enabled)):
-            return self._again(layer, first)
-        # An exported program has no backward pass.
-        grad_enabled = torch.is_grad_enabled() and not (compiling and torch.compiler.is_exporting())
+            first = of_block = regions.first[-1] if task == -1 else self._last and self._last.of_block
         recipe, group, calibrating = self.recipe, None, False
-        if region is not None:
+        if task != -1 and (region is None or region.graph_task != task or (region.recipe is None and region.enabled)):
+            # What is recomputed runs under the recipe of the forward pass, whatever region surrounds the backward pass.
+            if self._last is not None:
+                recipe, group = self._last.recipe, self._last.group
+        elif region is not None:
             group, calibrating = region.group, region.calibrating
             recipe = recipe if region.recipe is None else region.recipe
             recipe = recipe if region.enabled or calibrating else None
         state = None if recipe is None else self.state_for(layer, recipe, group)
         if task != -1:
-            return Call(recipe, state, group, self._records_again(state), calibrating, first, True)
+            unseen = self._last is None or (state is not None and state._unseen)
+            return Call(recipe, state, group, unseen, calibrating, first, True)
+        # An exported program has no backward pass.
+        grad_enabled = torch.is_grad_enabled() and not (compiling and torch.compiler.is_exporting())
         if state is not None and state.stateful:
             training = grad_enabled
             if not (compiling or training):
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
             training = training and (compiling or not (observed and is_taken_apart(False)))
-            self._take_part(layer, state, region, group, training, grad_enabled, compiling)
+            self._take_part(layer, state, region, training, compiling)
             if training and not grad_enabled:
                 state._unseen = True
+            elif training and not compiling and state._backward_ran and KNOWS_BACKWARD:
+                state._backward_ran = False
+                what = f"{label_of(layer)} runs another forward pass after a backward pass, in one region"
+                what = f"{what}: scales are updated at the entry of a region only; enter it anew for every step"
+                warnings.warn(what, UserWarning, stacklevel=4)
         call = Call(recipe, state, group, grad_enabled, calibrating, first, False, of_block)
         if not compiling and (grad_enabled or layer.training):
             self._last = call._replace(recipe=None) if calibrating else call
         return call
 
-    def _again(self, layer: Any, first: bool | None) -> Call:
-        """What activation checkpointing recomputes under, in the backward pass: whatever region surrounds that now, the
-        recipe is that of the forward pass."""
-        last = self._last or Call(self.recipe)
-        state = None if last.recipe is None else self.state_for(layer, last.recipe, last.group)
-        return Call(last.recipe, state, last.group, self._records_again(state), first=first, recomputed=True)
-
-    def _records_again(self, state: RecipeState | None) -> bool:
-        """Whether what is recomputed has not been seen before."""
-        return self._last is None or (state is not None and state._unseen)
-
-    def _take_part(
-        self,
-        layer: Any,
-        state: RecipeState,
-        region: Region | None,
-        group: Any,
-        training: bool,
-        grad_enabled: bool,
-        compiling: bool,
-    ) -> None:
+    def _take_part(self, layer: Any, state: Any, region: Region | None, training: bool, compiling: bool) -> None:
         """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
         if region is None:
             if training:
-                begin([state], group, compiling)
+                begin([state], None, compiling)
             if not compiling and (state.step is not None or not state._pending):
                 state.__dict__.update(step=None, _pending=True)
             return
@@ -305,17 +290,12 @@ class Binding:
             # The model begins a step with all its layers, and compiled code had better change nothing.
             return
         if training and not region.began and region.enabled and not region.calibrating:
-            region.step.begin(group, region.model)
+            region.step.begin(region.group, region.model)
             region.began = True
         if training or region.calibrating:
-            region.step.join(layer, state, group, region.calibrating, compiling)
+            region.step.join(layer, state, region.group, region.calibrating, compiling)
         elif not (compiling or state._pending):
             state.step = region.step
-        if state._backward_ran and KNOWS_BACKWARD and not compiling and training and grad_enabled:
-            state._backward_ran = False
-            what = f"{label_of(layer)} runs another forward pass after a backward pass, in one region"
-            what = f"{what}: scales are updated at the entry of a region only; enter it anew for every step"
-            warnings.warn(what, UserWarning, stacklevel=5)
 
     # -- weights that are gathered, and quantized before a forward pass uses them --
 
@@ -330,8 +310,8 @@ class Binding:
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # The gather comes before the forward pass, so that a step may begin with it.
-                training, compiling = region.began and backward_task() == -1, torch.compiler.is_compiling()
-                self._take_part(layer, state, region, region.group, training, False, compiling)
+                training = region.began and backward_task() == -1
+                self._take_part(layer, state, region, training, torch.compiler.is_compiling())
         return state.gather_quantizer()
 
     def own_shard(self, layer: Any, shard: QuantizedTensor) -> None:

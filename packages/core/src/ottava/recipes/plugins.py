@@ -75,41 +75,32 @@ class PluginStatus:
         return [*([self.error] if self.error else []), *(str(refusal.error) for refusal in self.refused)]
 
 
-def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: PluginStatus | None) -> DuplicateRecipeError:
+def _refusal(status: PluginStatus, spec: Spec, statuses: list[PluginStatus]) -> Refusal | None:
+    """Why a plugin does not get a name that it offers, or None."""
+    asked = spec.kind, spec.name
+    claimants = [s for s in statuses if asked in ((offer.kind, offer.name) for offer in s.offers)]
+    titled = [s for s in statuses if canonical(s.distribution) == OWNER_PREFIX + canonical(spec.name)]
+    # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
+    owners = [s for s in titled if s in claimants] or [s for s in titled if s.status == "broken"][:1]
+    owner = owners[0] if len(owners) == 1 else None
+    if status is owner or (owner is None and len(claimants) == 1):
+        return None
     offers = " and by ".join(f"{s.distribution} {s.version} (entry point {s.entry_point})" for s in claimants)
-    what = f"{kind} {name!r} is offered by {offers}"
+    what = f"{spec.kind} {spec.name!r} is offered by {offers}"
     others = " or ".join(dict.fromkeys(s.distribution for s in claimants if s is not owner))
     remedy = f"uninstall one, or set OTTAVA_DISABLE_PLUGINS to {others}"
     if owner is not None:
         what += f"; the name belongs to {owner.distribution} {owner.version}"
         if owner.status == "broken":
             what, remedy = f"{what}, which is broken", f"mend or uninstall {owner.distribution}"
-    return DuplicateRecipeError(what, expected="one package for each name", remedy=remedy)
+    return Refusal(*asked, DuplicateRecipeError(what, expected="one package for each name", remedy=remedy))
 
 
-def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
-    """The same plugins, without what they do not get."""
-    claims: dict[tuple[str, str], list[PluginStatus]] = {}
-    for status in statuses:
-        for spec in status.offers:
-            claims.setdefault((spec.kind, spec.name), []).append(status)
-    refused: dict[str, list[Refusal]] = {}
-    for (kind, name), claimants in claims.items():
-        titled = [s for s in statuses if canonical(s.distribution) == OWNER_PREFIX + canonical(name)]
-        # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
-        owners = [s for s in titled if s in claimants] or [s for s in titled if s.status == "broken"][:1]
-        owner = owners[0] if len(owners) == 1 else None
-        if len(claimants) > 1 or owner not in (None, claimants[0]):
-            refusal = Refusal(kind, name, _conflict(kind, name, claimants, owner))
-            for status in claimants:
-                refused.setdefault(status.name, []).extend([] if status is owner else [refusal])
-    return [_without(status, refused.get(status.name, [])) for status in statuses]
-
-
-def _without(status: PluginStatus, refused: list[Refusal]) -> PluginStatus:
-    lost = {(refusal.kind, refusal.name) for refusal in refused}
-    kept = tuple(spec for spec in status.offers if (spec.kind, spec.name) not in lost)
-    return replace(status, offers=kept, refused=tuple(refused))
+def _settled(status: PluginStatus, statuses: list[PluginStatus]) -> PluginStatus:
+    """A plugin without what it does not get."""
+    refused = [(spec, _refusal(status, spec, statuses)) for spec in status.offers]
+    offers = tuple(spec for spec, refusal in refused if refusal is None)
+    return replace(status, offers=offers, refused=tuple(refusal for _, refusal in refused if refusal is not None))
 
 
 def disabled() -> set[str]:
@@ -159,23 +150,22 @@ def _collect(answers: list[Any], hook: str) -> list[Any]:
     """The specs that a hook gave, if they are what they should be."""
     kind = _HOOKS[hook]
     expected = f"a list of {kind.__name__} objects"
-    if not answers:  # pluggy leaves out an answer of None
-        raise PluginError(f"{hook} returned None", expected=expected, remedy="return a list, an empty one for none")
+    given = answers[0] if answers else None  # pluggy leaves out an answer of None
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        found = "None" if given is None else f"an object of type {type(given).__name__}"
+        raise PluginError(f"{hook} returned {found}", expected=expected, remedy="return a list, an empty one for none")
     specs: dict[str, Any] = {}
-    for given in answers:
-        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-            raise PluginError(f"{hook} returned an object of type {type(given).__name__}", expected=expected)
-        for spec in given:
-            # A subclass could leave out the checks of the fields.
-            if type(spec) is not kind:
-                raise PluginError(f"{hook} yielded an object of type {type(spec).__name__}", expected=expected)
-            if spec.api_version != API_VERSION:
-                what = f"{spec.name!r} is written for version {spec.api_version} of the extension points"
-                remedy = "install a release of the package that fits this ottava"
-                raise PluginError(what, expected=f"version {API_VERSION}", remedy=remedy)
-            if spec.name in specs:
-                raise DuplicateRecipeError(f"{hook} yielded {spec.name!r} twice", expected="one each")
-            specs[spec.name] = spec
+    for spec in given:
+        # A subclass could leave out the checks of the fields.
+        if type(spec) is not kind:
+            raise PluginError(f"{hook} yielded an object of type {type(spec).__name__}", expected=expected)
+        if spec.api_version != API_VERSION:
+            what = f"{spec.name!r} is written for version {spec.api_version} of the extension points"
+            remedy = "install a release of the package that fits this ottava"
+            raise PluginError(what, expected=f"version {API_VERSION}", remedy=remedy)
+        if spec.name in specs:
+            raise DuplicateRecipeError(f"{hook} yielded {spec.name!r} twice", expected="one each")
+        specs[spec.name] = spec
     return list(specs.values())
 
 
@@ -221,8 +211,8 @@ def load() -> list[PluginStatus]:
         raise OptionError(f"OTTAVA_STRICT_PLUGINS={value}", expected="1 or 0, true or false, yes or no, on or off")
     # What plugins print must not get between the lines of a listing that is read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        settled = _settle([_loaded(found, strict=_WORDS[value]) for found in discover()])
-    for status in settled if _WORDS[value] else ():
-        for refusal in status.refused:
-            raise refusal.error.with_traceback(None)
+        statuses = [_loaded(found, strict=_WORDS[value]) for found in discover()]
+    settled = [_settled(status, statuses) for status in statuses]
+    for refusal in [refusal for status in settled for refusal in status.refused if _WORDS[value]]:
+        raise refusal.error.with_traceback(None)
     return settled

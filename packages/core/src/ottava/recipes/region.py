@@ -1,7 +1,6 @@
 """Regions: ``autocast`` blocks, which override the recipes bound to layers, and forward passes of converted models."""
 
 import contextlib
-import copyreg
 import os
 import threading
 import weakref
@@ -108,22 +107,21 @@ class autocast(contextlib.ContextDecorator):
         if isinstance(recipe, (str, os.PathLike)):
             # The same object each time: layers keep the state that it gave them.
             name = os.fspath(recipe)
-            _found(name)
+            _remember_default(name)
             recipe = registry.defaults[name][0]
         self._recipe = None if recipe is None else as_recipe(recipe)
         self._enabled, self._group, self._calibrating = enabled, amax_reduction_group, calibrating
 
     def __enter__(self) -> "autocast":
         outer, task = current_region(), backward_task()
-        if outer is not None and outer.graph_task != task:
-            # What is recomputed in a backward pass knows what surrounded its forward pass.
-            outer = None
-        recipe, group = self._recipe, self._group
-        same = outer is not None and recipe is None and group is None
-        if outer is not None:
+        recipe, group, step, model = self._recipe, self._group, None, None
+        # What is recomputed in a backward pass knows what surrounded its forward pass.
+        if outer is not None and outer.graph_task == task:
+            if recipe is None and group is None:
+                step, model = outer.step, outer.model
             recipe = outer.recipe if recipe is None else recipe
             group = outer.group if group is None else group
-        step, model = (outer.step, outer.model) if outer is not None and same else (step_for(recipe, group), None)
+        step = step_for(recipe, group) if step is None else step
         # Inside a region that has begun the step nothing is left to begin.
         began = any(region.began and region.step is step for region in regions.stack)
         # Neither in evaluation nor in a recomputation.
@@ -131,27 +129,27 @@ class autocast(contextlib.ContextDecorator):
         if training and not began and not is_taken_apart(torch.compiler.is_compiling()):
             step.begin(group, model)
             began = True
-        options = recipe, self._enabled, group, self._calibrating
-        region = Region(*options, step, began, task, self, model)
+        region = Region(recipe, self._enabled, group, self._calibrating, step, began, task, self, model)
         try:
             regions.stack.append(region)
             return self
         except BaseException:  # an interrupt, after which __exit__ is not called
-            self._leave()
+            if region in regions.stack:
+                regions.stack.remove(region)
             raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        stack = regions.stack
-        # By one call as a rule: an interrupt may come after each.
-        region = stack.pop() if stack and stack[-1].owner is self else self._leave()
-        if region is not None and region.calibrating and error is None and region.graph_task == -1:
+        stack, place = regions.stack, -1
+        try:
+            # Found without a call, because an interrupt may come after each.
+            while stack[place].owner is not self:
+                place -= 1
+        except IndexError:
+            return
+        region = stack.pop(place)
+        if region.calibrating and error is None and region.graph_task == -1:
             # What was observed serves the next step, and evaluation, which begins none.
             region.step.begin(region.group, region.model, calibrated=True)
-
-    def _leave(self) -> Region | None:
-        stack = regions.stack
-        place = next((place for place in reversed(range(len(stack))) if stack[place].owner is self), None)
-        return None if place is None else stack.pop(place)
 
 
 class ConvertedModel(torch.nn.Module):
@@ -173,61 +171,39 @@ class ConvertedModel(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        made, arguments, *rest = reduced
-        if made is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # A pickle names classes, and the one that was converted has a name.
-            made, arguments = _new, (arguments[0].__bases__[1], *arguments[1:])
-        elif made is type(self):
-            # A way of the model's own. Its hooks serve the class that was converted.
-            made = made.__bases__[1]
-        return made, arguments, *rest
-
-
-def has_step(model: Any) -> bool:
-    """Whether the forward pass of a model is a region."""
-    return "_ottava_step" in model.__dict__
+        make, arguments, *rest = reduced
+        # A pickle names classes, and the one that was converted has a name.
+        own, named = type(self), type(self).__bases__[1]
+        return _as_converted, tuple(named if one is own else one for one in (make, *arguments)), *rest
 
 
 def begins_steps(model: Any) -> Step:
     """Have the forward pass of a model be a region, at whose entry all layers below it begin a step; gives the step."""
-    if not has_step(model):
-        model.__dict__["_ottava_step"] = Step()
-        if not isinstance(model, ConvertedModel):
-            model.__class__ = _converted(type(model))
-        model.register_forward_pre_hook(_enter_of_other_class, prepend=True)
-        model.register_forward_hook(_leave_of_other_class, always_call=True)
-    model._ottava_step.model = weakref.ref(model)
-    return model._ottava_step  # type: ignore[no-any-return]
+    step: Step = model.__dict__.setdefault("_ottava_step", Step())
+    step.model = weakref.ref(_converted(model))
+    return step
 
 
-def _enter_of_other_class(module: torch.nn.Module, args: Any) -> None:
-    """For a model that was given another class afterwards."""
-    if not isinstance(module, ConvertedModel):
-        _enter(module, args)
+def _converted(model: Any) -> Any:
+    """The model, of a class that derives from :class:`ConvertedModel` and looks like the one that it was of."""
+    cls: Any = type(model)
+    if not isinstance(model, ConvertedModel):
+        known = [made for made in cls.__subclasses__() if made.__bases__ == (ConvertedModel, cls)]
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        model.__class__ = known[0] if known else type(cls)(cls.__name__, (ConvertedModel, cls), names)
+    return model
 
 
-def _leave_of_other_class(module: torch.nn.Module, args: Any, output: Any) -> None:
-    region = None if isinstance(module, ConvertedModel) else current_region()
-    if region is not None and region.owner is None and region.model is module:
-        regions.stack.pop()
-
-
-def _converted(cls: Any) -> Any:
-    """The class of converted models of a class, which looks like that."""
-    for known in cls.__subclasses__():
-        if known.__bases__ == (ConvertedModel, cls):
-            return known
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (ConvertedModel, cls), names)
-
-
-def _new(cls: type[Any], *arguments: Any) -> Any:
-    return cls.__new__(_converted(cls), *arguments)
+def _as_converted(make: Any, *arguments: Any) -> Any:
+    """A converted model as a pickle or a copy makes it."""
+    return _converted(make(*arguments))
 
 
 def _enter(module: Any, args: tuple[Any, ...]) -> None:
     """Enter the region of a converted model, unless it is inside of one."""
-    if module._ottava_step is None or (regions.stack and not _is_apart(module)):
+    stack = regions.stack
+    inside = stack and any(r.owner is not None or any(m is module for m in r.model.modules()) for r in stack)
+    if inside or module._ottava_step is None:
         return
     compiling = torch.compiler.is_compiling()
     step, task = module._ottava_step, -1 if compiling else graph_task_id()
@@ -236,32 +212,26 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
         # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
         training = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     began = task == -1 and training and not is_taken_apart(compiling)
-    if compiling:
-        if began:
-            step.begin(None, module)
-    else:
+    if not compiling:
         step.model = step.model or weakref.ref(module)  # of a copy
-        if began and not step.ahead:
-            step.begin(None, module)
-        step.ahead = step.ahead and not began
-    regions.stack.append(Region(None, True, None, False, step, began, task, None, module))
+    if began and (compiling or not step.ahead):
+        step.begin(None, module)
+    elif began:
+        step.ahead = False
+    stack.append(Region(None, True, None, False, step, began, task, None, module))
 
 
-def begin_ahead(step: Step | None) -> None:
+def begin_ahead(step: Any) -> None:
     """Begin the step of a converted model, a weight of which is gathered before its forward pass begins: not in a
     region, in a backward pass, or in evaluation. (FSDP turns gradients off, so that these cannot tell.)"""
     model = None if step is None or step.model is None else step.model()
-    if step is None or model is None or regions.stack or step.ahead or not model.training or backward_task() != -1:
-        return
-    step.begin(None, model)
-    step.ahead = True
+    if not (model is None or regions.stack or step.ahead) and model.training and backward_task() == -1:
+        step.begin(None, model)
+        step.ahead = True
 
 
-def _is_apart(module: torch.nn.Module) -> bool:
-    """Whether the enclosing regions are forward passes of modules that do not contain this one."""
-    return all(r.owner is None and all(m is not module for m in r.model.modules()) for r in regions.stack)
-
-
+# A compiled function may name its recipe: the registry is asked once, while the function is traced.
+@constant_to_compiler
 def _remember_default(name: str) -> bool:
     """See that the registry's ``defaults`` has the recipe ``name``, of a file as it is now; raises as get_recipe."""
     stamp = None
@@ -272,7 +242,3 @@ def _remember_default(name: str) -> bool:
     if name not in registry.defaults or registry.defaults[name][1] != stamp:
         registry.defaults[name] = get_recipe(name), stamp
     return True
-
-
-# A compiled function may name its recipe: the registry is asked once, while the function is traced.
-_found = constant_to_compiler(_remember_default)

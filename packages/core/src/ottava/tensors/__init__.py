@@ -1,13 +1,13 @@
 """Quantizers, storages and quantized tensors."""
 
 from ottava.tensors import tensor_ops as _tensor_ops  # noqa: F401  (fills the aten table)
-from ottava.tensors.aten import implements
-from ottava.tensors.columnwise import columnwise_is_transpose, columnwise_layout
 from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, as_data, check_values_dtype
 from ottava.tensors.float8 import (
     Float8QuantizerBase,
     Float8Tensor,
     Float8TensorStorage,
+    columnwise_is_transpose,
+    columnwise_layout,
 )
 from ottava.tensors.grid import GridTensorStorage, inner_tensors_of
 from ottava.tensors.grid_quantizer import GridQuantizer
@@ -15,7 +15,7 @@ from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer, as_device
 from ottava.tensors.saving import prepare_for_saving, restore_from_saved
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
-from ottava.tensors.tensor import QuantizedTensor
+from ottava.tensors.tensor import QuantizedTensor, implements
 
 __all__ = [
     "Float8QuantizerBase",

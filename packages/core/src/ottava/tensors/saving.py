@@ -1,12 +1,47 @@
-"""Saving for backward, by value: nothing is mutated, so that compiled code can carry the specs to the backward pass."""
+"""Saving by value: nothing is mutated, so that compiled code can carry the specs to the backward pass."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ottava.errors import DTypeError, ShapeError
+from ottava.tensors.declaration import GemmCache
 from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+
+
+class Pattern:
+    """What all bare storages of a class have in common that have the same static values: made once, for eager code.
+
+    ``fetch`` gives what such a storage holds for each inner tensor; ``rows`` of them, the first ones, serve rows alone.
+    """
+
+    def __init__(self, cls: type[QuantizedTensorStorage], static: Sequence[Any]) -> None:
+        empty: Any = StorageSpec(cls, tuple(static), None).rebuild((None,) * len(cls.inner_tensors))
+        held = vars(empty)
+        self._cls, self._attributes = cls, {k: v for k, v in held.items() if k != "_writes"} | {"_pattern": self}
+        # Columns that may be made of rows are held under another name, and know of them if they are.
+        names = [inner.attribute for inner in cls.inner_tensors]
+        self._places = [name if name in held else f"_kept{name}" for name in names]
+        self._derives = empty.grid_layout.square and empty.grid_layout.transposed
+        self.fetch = attrgetter(*self._places)
+        self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
+        #: The attributes of a spec but for the quantizer.
+        self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
+
+    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> QuantizedTensorStorage:
+        """A storage around what fits together because a kernel made it."""
+        made = object.__new__(self._cls)
+        made.__dict__ = held = self._attributes.copy()
+        held["_quantizer"], held["_writes"] = quantizer, GemmCache()
+        if self._derives and tensors[self.rows] is not None:
+            made._put_inner(tensors)
+            return made
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if tensor is not None:
+                held[place] = tensor
+        return made
 
 
 def prepare_for_saving(
@@ -36,11 +71,9 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
     """What was given to :func:`prepare_for_saving`; the two lists may come in either order.
 
     Raises:
-        DTypeError: neither list is one of objects.
-        ShapeError: the number of tensors does not fit the objects.
+        DTypeError, ShapeError: they are not both lists of one :func:`prepare_for_saving`.
     """
-    swapped = any(isinstance(e, StorageSpec) for e in tensors) or any(isinstance(e, torch.Tensor) for e in objects)
-    if swapped:
+    if any(isinstance(e, StorageSpec) for e in tensors) or any(isinstance(e, torch.Tensor) for e in objects):
         tensors, objects = objects, tensors
     if not all(spec is None or isinstance(spec, StorageSpec) for spec in objects):
         raise DTypeError("the second list holds no saved objects", expected="both lists of one prepare_for_saving")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
-from ottava.tensors.declaration import Declared, GemmCache, Usage, bump_versions, check_flag, equal_scales
-from ottava.tensors.declaration import InnerTensor as InnerTensor
-from ottava.tensors.declaration import native_dtype as native_dtype
+from ottava.tensors import declaration
+from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, check_flag, checked, native_dtype
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,8 @@ class StorageSpec:
     static: tuple[Any, ...]
     quantizer: Any
     whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
-    # What made the storage, in eager code.
-    pattern: Pattern | None = field(default=None, compare=False, repr=False)
+    # What made the storage, in eager code: an ``ottava.tensors.saving.Pattern``.
+    pattern: Any = field(default=None, compare=False, repr=False)
 
     def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
         """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
@@ -37,7 +35,7 @@ class StorageSpec:
     def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
         """:meth:`build` around the tensors that were taken out, which need no second look."""
         if self.pattern is not None:
-            return self.pattern.make(tensors, self.quantizer)
+            return self.pattern.make(tensors, self.quantizer)  # type: ignore[no-any-return]
         if self.whole is not None or not self.cls.declares_all:
             return self.build(tensors)
         made = object.__new__(self.cls)
@@ -45,45 +43,12 @@ class StorageSpec:
         return made
 
 
-class Pattern:
-    """What all bare storages of a class have in common that have the same static values: made once, for eager code.
-
-    Attributes:
-        fetch: gives what such a storage holds for each inner tensor, in the order of the declaration.
-        rows: how many of them, the first ones, serve rows alone.
-        spec: the attributes of a :class:`StorageSpec` but for the quantizer.
-    """
-
-    def __init__(self, cls: type[QuantizedTensorStorage], static: Sequence[Any]) -> None:
-        empty: Any = StorageSpec(cls, tuple(static), None).rebuild((None,) * len(cls.inner_tensors))
-        held, names = vars(empty), [inner.attribute for inner in empty.inner_tensors]
-        self._cls, self._attributes = cls, {k: v for k, v in held.items() if k != "_writes"} | {"_pattern": self}
-        # Columns that may be made of rows are held under another name, and know of them if they are.
-        self._places = [name if name in held else f"_kept{name}" for name in names]
-        self._derives = empty.grid_layout.square and empty.grid_layout.transposed
-        self.fetch = attrgetter(*self._places)
-        self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
-        self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
-
-    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> QuantizedTensorStorage:
-        """A storage around what fits together because a kernel made it."""
-        made = object.__new__(self._cls)
-        made.__dict__ = held = self._attributes.copy()
-        held["_quantizer"], held["_writes"] = quantizer, GemmCache()
-        if self._derives and tensors[self.rows] is not None:
-            made._put_inner(tensors)
-            return made
-        for place, tensor in zip(self._places, tensors, strict=True):
-            if tensor is not None:
-                held[place] = tensor
-        return made
-
-
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
+_USAGES = ("rowwise", "columnwise")
 
 
-class QuantizedTensorStorage(Declared):
+class QuantizedTensorStorage:
     """Quantized data without the tensor interface.
 
     A subclass sets :attr:`inner_tensors` and :attr:`static_fields`, and defines :meth:`dequantize`. Its constructor
@@ -96,27 +61,110 @@ class QuantizedTensorStorage(Declared):
         UsageError: it was given no inner tensor at all.
     """
 
+    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = ()
+    static_fields: ClassVar[tuple[StaticField, ...]] = ()
+    #: What every instance knows by other means: quantized tensors their shape and dtype.
+    common_fields: ClassVar[tuple[StaticField, ...]] = ()
+    #: The declared static fields without :attr:`common_fields`; found when the class is.
+    own_fields: ClassVar[tuple[StaticField, ...]] = ()
+    #: Whether in-place writes are counted, so that products may keep what they make of this operand.
+    counts_writes: ClassVar[bool] = False
+    #: Whether nothing but the declaration says how a bare storage is made; found when the class is.
+    declares_all: ClassVar[bool] = False
     #: True for a user-defined storage whose GEMM is its quantizer's ``qgemm``.
     custom: bool = False
     #: Whether rowwise data alone can serve the columnwise usage.
     rowwise_serves_columnwise: bool = False
     #: Whether the next forward pass makes what derives from the elements and is outdated.
     rebuilds_derived: bool = True
+    #: The text of the layout of :meth:`grid_operand`.
+    layout_text: str = ""
+    _quantizer: Any
+    _dtype: torch.dtype
     # What made a bare storage in eager code, by which it is taken apart.
-    _pattern: Pattern | None = None
+    _pattern: Any = None
+    # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
+    _whole: Any = None
+    # Shared by all aliases that count writes.
+    _writes: GemmCache
+
+    def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
+        self._hold(checked(type(self), declared), quantizer)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])
         _CLASSES[f"{cls.__module__}:{cls.__qualname__}"] = cls
+        cls.declares_all = cls.__init__ is QuantizedTensorStorage.__init__
+        common = {field.attribute for field in cls.common_fields}
+        cls.own_fields = tuple(field for field in cls.static_fields if field.attribute not in common)
 
-    # torch.Tensor says that it can be set; a class that derives from both would have to say so too.
-    nbytes: int
-    if not TYPE_CHECKING:
+    @classmethod
+    def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
+        """Inner tensors, static fields and ``dtype``, by their arguments, as they are held, if they fit together."""
+        return declared
 
-        @property
-        def nbytes(self) -> int:
-            """Bytes that the inner tensors hold."""
-            return sum(t.numel() * t.element_size() for t in self.inner_list() if t is not None)
+    def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
+        if self.counts_writes:
+            self._writes = GemmCache()
+        self._quantizer = quantizer
+        for own in self.own_fields:
+            setattr(self, own.attribute, declared[own.argument])
+        self._declare()
+        self._put_inner([declared[inner.argument] for inner in self.inner_tensors])
+
+    def _declare(self) -> None:
+        """Called when the static fields have values, from which a class may take what its inner tensors are."""
+
+    def _put_inner(self, tensors: Sequence[Any]) -> None:
+        for inner, tensor in zip(self.inner_tensors, tensors, strict=True):
+            setattr(self, inner.attribute, tensor)
+
+    @classmethod
+    def _arguments(cls, tensors: Sequence[Any], static: Sequence[Any]) -> dict[str, Any]:
+        """Inner tensors and static values, in the order of the declaration, by their arguments."""
+        declared: tuple[Any, ...] = (*cls.inner_tensors, *cls.all_static_fields())
+        return {each.argument: value for each, value in zip(declared, (*tensors, *static), strict=True)}
+
+    @classmethod
+    def all_static_fields(cls) -> tuple[StaticField, ...]:
+        """The declared static fields; quantized tensors add those that every tensor has."""
+        return cls.common_fields + cls.own_fields
+
+    def inner_list(self) -> list[torch.Tensor | None]:
+        """The inner tensors in the order of the declaration; None for those not held."""
+        return [getattr(self, inner.attribute) for inner in self.inner_tensors]
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Constructor keywords that build this storage again (tensors are shared, not copied)."""
+        static = [getattr(self, field.attribute) for field in self.all_static_fields()]
+        return self._arguments(self.inner_list(), static) | {"quantizer": self._quantizer}
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
+        """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""
+        tensors = self.inner_list()
+        self.clear()
+        return tensors, self
+
+    def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take this storage's share from the front of ``tensors`` and return the rest, or raise ShapeError."""
+        count = len(self.inner_tensors)
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, declaration.HELD) for t in tensors[:count]):
+            raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
+        if len(tensors) < count:
+            raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
+        self._put_inner(tensors[:count])
+        return list(tensors[count:])
+
+    def clear(self) -> None:
+        """Drop all data; the object can be filled again by :meth:`restore_from_saved`."""
+        self._put_inner([None] * len(self.inner_tensors))
+
+    def _empty(self, what: str = "") -> UsageError:
+        return UsageError(f"{type(self).__name__} holds no data{what}", remedy="it was cleared or saved")
+
+    #: Bytes that the inner tensors hold.
+    nbytes: int = property(lambda self: sum(t.nbytes for t in self.inner_list() if t is not None))  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +213,7 @@ class QuantizedTensorStorage(Declared):
 
     def clone_storage(self) -> QuantizedTensorStorage:
         """A copy that shares nothing."""
-        return self.apply_to_inner(lambda t: t.clone())
+        return self.apply_to_inner(torch.clone)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if all(tensor is None for tensor in self.inner_list()):
@@ -182,8 +230,6 @@ class QuantizedTensorStorage(Declared):
         copied = memo[id(self)] = self.clone_storage()
         return copied
 
-    # -- usages --
-
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
         """:meth:`flatten_storage` without the rowwise usage, which may be given up: what a backward pass reads."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
@@ -193,10 +239,9 @@ class QuantizedTensorStorage(Declared):
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
         held = {i.usage for i, t in zip(self.inner_tensors, self.inner_list(), strict=True) if t is not None}
         both = {i.usage for i in self.inner_tensors} == held == {"both"}
-        return {usage: both or usage in held for usage in ("rowwise", "columnwise")}
+        return {usage: both or usage in held for usage in _USAGES}
 
     def _requested_usages(self, rowwise_usage: bool | None, columnwise_usage: bool | None) -> tuple[bool, bool]:
-        """Rowwise and columnwise usage after an update."""
         if rowwise_usage is None or columnwise_usage is None:
             had = self.get_usages()
             rowwise_usage = had["rowwise"] if rowwise_usage is None else rowwise_usage
@@ -215,20 +260,18 @@ class QuantizedTensorStorage(Declared):
             UsageError: a usage is asked for that the data held cannot give.
             OptionError: neither usage would be left.
         """
-        have = self.get_usages()
-        wanted = dict(zip(have, self._requested_usages(rowwise_usage, columnwise_usage), strict=True))
-        for usage in (usage for usage, want in wanted.items() if want and not have[usage]):
-            raise self._without(usage)
+        have, asked = self.get_usages(), self._requested_usages(rowwise_usage, columnwise_usage)
+        for usage, want in zip(_USAGES, asked, strict=True):
+            if want and not have[usage]:
+                raise self._without(usage)
         for inner in self.inner_tensors:
-            if not wanted.get(inner.usage, True):
+            if inner.usage != "both" and not asked[_USAGES.index(inner.usage)]:
                 setattr(self, inner.attribute, None)
 
     def _without(self, usage: str, also: str = "") -> UsageError:
         remedy = f"call quantizer.set_usage({usage}=True) before quantizing{also}"
         what, expected = f"{type(self).__name__} has no {usage} data", f"a tensor quantized with {usage}=True"
         return UsageError(what, expected=expected, remedy=remedy)
-
-    # -- values --
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """High-precision values, in ``dtype`` or the nominal dtype."""
@@ -238,8 +281,7 @@ class QuantizedTensorStorage(Declared):
         """Overwrite the values with ``tensor``, quantized by this object's quantizer.
 
         Raises:
-            UsageError: there is no quantizer.
-            ShapeError: ``tensor`` has another shape.
+            UsageError, ShapeError: there is no quantizer, or ``tensor`` has another shape.
         """
         self._required_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
         return self
@@ -253,8 +295,7 @@ class QuantizedTensorStorage(Declared):
         """Copy the inner tensors of ``src`` into this object's, in place.
 
         Raises:
-            DTypeError: ``src`` is of another kind.
-            ShapeError: ``src`` has another shape.
+            DTypeError, ShapeError: ``src`` is of another kind, or has another shape.
             UsageError: ``src`` lacks an inner tensor that this object holds, or this object holds none; or it is a
                 view, and ``src`` has another scale than the rest of its tensor.
         """
@@ -285,13 +326,10 @@ class QuantizedTensorStorage(Declared):
             check_scalar(noop_flag, pairs[0][0], "noop_flag")
         for mine, theirs in pairs:
             mine.copy_(theirs if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, mine, theirs))
-        written = [mine for mine, _ in pairs]
-        bump_versions([*written, self] if isinstance(self, torch.Tensor) else written)
+        declaration.bump_versions([mine for mine, _ in pairs] + ([self] if isinstance(self, torch.Tensor) else []))
         self.mark_written()
         if self._whole is not None:
             self._whole.mark_written()
-
-    # -- views, which share scales with the rest of their tensor --
 
     def shared_inner(self) -> list[InnerTensor]:
         """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
@@ -303,7 +341,7 @@ class QuantizedTensorStorage(Declared):
 
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
         """Whether what a view shares with its tensor is equal in ``other``, so that its elements mean the same here."""
-        return all(equal_scales(getattr(self, name), getattr(other, name)) for name in self.shared_with_whole())
+        return all(declaration.equal_scales(getattr(self, n), getattr(other, n)) for n in self.shared_with_whole())
 
     def _rest_is_zero(self) -> bool:
         """Whether the rest of the tensor holds zeros alone, as the padding of a shard does: they suit any scale."""
@@ -323,33 +361,23 @@ class QuantizedTensorStorage(Declared):
         if self.counts_writes and other.counts_writes:
             self._writes = other._writes
 
-    # -- as an operand of a product: by its values, unless a subclass overrides one of these --
-
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This tensor as a GEMM operand ``[rows, columns]`` in ``dtype``, and a float32 scalar still to multiply.
 
-        The default dequantizes in high precision and leaves no factor. A storage whose elements are exact in
-        ``dtype`` returns the bare elements and its scale.
+        By default the values, and no factor. A storage of elements that are exact in ``dtype`` returns these and its scale.
         """
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
 
-    #: The text of the layout of :meth:`grid_operand`.
-    layout_text: str = ""
-
     @property
     def column_layout_text(self) -> str:
-        """The same of columns, where it is another one."""
+        """The text of the layout of columns, where it is another one."""
         return self.layout_text
 
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This tensor as a GEMM operand on a grid, or None for :meth:`gemm_operand`, as is the default.
+        """The bytes of the elements as a matrix, and scales, as they are stored for the usage, or UsageError.
 
-        Returns:
-            The bytes of the elements as a matrix, and scales, as they are stored for the usage.
-
-        Raises:
-            UsageError: the data held does not serve the usage.
+        None, the default, is for :meth:`gemm_operand`.
         """
         return None
 
@@ -358,11 +386,9 @@ class QuantizedTensorStorage(Declared):
         # A graph has no place for it.
         return None if not self.counts_writes or torch.compiler.is_compiling() else self._writes
 
-    # -- the elements as bytes --
-
     def raw_inner(self) -> tuple[InnerTensor, ...]:
         """The inner tensors held that are the elements in their order: for each usage the first that is gathered."""
-        found: dict[Usage, InnerTensor] = {}
+        found: dict[str, InnerTensor] = {}
         for inner in self.inner_tensors:
             if inner.gather and not inner.transposed and getattr(self, inner.attribute) is not None:
                 found.setdefault(inner.usage, inner)
@@ -386,21 +412,21 @@ class QuantizedTensorStorage(Declared):
         """
 
     def update_quantizer(self, quantizer: Any) -> None:
-        """Replace the quantizer used by in-place updates.
-
-        Raises:
-            DTypeError: it has no ``update_quantized``.
-        """
+        """Replace the quantizer used by in-place updates; DTypeError if it has no ``update_quantized``."""
         if quantizer is not None and not callable(getattr(quantizer, "update_quantized", None)):
             raise DTypeError(f"the quantizer is a {type(quantizer).__name__}", expected="an ottava.Quantizer or None")
         self._quantizer = quantizer
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         try:
-            body = f"shape={tuple(self.size())}, data={self.dequantize()}"
+            with torch.no_grad():
+                body = self._shown()
         except Exception as error:
             body = f"no readable data: {type(error).__name__}"
         return f"{type(self).__name__}({body})"
+
+    def _shown(self) -> str:
+        return f"shape={tuple(self.size())}, data={self.dequantize()}"
 
 
 def storage_classes() -> dict[str, type[QuantizedTensorStorage]]:

@@ -6,7 +6,6 @@ how; everything else is derived from the storage declaration. What blocks do not
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,21 +13,14 @@ import torch
 from ottava.errors import DeviceError, ShapeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
-from ottava.tensors.aten import implements
-from ottava.tensors.grid import Direction
+from ottava.tensors.grid import Direction, empty
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.tensor import QuantizedTensor
+from ottava.tensors.tensor import QuantizedTensor, implements
 from ottava.torch_private import aten_overloads, to_copy
 
 _aten, _of_all = torch.ops.aten, partial(implements, QuantizedTensor)
 _VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
-# Those that leave the elements in their order, unless they repeat some.
-_SHAPES = (
-    *_VIEWS,
-    *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
-    *(_aten.unsqueeze.default, _aten.expand.default),
-)
 
 
 def _new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype | None:
@@ -40,9 +32,7 @@ def _new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype 
 
 _of_all(_aten.detach.default, _aten.alias.default)(lambda op, tensor: tensor.make_like(tensor))
 _of_all(_aten.clone.default)(lambda op, tensor, *, memory_format=None: tensor.clone_storage())
-_of_all(*aten_overloads("_pin_memory"))(
-    lambda op, tensor, device=None: tensor.apply_to_inner(lambda inner: inner.pin_memory())
-)
+_of_all(*aten_overloads("_pin_memory"))(lambda op, tensor, device=None: tensor.apply_to_inner(torch.Tensor.pin_memory))
 _of_all(_aten.is_pinned.default)(
     lambda op, tensor, device=None: all(inner.is_pinned() for inner in tensor.inner_list() if inner is not None)
 )
@@ -87,17 +77,9 @@ def _new_rows(op: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Any
     made = quantizer.with_usage(**tensor.get_usages()).make_empty(size, dtype=tensor.dtype, device=device)
     if type(made) is not type(tensor):
         return NotImplemented
-    for inner in tensor.shared_inner():
-        getattr(made, inner.attribute).copy_(getattr(tensor, inner.attribute))
+    for name in (inner.attribute for inner in tensor.shared_inner()):
+        getattr(made, name).copy_(getattr(tensor, name))
     return made
-
-
-# -- views --
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape without memory, by which torch says what an op gives, and refuses what it refuses."""
-    return torch.empty(tensor.shape, device="meta")
 
 
 def _laid_out(tensor: QuantizedTensor) -> torch.Tensor:
@@ -109,49 +91,42 @@ def _laid_out(tensor: QuantizedTensor) -> torch.Tensor:
     return placed.copy_(values)
 
 
-def _all_or_none(views: list[Any]) -> Any:
-    """The views, if the class allows all of them."""
-    return NotImplemented if any(view is NotImplemented for view in views) else views
-
-
-@_of_all(*_SHAPES)
+@_of_all(*_VIEWS, _aten.unsqueeze.default, _aten.expand.default)
+@_of_all(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 def _same_elements(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+    """The elements in their order, unless some are repeated."""
     made = NotImplemented
-    if op(_on_meta(tensor), *args, **kwargs).numel() == tensor.numel():
+    # Torch says by it what the op gives, and refuses what it refuses.
+    if op(torch.empty(tensor.shape, device="meta"), *args, **kwargs).numel() == tensor.numel():
         made = tensor.reshaped(lambda data: op(data, *args, **kwargs))
     return op(_laid_out(tensor), *args, **kwargs) if made is NotImplemented and op in _VIEWS else made
 
 
-@_of_all(_aten.slice.Tensor)
-def _slice(op: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    op(_on_meta(tensor), dim, start, end, step)
-    dim %= tensor.dim()
-    first, stop, _ = slice(start, end).indices(tensor.shape[dim])
-    return tensor.narrowed(dim, first, max(first, stop)) if step == 1 else NotImplemented
-
-
+@_of_all(_aten.slice.Tensor, _aten.select.int, _aten.unbind.int)
 @_of_all(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
-def _split(op: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
-    parts = [part.shape[dim] for part in op(_on_meta(tensor), sizes, dim)]
-    places = zip(accumulate(parts), parts, strict=True)
-    return _all_or_none([tensor.narrowed(dim % tensor.dim(), stop - size, stop) for stop, size in places])
-
-
-@_of_all(_aten.select.int)
-def _select(op: Any, tensor: QuantizedTensor, dim: int, index: int) -> Any:
-    op(_on_meta(tensor), dim, index)
-    dim %= tensor.dim()
-    if dim == tensor.dim() - 1 and isinstance(tensor, GridTensor) and tensor.grid_layout.block != (None, None):
-        return NotImplemented
-    index %= tensor.shape[dim]
-    entry = tensor.narrowed(dim, index, index + 1)
-    return entry if entry is NotImplemented else entry.reshaped(lambda data: data.squeeze(dim))
-
-
-@_of_all(_aten.unbind.int)
-def _unbind(op: Any, tensor: QuantizedTensor, dim: int = 0) -> Any:
-    op(_on_meta(tensor), dim)
-    return _all_or_none([_select(_aten.select.int, tensor, dim, index) for index in range(tensor.shape[dim])])
+def _entries(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+    """Entries of one dimension, or a list of such; offsets and strides say which, where each dimension has its own."""
+    numbers = tuple(range(1, tensor.dim() + 1))
+    found = op(torch.empty_strided(tensor.shape, numbers, device="meta"), *args, **kwargs)
+    made: list[Any] = []
+    for part in found if isinstance(found, (list, tuple)) else [found]:
+        sizes = dict(zip(part.stride(), part.shape, strict=True))
+        if not sizes.keys() <= set(numbers) or (part.dim() == tensor.dim() and part.stride() != numbers):
+            # Of a step that is not 1.
+            return NotImplemented
+        changed = [n for n in numbers if sizes.get(n) != tensor.shape[n - 1]]
+        number = changed[0] if changed else 1
+        column = number == tensor.dim() and number not in sizes
+        if column and isinstance(tensor, GridTensor) and tensor.grid_layout.block != (None, None):
+            return NotImplemented
+        start = part.storage_offset() // number
+        entries = tensor.narrowed(number - 1, start, start + sizes.get(number, 1))
+        if number not in sizes and entries is not NotImplemented:
+            entries = entries.reshaped(partial(torch.squeeze, dim=number - 1))
+        if entries is NotImplemented:
+            return NotImplemented
+        made.append(entries)
+    return made if isinstance(found, (list, tuple)) else made[0]
 
 
 @_of_all(_aten.as_strided.default)
@@ -162,25 +137,17 @@ def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storag
         return tensor.make_like(tensor)
     base = tensor if tensor._view_of is None else tensor._view_of
     offset -= base.storage_offset()
-    rows = _strided_rows(base, tuple(size), tuple(stride), offset)
+    wanted, columns = torch.empty(size, device="meta"), base.shape[-1] if base.dim() else 1
+    stop: int = offset + wanted.numel()
+    rows: Any = NotImplemented
+    whole_rows = columns and not (offset % columns or stop % columns) and stop <= base.numel()
+    if whole_rows and base.is_contiguous() and wanted.stride() == tuple(stride):
+        if base.dim() == 2:
+            rows = base.narrowed(0, offset // columns, stop // columns)
+        elif wanted.numel() == base.numel():
+            rows = base
+    rows = rows if rows is NotImplemented else rows.reshaped(lambda data: data.view(size))
     return op(_laid_out(base), size, stride, offset) if rows is NotImplemented else rows
-
-
-def _strided_rows(tensor: QuantizedTensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:
-    """Rows of a contiguous tensor, in another shape."""
-    columns = tensor.shape[-1] if tensor.dim() else 1
-    wanted = torch.empty(size, device="meta")
-    if not tensor.is_contiguous() or wanted.stride() != stride or not columns or offset % columns:
-        return NotImplemented
-    stop = offset + wanted.numel()
-    if stop % columns or stop > tensor.numel():
-        return NotImplemented
-    rows: Any = tensor
-    if tensor.dim() == 2:
-        rows = tensor.narrowed(0, offset // columns, stop // columns)
-    elif wanted.numel() != tensor.numel():
-        return NotImplemented
-    return rows if rows is NotImplemented else rows.reshaped(lambda data: data.view(size))
 
 
 # -- tensors on grids: carried out here when the result is made of whole blocks in every direction held --
@@ -231,27 +198,28 @@ def _new(op: Any, tensor: GridTensor, shape: Sequence[int], *strides: Any, **kwa
     contiguous = not strides or torch.empty(tuple(shape), device="meta").stride() == tuple(strides[0])
     if dtype is None or not (whole or contiguous):
         return NotImplemented
-
-    def made(shape: Sequence[int], dtype: torch.dtype, *strides: Any) -> torch.Tensor:
-        # A byte of 0 is the value 0 with any scale, so that new_zeros may do with data as it does with values.
-        empty = op if strides or op is _aten.new_zeros.default else _aten.new_empty.default
-        return empty(torch.empty(0, dtype=dtype, device=device), shape, *strides)  # type: ignore[no-any-return]
-
-    sides: list[Direction | None] = []
+    sides: list[Direction | None] = [None, None]
     for columnwise in (False, True):
         held = tensor.direction(columnwise=columnwise)
         if layout.one_buffer or (layout.square and layout.transposed):
             # Columns are rows, or are made of them.
             held = None if columnwise else tensor._held()[0]
         if held is None:
-            sides.append(None)
             continue
-        data = made(layout.data_shape(shape, columnwise), torch.uint8, *(strides if whole else ()))
-        old, size = held[1], tuple(held[1].shape) if whole else layout.scale_shape(shape, columnwise)
+        data, scales = empty(layout, shape, columnwise, device)
+        if not contiguous:
+            data = torch.empty_strided(shape, strides[0], dtype=torch.uint8, device=device)
+        if op is _aten.new_zeros.default:
+            # With any scale.
+            data.zero_()
+        scales = scales.view(held[1].shape) if whole else scales
         # What all rows have in common stays: rows of this tensor can be copied into rows of the new one.
-        spans = layout.block_of(columnwise)[0] is None and tuple(old.shape) == size
-        kept = spans and (device.type == "meta" or not old.is_meta)
-        sides.append((data, old.to(device, copy=True) if kept else made(size, layout.stored_scale).fill_(1)))
+        spans = layout.block_of(columnwise)[0] is None and held[1].shape == scales.shape
+        if spans and (device.type == "meta" or not held[1].is_meta):
+            scales = held[1].to(device, copy=True)
+        else:
+            scales.fill_(1)
+        sides[columnwise] = data, scales
     return tensor.around(*sides, dtype=dtype, quantizer=tensor._copied_quantizer())
 
 

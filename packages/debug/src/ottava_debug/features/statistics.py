@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from ottava import QuantizerRole, get_recipe, list_recipes
 from ottava.errors import OptionError
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_debug.features.base import Check, Feature
-from ottava_debug.features.sums import QUANTIZED, VALUES, Sums, names_of_sums, sums_of, sums_of_quantized
+from ottava_debug.features.sums import QUANTIZED, VALUES, QuantizedSums, ValueSums
 from ottava_debug.located import kind_of, unknown
 from ottava_debug.products import ROLES
 
@@ -81,22 +82,21 @@ class _Statistics(Feature):
 
     def __init__(self, sink: Callable[[Statistic], None] | None = None) -> None:
         self._sink = sink or (lambda found: write(found, MetricLogger.enabled_loggers))
-        self._sums: dict[tuple[int, str, str], dict[Any, Sums]] = {}
-        self._stats: dict[tuple[int, str, str], Sequence[_Stat]] = {}
+        # (Step, layer, tensor) -> the statistics, and (recipe, whether along columns) -> their sums.
+        self._collected: dict[tuple[int, str, str], tuple[Sequence[_Stat], dict[Any, Any]]] = {}
 
-    def _add(self, key: tuple[int, str, str], stats: Sequence[_Stat], of: Any, sums: Sums) -> None:
-        held = self._sums.setdefault(key, {})
-        held[of] = held[of].merged(sums) if of in held else sums
-        self._stats[key] = stats
+    def _sums(self, key: tuple[int, str, str], stats: Sequence[_Stat], of: Any, make: Callable[[], Any]) -> Any:
+        held = self._collected.setdefault(key, (stats, {}))[1]
+        if of not in held:
+            held[of] = make()
+        return held[of]
 
     def step(self) -> None:
         """Log what was collected."""
-        collected, stats = self._sums, self._stats
-        self._sums, self._stats = {}, {}
-        for (step, layer, tensor), held in collected.items():
-            for asked in stats[step, layer, tensor]:
-                sums = held.get(asked[2:])
-                value = None if sums is None else sums.value(asked.stat)
+        collected, self._collected = self._collected, {}
+        for (step, layer, tensor), (stats, held) in collected.items():
+            for asked in stats:
+                value = held[asked[2:]].value(asked.stat) if asked[2:] in held else None
                 if value is not None:
                     self._sink(Statistic(step, layer, tensor, asked.text, value))
 
@@ -155,8 +155,9 @@ class LogTensorStats(_Statistics):
     ) -> None:
         """Collect the statistics that ``config`` has as ``stats``."""
         stats = config["stats"]
-        sums = sums_of(tensor, names_of_sums(asked.stat for asked in stats), EXPONENTS in {s.stat for s in stats})
-        self._add((iteration, layer_name, tensor_name), stats, (None, False), sums)
+        names = [asked.stat for asked in stats]
+        key = iteration, layer_name, tensor_name
+        self._sums(key, stats, (None, False), lambda: ValueSums(names, EXPONENTS in names)).add(tensor)
 
 
 class LogFp8TensorStats(_Statistics):
@@ -193,8 +194,8 @@ class LogFp8TensorStats(_Statistics):
             if made is None:
                 self._tell(layer_name, tensor_name, columnwise)
                 continue
-            sums = sums_of_quantized(tensor, made, columnwise)
-            self._add((iteration, layer_name, tensor_name), config["stats"], (recipe, columnwise), sums)
+            key, make = (iteration, layer_name, tensor_name), partial(QuantizedSums, columnwise)
+            self._sums(key, config["stats"], (recipe, columnwise), make).add(tensor, made)
 
     def _by(self, recipe: str, tensor_name: str, tensor: torch.Tensor, columnwise: bool) -> QuantizedTensorStorage:
         """What a recipe makes of a tensor; of results, as of inputs."""

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import torch
 
 from ottava.tensors import QuantizedTensorStorage
-from ottava_debug.measures import compare, exponents
+from ottava_debug.measures import Comparison, exponents
 
 _Sum = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[float, float], float]]
 
@@ -36,8 +35,6 @@ _SUMS: dict[str, _Sum] = {
     "amax": (lambda x: _magnitudes(x).max(), max),
     "smallest": (_smallest, min),
 }
-# Sums of quantized tensors, all of them of one pass; what is not added up has its own rule.
-_RULES: dict[str, Callable[[float, float], float]] = {"scale_inv_min": min, "scale_inv_max": max}
 
 
 def _range(amax: float, smallest: float) -> float:
@@ -46,12 +43,6 @@ def _range(amax: float, smallest: float) -> float:
 
 def _std(count: float, total: float, squares: float) -> float:
     return math.sqrt(max(squares - total * total / count, 0.0) / (count - 1)) if count > 1 else math.nan
-
-
-def _sqnr(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return -math.inf if signal == 0 or noise == math.inf else 10 * math.log10(signal / noise)
 
 
 _Value = tuple[tuple[str, ...], Callable[..., float]]
@@ -67,86 +58,78 @@ VALUES: dict[str, _Value] = {
     "amax": (("amax",), float),
     "dynamic_range": (("amax", "smallest"), _range),
 }
-#: The same of quantized tensors.
-QUANTIZED: dict[str, _Value] = {
-    "underflows%": (("zeroed", "nonzero"), lambda zeroed, nonzero: 100 * zeroed / max(nonzero, 1)),
-    "saturation%": (("clamped", "finite"), lambda clamped, finite: 100 * clamped / max(finite, 1)),
-    "overflows%": (("clamped", "finite"), lambda clamped, finite: 100 * clamped / max(finite, 1)),
-    "sqnr": (("signal", "noise"), _sqnr),
-    "cosine": (("cosines", "count"), lambda cosines, count: cosines / count),
-    "mse": (("noise", "finite"), lambda noise, finite: noise / max(finite, 1)),
-    "scale_inv_min": (("scale_inv_min",), float),
-    "scale_inv_max": (("scale_inv_max",), float),
-    "scale": (("scale_inv_min",), lambda smallest: 1 / smallest if smallest else math.inf),
+#: Statistic of a quantized tensor -> how it is made of what was lost, and of the smallest and the largest scale.
+QUANTIZED: dict[str, Callable[[Comparison, float, float], float | None]] = {
+    "underflows%": lambda lost, smallest, largest: lost.measures().underflow,
+    "saturation%": lambda lost, smallest, largest: lost.measures().saturation,
+    "overflows%": lambda lost, smallest, largest: lost.measures().saturation,
+    "sqnr": lambda lost, smallest, largest: lost.measures().sqnr,
+    "cosine": lambda lost, smallest, largest: lost.measures().cosine,
+    "mse": lambda lost, smallest, largest: (
+        math.inf if lost.broken else lost.noise / max(lost.count - lost.not_finite, 1)
+    ),
+    "scale_inv_min": lambda lost, smallest, largest: smallest,
+    "scale_inv_max": lambda lost, smallest, largest: largest,
+    "scale": lambda lost, smallest, largest: 1 / smallest if smallest else math.inf,
 }
 
 
-@dataclass
-class Sums:
-    """Sums over a tensor, or over its parts."""
+class ValueSums:
+    """Sums over tensors in high precision, for statistics of them taken together.
 
-    found: dict[str, float]
-    exponents: dict[int, int] = field(default_factory=dict)
+    Args:
+        stats: the statistics that will be asked for.
+        with_exponents: whether the histogram will be, too.
+    """
 
-    def merged(self, other: "Sums") -> "Sums":
-        """Those of two parts."""
-        rules = {name: rule for name, (_, rule) in _SUMS.items()} | _RULES
-        found = {name: rules.get(name, _add)(a, other.found[name]) for name, a in self.found.items()}
-        both = self.exponents.keys() | other.exponents.keys()
-        counts = {e: self.exponents.get(e, 0) + other.exponents.get(e, 0) for e in sorted(both)}
-        return Sums(found, counts)
+    def __init__(self, stats: Iterable[str], with_exponents: bool) -> None:
+        needed = dict.fromkeys(name for stat in stats if stat in VALUES for name in VALUES[stat][0])
+        self._names, self._with_exponents = [name for name in needed if name in _SUMS], with_exponents
+        self._found: dict[str, float] = {"count": 0.0}
+        self._exponents: dict[int, int] = {}
+
+    def add(self, values: torch.Tensor) -> None:
+        """Add a tensor, with one transfer from its device; the histogram has one of its own."""
+        flat = values.detach().reshape(-1)
+        if not flat.numel():
+            return
+        made = [_SUMS[name][0](flat).double() for name in self._names]
+        numbers = dict(zip(self._names, torch.stack(made).tolist() if made else [], strict=True))
+        for name, number in numbers.items():
+            self._found[name] = _SUMS[name][1](self._found[name], number) if name in self._found else number
+        self._found["count"] += flat.numel()
+        for exponent, count in exponents(flat).items() if self._with_exponents else ():
+            self._exponents[exponent] = self._exponents.get(exponent, 0) + count
 
     def value(self, stat: str) -> float | dict[int, int] | None:
-        """A statistic; None where the sums that it needs are not known, or there are no values."""
-        if stat not in VALUES and stat not in QUANTIZED:
-            return self.exponents
-        needed, made = VALUES.get(stat) or QUANTIZED[stat]
-        if not self.found["count"] or any(name not in self.found for name in needed):
+        """A statistic; None where there are no values."""
+        if stat not in VALUES:
+            return dict(sorted(self._exponents.items()))
+        needed, made = VALUES[stat]
+        return made(*(self._found[name] for name in needed)) if self._found["count"] else None
+
+
+class QuantizedSums:
+    """Sums over tensors and what was made of them, along rows or along columns."""
+
+    def __init__(self, columnwise: bool) -> None:
+        self._columnwise, self._lost = columnwise, Comparison()
+        self._scales: tuple[float, float] | None = None
+
+    def add(self, values: torch.Tensor, quantized: QuantizedTensorStorage) -> None:
+        """Add a tensor and what was made of it."""
+        self._lost.add(values, quantized, columnwise=self._columnwise)
+        scales = _scales(quantized, self._columnwise)
+        if scales is not None and scales.numel():
+            smallest, largest = torch.stack([scales.min(), scales.max()]).tolist()
+            old = self._scales or (smallest, largest)
+            self._scales = min(old[0], smallest), max(old[1], largest)
+
+    def value(self, stat: str) -> float | None:
+        """A statistic; None where there are no values, or it cannot be told."""
+        if not self._lost.count or (stat.startswith("scale") and self._scales is None):
             return None
-        return made(*(self.found[name] for name in needed))
-
-
-def names_of_sums(stats: Iterable[str]) -> list[str]:
-    """The sums that statistics of values are made of."""
-    needed = dict.fromkeys(name for stat in stats if stat in VALUES for name in VALUES[stat][0])
-    return [name for name in needed if name in _SUMS]
-
-
-def sums_of(values: torch.Tensor, names: Iterable[str], with_exponents: bool) -> Sums:
-    """Sums over a tensor in high precision, with one transfer from its device; the histogram has one of its own."""
-    names, flat = list(names), values.detach().reshape(-1)
-    if not flat.numel():
-        return Sums({"count": 0.0} | dict.fromkeys(names, 0.0))
-    found = [_SUMS[name][0](flat).double() for name in names]
-    numbers = torch.stack(found).tolist() if found else []
-    counts = exponents(flat) if with_exponents else {}
-    return Sums({"count": float(flat.numel()), **dict(zip(names, numbers, strict=True))}, counts)
-
-
-def sums_of_quantized(values: torch.Tensor, quantized: QuantizedTensorStorage, columnwise: bool) -> Sums:
-    """Sums over a tensor and what was made of it along rows or along columns."""
-    found = compare(values, quantized, columnwise=columnwise)
-    finite, flat = float(found.count - found.not_finite), values.detach()
-    if found.not_finite:
-        flat = flat[flat.isfinite()]
-    signal = float(torch.linalg.vector_norm(flat, dtype=torch.float64).square())
-    nonzero = float(flat.count_nonzero())
-    sums = {
-        "count": float(found.count),
-        "finite": finite,
-        "nonzero": nonzero,
-        "zeroed": found.underflow / 100 * nonzero,
-        "cosines": found.cosine * found.count,
-        "signal": signal,
-        # What is lost where everything is lost has no ratio to a signal of zero.
-        "noise": signal * 10 ** (-found.sqnr / 10) if found.sqnr > -math.inf else math.inf,
-    }
-    if found.saturation is not None:
-        sums["clamped"] = found.saturation / 100 * finite
-    scales = _scales(quantized, columnwise)
-    if scales is not None and scales.numel():
-        sums["scale_inv_min"], sums["scale_inv_max"] = torch.stack([scales.min(), scales.max()]).tolist()
-    return Sums(sums)
+        return QUANTIZED[stat](self._lost, *(self._scales or (math.nan, math.nan)))
 
 
 def _scales(quantized: QuantizedTensorStorage, columnwise: bool) -> torch.Tensor | None:

@@ -19,8 +19,9 @@ from ottava_debug.recipe_data import build, describe
 from ottava_debug.recipe_file import Keep, recipe_text
 from ottava_debug.search.culprits import Culprits, Progress, Search
 from ottava_debug.search.measure import MEASURES, Measure, Outcome
+from ottava_debug.search.operands import Comparison
 from ottava_debug.search.products import Products
-from ottava_debug.search.replay import Comparison, Operand, Replay
+from ottava_debug.search.replay import Replay
 from ottava_debug.search.report import Finding, Report, reason, worst_of
 
 #: Without the model: how far an operand may move the result of its product.
@@ -140,7 +141,9 @@ def _notes(step: Bundle, seen: Comparison, given: Recipe | None, found: Culprits
     if found.noisy:
         notes.append(f"gradients that are noise in high precision do not count: {', '.join(sorted(found.noisy))}")
     if found.spread:
-        notes.append("what is left comes from many operands, a little from each: this recipe is too coarse for the step")
+        notes.append(
+            "what is left comes from many operands, a little from each: this recipe is too coarse for the step"
+        )
     if found.stopped:
         notes.append(f"stopped after {replay.replays} replays: more may be to blame")
     return notes
@@ -181,7 +184,7 @@ def _told(seen: Comparison) -> dict[str, Any]:
 
 def _bound(replay: Replay) -> Recipe | None:
     """The recipe of the layers, if it is one."""
-    recipes = [layer.recipe for layer in replay.layers.values()]
+    recipes: list[Any] = [layer.recipe for layer in replay.layers.values()]
     return recipes[0] if all(recipe.same_as(recipes[0]) for recipe in recipes) else None
 
 
@@ -228,7 +231,6 @@ def _verify(report: Report, replay: Replay, step: Bundle, loss: Loss | None, mea
     report.verified = measure.distance(outcome, reference, noisy)
     report.replays += 2
     if report.verified > report.tolerance and report.after <= report.tolerance:
-        report.notes.append("under the recipe file the step is still wrong: it keeps other bytes than single operands do")
-
-
-__all__ = ["Operand", "bisect"]
+        report.notes.append(
+            "under the recipe file the step is still wrong: it keeps other bytes than single operands do"
+        )

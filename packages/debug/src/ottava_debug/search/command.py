@@ -15,7 +15,7 @@ from ottava.filesystem import check_file_target
 
 
 def resolve(reference: str, option: str) -> Any:
-    """The callable that ``module:callable`` names, also in the working directory; an OptionError where there is none."""
+    """The callable that ``module:callable`` names, also in the working directory; OptionError where there is none."""
     sys.path.insert(0, os.getcwd())
     try:
         with translated(f"{option} {reference!r} cannot be had", "module:callable", to=OptionError):
@@ -32,13 +32,15 @@ def bisect(
     model: Annotated[
         str | None,
         typer.Option(
-            help="module:callable, what makes the model, converted or not. Without it each product is looked at by itself."
+            help="module:callable, what makes the model, converted or not. Without it products are looked at alone."
         ),
     ] = None,
     measure: Annotated[str, typer.Option(help="loss, grad-norm or grad-distance.")] = "grad-distance",
     loss: Annotated[
         str | None,
-        typer.Option(help="cross_entropy, mse, or module:callable that is called with the model's output and the targets."),
+        typer.Option(
+            help="cross_entropy, mse, or module:callable that is called with the model's output and the targets."
+        ),
     ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="Replay under this recipe, or recipe file, instead of the captured one.")
@@ -73,7 +75,9 @@ def bisect(
     bar = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # The number of replays is an estimate, which gets better as the search goes on.
-    with Progress(*columns, TimeRemainingColumn(), console=bar, disable=not bar.is_terminal, transient=True) as progress:
+    with Progress(
+        *columns, TimeRemainingColumn(), console=bar, disable=not bar.is_terminal, transient=True
+    ) as progress:
         task = progress.add_task("Products" if made is None else "Replays, about", total=None)
         report = search(
             step,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from ottava_debug.search.group_testing import TooManyError, smallest
 from ottava_debug.search.measure import Measure, Outcome, loss_of_operand, relative_distances
-from ottava_debug.search.replay import Operand, Replay
+from ottava_debug.search.operands import Operand
+from ottava_debug.search.replay import Replay
 
 #: More single culprits than this are no longer told apart.
 MOST = 8
@@ -123,8 +124,8 @@ class Search:
     # -- the search --
 
     def _round(self, rest: frozenset[Operand], wrong: float) -> tuple[list[Culprit], float]:
-        """The fewest operands of ``rest`` that bring the distance down from ``wrong``, and what down means: half the way
-        to the tolerance as ratios go, or to half; none where that takes too many."""
+        """The fewest operands of ``rest`` that bring the distance down from ``wrong``, and what down means: half of the
+        way to the tolerance as ratios go, or to half; none where that takes too many."""
         halves = {min(max(self.tolerance, math.sqrt(self.tolerance * wrong)), wrong / 2), wrong / 2}
         for threshold in sorted(halves) if math.isfinite(wrong) else [sys.float_info.max]:
             try:
@@ -197,4 +198,3 @@ class Search:
 def _questions(number: int) -> int:
     """About how many questions find one of ``number``."""
     return 2 + 2 * math.ceil(math.log2(max(1, number)))
-

@@ -66,7 +66,9 @@ def _gradient_distance(outcome: Outcome, reference: Outcome, noisy: frozenset[st
 
 
 MEASURES = {
-    "loss": Measure(lambda o, r, n: o.loss, _loss_distance, 0.02, False, "|loss - its value in high precision|, relative"),
+    "loss": Measure(
+        lambda o, r, n: o.loss, _loss_distance, 0.02, False, "|loss - its value in high precision|, relative"
+    ),
     "grad-norm": Measure(
         lambda o, r, n: norm_of(o.gradients), _norm_distance, 0.1, True, "ratio of the gradient norms, less 1"
     ),
@@ -82,6 +84,6 @@ MEASURES = {
 
 def loss_of_operand(made: Measures) -> float:
     """How much an operand loses by quantization, to order operands by: the largest of the share of values that become
-    zero, the share that is clamped, and the noise-to-signal ratio (of amplitudes), which outliers hide the others from."""
+    zero, the share that is clamped, and the noise-to-signal ratio of amplitudes, in which outliers hide all else."""
     noise = 10 ** (-max(made.sqnr, -600) / 20) if math.isfinite(made.sqnr) else (0.0 if made.sqnr > 0 else math.inf)
     return max(made.underflow / 100, (made.saturation or 0.0) / 100, noise)

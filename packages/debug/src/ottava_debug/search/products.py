@@ -17,7 +17,7 @@ from ottava_debug.products import TENSORS, Inspection, Watch
 from ottava_debug.recipe_data import build
 from ottava_debug.recorder import BY_COLUMN, OPERANDS, taken
 from ottava_debug.search.measure import loss_of_operand
-from ottava_debug.search.replay import Comparison, Operand
+from ottava_debug.search.operands import Comparison, Operand
 
 
 class _Product(Inspection):
@@ -62,7 +62,8 @@ class Products:
         self._step, self._recipe = step, recipe
         recipes = [recipe or build(said) for said in step.recipes]
         for number, call in enumerate(step.calls):
-            self._run(number, recipes[step.layers[call.layer]])
+            with torch.random.fork_rng():
+                self._run(number, recipes[step.layers[call.layer]])
             if progress is not None:
                 progress(number + 1, len(step.calls))
 
@@ -94,7 +95,7 @@ class Products:
         step, name = self._step, self._step.calls[number].layer
         activation, gradient = (step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient"))
         weight = _weight(step, number)
-        assert activation is not None  # noqa: S101 - a bundle is checked when it is read
+        assert activation is not None  # what is read is checked
         layer = ottava.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, name=name)
         prefix = f"{name}.recipe_state." if name else "recipe_state."
         kept = {k.removeprefix(prefix): v for k, v in step.state.items() if k.startswith(prefix)}
@@ -118,7 +119,7 @@ def _weight(step: Bundle, number: int) -> torch.Tensor:
     found = step.operands.get(f"{number}.weight", step.state.get(f"{name}.weight" if name else "weight"))
     if found is None or len(held_tensors(found)[0].shape) < 1:
         raise CheckpointError(f"the weight of layer {name!r} is missing", expected="a step that capture has written")
-    return found.detach() if type(found) is torch.Tensor else found.dequantize()  # type: ignore[no-any-return]
+    return found.detach() if type(found) is torch.Tensor else found.dequantize()
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -1,60 +1,23 @@
 """A captured step, run again: as it was, or with some operands of products in high precision."""
 
 import random
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-import ottava
-from ottava.nn.loading import OF_STATE
-from ottava.errors import CheckpointError, UsageError, text_of
+from ottava.errors import CheckpointError, UsageError
 from ottava.recipes import Recipe
-from ottava.recipes.role import OF_LINEAR
-from ottava.tensors import QuantizedTensorStorage
-from ottava_debug.bundle import Bundle, digest
+from ottava_debug.bundle import Bundle
 from ottava_debug.capture import set_random_state
 from ottava_debug.losses import LOSSES, Loss, loss_in
-from ottava_debug.measures import Measures, compare
 from ottava_debug.products import Inspection, Watch
-from ottava_debug.recipe_data import build
-from ottava_debug.recorder import BY_COLUMN, Recorder, Recording, taken
-from ottava_debug.search.measure import Outcome, loss_of_operand
+from ottava_debug.recorder import Recorder
+from ottava_debug.search.loading import converted, fitting_state, restore
+from ottava_debug.search.measure import Outcome
+from ottava_debug.search.operands import CapturedOperands, First, Inspecting, Operand, Switched
 from ottava_debug.trees import tensors_of, unflatten
-
-_NUDGE = 2.0**-9
-
-
-class Operand(NamedTuple):
-    """One operand of one of a layer's products: layer, tensor and direction."""
-
-    layer: str
-    gemm: str
-    tensor: str
-
-    def __str__(self) -> str:
-        return f"{self.layer}: {self.tensor} in {self.gemm}"
-
-
-class Comparison:
-    """How near the replay of the whole step came to the captured one.
-
-    Attributes:
-        operands: how many high-precision operands were compared: activations and incoming gradients.
-        equal: how many of them arrived as they were captured, bit for bit; the others were replaced by these.
-        difference: the largest ``‖found - captured‖ / ‖captured‖`` of the others.
-        products: how many quantized operands were compared.
-        other_bytes: those whose quantized bytes are not the captured ones.
-        statistics: what each quantized operand loses, of the call in which it loses most.
-    """
-
-    def __init__(self) -> None:
-        self.operands = self.equal = self.products = 0
-        self.difference = 0.0
-        self.other_bytes: list[Operand] = []
-        self.statistics: dict[Operand, Measures] = {}
 
 
 class Replay:
@@ -62,8 +25,8 @@ class Replay:
 
     Each product takes the operands that were captured. Where another machine sums in another order, what arrives at a
     product differs from them: in the first replay the captured ones take its place, and in later ones the difference
-    between what arrives then and what arrived first is added to them. So the quantized bytes of the whole step are those
-    of the captured one, and what a change in one layer does to others is not lost.
+    between what arrives then and what arrived first is added to them. So the quantized bytes of the whole step are
+    those of the captured one, and what a change in one layer does to others is not lost.
 
     Args:
         step: the captured step.
@@ -81,24 +44,25 @@ class Replay:
         self, step: Bundle, model: torch.nn.Module, *, loss: Loss | None = None, recipe: Recipe | None = None
     ) -> None:
         self.step = step
-        self.model: Any = self._converted(model, recipe)
+        self.model: Any = converted(model, step, recipe)
         self.layers = {name: self.model.get_submodule(name) for name in step.layers}
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._loss = loss or LOSSES.get(step.loss_name)
-        self._targets = unflatten(step.targets, step.tensors, self.device)
         for layer in self.layers.values():
             layer.__dict__["fuse_wgrad_accumulation"] = False
-        self._state = _fitting_state(self.model, step.state)
-        self._restore()
+        self.device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        self._loss = loss or LOSSES.get(step.loss_name)
+        self._targets = unflatten(step.targets, step.tensors, self.device)
+        self._state = fitting_state(self.model, step.state)
         self._scales: dict[int, float] = {}
-        # What arrived at products in the first replay, where that was not what had been captured.
-        self._arrived: dict[tuple[str, int, str], torch.Tensor] = {}
-        self._digests: dict[tuple[str, int], dict[str, str]] = {}
-        # Under another recipe the step is another one, too.
-        self._captured = {} if recipe is not None else self._captured_operands()
-        self.comparison = Comparison()
         self.replays = 0
-        self.first = self._first()
+        # Under another recipe the step is another one, too.
+        self._captured = CapturedOperands(step, fed=recipe is None)
+        self.comparison = self._captured.comparison
+        self.first, recorder = self._run(
+            lambda recorder, name, layer: First(recorder, name, layer, self._captured), True, first=True
+        )
+        if missing := self._captured.missing(recorder):
+            what = f"call {missing[1]} of layer {missing[0]!r} was captured, and the model did not make it"
+            raise CheckpointError(what, expected="the model that was captured", remedy="give the same model")
         self.operands = tuple(self.comparison.statistics)
 
     # -- replays --
@@ -112,31 +76,20 @@ class Replay:
         """
         chosen = quantized if isinstance(quantized, (set, frozenset)) else frozenset(quantized)
         generator = torch.Generator().manual_seed(0) if nudged else None
-        return self._run(lambda *of: _Switched(*of, self, chosen, generator), backward)
+        rest = self._captured, chosen, generator
+        return self._run(lambda recorder, name, layer: Switched(recorder, name, layer, *rest), backward)[0]
 
-    def _first(self) -> Outcome:
-        recorders: list[Recorder] = []
-        outcome = self._run(lambda *of: _First(*of, self), True, recorders)
-        found = {(p.name, p.number) for p in recorders[0].passes}
-        if missing := {key for key in self._captured if key not in found}:
-            name, number = min(missing)
-            what = f"call {number} of layer {name!r} was captured, and the model did not make it"
-            raise CheckpointError(what, expected="the model that was captured", remedy="give the same model")
-        return outcome
-
-    def _run(self, inspect: Callable[..., Inspection], backward: bool, keep: list[Recorder] | None = None) -> Outcome:
+    def _run(self, inspect: Callable[..., Inspection], backward: bool, first: bool = False) -> tuple[Outcome, Recorder]:
         self.replays += 1
-        self._restore()
-        recorder = _Inspecting({id(layer): name for name, layer in self.layers.items()}, inspect)
-        if keep is not None:
-            keep.append(recorder)
+        restore(self.model, self.step, self._state)
+        recorder = Inspecting({id(layer): name for name, layer in self.layers.items()}, inspect)
         with Watch(recorder), self._surroundings():
-            loss = self._events(backward, first=keep is not None)
+            loss = self._events(backward, first)
         named = self.model.named_parameters()
         gradients = {name: _gradient(p) for name, p in named if p.requires_grad} if backward else {}
         for p in self.model.parameters():
             p.grad = None
-        return Outcome(loss, gradients)
+        return Outcome(loss, gradients), recorder
 
     def _events(self, backward: bool, first: bool) -> float:
         """Forward and backward passes in the order in which they were."""
@@ -200,166 +153,6 @@ class Replay:
             finally:
                 random.setstate(before)
 
-    def _restore(self) -> None:
-        """Weights, buffers, scaling state and modes of before the step."""
-        model, step = self.model, self.step
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model.load_state_dict(self._state)
-        except RuntimeError as error:
-            what = f"the model does not fit the step: {text_of(error)}"
-            raise CheckpointError(what, expected="the model that was captured", remedy="give the same model") from error
-        buffers = dict(model.named_buffers())
-        for name, value in step.buffers.items():
-            if name in buffers and buffers[name].shape == value.shape:
-                buffers[name].copy_(value)
-        training, frozen = set(step.training), set(step.frozen)
-        for name, module in model.named_modules():
-            module.training = name in training
-        for name, p in model.named_parameters():
-            p.requires_grad_(name not in frozen)
-            p.grad = None
-
-    def _converted(self, model: torch.nn.Module, recipe: Recipe | None) -> torch.nn.Module:
-        """The model, its captured layers under the recipe, or under the captured ones unless they have any."""
-        modules = dict(model.named_modules())
-        if missing := [name for name in self.step.layers if name not in modules]:
-            what = f"the model has no module {missing[0]!r}"
-            raise CheckpointError(what, expected="the model that was captured", remedy="give the same model")
-        bound = [getattr(modules[name], "recipe", None) for name in self.step.layers]
-        if recipe is None and all(isinstance(found, Recipe) for found in bound):
-            return model
-        for number, said in enumerate(self.step.recipes):
-            names = {name for name, of in self.step.layers.items() if of == number}
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = ottava.convert(model, recipe or build(said), include=lambda name, module: name in names)  # noqa: B023
-        return model
-
-    def _captured_operands(self) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
-        """``(layer, number of its call)`` -> the operands that were captured of it, by tensor."""
-        found: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
-        counts: dict[str, int] = {}
-        for number, call in enumerate(self.step.calls):
-            key = call.layer, counts.get(call.layer, 0)
-            counts[call.layer] = key[1] + 1
-            held = {tensor: self.step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")}
-            found[key] = {tensor: values for tensor, values in held.items() if values is not None}
-            self._digests[key] = call.digests
-        return found
-
-    # -- operands --
-
-    def meet(self, key: tuple[str, int], tensor: str, values: torch.Tensor) -> torch.Tensor:
-        """In the first replay: what was captured, in the place of what arrives at a product."""
-        captured = self._captured.get(key, {}).get(tensor)
-        if captured is None or (*key, tensor) in self._arrived:
-            return values if captured is None else captured.to(values)
-        if captured.shape != values.shape:
-            what = f"{tensor} of layer {key[0]!r} is {list(values.shape)}"
-            raise CheckpointError(what, expected=f"{list(captured.shape)}, as was captured", remedy="give the same model")
-        wanted, found = captured.to(values), self.comparison
-        found.operands += 1
-        if bool(_same(wanted, values).all()):
-            found.equal += 1
-            self._captured[key].pop(tensor)
-            return values
-        self._arrived[*key, tensor] = values.detach().clone()
-        size = float(wanted.double().norm())
-        difference = float((values.double() - wanted.double()).norm()) / size if size else float("inf")
-        found.difference = max(found.difference, difference) if difference == difference else float("inf")
-        return wanted
-
-    def moved(self, key: tuple[str, int], tensor: str, values: torch.Tensor) -> torch.Tensor:
-        """In a later replay: what was captured, moved as far as what arrives has moved since the first one."""
-        before = self._arrived.get((*key, tensor))
-        if before is None:
-            return values
-        captured = self._captured[key][tensor].to(values)
-        moved = torch.where(_same(values, before), captured, values + (captured - before))
-        return torch.where(_same(captured, before), values, moved)
-
-    def note(self, key: tuple[str, int], operand: Operand, values: torch.Tensor, quantized: Any) -> None:
-        """In the first replay: what a product takes of a quantized operand."""
-        found = self.comparison
-        columnwise = (operand.gemm, operand.tensor) in BY_COLUMN
-        made = compare(values, quantized, columnwise=columnwise)
-        worst = found.statistics.get(operand)
-        found.statistics[operand] = made if worst is None else max(worst, made, key=loss_of_operand)
-        expected = self._digests.get(key, {}).get(f"{operand.gemm}.{operand.tensor}")
-        if expected is not None:
-            found.products += 1
-            if digest(taken(quantized, operand.gemm, operand.tensor)) != expected:
-                found.other_bytes.append(operand)
-
-
-class _Inspecting(Recorder):
-    """Gives inspections of a kind."""
-
-    def __init__(self, names: dict[int, str], inspect: Callable[..., Any]) -> None:
-        super().__init__(names)
-        self._inspect = inspect
-
-    def inspection(self, name: str, layer: Any) -> Any:
-        return self._inspect(self, name, layer)
-
-
-class _First(Recording):
-    """Of the first replay: everything is quantized, and compared with what was captured."""
-
-    def __init__(self, recorder: Recorder, name: str, layer: Any, replay: Replay) -> None:
-        super().__init__(recorder, name, layer)
-        self._replay, self._name = replay, name
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Layer, and number of its call."""
-        return self._name, self.record.number
-
-    def modifies(self, gemm: str, tensor: str) -> bool:
-        return tensor in ("activation", "gradient")
-
-    def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor:
-        return self._replay.meet(self.key, tensor, values)
-
-    def note(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
-        if quantized is not None:
-            self._replay.note(self.key, Operand(self._name, gemm, tensor), values, quantized)
-
-
-class _Switched(_First):
-    """Of a later replay: the chosen operands are quantized."""
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        name: str,
-        layer: Any,
-        replay: Replay,
-        chosen: Collection[Operand],
-        generator: torch.Generator | None,
-    ) -> None:
-        super().__init__(recorder, name, layer, replay)
-        self._chosen, self._generator = chosen, generator
-
-    def quantizes(self, gemm: str, tensor: str) -> bool:
-        return (self._name, gemm, tensor) in self._chosen
-
-    def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor:
-        values = self._replay.moved(self.key, tensor, values)
-        if self._generator is None:
-            return values
-        signs = torch.randint(0, 2, values.shape, generator=self._generator).to(values.device) * 2 - 1
-        return (values * (1 + _NUDGE * signs)).to(values.dtype)
-
-    def note(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
-        pass
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a == b) | (a.isnan() & b.isnan())
-
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     return torch.zeros(parameter.shape, device=parameter.device) if parameter.grad is None else parameter.grad
@@ -385,26 +178,3 @@ def _scale(loss: torch.Tensor, outputs: list[torch.Tensor], captured: list[torch
     whole = max(1, round(max(ratio, 1 / ratio)))
     exact = float(whole) if ratio >= 1 else 1 / whole
     return exact if abs(ratio / exact - 1) < 0.01 else ratio
-
-
-def _fitting_state(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The captured state as the model has it: of scaling state that another recipe keeps, the same slots."""
-    own = model.state_dict()
-    made = {name: value for name, value in state.items() if name in own or not OF_STATE.search(name)}
-    for name, value in own.items():
-        held = made.get(name)
-        if OF_STATE.search(name) and (held is None or held.shape != value.shape):
-            made[name] = _carried(model, name, value, state)
-    return made
-
-
-def _carried(model: torch.nn.Module, name: str, value: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-    """A buffer of a state that serves some roles of a layer, from that of one that served all: their slots, which are
-    its last dimension. Another state starts afresh."""
-    layer, _, rest = name.partition(".recipe_state.")
-    part, _, buffer = f"recipe_state.{rest}".rpartition(".")
-    slots = getattr(model.get_submodule(f"{layer}.{part}"), "slots", None)
-    held = state.get(f"{layer}.recipe_state.{buffer}")
-    if not isinstance(slots, dict) or held is None or held.shape[-1] != len(OF_LINEAR):
-        return value.clone()
-    return held[..., [OF_LINEAR.index(role) for role in slots]].to(value)

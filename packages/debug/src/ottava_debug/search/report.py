@@ -7,7 +7,7 @@ from typing import Any
 
 from ottava_debug.measures import Measures
 from ottava_debug.search.measure import loss_of_operand
-from ottava_debug.search.replay import Comparison, Operand
+from ottava_debug.search.operands import Comparison, Operand
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,14 @@ def _cause(made: Measures, stateful: bool) -> str:
     if made.sqnr < 15 and made.cosine > 0.99:
         return f"{lost} at a cosine of {made.cosine:.4f}: the quantizer gives the values times something"
     if saturation > 1 or (saturation and made.sqnr < 15):
-        return f"{saturation:.3g} % of the values are clamped, {lost}: the scale is {old}too large (amax {made.amax:.3g})"
+        return (
+            f"{saturation:.3g} % of the values are clamped, {lost}: the scale is {old}too large (amax {made.amax:.3g})"
+        )
+    zeros = f"{made.underflow:.3g} % of the values become zero"
     if made.underflow > 5 and made.sqnr < 1:
-        return f"{made.underflow:.3g} % of the values become zero, {lost}: the scale is {old}too small (amax {made.amax:.3g})"
+        return f"{zeros}, {lost}: the scale is {old}too small (amax {made.amax:.3g})"
     if made.underflow > 5:
-        return f"{made.underflow:.3g} % of the values become zero: an outlier, {made.amax:.3g}, takes the range ({lost})"
+        return f"{zeros}: an outlier, {made.amax:.3g}, takes the range ({lost})"
     if not made.sqnr >= 15:
         return f"{lost}, and the values are within range: the quantizer gives others"
     return f"it loses little by itself ({lost}), which is too much here"

@@ -1,0 +1,68 @@
+"""Programs of steps on two ranks."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.integration.step_limits import AVOIDED
+from tests.integration.step_oracle import World
+from tests.integration.step_programs import Evaluate, Program, Replace, Step, Use, programs
+
+#: How many programs ranks run.
+EXAMPLES = "OTTAVA_TESTS_STEP_PROGRAMS"
+
+
+def of_ranks(mesh: Any) -> None:
+    """Random programs, the same on all ranks; their data differ."""
+    rank, ranks = mesh.get_rank(), mesh.size()
+
+    @settings(
+        max_examples=int(os.environ.get(EXAMPLES, "60")),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        # All ranks are to run the same programs: no shrinking, which follows what one of them saw.
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs)
+    def check(program: Program) -> None:
+        try:
+            World(program, rank, ranks).run()
+        except Exception as error:
+            raise _Failed(f"{program}\n{traceback.format_exc()}") from error
+
+    try:
+        check()
+    except _Failed as failed:
+        raise AssertionError(str(failed)) from None
+
+
+class _Failed(BaseException):
+    """No Exception: hypothesis would run the program once more, and the other rank goes on."""
+
+
+def alone(mesh: Any) -> None:
+    uses = (Use(0, 0, 0),)
+    _on_rank(mesh, (Evaluate(0, uses, rank=0), Step(0, uses), Step(0, uses)), avoids=frozenset())
+
+
+def alone_in_another_block(mesh: Any) -> None:
+    """Where no layer has run since the last step began."""
+    uses = (Use(0, 0, 0),)
+    failing = Step(2, uses, fail=("forward", 0))
+    _on_rank(mesh, (Step(0, uses), failing, Evaluate(2, uses, rank=1), Step(2, uses)) * 2, avoids=frozenset())
+
+
+def loads(mesh: Any) -> None:
+    uses = (Use(0, 0, 0), Use(1, 0, 0))
+    _on_rank(mesh, (Step(0, uses), Replace(0, "loaded"), Step(0, uses)), avoids=AVOIDED - {"loads"})
+
+
+def _on_rank(mesh: Any, events: tuple[Any, ...], avoids: frozenset[str] = AVOIDED) -> None:
+    program = Program(("block", "block"), ((2, "max", 0), (2, "max", 0)), True, events)
+    World(program, mesh.get_rank(), mesh.size(), avoids=avoids).run()
