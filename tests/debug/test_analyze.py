@@ -19,7 +19,7 @@ from ottava.errors import CheckpointError, DTypeError, OptionError, RecipeNotFou
 from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe
 from ottava_debug.analysis.measuring import Candidate, Series
-from ottava_debug.analysis.report import Report, most_underflow
+from ottava_debug.analysis.report import Analysis, most_underflow
 from tests.debug.checkpoints import demo_checkpoint, direct, real_checkpoint
 
 
@@ -257,7 +257,7 @@ def test_a_recipe_that_fails_is_named_and_the_others_go_on():
     tensor = series.report()
     assert tensor.noise["broken"].error == "RuntimeError: no quantizer today"
     assert tensor.noise["current"].sqnr > 30
-    report = Report("x", ("broken", "current"), (tensor,))
+    report = Analysis("x", ("broken", "current"), (tensor,))
     assert report.complaints("broken") == {"a": ["weight: fails: RuntimeError: no quantizer today"]}
     assert report.best_recipe() == "current"
     assert json.loads(json.dumps(report.to_json()))["tensors"][0]["noise"]["broken"]["rowwise"] is None

@@ -143,7 +143,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Report:
+class Analysis:
     """What :func:`ottava_debug.analyze` found.
 
     Attributes:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from ottava.cli.export import grouped
 from ottava.cli.output import table
-from ottava_debug.analysis.report import Noise, Report, most_underflow
+from ottava_debug.analysis.report import Analysis, Noise, most_underflow
 
 #: In a cell: what needs high precision.
 MARK = "!"
@@ -25,7 +25,7 @@ def percent(value: float | None) -> str:
     return "0" if value == 0 else "< 0.01 %" if value < 0.01 else f"{value:.2f} %"
 
 
-def summary_table(report: Report) -> Table:
+def summary_table(report: Analysis) -> Table:
     """One row for each recipe."""
     heads = ("recipe", "SQNR (dB)", "lowest", "underflow", "saturation", "layers to keep")
     rows = [
@@ -42,7 +42,7 @@ def summary_table(report: Report) -> Table:
     return table("Recipes: the middle tensor's SQNR, and the worst of all tensors", heads, rows, right=heads[1:])
 
 
-def tensor_table(report: Report, rows: int) -> Table:
+def tensor_table(report: Analysis, rows: int) -> Table:
     """The worst tensors under any recipe, at most ``rows`` of them."""
     made = Table(title=f"The worst tensors, each under its worst recipe ({MARK}: needs high precision)")
     made.add_column("layer", overflow="fold")
@@ -62,7 +62,7 @@ def _cells(noise: Noise, threshold: float) -> tuple[str, ...]:
     return decibels(noise.sqnr) + mark, percent(noise.underflow), percent(noise.saturation), f"{noise.cosine:.4f}"
 
 
-def sentences(report: Report, rows: int) -> Iterator[str]:
+def sentences(report: Analysis, rows: int) -> Iterator[str]:
     """What is to be said below the tables."""
     if len(report.tensors) > rows:
         yield f"{len(report.tensors) - rows} more tensors are not shown: --rows shows more, --html and --json all."
@@ -77,7 +77,7 @@ def sentences(report: Report, rows: int) -> Iterator[str]:
         yield f"  {keep.layer or '(root)'}: {keep.reason}"
 
 
-def notes(report: Report) -> Iterator[str]:
+def notes(report: Analysis) -> Iterator[str]:
     """What was left out, in groups, and recipes that failed."""
     for reason, count in Counter(skip.reason for skip in report.skipped).items():
         names = grouped([skip.name for skip in report.skipped if skip.reason == reason])
