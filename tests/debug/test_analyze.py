@@ -268,7 +268,7 @@ def test_weights_that_are_not_finite_break_a_recipe_and_are_counted():
     weight[0, 0] = float("inf")
     report = ottava_debug.analyze({"a.weight": weight}, recipes=["current", "mxfp8"])
     assert report.tensors[0].not_finite == 1
-    assert report.tensors[0].amax == weight[1:].abs().max().item() or report.tensors[0].amax < 10
+    assert report.tensors[0].amax == weight[weight.isfinite()].abs().max().item()
     assert json.loads(json.dumps(report.to_json()))["recipes"] == ["current", "mxfp8"]
 
 

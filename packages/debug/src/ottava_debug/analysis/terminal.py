@@ -45,13 +45,12 @@ def summary_table(report: Analysis) -> Table:
 def tensor_table(report: Analysis, rows: int) -> Table:
     """The worst tensors under any recipe, at most ``rows`` of them."""
     made = Table(title=f"The worst tensors, each under its worst recipe ({MARK}: needs high precision)")
-    made.add_column("layer", overflow="fold")
-    for head in ("tensor", "recipe"):
-        made.add_column(head, no_wrap=True)
+    made.add_column("layer (tensor, recipe)", overflow="fold")
     for head in ("SQNR (dB)", "underflow", "saturated", "cosine"):
         made.add_column(head, no_wrap=True, justify="right")
     for tensor, name in report.worst(rows):
-        made.add_row(tensor.layer or "(root)", tensor.role, name, *_cells(tensor.noise[name], report.threshold))
+        what = f"{tensor.layer or '(root)'} ({tensor.role}, {name})"
+        made.add_row(what, *_cells(tensor.noise[name], report.threshold))
     return made
 
 
