@@ -13,12 +13,17 @@ __version__ = "0.1.0"
 
 # Module -> the public names that it defines.
 _NAMES = {
+    "analysis.analyze": "analyze",
+    "analysis.output": "write_html write_json write_suggestion",
+    "analysis.report": "Analysis",
     "bundle": "Bundle",
     "capturing": "capture",
     "features": "DisableFP8GEMM DisableFP8Layer FakeQuant Feature LogFp8TensorStats LogTensorStats",
     "features.statistics": "Statistic",
     "manager": "on_error",
+    "measures": "Measures compare",
     "products": "Inspection Watch",
+    "recipe_file": "Keep write_recipe_file",
     "scoped": "Run Statistics fake_quant high_precision statistics",
     "search.bisect": "bisect",
     "search.report": "Finding Report",
@@ -42,6 +47,11 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from ottava_debug.analysis.analyze import analyze as analyze
+    from ottava_debug.analysis.output import write_html as write_html
+    from ottava_debug.analysis.output import write_json as write_json
+    from ottava_debug.analysis.output import write_suggestion as write_suggestion
+    from ottava_debug.analysis.report import Analysis as Analysis
     from ottava_debug.bundle import Bundle as Bundle
     from ottava_debug.capturing import capture as capture
     from ottava_debug.features import DisableFP8GEMM as DisableFP8GEMM
@@ -52,8 +62,12 @@ if TYPE_CHECKING:
     from ottava_debug.features import LogTensorStats as LogTensorStats
     from ottava_debug.features.statistics import Statistic as Statistic
     from ottava_debug.manager import on_error as on_error
+    from ottava_debug.measures import Measures as Measures
+    from ottava_debug.measures import compare as compare
     from ottava_debug.products import Inspection as Inspection
     from ottava_debug.products import Watch as Watch
+    from ottava_debug.recipe_file import Keep as Keep
+    from ottava_debug.recipe_file import write_recipe_file as write_recipe_file
     from ottava_debug.scoped import Run as Run
     from ottava_debug.scoped import Statistics as Statistics
     from ottava_debug.scoped import fake_quant as fake_quant

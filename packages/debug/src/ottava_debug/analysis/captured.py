@@ -4,6 +4,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,18 +100,32 @@ def captured(
     names = {module: name for name, module in model.named_modules() if isinstance(module, Linear)}
     series: dict[tuple[str, str], Series] = {}
 
-    def take(name: str, role: str, values: torch.Tensor) -> None:
+    gradients: list[tuple[str, str, torch.Tensor]] = []
+
+    def add(name: str, role: str, values: torch.Tensor) -> None:
         if values.numel():
-            series.setdefault((name, role), Series(name, role, recipes)).add(values)
+            if (name, role) not in series:
+                series[name, role] = Series(name, role, recipes)
+            series[name, role].add(values)
+
+    def take(name: str, role: str, values: torch.Tensor) -> None:
+        if role == "grad_output":
+            # A recipe that keeps state begins no step inside of a backward pass.
+            gradients.append((name, role, values))
+        else:
+            add(name, role, values)
 
     def watcher(layer: Any) -> Inspection | None:
         name = names.get(layer)
-        return None if name is None else _Look(lambda role, values: take(name, role, values))
+        return None if name is None else _Look(partial(take, name))
 
     done, backward = 0, False
-    with Watch(watcher), torch.enable_grad():
+    with torch.enable_grad():
         for done, batch in enumerate(itertools.islice(batches, steps), 1):
-            backward |= _step(model, batch, loss)
+            with Watch(watcher):
+                backward |= _step(model, batch, loss)
+            while gradients:
+                add(*gradients.pop(0))
             progress(done)
     if not done:
         raise UsageError("the data have no batch", expected="an iterable of at least one")
