@@ -104,10 +104,7 @@ def _keep(*tensors: torch.Tensor) -> None:
 
 class Ranks:
     """The ranks of a group, or this process alone where there is none: what one of them fails in, fails on all.
-
-    Raises:
-        UsageError: a group is given and none is initialized, or this process is not in it.
-    """
+    UsageError where a group is given and none is initialized, or this process is not in it."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.alone = group, not process_groups_ready()

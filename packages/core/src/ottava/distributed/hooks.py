@@ -48,10 +48,8 @@ _amaxes: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[int], list[torch.
 
 
 class GatherPlan(NamedTuple):
-    """What the hook after a gather needs to know: which inner tensors come, and everything that does not.
-
-    Of what comes: the shape of a rank's shard of it, and whether that is padded.
-    """
+    """What the hook after a gather needs to know: which inner tensors come, with the shape of a rank's shard and
+    whether that is padded, and everything that does not."""
 
     inner: tuple[tuple[InnerTensor, torch.Size, bool], ...]
     shared: dict[str, torch.Tensor | None]
@@ -78,11 +76,7 @@ def padded(values: torch.Tensor, rows: int) -> torch.Tensor:
 def pre_all_gather(
     tensor: QuantizedTensor, mesh: Any, size: torch.Size, module: Any
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
-    """What this rank sends, padded to the length of the longest shard, and the plan.
-
-    Raises:
-        ShapeError, UsageError: as of :meth:`ottava.QuantizedTensor.fsdp_pre_all_gather`.
-    """
+    """What this rank sends, padded to the length of the longest shard, and the plan."""
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
     binding = getattr(module, "_binding", None)

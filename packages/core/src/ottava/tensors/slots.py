@@ -5,7 +5,7 @@ from typing import Any
 
 
 def above(module: str) -> Any:
-    """A module of :mod:`ottava.distributed`: ``"hooks"``, the ``"rules"`` for shards, or one rule.
+    """A module of :mod:`ottava.distributed`: ``"hooks"`` or the ``"rules"`` for shards.
 
     It stands above ``tensors``, and FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone: here,
     and nowhere else in core, a module is found upwards, by its name on first use.
