@@ -90,8 +90,7 @@ def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
 def _ready(group: Any) -> Any:
     if not process_groups_ready():
         what = "a reduction over processes was asked for but no process group is initialized"
-        expected = "torch.distributed.init_process_group() before training"
-        raise UsageError(what, expected=expected, remedy="initialize it, or set with_amax_reduction=False")
+        raise UsageError(what, "torch.distributed.init_process_group() before", "or set with_amax_reduction=False")
     return find_group(group)
 
 
