@@ -5,9 +5,8 @@ from typing import Any
 
 
 def above(module: str) -> Any:
-    """A module of :mod:`ottava.distributed`: ``"hooks"`` or the ``"rules"`` for shards.
+    """A module of :mod:`ottava.distributed`: FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone.
 
-    It stands above ``tensors``, and FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone: here,
-    and nowhere else in core, a module is found upwards, by its name on first use.
+    Here, and nowhere else in core, a module is found upwards, by its name on first use.
     """
     return importlib.import_module(f"ottava.distributed.{module}")
