@@ -11,8 +11,7 @@ from ottava.nn import function
 from ottava.nn.checks import autocast_dtype, check_use, checked_dtype, main_grad_of
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
 from ottava.nn.loading import fill_in_states
-from ottava.nn.model_init import quantize_new_weight
-from ottava.nn.weight import KeptWeight, apply_to_layer, gather_as
+from ottava.nn.weight import KeptWeight, apply_to_layer, gather_as, quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.binding import Binding, Call
 from ottava.recipes.state import RecipeState

@@ -74,9 +74,9 @@ class MixedState(torch.nn.Module, RecipeState):
         self.serving: dict[str, RecipeState] = {}
         for roles, part in parts:
             self.serving |= {role.tensor_type: part for role in roles}
+            name = part.recipe._label.replace(".", "_")
+            names = chain([name], (f"{name}_{number}" for number in count(2)))
             if isinstance(part, torch.nn.Module):
-                name = part.recipe._label.replace(".", "_")
-                names = chain([name], (f"{name}_{number}" for number in count(2)))
                 self.add_module(next(name for name in names if not hasattr(self, name)), part)
 
     def parts(self) -> list[Any]:
@@ -278,7 +278,7 @@ class Binding:
             self._last = call._replace(recipe=None) if calibrating else call
         return call
 
-    def _take_part(self, layer: Any, state: RecipeState, region: Region | None, training: bool, compiling: bool) -> None:
+    def _take_part(self, layer: Any, state: Any, region: Region | None, training: bool, compiling: bool) -> None:
         """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
         if region is None:
             if training:
