@@ -82,6 +82,8 @@ def analyze(
         found, taken, missed = captured.captured(model, data, loss, steps, tried, lambda n: tell("steps", n, steps))
         tensors += [series.report() for series in found]
         skipped += missed
+        place = {layer: number for number, layer in enumerate(weights)}
+        tensors.sort(key=lambda tensor: place.get(tensor.layer, len(place)))
     named = type(model).__name__ if source is None else "a state dict" if isinstance(source, Mapping) else str(source)
     names = tuple(candidate.name for candidate in tried)
     return Report(named, names, tuple(tensors), _unique(skipped), tuple(unavailable), taken, threshold)

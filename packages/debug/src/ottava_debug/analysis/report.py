@@ -149,7 +149,7 @@ class Report:
     Attributes:
         source: what was looked at.
         recipes: the recipes by name, in the order of the columns.
-        tensors: weights first, in the order of the source.
+        tensors: layer by layer in the order of the source, the weight first.
         skipped: tensors of the source, or layers of the model, that were left out.
         unavailable: installed recipes that could not be used.
         steps: how many steps were captured.
