@@ -26,7 +26,7 @@ _NAMES = {
     "recipe_file": "Keep write_recipe_file",
     "scoped": "Run Statistics fake_quant high_precision statistics",
     "search.bisect": "bisect",
-    "search.report": "Finding",
+    "search.report": "Finding Report",
 }
 _EXPORTS = {name: f"ottava_debug.{module}" for module, names in _NAMES.items() for name in names.split()}
 
@@ -75,3 +75,4 @@ if TYPE_CHECKING:
     from ottava_debug.scoped import statistics as statistics
     from ottava_debug.search.bisect import bisect as bisect
     from ottava_debug.search.report import Finding as Finding
+    from ottava_debug.search.report import Report as Report
