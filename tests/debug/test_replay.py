@@ -280,6 +280,13 @@ def test_another_model_is_refused(path) -> None:
         Replay(step, Lazy())
 
 
+def test_damaged_random_states_are_refused(path) -> None:
+    step, _ = captured(converted(Model, "current"), path)
+    step.tensors["random.python"] = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(CheckpointError, match="random generators"):
+        Replay(step, Model())
+
+
 def test_another_loss_is_refused(path) -> None:
     step, _ = captured(converted(Model, "current"), path)
     with pytest.raises(UsageError, match="other gradients"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ottava
-from ottava.errors import DTypeError, OptionError, UsageError, text_of
+from ottava.errors import DTypeError, OptionError, UsageError, text_of, translated
 from ottava.filesystem import AnyPath, check_file_target
 from ottava.recipes.region import current_region
 from ottava_debug.bundle import Bundle, norm_of
@@ -69,7 +69,7 @@ class capture:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
-        if hasattr(model, "_orig_mod"):
+        if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
             what, remedy = "the model is compiled", "capture the one that was compiled, in eager mode"
             raise UsageError(what, expected="a model in eager mode", remedy=remedy)
         if any(hasattr(p, "to_local") for p in model.parameters()):
@@ -228,12 +228,13 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(tensors: dict[str, torch.Tensor]) -> None:
-    """Put the generators into the states of :func:`random_state`; those of devices that are not here are left out."""
-    torch.set_rng_state(tensors["random.cpu"].clone())
-    for name, state in tensors.items():
-        device = name.removeprefix("random.cuda.")
-        if device != name and torch.cuda.is_available() and int(device) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state.clone(), int(device))
-    if "random.python" in tensors:
+    """Put the generators into the states of :func:`random_state`; those of devices that are not here are left out.
+    CheckpointError: they are no such states."""
+    with translated("the states of random generators are damaged", "what capture writes"):
+        torch.set_rng_state(tensors["random.cpu"].clone())
+        for name, state in tensors.items():
+            device = name.removeprefix("random.cuda.")
+            if device != name and torch.cuda.is_available() and int(device) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state.clone(), int(device))
         gauss = tensors["random.python.next"].tolist()
         random.setstate((3, tuple(tensors["random.python"].tolist()), gauss[0] if gauss else None))

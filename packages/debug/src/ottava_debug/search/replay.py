@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ottava.checkpoint.files import DTYPES
 from ottava.errors import CheckpointError, UsageError
 from ottava.recipes import Recipe
 from ottava_debug.bundle import Bundle
@@ -166,7 +167,7 @@ class Replay:
             stack.enter_context(torch.random.fork_rng())
             set_random_state(self.step.tensors)
             if self.step.autocast:
-                dtype = getattr(torch, self.step.autocast)
+                dtype = DTYPES[self.step.autocast]
                 stack.enter_context(torch.autocast(self.device.type, dtype))
             try:
                 yield
