@@ -17,7 +17,7 @@ from ottava_debug.losses import LOSSES, loss_in
 from ottava_debug.products import Watch
 from ottava_debug.recipe_data import describe
 from ottava_debug.recorder import Recorder, layer_calls
-from ottava_debug.trees import flatten, tensors_of
+from ottava_debug.trees import ends, flatten, tensors_of
 
 
 class capture:
@@ -144,10 +144,11 @@ class capture:
         step.events.append(f"forward {len(step.arguments)}")
         step.arguments.append(said)
 
-    def _leave_model(self, model: Any, args: Any, output: Any) -> None:
+    def _leave_model(self, model: Any, args: Any, output: Any) -> Any:
         self._depth -= 1
         if self._depth or not torch.is_grad_enabled():
-            return
+            return output
+        output = ends(output)
         found = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         number = len(self._step.arguments) - 1
         given = loss_in(output)
@@ -156,6 +157,7 @@ class capture:
             tensor.register_hook(
                 lambda gradient, key=f"seed.{number}.{place}": self._note_gradient(number, key, gradient)
             )
+        return output
 
     def _note_gradient(self, number: int, key: str, gradient: torch.Tensor) -> None:
         """Of an output of the model: that the backward pass has begun, and from what."""

@@ -19,7 +19,7 @@ from ottava_debug.recorder import Recorder
 from ottava_debug.search.loading import converted, fitting_state, restore
 from ottava_debug.search.measure import Outcome
 from ottava_debug.search.operands import CapturedOperands, First, Inspecting, Operand, Switched
-from ottava_debug.trees import tensors_of, unflatten
+from ottava_debug.trees import ends, tensors_of, unflatten
 
 
 class Replay:
@@ -119,7 +119,7 @@ class Replay:
             if kind == "forward":
                 said = self.step.arguments[int(number)]
                 args, kwargs = (unflatten(said[key], self.step.tensors, self.device) for key in ("args", "kwargs"))
-                output = self.model(*args, **kwargs)
+                output = ends(self.model(*args, **kwargs))
                 found = self._losses(int(number), output)
                 self.knows_loss &= found is not None
                 total += float("nan") if found is None else float(found.detach())
