@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from eight_layers import NAMES, Recorder, layers_of, model_of, step
+from eight_layers import NAMES, Recorder, model_of, step
 
 import ottava
 import ottava_debug

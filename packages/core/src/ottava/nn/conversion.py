@@ -119,7 +119,7 @@ def convert(
     weights = _primary_weights(model, replacements, chosen, keep_initial_values) if primary else {}
 
     for module, layer in replacements.items():
-        layer._bind_prepared(chosen, states[module])
+        layer._binding.bind(layer, chosen, states[module])
     for parent in list(model.modules()):
         parent.__dict__.pop(LEFT_ALONE, None)
         parent._modules.update({name: replacements[m] for name, m in parent._modules.items() if m in replacements})

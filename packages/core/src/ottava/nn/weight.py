@@ -1,4 +1,4 @@
-"""A layer's weight: kept quantized from the beginning or between microbatches, moved, and replaced."""
+"""A layer's weight: kept quantized from the beginning, moved, and replaced."""
 
 import os
 import warnings
@@ -13,9 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ottava.errors import DTypeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.binding import Call
 from ottava.recipes.role import QuantizerRole
-from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 from ottava.torch_private import local_tensor, set_local_tensor
 
@@ -82,33 +80,6 @@ def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_val
     if keep_initial_values and not weight.is_meta:
         parameter._high_precision_init_val = weight.detach().cpu().clone()
     return parameter
-
-
-class KeptWeight:
-    """The weight as it was quantized in the first microbatch, by a state of the layer."""
-
-    quantized: QuantizedTensorStorage | None = None
-    _state: RecipeState | None = None
-
-    def clear(self) -> None:
-        """Keep nothing: the weight or the recipe has changed."""
-        self.quantized = self._state = None
-
-    def for_call(self, call: Call, weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        """What was kept, or what is kept from now on."""
-        state: Any = call.state
-        if self.quantized is None or self._state is not state or (call.first and not call.recomputed):
-            # Where operands are seen when they are recomputed, this one is not quantized again.
-            recording = call.recording or state._unseen
-            quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
-            weight = weight.detach()
-            with torch.no_grad():
-                kept = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)
-            if state.stateful:
-                # It is never quantized again, and the quantizer holds the state as it is now.
-                kept.update_quantizer(None)
-            self.quantized, self._state = kept, state
-        return self.quantized
 
 
 def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
