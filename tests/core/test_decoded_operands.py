@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ottava import Layout, kernels
-from ottava.gemm import Operand, gemm, multiply, products, scaled
-from ottava.gemm.products import decoded_mm
+from ottava import gemm as products
+from ottava.gemm import Operand, decoded_mm, gemm, multiply, scaled
 from ottava.kernels import products as dense
 from ottava.kernels import scaled_mm, use_backend
 from ottava.tensors import Float8TensorStorage

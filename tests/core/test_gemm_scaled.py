@@ -16,8 +16,7 @@ from scaled_gemm import E4M3, E5M2, KINDS, PRODUCTS, SHAPES, SIZES, Recorded, St
 import ottava
 from ottava import Layout
 from ottava.errors import DTypeError, ShapeError
-from ottava.gemm import gemm
-from ottava.gemm.products import _on_grid
+from ottava.gemm import _on_grid, gemm
 from ottava.gemm.scaled import product
 from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage, columnwise_layout
 from tests.choosing import scaled_products

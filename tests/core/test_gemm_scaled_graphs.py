@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ottava
-from ottava.gemm import gemm, operand
+from ottava.gemm import _on_grid, gemm
 from ottava.gemm import scaled as gemm_scaled
-from ottava.gemm.products import _on_grid
 from ottava.kernels import products
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
 from tests.choosing import scaled_products
@@ -111,7 +110,7 @@ class NoLook(TorchDispatchMode):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_value_is_looked_at(strict: Strict, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     # The mode is to see what the operator is made of.
-    monkeypatch.setattr(operand, "is_direct", lambda *tensors: True)
+    monkeypatch.setattr(gemm_scaled, "is_direct", lambda *tensors: True)
     for sizes in ((32, 48, 64), (17, 5, 9)):
         a, b = (coded(shape, E4M3, 1.0, i) for i, shape in enumerate(SHAPES[kind](*sizes)))
         with NoLook():

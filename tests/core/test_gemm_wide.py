@@ -9,8 +9,8 @@ import pytest
 import torch
 from scaled_gemm import E4M3, KINDS, PRODUCTS, SHAPES, check, coded, matrix
 
+from ottava import gemm as quantized
 from ottava.gemm import gemm
-from ottava.gemm import products as quantized
 from ottava.kernels import products
 from ottava.kernels.backends import backend_module
 

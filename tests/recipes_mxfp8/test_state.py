@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ottava.errors import DTypeError, UsageError
-from ottava.gemm.products import _on_grid
+from ottava.gemm import _on_grid
 from ottava.gemm.scaled import _kept, swizzle
 from ottava_mxfp8 import MXFP8Tensor
 from tests.recipes_mxfp8.blocks import (

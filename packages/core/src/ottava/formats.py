@@ -95,11 +95,10 @@ def fp8_format(dtype: torch.dtype) -> FloatFormat:
     Raises:
         DTypeError: ``dtype`` is not ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
     """
-    found = _FP8.get(dtype) if isinstance(dtype, torch.dtype) else None
-    if found is None:
+    if not isinstance(dtype, torch.dtype) or dtype not in _FP8:
         what, expected = f"{dtype!r} is not an FP8 element format", "torch.float8_e4m3fn or torch.float8_e5m2"
         raise DTypeError(what, expected=expected, remedy="pass one of these as fp8_dtype")
-    return found
+    return _FP8[dtype]
 
 
 def element_format(dtype: torch.dtype) -> FloatFormat | IntegerFormat:
@@ -108,8 +107,7 @@ def element_format(dtype: torch.dtype) -> FloatFormat | IntegerFormat:
     Raises:
         DTypeError: ``dtype`` is none of ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` and ``torch.int8``.
     """
-    found = ELEMENTS.get(dtype) if isinstance(dtype, torch.dtype) else None
-    if found is None:
-        what = f"{dtype!r} is not a format of elements"
-        raise DTypeError(what, expected="torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8")
-    return found
+    if not isinstance(dtype, torch.dtype) or dtype not in ELEMENTS:
+        expected = "torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8"
+        raise DTypeError(f"{dtype!r} is not a format of elements", expected=expected)
+    return ELEMENTS[dtype]

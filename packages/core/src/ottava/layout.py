@@ -21,9 +21,6 @@ Size = tuple[int, int]
 Block = tuple[int | None, int | None]
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _ROUNDINGS = {torch.float32: ("nearest", "floor"), E8M0.torch_dtype: ("up", "floor")}
-# How a layout is written: the fields in their order, with these between them.
-_BETWEEN = "/"
-_ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -91,9 +88,9 @@ class Layout:
             raise OptionError(f"blocks of {self.block} share a scale over {self.shared}", expected="squares of blocks")
         if self.columnwise == "same" and self.block[0] != self.block[1]:
             raise OptionError(f"blocks of {self.block} with columnwise='same'", expected="squares, or one for all")
-        one_buffer = self.columnwise == "same" or (self.columnwise == "own" and self.block == (None, None))
-        object.__setattr__(self, "one_buffer", one_buffer)
-        object.__setattr__(self, "text", _BETWEEN.join(map(_written, self._values())))
+        whole = self.columnwise == "own" and self.block == (None, None)
+        object.__setattr__(self, "one_buffer", whole or self.columnwise == "same")
+        object.__setattr__(self, "text", "/".join(map(_written, self._values())))
         _KNOWN.setdefault(self.text, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -180,21 +177,20 @@ def as_matrix_shape(shape: Sequence[int]) -> Size:
 
 def _written(value: Any) -> str:
     if isinstance(value, tuple):
-        return "x".join(_ALL if size is None else str(size) for size in value)
+        return "x".join("all" if size is None else str(size) for size in value)
     return str(value).removeprefix("torch.")
 
 
 def _sizes(text: str) -> Any:
-    return None if text == "None" else tuple(None if size == _ALL else int(size) for size in text.split("x"))
+    return None if text == "None" else tuple(None if size == "all" else int(size) for size in text.split("x"))
 
 
 # What reads each field, by its place.
-_dtype = vars(torch).get
-_READERS: tuple[Callable[[str], Any], ...] = (_dtype, _sizes, _dtype, str, float, str, _sizes, str)
+_READERS: tuple[Callable[[str], Any], ...] = (vars(torch).get, _sizes, vars(torch).get, str, float, str, _sizes, str)
 
 
 def _parsed(text: str) -> Layout:
     try:
-        return Layout(*[reader(part) for reader, part in zip(_READERS, text.split(_BETWEEN), strict=True)])
+        return Layout(*[reader(part) for reader, part in zip(_READERS, text.split("/"), strict=True)])
     except ValueError as error:
         raise OptionError(f"{text!r:.80} is no layout", expected="what Layout.text gives") from error

@@ -51,11 +51,10 @@ class Fallbacks:
 
     @staticmethod
     def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, _: None, out_dtype: Any, fast: bool) -> Any:
-        functional: Any = torch.nn.functional
-        kinds = functional.ScalingType
+        kinds: Any = torch.nn.functional.ScalingType
         kind = kinds.TensorWise if scale_a.numel() == scale_b.numel() == 1 else kinds.RowWise
-        options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": fast}
-        return functional.scaled_mm(a, b, scale_a, kind, scale_b, kind, **options)
+        options: Any = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": fast}
+        return torch.nn.functional.scaled_mm(a, b, scale_a, kind, scale_b, kind, **options)
 
     @staticmethod
     def mkldnn_bf16_supported() -> bool:
@@ -78,11 +77,10 @@ class Fallbacks:
     def tree_map(cls, function: Callable[[Any], Any], tree: Any) -> Any:
         if isinstance(tree, dict):
             return type(tree)((key, cls.tree_map(function, value)) for key, value in tree.items())
-        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return type(tree)(*(cls.tree_map(function, value) for value in tree))
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(cls.tree_map(function, value) for value in tree)
-        return function(tree)
+        if not isinstance(tree, (list, tuple)):
+            return function(tree)
+        made = [cls.tree_map(function, value) for value in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
 
 
 def _refuse(path: str) -> NoReturn:

@@ -136,12 +136,11 @@ def convert_file(
 
 def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | None, torch.dtype | None]:
     """The name of what tensors become, and the recipe or the dtype of high precision."""
-    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
-        return recipe, get_recipe(recipe, **options), None
-    if options:
+    dtype = HIGH_PRECISION_NAMES.get(recipe) if isinstance(recipe, str) else None
+    if options and (dtype or not isinstance(recipe, str)):
         raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
     if isinstance(recipe, str):
-        return recipe, None, HIGH_PRECISION_NAMES[recipe]
+        return recipe, None if dtype else get_recipe(recipe, **options), dtype
     made = as_recipe(recipe)
     return made.name, made, None
 
@@ -203,8 +202,7 @@ def _beginning_with(prefix: str, every: dict[str, Any]) -> dict[str, Any]:
     state = {name[len(prefix) :]: every[name] for name in every if name.startswith(prefix) and name != prefix}
     if not state:
         starts = sorted({f"{name.partition('.')[0]}." for name in every if "." in name})
-        what = f"no tensor has a name that begins with {prefix!r}"
-        raise OptionError(what, expected=f"one of {listed(starts)}" if starts else "no prefix")
+        raise OptionError(f"no tensor's name begins with {prefix!r}", f"one of {listed(starts)}" if starts else "none")
     return state
 
 
@@ -229,8 +227,7 @@ def _chosen(
     def fitting(patterns: Sequence[str]) -> set[str]:
         found = {pattern: fnmatch.filter(able, pattern) for pattern in patterns}
         if useless := [pattern for pattern, names in found.items() if not names]:
-            what = f"pattern {useless[0]!r} fits no tensor that can be converted"
-            raise OptionError(what, expected=f"a pattern of names of such, as {listed(able)}")
+            raise OptionError(f"pattern {useless[0]!r} fits no tensor that can be converted", f"one of {listed(able)}")
         return {name for names in found.values() for name in names}
 
     skipped: tuple[str, ...] = ()

@@ -99,8 +99,7 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
         if isinstance(found, ShardRule):
             return found
         if found is not None:
-            what = f"{cls.__name__}.shards is a {type(found).__name__}"
-            raise DTypeError(what, expected="an ottava.distributed.ShardRule, or None")
+            raise DTypeError(f"{cls.__name__}.shards is a {type(found).__name__}", "an ottava.distributed.ShardRule")
         if "quantize_impl" in vars(cls):
             break
     return _SILENT

@@ -16,18 +16,15 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
-from ottava.kernels import backends
-from ottava.kernels import checks as _checks
-from ottava.kernels import products as _products
-from ottava.kernels import table as _table
+from ottava.kernels import backends, checks, products, table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
-from ottava.kernels.checks import HIGH_PRECISION, check_epsilon, check_grid, check_high_precision
+from ottava.kernels.checks import HIGH_PRECISION, Maybe, Tensor, check_epsilon, check_grid, check_high_precision
 from ottava.kernels.multi import WHOLE, grid_amax_sizes, grid_multi_amax, grid_multi_cast, multi_amax, multi_cast
 from ottava.layout import Layout
 from ottava.torch_private import graph_task_id
 
-Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_dynamo_compiling
+_Tensors = Sequence[Tensor]
 
 __all__ = [
     "HIGH_PRECISION",
@@ -61,7 +58,7 @@ __all__ = [
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude as a float32 scalar on the device of ``x``; NaN is ignored, an empty tensor has 0."""
     check_high_precision(x)
-    return _table.amax(x)  # type: ignore[no-any-return]
+    return table.amax(x)  # type: ignore[no-any-return]
 
 
 def scale_from_amax(
@@ -73,22 +70,22 @@ def scale_from_amax(
     infinite or NaN; at most the largest finite float32; with ``force_pow_2`` floored to a power of two. ``scale_inv``
     is the correctly rounded ``1/scale``.
     """
-    _checks.check_tensor(amax, "amax", torch.float32)
+    checks.check_tensor(amax, "amax", torch.float32)
     fp8_format(fp8_dtype)
     check_epsilon(epsilon)
-    return _table.scale_from_amax(amax, fp8_dtype, epsilon, bool(force_pow_2))  # type: ignore[no-any-return]
+    return table.scale_from_amax(amax, fp8_dtype, epsilon, bool(force_pow_2))  # type: ignore[no-any-return]
 
 
 def cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """Data of ``cast(float32(x) * scale)``: to nearest even, saturating, NaN to 0x7F, sign of zero kept."""
-    _checks.check_cast(x, scale, fp8_dtype, False)
-    return _table.cast_amax(x, scale, None, None, fp8_dtype, True, False)[0]  # type: ignore[no-any-return]
+    checks.check_cast(x, scale, fp8_dtype, False)
+    return table.cast_amax(x, scale, None, None, fp8_dtype, True, False)[0]  # type: ignore[no-any-return]
 
 
 def cast_transpose(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """:func:`cast` of ``x [*leading, K]`` with its transpose ``[K, *leading]``, in one pass."""
-    _checks.check_cast(x, scale, fp8_dtype, True)
-    return _table.cast_amax(x, scale, None, None, fp8_dtype, True, True)[:2]  # type: ignore[no-any-return]
+    checks.check_cast(x, scale, fp8_dtype, True)
+    return table.cast_amax(x, scale, None, None, fp8_dtype, True, True)[:2]  # type: ignore[no-any-return]
 
 
 def quantize(
@@ -108,18 +105,12 @@ def quantize(
     fp8_format(fp8_dtype)
     check_epsilon(epsilon)
     if transposed:
-        _checks.check_matrix(x)
-    return _table.quantize(x, fp8_dtype, epsilon, bool(force_pow_2), rowwise, transposed)  # type: ignore[no-any-return]
+        checks.check_matrix(x)
+    return table.quantize(x, fp8_dtype, epsilon, bool(force_pow_2), rowwise, transposed)  # type: ignore[no-any-return]
 
 
 def cast_amax(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    fp8_dtype: torch.dtype,
-    *,
-    saturated: Tensor | None = None,
-    transposed: bool = False,
+    x: Tensor, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype, *, saturated: Maybe = None, transposed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`cast` with a known scale that records, all in one pass over ``x``: ``(data, transpose, scale_inv)``.
 
@@ -129,20 +120,15 @@ def cast_amax(
             counted in a second pass, which is made only when there are any.
         transposed: whether the transpose is wanted; an empty tensor comes back otherwise.
     """
-    _checks.check_cast(x, scale, fp8_dtype, transposed)
-    _checks.check_scalar(amax, x, "amax")
+    checks.check_cast(x, scale, fp8_dtype, transposed)
+    checks.check_scalar(amax, x, "amax")
     if saturated is not None:
-        _checks.check_scalar(saturated, x, "saturated", torch.int64)
-    return _table.cast_amax(x, scale, amax, saturated, fp8_dtype, True, transposed)  # type: ignore[no-any-return]
+        checks.check_scalar(saturated, x, "saturated", torch.int64)
+    return table.cast_amax(x, scale, amax, saturated, fp8_dtype, True, transposed)  # type: ignore[no-any-return]
 
 
 def update_scales(
-    scales: Sequence[Tensor],
-    histories: Sequence[Tensor],
-    maxima: Sequence[float],
-    *,
-    most_recent: bool = False,
-    last: Tensor | None = None,
+    scales: _Tensors, histories: _Tensors, maxima: Sequence[float], *, most_recent: bool = False, last: Maybe = None
 ) -> None:
     """The scales of the next step from the amaxes of past ones, in place, for any number of tensors in one call.
 
@@ -176,31 +162,31 @@ def update_scales(
     if length == 0:
         raise ShapeError("a history has no rows", expected="at least one")
     for scale, history in zip(scales, histories, strict=True):
-        _checks.check_out(scale, (scale.numel(),), torch.float32, device, "scale")
-        _checks.check_out(history, (length, scale.numel()), torch.float32, device, "amax history")
+        checks.check_out(scale, (scale.numel(),), torch.float32, device, "scale")
+        checks.check_out(history, (length, scale.numel()), torch.float32, device, "amax history")
     if last is not None:
-        _checks.check_out(last, (total,), torch.float32, device, "last")
-    _table.update_scales(list(scales), list(histories), [float(maximum) for maximum in maxima], most_recent, last)
+        checks.check_out(last, (total,), torch.float32, device, "last")
+    table.update_scales(list(scales), list(histories), [float(maximum) for maximum in maxima], most_recent, last)
 
 
 def transpose(data: Tensor) -> Tensor:
     """Data ``[*leading, K]`` to a contiguous ``[K, *leading]``."""
-    _checks.check_data(data)
-    _checks.check_matrix(data)
-    return _table.transpose(data)  # type: ignore[no-any-return]
+    checks.check_data(data)
+    checks.check_matrix(data)
+    return table.transpose(data)  # type: ignore[no-any-return]
 
 
-def decode(data: Tensor, scale_inv: Tensor | None, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def decode(data: Tensor, scale_inv: Maybe, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
     """``float32(element) * scale_inv`` rounded once to ``dtype``; without ``scale_inv`` the bare element values."""
-    _checks.check_data(data)
+    checks.check_data(data)
     if scale_inv is not None:
-        _checks.check_scalar(scale_inv, data, "scale_inv")
+        checks.check_scalar(scale_inv, data, "scale_inv")
     fp8_format(fp8_dtype)
-    _checks.check_dtype(dtype, "cannot decode to")
-    return _table.grid_decode(data, scale_inv, WHOLE[fp8_dtype].text, False, dtype)  # type: ignore[no-any-return]
+    checks.check_dtype(dtype, "cannot decode to")
+    return table.grid_decode(data, scale_inv, WHOLE[fp8_dtype].text, False, dtype)  # type: ignore[no-any-return]
 
 
-def grid_scales(amax: Tensor, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[Tensor | None, Tensor]:
+def grid_scales(amax: Tensor, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[Maybe, Tensor]:
     """Of every amax what elements are multiplied by, and what is stored of it, of the same shape.
 
     float32 scales: ``(scale, scale_inv)`` as of :func:`scale_from_amax`, for values in ``dtype``. E8M0: None, and the
@@ -208,10 +194,10 @@ def grid_scales(amax: Tensor, layout: Layout, dtype: torch.dtype = torch.float32
     exponent of ``amax`` less that of the largest power of two of the format; 0 gives 0, infinity 254, NaN 255, and
     nothing else more than 254.
     """
-    _checks.check_layout(layout)
-    _checks.check_dtype(dtype)
-    _checks.check_tensor(amax, "amax", torch.float32)
-    scale, stored = _table.grid_scales(amax, layout.text, dtype)
+    checks.check_layout(layout)
+    checks.check_dtype(dtype)
+    checks.check_tensor(amax, "amax", torch.float32)
+    scale, stored = table.grid_scales(amax, layout.text, dtype)
     return (scale if layout.stored_scale is torch.float32 else None), stored
 
 
@@ -225,11 +211,11 @@ def grid_quantize(
         :meth:`Layout.data_shape` and :meth:`Layout.scale_shape` give; empty tensors for what is not asked for. The amax
         of a block ignores NaN.
     """
-    _checks.check_layout(layout)
+    checks.check_layout(layout)
     check_high_precision(x)
     if not (rowwise or columnwise):
         raise OptionError("neither rowwise nor columnwise data are asked for", expected="at least one")
-    return _table.grid_quantize(x, layout.text, rowwise, columnwise)  # type: ignore[no-any-return]
+    return table.grid_quantize(x, layout.text, rowwise, columnwise)  # type: ignore[no-any-return]
 
 
 def grid_decode(
@@ -241,13 +227,11 @@ def grid_decode(
     """
     check_grid(data, scales, layout, columnwise)
     if dtype is not torch.float64:
-        _checks.check_dtype(dtype, "cannot decode to")
-    return _table.grid_decode(data, scales, layout.text, columnwise, dtype)  # type: ignore[no-any-return]
+        checks.check_dtype(dtype, "cannot decode to")
+    return table.grid_decode(data, scales, layout.text, columnwise, dtype)  # type: ignore[no-any-return]
 
 
-def scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+def scaled_mm(a: Tensor, b: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out_dtype: torch.dtype) -> Tensor:
     """``round(a[M, K] @ b[K, N] * (scale_a * scale_b) + bias)``; scales are float32 scalars or None."""
     check_high_precision(a, "a")
     check_high_precision(b, "b")
@@ -255,11 +239,11 @@ def scaled_mm(
         raise DTypeError(f"a has dtype {a.dtype}, b {b.dtype}", expected="one dtype")
     if not a.dim() == b.dim() == 2 or a.shape[1] != b.shape[0]:
         raise ShapeError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}", expected="matrices [M, K] and [K, N]")
-    _checks.check_device(b, a.device, "b")
+    checks.check_device(b, a.device, "b")
     for scale, what in ((scale_a, "scale_a"), (scale_b, "scale_b")):
         if scale is not None:
-            _checks.check_scalar(scale, a, what)
+            checks.check_scalar(scale, a, what)
     if bias is not None:
-        _checks.check_bias(bias, b.shape[1], a.device)
-    _checks.check_dtype(out_dtype, "result dtype")
-    return _products.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)  # type: ignore[no-any-return]
+        checks.check_bias(bias, b.shape[1], a.device)
+    checks.check_dtype(out_dtype, "result dtype")
+    return products.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)  # type: ignore[no-any-return]

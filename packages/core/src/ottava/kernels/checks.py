@@ -13,7 +13,10 @@ HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS = "torch.float32, torch.bfloat16 or torch.float16"
 
 Tensor = torch.Tensor
+Maybe = Tensor | None
 Tensors = Sequence[Tensor]
+#: Results, None for what is not wanted.
+Outputs = Sequence[Tensor | None]
 DTypes = Sequence[torch.dtype]
 #: Rows and columns of matrices.
 Shapes = Sequence[tuple[int, int]]

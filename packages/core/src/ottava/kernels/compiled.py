@@ -13,7 +13,7 @@ import torch
 
 from ottava.formats import FP8, MX_BLOCK, element_format, fp8_format
 from ottava.kernels import reference
-from ottava.kernels.checks import Pairs, Shards, Tensor, Tensors
+from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -21,7 +21,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 _ABSENT = None, None
 
 
-def pointers(*tensors: Tensor | None) -> list[int]:
+def pointers(*tensors: Maybe) -> list[int]:
     """The addresses of the elements, 0 without a tensor."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
@@ -65,9 +65,7 @@ class Compiled:
         options = fp8_format(fp8_dtype).max, epsilon, force_pow_2
         self.native.scale_from_amax(amax.data_ptr(), amax.numel(), *options, *pointers(*out), *self.stream(amax))
 
-    def quantize(
-        self, x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Sequence[Tensor | None]
-    ) -> None:
+    def quantize(self, x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs) -> None:
         data, transpose, scale, scale_inv, amax = out
         x, fmt, scratch = x.contiguous(), fp8_format(fp8_dtype).code, self.scratch_for(x)
         addresses = pointers(*scratch, amax, scale, scale_inv, data, transpose)
@@ -75,13 +73,7 @@ class Compiled:
         self.native.quantize(*source, epsilon, force_pow_2, *addresses, fmt, *self.place(x))
 
     def cast_amax(
-        self,
-        x: Tensor,
-        scale: Tensor,
-        amax: Tensor | None,
-        saturated: Tensor | None,
-        fp8_dtype: torch.dtype,
-        out: Sequence[Tensor | None],
+        self, x: Tensor, scale: Tensor, amax: Maybe, saturated: Maybe, fp8_dtype: torch.dtype, out: Outputs
     ) -> None:
         data, transpose, scale_inv = out
         x, fmt = x.contiguous(), fp8_format(fp8_dtype).code
@@ -93,7 +85,7 @@ class Compiled:
         self.native.transpose(data.data_ptr(), *matrix(data), out.data_ptr(), *self.place(data))
 
     def update_scales(
-        self, scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Tensor | None
+        self, scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Maybe
     ) -> None:
         slots = [(s.data_ptr(), h.data_ptr(), s.numel()) for s, h in zip(scales, histories, strict=True)]
         rest = histories[0].shape[0], maxima, most_recent, *pointers(last)
@@ -101,7 +93,7 @@ class Compiled:
 
     # On grids: of layouts that the module serves.
 
-    def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
+    def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> None:
         layout, code, (e8m0, floor, epsilon), _ = known(text)
         scales: Any = out
         if layout.element not in FP8 or layout.finite_as == "input":
@@ -113,7 +105,7 @@ class Compiled:
             options = code, floor, *pointers(out[1]), *self.place(amax)
             self.native.mx_scale_from_amax(amax.data_ptr(), amax.numel(), *options)
 
-    def grid_quantize(self, x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
+    def grid_quantize(self, x: Tensor, text: str, out: Outputs) -> None:
         layout, code, rule, sides = known(text)
         if not x.numel() or not self.serves(layout):
             reference.grid_quantize(x, text, out)
@@ -125,7 +117,7 @@ class Compiled:
         source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), code
         self.native.grid_quantize(*source, *rule, largest, *results, *pointers(*scratch), *self.place(x))
 
-    def grid_decode(self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
+    def grid_decode(self, data: Tensor, scales: Maybe, text: str, columnwise: bool, out: Tensor) -> None:
         layout, code, (e8m0, *_), _ = known(text)
         bare = layout.element in FP8 and (scales is None or (layout.block == _ABSENT and not e8m0))
         if out.dtype is torch.float64 or not (bare or (scales is not None and self.serves(layout))):
@@ -139,9 +131,7 @@ class Compiled:
         sizes, block = layout.stored_matrix(data.shape, columnwise), _block(layout.stored_block(columnwise))
         self.native.grid_decode(data.data_ptr(), code, *sizes, *pointers(scales), e8m0, *block, *to)
 
-    def epilogue32(
-        self, sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
+    def epilogue32(self, sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out: Tensor) -> None:
         """``sums * (scale_a * scale_b) + bias`` in float32, rounded once into ``out``, which on a CPU may be ``sums``;
         both are contiguous matrices."""
         (rows, columns), bias = sums.shape, None if bias is None else bias.contiguous()

@@ -16,7 +16,6 @@ from ottava.kernels.compiled import Compiled, known
 from ottava.kernels.direct import QUESTIONS
 
 _threads = torch.get_num_threads
-
 try:
     if _wanted_isa := os.environ.get("OTTAVA_ISA"):
         _cpu.set_isa(_wanted_isa)
@@ -28,9 +27,8 @@ except ValueError:
 _cpu.connect(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), QUESTIONS)
 
 
-def isa() -> str:
-    """The instruction set that the kernels use."""
-    return _cpu.isa()
+#: The instruction set that the kernels use.
+isa = _cpu.isa
 
 
 class _CPU(Compiled):

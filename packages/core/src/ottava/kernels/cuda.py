@@ -7,6 +7,7 @@ launch: nothing is copied to the device for them.
 """
 
 import re
+from contextlib import suppress
 
 import torch
 
@@ -16,7 +17,6 @@ from ottava.kernels.compiled import Compiled, is_mx, matrix
 from ottava.layout import Layout
 from ottava.torch_private import raw_stream
 
-_OLDEST = (8, 0)
 # The blocks with float32 scales that there are kernels for, those of columnwise data among them.
 _TILED = {(1, 128), (128, 128), (1, None)}
 
@@ -24,21 +24,18 @@ if torch.version.hip is not None:
     raise ImportError("the CUDA kernels are for NVIDIA GPUs, and this torch is built for those of AMD")
 
 
-def _why_not() -> str:
-    """What the build says of itself and what helps, if any of it was compiled."""
-    try:
-        from ottava import _cpu
-    except ImportError:
-        return "nothing of it is compiled: reinstall ottava with a C++ compiler at hand"
-    return _cpu.without_cuda or "ottava._cuda is missing: reinstall ottava from source"
-
-
 try:
     from ottava import _cuda
 except ImportError as error:
     if not isinstance(error, ModuleNotFoundError) and "cannot import name" not in str(error):
         raise
-    raise ImportError(f"this build of ottava has no CUDA kernels: {_why_not()}") from None
+    _why = "nothing of it is compiled: reinstall ottava with a C++ compiler at hand"
+    with suppress(ImportError):
+        # What the build says of itself, if any of it was compiled.
+        from ottava import _cpu
+
+        _why = _cpu.without_cuda or "ottava._cuda is missing: reinstall ottava from source"
+    raise ImportError(f"this build of ottava has no CUDA kernels: {_why}") from None
 
 
 def has_code(target: str, capability: tuple[int, int]) -> bool:
@@ -47,32 +44,21 @@ def has_code(target: str, capability: tuple[int, int]) -> bool:
     if found is None:
         return True
     built, special, kind = (int(found[1]), int(found[2])), found[3], found[4]
-    if kind != "real" and not special and capability >= built:
-        return True
-    if kind == "virtual" and not special:
-        return False
+    if kind != "real" and not special:
+        return capability >= built
     # Code with a letter a uses what later GPUs need not have; other code runs on those of its own generation.
     return capability == built if special == "a" else capability[0] == built[0] and capability >= built
 
 
-def refusal() -> str | None:
-    """Why the kernels cannot serve the GPUs of this machine; None if they can, or if there are none."""
-    if not torch.cuda.is_available():
-        return None
-    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    served = [c for c in capabilities if any(has_code(target, c) for target in _cuda.targets.split())]
-    found = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
-    if min(capabilities) < _OLDEST:
-        others = "; hide the older GPUs with CUDA_VISIBLE_DEVICES" if max(capabilities) >= _OLDEST else ""
-        return f"the CUDA kernels are for compute capability 8.0 and later; here it is {found}{others}"
-    if len(served) < len(capabilities):
-        remedy = "reinstall ottava from source on this machine, or with OTTAVA_CUDA=on for all generations"
-        return f"the CUDA kernels were built for {_cuda.targets}; here it is {found}: {remedy}"
-    return None
-
-
-if (_reason := refusal()) is not None:
-    raise ImportError(_reason)
+_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+_gpus = [torch.cuda.get_device_capability(index) for index in range(_count)]
+_found = ", ".join(f"{major}.{minor}" for major, minor in _gpus)
+if _gpus and min(_gpus) < (8, 0):
+    _others = "; hide the older GPUs with CUDA_VISIBLE_DEVICES" if max(_gpus) >= (8, 0) else ""
+    raise ImportError(f"the CUDA kernels are for compute capability 8.0 and later; here it is {_found}{_others}")
+if not all(any(has_code(target, gpu) for target in _cuda.targets.split()) for gpu in _gpus):
+    _remedy = "reinstall ottava from source on this machine, or with OTTAVA_CUDA=on for all generations"
+    raise ImportError(f"the CUDA kernels were built for {_cuda.targets}; here it is {_found}: {_remedy}")
 
 
 class _CUDA(Compiled):

@@ -5,6 +5,8 @@ operators: graphs that are being traced, modes, transforms, subclasses, autograd
 backend is called itself.
 """
 
+from typing import Any
+
 import torch
 
 from ottava.torch_private import (
@@ -20,22 +22,11 @@ from ottava.torch_private import (
 )
 
 _is_compiling = torch.compiler.is_compiling
-
 #: What a compiled module asks before it reads tensors itself, and which of them are plain.
-QUESTIONS = {
-    "dispatch_modes": dispatch_modes,
-    "function_modes": function_modes,
-    "transforms": transforms,
-    "tracing": tracing,
-    "profiling": profiling,
-    "grad_enabled": torch.is_grad_enabled,
-    "threads": torch.get_num_threads,
-    "autocast": any_autocast_enabled,
-    "torch": torch,
-    "tensor": torch.Tensor,
-    "parameter": torch.nn.Parameter,
-}
-
+QUESTIONS: dict[str, Any] = {"torch": torch, "tensor": torch.Tensor, "parameter": torch.nn.Parameter}
+QUESTIONS |= {"dispatch_modes": dispatch_modes, "function_modes": function_modes, "transforms": transforms}
+QUESTIONS |= {"tracing": tracing, "profiling": profiling, "grad_enabled": torch.is_grad_enabled}
+QUESTIONS |= {"threads": torch.get_num_threads, "autocast": any_autocast_enabled}
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
 # What torch's dispatcher knows of a tensor, unless it is memory of a CPU or a GPU that is read as it lies: that it has

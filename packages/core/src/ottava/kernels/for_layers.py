@@ -12,10 +12,10 @@ import torch
 
 from ottava.formats import ELEMENTS, FP8
 from ottava.kernels import backends, table
-from ottava.kernels.checks import check_scalar
+from ottava.kernels.checks import Maybe, Tensor, check_scalar
 
 #: Data, the transpose and ``scale_inv``; None for what is not wanted.
-Quantized = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+Quantized = tuple[Maybe, Maybe, Tensor]
 
 _CODES = {dtype: ELEMENTS[dtype].code for dtype in FP8}
 # What Dynamo traces must not call compiled modules. Others who trace have tensors that these leave to Python.
@@ -25,7 +25,7 @@ _plans: dict[str, Any] = {}
 
 
 def quantize(
-    x: torch.Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool
+    x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool
 ) -> Quantized:
     """:func:`ottava.kernels.quantize`, without the scale and the amax."""
     if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
@@ -38,13 +38,7 @@ def quantize(
 
 
 def cast(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor | None,
-    saturated: torch.Tensor | None,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    transposed: bool,
+    x: Tensor, scale: Tensor, amax: Maybe, saturated: Maybe, fp8_dtype: torch.dtype, rowwise: bool, transposed: bool
 ) -> Quantized:
     """With a known scale; with ``amax`` it records as :func:`ottava.kernels.cast_amax` does.
 
@@ -65,13 +59,13 @@ def cast(
     return data if rowwise else None, turned if transposed else None, scale_inv
 
 
-def grid_quantize(x: torch.Tensor, text: str, rowwise: bool, columnwise: bool) -> tuple[torch.Tensor | None, ...]:
+def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> tuple[Maybe, ...]:
     """:func:`ottava.kernels.grid_quantize` of the layout's text, with None for what is not asked for."""
     if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
         plan, backend = _plans.get(text), backends._loaded["cpu"]
         if plan is None:
             plan = _plans[text] = backend.plan(text)
-        made: tuple[torch.Tensor | None, ...] | None
+        made: tuple[Maybe, ...] | None
         made = backend.native.grid_quantize_operand(x, plan, rowwise, columnwise)
         if made is not None:
             return made

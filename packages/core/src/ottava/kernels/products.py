@@ -16,21 +16,18 @@ import torch
 
 from ottava.errors import BackendError
 from ottava.kernels.backends import backend_for, backend_module
+from ottava.kernels.checks import Maybe
 from ottava.kernels.reference import spread
 from ottava.kernels.table import define_product
 from ottava.layout import Block
 from ottava.torch_private import any_autocast_enabled, constant_to_compiler, mkldnn_bf16_supported
 
 Tensor = torch.Tensor
-_Maybe = Tensor | None
-
 #: Says what to do instead of asking torch.
 VARIABLE = "OTTAVA_CPU_PRODUCT"
 _SUMS = torch.float32
 _FLOAT32 = torch.finfo(_SUMS)
 WHOLE: Block = (None, None)
-_NAMES = {"bfloat16": True, "float32": False}
-
 # What torch (or the variable) answered, asked at the first product; None before.
 _bfloat16_is_fast: bool | None = None
 _capabilities: dict[int, int] = {}
@@ -38,11 +35,8 @@ _capabilities: dict[int, int] = {}
 
 @constant_to_compiler
 def capability_of_index(index: int) -> int:
-    """The compute capability of the GPU with this index, a constant to compiled code: 89 for 8.9.
-
-    The compiler cannot trace a question to the driver. A number, because that of torch 2.11 cannot order such
-    constants that are tuples.
-    """
+    """The compute capability of the GPU with this index, 89 for 8.9: a constant to compiled code, which cannot ask the
+    driver, and a number, because the compiler of torch 2.11 cannot order such constants that are tuples."""
     if index not in _capabilities:
         major, minor = torch.cuda.get_device_capability(index)
         _capabilities[index] = 10 * major + minor
@@ -56,10 +50,8 @@ def capability(tensor: Tensor) -> int:
 
 @constant_to_compiler
 def multiplies_bfloat16() -> bool:
-    """Whether torch multiplies bfloat16 matrices fast on this CPU.
-
-    Asked once, of :data:`~ottava.torch_private.mkldnn_bf16_supported`: whether oneDNN has a product of bfloat16 for
-    this processor. Where it has none, torch's own loops multiply, many times slower than a product of float32.
+    """Whether torch multiplies bfloat16 matrices fast on this CPU, because oneDNN has such a product for it; else
+    torch's own loops multiply, many times slower than a product of float32. Asked once.
 
     Raises:
         BackendError: ``OTTAVA_CPU_PRODUCT`` is neither ``bfloat16`` nor ``float32``.
@@ -67,10 +59,10 @@ def multiplies_bfloat16() -> bool:
     global _bfloat16_is_fast
     if _bfloat16_is_fast is None:
         wanted = os.environ.get(VARIABLE)
-        if wanted and wanted not in _NAMES:
-            what, expected = f"{VARIABLE}={wanted!r} is no dtype of products", f"one of {', '.join(_NAMES)}"
+        if wanted and wanted not in ("bfloat16", "float32"):
+            what, expected = f"{VARIABLE}={wanted!r} is no dtype of products", "one of bfloat16, float32"
             raise BackendError(what, expected=expected, remedy=f"correct or unset {VARIABLE}")
-        _bfloat16_is_fast = _NAMES[wanted] if wanted else mkldnn_bf16_supported()
+        _bfloat16_is_fast = wanted == "bfloat16" if wanted else mkldnn_bf16_supported()
     return _bfloat16_is_fast
 
 
@@ -107,7 +99,7 @@ def returns_float32(device: torch.device) -> bool:
 
 
 def finish(
-    sums: Tensor, scale_a: _Maybe, scale_b: _Maybe, bias: _Maybe, out_dtype: torch.dtype, epilogue: Any = None
+    sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out_dtype: torch.dtype, epilogue: Any = None
 ) -> Tensor:
     """``round(sums * (scale_a * scale_b) + bias)`` of contiguous float32 ``sums``, which are used up; rounded once."""
     if scale_a is None and scale_b is None and bias is None:
@@ -161,7 +153,7 @@ def product_for(
     return partial(how, backend_module(device.type).epilogue32)
 
 
-def product(a: Tensor, b: Tensor, scale_a: _Maybe, scale_b: _Maybe, bias: _Maybe, out_dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out_dtype: torch.dtype) -> Tensor:
     """The product of dense operands, times both scales, plus the bias."""
     device, scaled = a.device, scale_a is not None or scale_b is not None
     compute_dtype = product_dtype(a.dtype, device)
@@ -187,16 +179,14 @@ class Rows(NamedTuple):
     block: Block = WHOLE
 
 
-def product_of_blocks(a: Rows, b: Rows, bias: _Maybe, out_dtype: torch.dtype) -> Tensor:
+def product_of_blocks(a: Rows, b: Rows, bias: Maybe, out_dtype: torch.dtype) -> Tensor:
     """``a · bᵀ`` plus the bias: of each block of the summed dimension the partial sum, times the scales of its rows and
     columns, which are applied in float32."""
     inner, turned = a.values.shape[1], b.values.t()
     # One factor for each row and block.
     lefts, rights = (
-        None
-        if x.scales is None or x.block == WHOLE
-        else spread(x.scales, (x.block[0], 1), (len(x.values), x.scales.shape[1]))
-        for x in (a, b)
+        None if scales is None or block == WHOLE else spread(scales, (block[0], 1), (len(values), scales.shape[1]))
+        for values, scales, block in (a, b)
     )
     # What has one scale along the summed dimension asks for no partial sums.
     step, sums = math.gcd(a.block[1] or 0, b.block[1] or 0) or inner or 1, None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ottava.formats import E8M0, INT8, FloatFormat, IntegerFormat, element_format, fp8_format
-from ottava.kernels.checks import Pairs, Shards, Tensor, Tensors
+from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout, as_matrix_shape, grid_of
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -58,7 +58,7 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.div(torch.ones_like(scale), scale)
 
 
-def _write(outputs: Sequence[Tensor | None], *values: Tensor) -> None:
+def _write(outputs: Outputs, *values: Tensor) -> None:
     for out, value in zip(outputs, values, strict=True):
         if out is not None:
             out.copy_(value)
@@ -90,9 +90,7 @@ def transpose(data: Tensor, out: Tensor) -> None:
     out.copy_(data.movedim(-1, 0))
 
 
-def quantize(
-    x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Sequence[Tensor | None]
-) -> None:
+def quantize(x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs) -> None:
     scale, scale_inv, seen = torch.empty((3,), dtype=torch.float32, device=x.device).unbind()
     amax(x, seen)
     scale_from_amax(seen, fp8_dtype, epsilon, force_pow_2, (scale, scale_inv))
@@ -101,12 +99,7 @@ def quantize(
 
 
 def cast_amax(
-    x: Tensor,
-    scale: Tensor,
-    recorded: Tensor | None,
-    saturated: Tensor | None,
-    fp8_dtype: torch.dtype,
-    out: Sequence[Tensor | None],
+    x: Tensor, scale: Tensor, recorded: Maybe, saturated: Maybe, fp8_dtype: torch.dtype, out: Outputs
 ) -> None:
     # The state of a slot may be one array.
     factor, fmt = scale.reshape(()).clone(), fp8_format(fp8_dtype)
@@ -121,9 +114,7 @@ def cast_amax(
     _write(out, data, data.movedim(-1, 0) if data.dim() else data, _inverse(factor))
 
 
-def update_scales(
-    scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Tensor | None
-) -> None:
+def update_scales(scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Maybe) -> None:
     """Every slot of every tensor. A slot whose first row is 0 saw nothing, and stays as it is."""
     done = 0
     for scale, history in zip(scales, histories, strict=True):
@@ -144,25 +135,19 @@ def update_scales(
 # On grids of scales.
 
 
-def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Sequence[Tensor | None]) -> None:
+def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> None:
     _write(out, *_scales(amax, Layout.of(text), dtype))
 
 
 def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What elements are multiplied by, float32, and what is stored, of values in ``dtype``."""
-    if layout.scale == E8M0.torch_dtype:
-        codes = _powers(amax, layout)
-        return multiplier(codes), codes
-    largest = _FLOAT32_MAX if layout.finite_as == "float32" else torch.finfo(dtype).max
-    scale = _float_scale(amax, element_format(layout.element).max, layout.epsilon, layout.rounding == "floor", largest)
-    return scale, _inverse(scale)
-
-
-def _powers(amax: Tensor, layout: Layout) -> Tensor:
-    """The E8M0 byte of each amax."""
-    largest = element_format(layout.element).max
+    largest, floor = element_format(layout.element).max, layout.rounding == "floor"
+    if layout.scale != E8M0.torch_dtype:
+        infinite = _FLOAT32_MAX if layout.finite_as == "float32" else torch.finfo(dtype).max
+        scale = _float_scale(amax, largest, layout.epsilon, floor, infinite)
+        return scale, _inverse(scale)
     magnitude = amax.contiguous().to(torch.float32).abs()
-    if layout.rounding == "floor":
+    if floor:
         scale = (bits_of(magnitude) >> 23) - ((float_bits(largest) >> 23) - 127)
     else:
         bits = bits_of(magnitude * torch.tensor(1.0 / largest, dtype=torch.float32, device=amax.device))
@@ -171,7 +156,8 @@ def _powers(amax: Tensor, layout: Layout) -> Tensor:
         reached = torch.full_like(bits, _TWO_TO_MINUS_127).masked_fill(exponent > 0, 0)
         scale = exponent + ((bits & 0x7FFFFF) > reached).to(torch.int32)
     scale = scale.clamp(min=0, max=_LARGEST_SCALE).masked_fill(magnitude.isinf(), _LARGEST_SCALE)
-    return scale.masked_fill(magnitude.isnan(), E8M0.nan_code).to(torch.uint8)
+    codes = scale.masked_fill(magnitude.isnan(), E8M0.nan_code).to(torch.uint8)
+    return multiplier(codes), codes
 
 
 def multiplier(codes: Tensor) -> Tensor:
@@ -185,14 +171,11 @@ def block_amax(magnitude: Tensor, block: Block) -> Tensor:
     """Largest magnitude of each block of a matrix."""
     for dim, side in enumerate(block):
         size = magnitude.shape[dim]
-        # A block that is larger than the matrix costs no more than one of its size.
-        blocks, side = (1, size) if side is None or side > size > 0 else (-(-size // side), side)
+        # A block that is larger than the matrix costs no more than one of its size; all of nothing is one block.
+        blocks, side = (1, max(size, 1)) if side is None or side > size > 0 else (-(-size // side), side)
         missing = blocks * side - size
         padded = torch.nn.functional.pad(magnitude, [0, missing] if dim else [0, 0, 0, missing])
-        split = padded.unflatten(dim, (blocks, side)) if padded.numel() else None
-        # amax refuses what is empty.
-        empty = [blocks if at == dim else length for at, length in enumerate(magnitude.shape)]
-        magnitude = magnitude.new_zeros(empty) if split is None else split.amax(dim + 1)
+        magnitude = padded.unflatten(dim, (blocks, side)).amax(dim + 1)
     return magnitude
 
 
@@ -212,7 +195,7 @@ def for_blocks(shared: Tensor, layout: Layout, columnwise: bool, shape: Sequence
     return spread(shared, (times[0], times[1]), layout.grid(shape, columnwise))
 
 
-def grid_quantize(x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
+def grid_quantize(x: Tensor, text: str, out: Outputs) -> None:
     layout = Layout.of(text)
     matrix = x.reshape(as_matrix_shape(x.shape)).to(torch.float32)
     magnitude = _magnitudes(matrix)
@@ -228,7 +211,7 @@ def grid_quantize(x: Tensor, text: str, out: Sequence[Tensor | None]) -> None:
         _write(outputs, data, stored)
 
 
-def grid_decode(data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor) -> None:
+def grid_decode(data: Tensor, scales: Maybe, text: str, columnwise: bool, out: Tensor) -> None:
     layout = Layout.of(text)
     values = data.contiguous().view(layout.element).to(torch.float32)
     if layout.element == torch.int8:
@@ -245,10 +228,8 @@ def grid_decode(data: Tensor, scales: Tensor | None, text: str, columnwise: bool
     out.copy_(values if out.dtype == torch.float64 else values.to(torch.float32))
 
 
-def epilogue32(sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    scales = [scale for scale in (scale_a, scale_b) if scale is not None]
-    if scales:
-        sums = sums * (scales[0] if len(scales) == 1 else scales[0] * scales[1])
+def epilogue32(sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out: Tensor) -> None:
+    sums = sums * math.prod([scale for scale in (scale_a, scale_b) if scale is not None])
     out.copy_(sums if bias is None else sums + bias.to(torch.float32))
 
 

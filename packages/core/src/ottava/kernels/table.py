@@ -10,13 +10,14 @@ called without one.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from ottava.kernels.backends import backend_module
+from ottava.kernels.checks import Outputs
 from ottava.kernels.direct import is_direct
 from ottava.layout import Layout
 from ottava.torch_private import graph_task_id, schema_of
@@ -136,7 +137,7 @@ class Operation:
         getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], made)
         return made
 
-    def into(self, outputs: Sequence[Tensor | None], *arguments: Any) -> None:
+    def into(self, outputs: Outputs, *arguments: Any) -> None:
         """Write the results into ``outputs``, None for what is not wanted. Nothing is checked, and nothing traced."""
         wanted = outputs[0] if self._single else outputs
         getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], wanted)
@@ -144,17 +145,17 @@ class Operation:
     def _written(self, *arguments: Any) -> Any:
         made = self.outputs(*arguments)
         getattr(backend_module(arguments[0].device.type), self.name)(*arguments[: self._given], made)
-        return self._with_empty(made)
+        return made if self._single else _with_empty(made)
 
     def _fake(self, *arguments: Any) -> Any:
-        return self._with_empty(self.outputs(*arguments))
+        made = self.outputs(*arguments)
+        return made if self._single else _with_empty(made)
 
-    def _with_empty(self, made: Any) -> Any:
-        """Operators return no None: what is not wanted is an empty tensor."""
-        if self._single:
-            return made
-        found = next(result for result in made if result is not None)
-        return tuple([found.new_empty((0,), dtype=_DATA) if result is None else result for result in made])
+
+def _with_empty(made: Outputs) -> tuple[Tensor, ...]:
+    """Operators return no None: what is not wanted is an empty tensor."""
+    found = next(result for result in made if result is not None)
+    return tuple([found.new_empty((0,), dtype=_DATA) if result is None else result for result in made])
 
 
 amax = Operation("amax(Tensor x) -> Tensor", _scalar)
