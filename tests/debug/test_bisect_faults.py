@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import ottava
 from ottava_custom import CurrentScalingQuantizerRef, CustomRecipe, HybridQuantizer
 from ottava_custom.factories import current_scaling_ref_quantizer_factory as reference_factory
-from ottava_debug.capture import capture
+from ottava_debug.capturing import capture
 from ottava_debug.search.bisect import bisect
 from ottava_demo.model import GPT, Size
 

@@ -15,7 +15,7 @@ from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava.nn import function
 from ottava_custom import CustomRecipe
 from ottava_debug.bundle import METADATA_KEY, Bundle
-from ottava_debug.capture import capture
+from ottava_debug.capturing import capture
 from ottava_debug.trees import unflatten
 
 

@@ -14,7 +14,7 @@ from benchmarks.installed import recipes
 from ottava.errors import CheckpointError, UsageError
 from ottava_custom import CustomRecipe
 from ottava_debug.bundle import Bundle, digest
-from ottava_debug.capture import capture
+from ottava_debug.capturing import capture
 from ottava_debug.recorder import taken
 from ottava_debug.search.bisect import bisect
 from ottava_debug.search.replay import Replay

@@ -16,6 +16,8 @@ _NAMES = {
     "analysis.analyze": "analyze",
     "analysis.output": "write_html write_json write_suggestion",
     "analysis.report": "Report",
+    "bundle": "Bundle",
+    "capturing": "capture",
     "features": "DisableFP8GEMM DisableFP8Layer FakeQuant Feature LogFp8TensorStats LogTensorStats",
     "features.statistics": "Statistic",
     "manager": "on_error",
@@ -23,6 +25,8 @@ _NAMES = {
     "products": "Inspection Watch",
     "recipe_file": "Keep write_recipe_file",
     "scoped": "Run Statistics fake_quant high_precision statistics",
+    "search.bisect": "bisect",
+    "search.report": "Finding",
 }
 _EXPORTS = {name: f"ottava_debug.{module}" for module, names in _NAMES.items() for name in names.split()}
 
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
     from ottava_debug.analysis.output import write_json as write_json
     from ottava_debug.analysis.output import write_suggestion as write_suggestion
     from ottava_debug.analysis.report import Report as Report
+    from ottava_debug.bundle import Bundle as Bundle
+    from ottava_debug.capturing import capture as capture
     from ottava_debug.features import DisableFP8GEMM as DisableFP8GEMM
     from ottava_debug.features import DisableFP8Layer as DisableFP8Layer
     from ottava_debug.features import FakeQuant as FakeQuant
@@ -67,3 +73,5 @@ if TYPE_CHECKING:
     from ottava_debug.scoped import fake_quant as fake_quant
     from ottava_debug.scoped import high_precision as high_precision
     from ottava_debug.scoped import statistics as statistics
+    from ottava_debug.search.bisect import bisect as bisect
+    from ottava_debug.search.report import Finding as Finding

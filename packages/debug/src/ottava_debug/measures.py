@@ -122,9 +122,18 @@ def exponents(values: torch.Tensor) -> dict[int, int]:
     check_high_precision(values)
     counts = torch.zeros(_EXPONENTS, dtype=torch.int64, device=values.device)
     for x in _flat(values):
-        bits = x.double().abs().view(torch.int64) >> _MANTISSA_BITS
-        counts += torch.bincount(bits, minlength=_EXPONENTS)
+        counts += torch.bincount(_exponent_bits(x), minlength=_EXPONENTS)
     return {at - _BIAS: count for at, count in enumerate(counts.tolist()) if count and 0 < at < _EXPONENTS - 1}
+
+
+def _exponent_bits(x: torch.Tensor) -> torch.Tensor:
+    """The exponents of values, biased as those of float64; 0 of zeros, the largest of what is not finite."""
+    bits = (x.float().view(torch.int32) >> 23) & 0xFF
+    least, most = bits.aminmax()
+    if not least or most == 0xFF:
+        # Zeros, subnormals and what is not finite need a look at more.
+        return x.double().abs().view(torch.int64) >> _MANTISSA_BITS
+    return bits + (_BIAS - 127)
 
 
 class Comparison:
@@ -155,23 +164,28 @@ class Comparison:
             self._add(x.double(), q.double(), next(data, None), elements[1] if elements else None)
 
     def _add(self, x: torch.Tensor, q: torch.Tensor, data: torch.Tensor | None, element: _Element | None) -> None:
-        finite = x.isfinite()
-        if not finite.all():
-            self.not_finite += int(finite.numel() - finite.count_nonzero())
-            x, q, data = x[finite], q[finite], None if data is None else data[finite]
         if not x.numel():
             return
         magnitudes = x.abs()
-        self.amax = max(self.amax, magnitudes.amax().item())
+        amax = magnitudes.amax().item()
+        if not math.isfinite(amax):
+            finite = x.isfinite()
+            self.not_finite += int(finite.numel() - finite.count_nonzero())
+            self._add(x[finite], q[finite], None if data is None else data[finite], element)
+            return
+        self.amax = max(self.amax, amax)
+        products, error = x * q, x - q
         nonzero = int(x.count_nonzero())
         self.nonzero += nonzero
-        self.zeroed += int((x != 0).logical_and_(q == 0).count_nonzero())
+        # No product of two float32 numbers underflows in float64.
+        self.zeroed += nonzero - int(products.count_nonzero())
         if data is not None and element is not None:
-            beyond = magnitudes > q.abs() * (1 + _half_step(element))
-            self.clamped += int(beyond.logical_and_(_is_largest(data, element)).count_nonzero())
-        self.broken |= not bool(q.isfinite().all())
-        error = x - q
-        dots = torch.stack([x.square().sum(), q.square().sum(), (x * q).sum(), error.square().sum()]).tolist()
+            # Most often few elements are the largest number.
+            largest = _is_largest(data, element).nonzero().squeeze(1)
+            beyond = magnitudes[largest] > q[largest].abs() * (1 + _half_step(element))
+            self.clamped += int(beyond.count_nonzero())
+        dots = torch.stack([x.square().sum(), q.square().sum(), products.sum(), error.square().sum()]).tolist()
+        self.broken |= not math.isfinite(dots[1])
         self.signal, self.made, self.dot, self.noise = (
             old + new for old, new in zip((self.signal, self.made, self.dot, self.noise), dots, strict=True)
         )

@@ -171,10 +171,8 @@ def _converted(
 
 
 def _changes_nothing(old: Any, new: Any) -> bool:
-    """Whether quantizing a tensor again gave its values, but for the rounding of a scale; usages not asked for go.
-
-    Then its bytes stay, because its columns, say, were made of the values before they were quantized.
-    """
+    """Whether quantizing a tensor again gave its values, but for the rounding of a scale; usages not asked for go. Then
+    its bytes stay, because its columns, say, were made of the values before they were quantized."""
     specs = [tensor.flatten_storage()[1] for tensor in (old, new)]
     if (specs[0].cls, specs[0].static) != (specs[1].cls, specs[1].static):
         return False
@@ -245,11 +243,9 @@ def _chosen(
 
 
 def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
-    """The state dict at ``path``, checked, and mapped where the files allow that, and other texts of the file.
-
-    Of what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step would have reduced,
-    the largest of all. Raises CheckpointError where it is no source of :func:`convert_file`, or damaged.
-    """
+    """The state dict at ``path``, checked, and mapped where the files allow that, and other texts of the file; or a
+    CheckpointError. Of what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step
+    would have reduced, the largest of all."""
     place = as_path(path)
     if (place / INDEX_NAME).is_file():
         return _read_sharded(place), {}

@@ -298,11 +298,9 @@ def _begin(name: str, value: Any) -> _Sizes:
 def sharded_rows(
     name: str, inner: InnerTensor, tensor: torch.Tensor, local: _Sizes, shape: _Sizes, offsets: _Sizes
 ) -> tuple[int, int]:
-    """Rows of the whole inner tensor, and the first one of this rank's shard of it, which is ``tensor``.
-
-    ``local`` and ``shape`` are those of the quantized tensor's shard and whole, in which the shard begins at
-    ``offsets``. Raises ShapeError where the shards are not of rows, or cut blocks of rows in two.
-    """
+    """Rows of the whole inner tensor, and the first one of this rank's shard of it, which is ``tensor``. The shard of
+    the quantized tensor, of shape ``local``, begins at ``offsets`` of the whole, of ``shape``; a ShapeError where the
+    shards are not of rows, or cut blocks of rows in two."""
     if any(offset for offset in offsets[1:]) or tuple(local[1:]) != tuple(shape[1:]):
         raise ShapeError(f"{name!r} is sharded in columns", expected="shards of dimension 0")
     # Of an empty shard nothing is cut, wherever it begins.

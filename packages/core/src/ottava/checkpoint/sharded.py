@@ -143,10 +143,8 @@ def save_sharded(state: _State, path: AnyPath, *, group: Any = None, overwrite: 
 
 
 def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
-    """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files.
-
-    Raises UsageError where the ranks differ in what has to be equal.
-    """
+    """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files;
+    UsageError where the ranks differ in what has to be equal."""
     if ranks.world == 1:
         return {}
     about: dict[str, Any] = _leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}

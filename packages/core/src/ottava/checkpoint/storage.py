@@ -138,10 +138,8 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 def publish(partial: Partial, overwrite: bool) -> None:
-    """Give a folder that is written to its end its final name, or raise, and what had the name has it still.
-
-    A checkpoint that is there is replaced by the one rename of its index, once the new files lie beside the old ones.
-    """
+    """Give a folder that is written to its end its final name, or raise, and what had the name has it still. A
+    checkpoint is replaced by the one rename of its index, once the new files lie beside the old ones."""
     source, target = partial.path, partial.target
     sync(source)
     try:

@@ -81,10 +81,8 @@ _resharded: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDi
 
 
 def resharded_after_forward(module: Any) -> bool:
-    """Whether the parameters of ``module`` are given up after the forward pass and gathered again for the backward.
-
-    False as well where they are kept after the backward pass. What is said at the first gather stays.
-    """
+    """Whether the parameters of ``module`` are given up after the forward pass and gathered again for the backward;
+    False as well where they are kept after the backward pass. What is said at the first gather stays."""
     if not isinstance(module, torch.nn.Module):
         return False
     if module not in _resharded:

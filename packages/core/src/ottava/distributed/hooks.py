@@ -48,10 +48,8 @@ _amaxes: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[int], list[torch.
 
 
 class GatherPlan(NamedTuple):
-    """What the hook after a gather needs to know: which inner tensors come, and everything that does not.
-
-    Of what comes: the shape of a rank's shard of it, and whether that is padded.
-    """
+    """What the hook after a gather needs to know: which inner tensors come, with the shape of a rank's shard and
+    whether that is padded, and everything that does not."""
 
     inner: tuple[tuple[InnerTensor, torch.Size, bool], ...]
     shared: dict[str, torch.Tensor | None]
@@ -63,8 +61,7 @@ def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
     """Refuse what gather hooks do not allow: shards of columns, and fewer of them after the forward pass."""
     if tuple(shape[1:]) != tuple(size[1:]):
         what = f"a weight of shape {tuple(size)} has shards of {tuple(shape)}"
-        expected = "shards of rows, which fully_shard makes by default"
-        raise ShapeError(what, expected=expected, remedy="leave shard_placement_fn out for quantized weights")
+        raise ShapeError(what, "shards of rows, the default of fully_shard", "leave shard_placement_fn out")
     if fsdp2.resharded_to_fewer(module):
         raise UsageError("reshard_after_forward is a number, which torch refuses for gather hooks", "True or False")
 
@@ -78,11 +75,7 @@ def padded(values: torch.Tensor, rows: int) -> torch.Tensor:
 def pre_all_gather(
     tensor: QuantizedTensor, mesh: Any, size: torch.Size, module: Any
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
-    """What this rank sends, padded to the length of the longest shard, and the plan.
-
-    Raises:
-        ShapeError, UsageError: as of :meth:`ottava.QuantizedTensor.fsdp_pre_all_gather`.
-    """
+    """What this rank sends, padded to the length of the longest shard, and the plan."""
     group = mesh.get_group()
     check_shard(tensor.shape, size, module)
     binding = getattr(module, "_binding", None)
@@ -169,7 +162,7 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
         if inner.block_rows or (value is not None and inner.by_rows(value).shape[1:] != tensor.shape[1:]):
             what = f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has rows of another size"
             remedy = "keep the weight in high precision, or choose its rows so"
-            raise ShapeError(what, expected=f"a number of rows that {world} divides", remedy=remedy)
+            raise ShapeError(what, f"a number of rows that {world} divides", remedy)
     # Those of the first rank, so that all ranks say the same.
     check_blocks(coming, size, range(math.ceil(size[0] / world)), f"a shard of a {type(tensor).__name__}")
 
@@ -193,15 +186,13 @@ def _agree(tensor: QuantizedTensor, size: torch.Size, group: Any, module: Any) -
         largest, smallest = all_reduce_max(torch.stack([values, -values]), group)
         if not torch.equal(largest, -smallest):
             what = f"the shards of a {type(tensor).__name__} have different {listed([i.argument for i in shared])}"
-            remedy = "set the values of the weight before it is sharded"
-            raise UsageError(what, "one value for all shards of a weight", remedy)
+            raise UsageError(what, "one value for all shards of a weight", "set the values before it is sharded")
     if quantizer is not None:
         silent = type(quantizer).for_shards is Quantizer.for_shards
         if silent and shared and rule_of(quantizer).independent_rows(quantizer) is None:
             what = f"the shards of a {type(tensor).__name__} share {shared[0].argument!r}, and a "
             what += f"{type(quantizer).__name__} does not say how they are to keep one value"
-            remedy = "define it, or keep the weights in high precision"
-            raise UsageError(what, "a quantizer that defines for_shards(group)", remedy)
+            raise UsageError(what, "a quantizer that defines for_shards(group)", "define it, or keep high precision")
         tensor.update_quantizer(quantizer.for_shards(name))
     known.add((name, size))
     tensor._shard_group = name
@@ -314,8 +305,7 @@ def _quantizer_of(module: Any) -> Quantizer:
     quantizer: Quantizer | None = None if binding is None else binding.gather_quantizer(module)
     if quantizer is None:
         what = f"no recipe is bound to the {type(module).__name__} whose weight is gathered"
-        remedy = "convert the model before ottava.distributed.gather_quantized(model)"
-        raise UsageError(what, expected="a layer of ottava.convert(model, recipe)", remedy=remedy)
+        raise UsageError(what, "a layer of ottava.convert(model, recipe)", "convert it before gather_quantized(model)")
     return quantizer
 
 

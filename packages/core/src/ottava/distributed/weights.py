@@ -218,12 +218,8 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None
 
 
 class _Weight:
-    """One weight, checked: what errors call it, and what its quantizer is told.
-
-    Attributes:
-        storage: the quantized data that this rank has: the whole weight, or its rows.
-        group: the ranks that share the weight, if it says so itself.
-    """
+    """One weight, checked: what errors call it, the quantized data that this rank has (the whole weight, or its rows),
+    the ranks that share it, if it says so itself, and the job for its quantizer."""
 
     def __init__(
         self, what: str, offsets_given: bool, weight: Any, master: Any, quantizer: Any, offset: Any, out: Any

@@ -58,11 +58,8 @@ class Compiled:
         source = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
         self.native.amax(*source, *pointers(*scratch, out), *self.place(x))
 
-    def scale_from_amax(
-        self, amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors
-    ) -> None:
-        amax = amax.contiguous()
-        options = fp8_format(fp8_dtype).max, epsilon, force_pow_2
+    def scale_from_amax(self, amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, floor: bool, out: Tensors) -> None:
+        amax, options = amax.contiguous(), (fp8_format(fp8_dtype).max, epsilon, floor)
         self.native.scale_from_amax(amax.data_ptr(), amax.numel(), *options, *pointers(*out), *self.stream(amax))
 
     def quantize(self, x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs) -> None:

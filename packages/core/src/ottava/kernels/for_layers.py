@@ -65,11 +65,8 @@ def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> tupl
         plan, backend = _plans.get(text), backends._loaded["cpu"]
         if plan is None:
             plan = _plans[text] = backend.plan(text)
-        made: tuple[Maybe, ...] | None
-        made = backend.native.grid_quantize_operand(x, plan, rowwise, columnwise)
+        made: tuple[Maybe, ...] | None = backend.native.grid_quantize_operand(x, plan, rowwise, columnwise)
         if made is not None:
             return made
-    row, row_scales, column, column_scales = table.grid_quantize.for_layer(x, text, rowwise, columnwise)
-    if not rowwise:
-        row = row_scales = None
-    return row, row_scales, *((column, column_scales) if columnwise else (None, None))
+    written, nothing = table.grid_quantize.for_layer(x, text, rowwise, columnwise), (None, None)
+    return *(written[:2] if rowwise else nothing), *(written[2:] if columnwise else nothing)

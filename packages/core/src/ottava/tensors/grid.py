@@ -4,8 +4,7 @@ Invariant: ``original ≈ float32(element) * scale_inv`` of the element's block,
 """
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -125,10 +124,10 @@ class GridTensorStorage(QuantizedTensorStorage):
     _rowwise_scale_inv: torch.Tensor | None
     _values_from_columns: bool = False
 
-    @cached_property
-    def grid_layout(self) -> Layout:
-        """What the elements are, and which of them share a scale."""
-        return Layout.of(self.layout_text)
+    if TYPE_CHECKING:
+
+        @property
+        def grid_layout(self) -> Layout: ...
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
@@ -157,7 +156,8 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def _declare(self) -> None:
         # The declaration of the class has names; that of the instance also what the layout says.
-        self.inner_tensors = inner_tensors_of(self.grid_layout)  # type: ignore[misc]
+        layout = Layout.of(self.layout_text)
+        self.__dict__["grid_layout"], self.inner_tensors = layout, inner_tensors_of(layout)  # type: ignore[misc]
 
     _columnwise_data = columns("_columnwise_data", "_rowwise_data")
     _columnwise_scale_inv = columns("_columnwise_scale_inv", "_rowwise_data")

@@ -36,7 +36,7 @@ class GridQuantizer(Quantizer):
     """
 
     # Found by name on first use: what all ranks agree on stands above tensors.
-    shards: ClassVar[Any] = "rules.GridShards"
+    shards: ClassVar[Any] = "GridShards"
     process_attributes: ClassVar[tuple[str, ...]] = ("amax_reduction_group",)
     columns_when_asked = True
     storage_class: ClassVar[type[GridTensorStorage]] = GridTensorStorage

@@ -134,21 +134,18 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         return self.changed(change, part=spanned)
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
-        if self._rows() is None or not isinstance(other, GridTensor) or self._rows() is not other._rows():
-            return super()._share_freshness(other)
-        self._whole, self._writes = other._whole, other._writes
-        for name, kept in other._kept().items():
-            setattr(self, name, kept)
+        super()._share_freshness(other)
+        if isinstance(other, GridTensor) and self._writes is other._writes:
+            for name, kept in other._kept().items():
+                setattr(self, name, kept)
 
     def for_usage(self, columnwise: bool) -> Direction:
-        if not columnwise or self.grid_layout.square or self.direction(columnwise=True) is not None:
-            return super().for_usage(columnwise)
-        initial: Any = self.get_high_precision_init_val()
-        quantizer = self._quantizer
+        missing = columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None
+        initial, quantizer = self.get_high_precision_init_val(), self._quantizer
         # A weight that was made under no_grad: its initial values are quantized along columns, too, unless they were
         # given up, or the rows are not theirs any more, or columns were dropped.
-        known = initial is not None and quantizer is not None and not torch.compiler.is_compiling()
-        if known and not quantizer.columnwise_usage:
+        known = quantizer is not None and not quantizer.columnwise_usage and not torch.compiler.is_compiling()
+        if missing and known and initial is not None:
             with torch.no_grad():
                 made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
             rows, held = made.direction(columnwise=False), self.direction(columnwise=False)

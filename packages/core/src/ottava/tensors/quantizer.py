@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.tensors.declaration import check_flag
@@ -147,7 +147,7 @@ class Quantizer(ABC):
             check_scalar(noop_flag, src, "noop_flag")
         usages = dst.get_usages()
         if not any(usages.values()):
-            raise UsageError(f"{type(dst).__name__} holds no data to write to", remedy="it was cleared or saved")
+            raise dst._empty(" to write to")
         with torch.no_grad():
             made = self.with_usage(**usages).quantize_impl(src.detach(), src.dtype)
             dst.copy_from_storage(made, noop_flag=noop_flag)

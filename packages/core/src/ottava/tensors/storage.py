@@ -364,7 +364,7 @@ class QuantizedTensorStorage:
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This tensor as a GEMM operand ``[rows, columns]`` in ``dtype``, and a float32 scalar still to multiply.
 
-        By default the values, and no factor. A storage of elements that are exact in ``dtype`` returns these and its scale.
+        By default the values, and no factor. A storage of elements that ``dtype`` has returns these and its scale.
         """
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None

@@ -126,7 +126,7 @@ def _cell(noise: Noise, shown: tuple[Metric, ...], threshold: float) -> dict[str
         "text": texts[0],
         "texts": "|".join(texts),
         "colours": "".join(str(metric.colour(noise)) for metric in shown),
-        "values": "|".join("" if value is None else f"{value:.6g}" for value in values),
+        "numbers": "|".join("" if value is None else f"{value:.6g}" for value in values),
         "complaint": noise.complaint(threshold),
     }
 

@@ -55,7 +55,7 @@ def _read_folder(folder: Path) -> dict[str, Any]:
     for file in files:
         state = read_state(file)[0]
         if both := found.keys() & state.keys():
-            what, remedy = f"{min(both)!r} is in several files of {folder}", "name the file that is meant"
+            what, remedy = f"{folder} has {min(both)!r} in several files", "name the file that is meant"
             raise CheckpointError(what, expected="each tensor once", remedy=remedy)
         found |= state
     return found

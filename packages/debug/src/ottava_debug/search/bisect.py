@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ottava.errors import DTypeError, OptionError, OttavaError, UsageError
+from ottava.errors import DTypeError, OptionError, OttavaError, UsageError, listed
 from ottava.filesystem import AnyPath
 from ottava.recipes import Recipe, get_recipe
 from ottava.recipes.base import as_recipe
@@ -17,16 +17,18 @@ from ottava_debug.bundle import Bundle
 from ottava_debug.losses import LOSSES, Loss
 from ottava_debug.recipe_data import build, describe
 from ottava_debug.recipe_file import Keep, recipe_text
-from ottava_debug.search.culprits import Culprits, Progress, Search
-from ottava_debug.search.measure import MEASURES, Measure, Outcome
+from ottava_debug.search.culprits import Progress, Search
+from ottava_debug.search.measure import MEASURES
 from ottava_debug.search.operands import Comparison
 from ottava_debug.search.products import Products
 from ottava_debug.search.replay import Replay
-from ottava_debug.search.report import Finding, Report, reason, worst_of
+from ottava_debug.search.report import Finding, Report, reason
 
 #: Without the model: how far an operand may move the result of its product.
 PRODUCT_TOLERANCE = 0.3
 FEWEST_REPLAYS = 10
+# What sums in another order move an operand by, relatively, is far below this.
+_ROUNDING = 0.1
 
 
 def bisect(
@@ -77,13 +79,19 @@ def bisect(
         report = _without_model(step, given, tolerance or PRODUCT_TOLERANCE, progress)
     else:
         function = LOSSES[loss] if isinstance(loss, str) else loss
-        replay = Replay(step, _made(model), loss=function, recipe=given)
-        known = MEASURES[measure]
-        report = _with_model(step, replay, given, measure, tolerance or known.tolerance, max_replays, progress)
-        report.replays = replay.replays
-        _verify(report, replay, step, function, known)
+        replay = Replay(step, _made(model), loss=function, recipe=given, fed=_is_captured(given, step))
+        if measure == "loss" and not replay.knows_loss:
+            what, remedy = "the loss of the step is not known", "give loss=, or --loss for the command"
+            raise UsageError(what, expected="a loss function, or a model that gives the loss", remedy=remedy)
+        search = Search(replay, measure, tolerance or MEASURES[measure].tolerance, max_replays, progress)
+        report = _with_model(step, replay, given, measure, search, function)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _is_captured(given: Recipe | None, step: Bundle) -> bool:
+    """Whether a recipe is the captured one; of one that is not known from data that is taken to be so."""
+    return given is None or all("words" in said or build(said).same_as(given) for said in step.recipes)
 
 
 def _made(model: Any) -> torch.nn.Module:
@@ -94,59 +102,25 @@ def _made(model: Any) -> torch.nn.Module:
 
 
 def _with_model(
-    step: Bundle,
-    replay: Replay,
-    given: Recipe | None,
-    name: str,
-    tolerance: float,
-    max_replays: int,
-    progress: Progress | None,
+    step: Bundle, replay: Replay, recipe: Recipe | None, measure: str, search: Search, loss: Loss | None
 ) -> Report:
-    measure = MEASURES[name]
-    if replay.first.loss != replay.first.loss and step.loss == step.loss and name == "loss":
-        what, remedy = "the loss of the step is not known", "give loss=, or --loss for the command"
-        raise UsageError(what, expected="a loss function, or a model that gives the loss", remedy=remedy)
-    search = Search(replay, measure, tolerance, max_replays, progress)
-    found = search.run()
-    report = Report(name, measure.words, tolerance, before=found.before, after=found.after)
-    report.captured = {"loss": step.loss, "grad-norm": step.grad_norm}.get(name)
-    report.value, report.reference, report.kept = found.values
-    seen = replay.comparison
+    seen, report = replay.comparison, search.run()
+    report.captured = {"loss": step.loss, "grad-norm": step.grad_norm}.get(measure)
     report.operands = _told(seen)
-    stateful = any(getattr(layer.recipe, "stateful", False) for layer in replay.layers.values())
-    for culprit in found.found:
-        why = reason(culprit.operands, seen, culprit.partners, stateful)
-        statistics = worst_of(culprit.operands, seen)
-        layers, first = tuple(o.layer for o in culprit.operands), culprit.operands[0]
-        partners = tuple(map(str, culprit.partners))
-        options = culprit.alone, culprit.without, partners, statistics
-        report.findings.append(Finding(layers, first.gemm, first.tensor, why, *options))
-    report.noisy = tuple(sorted(found.noisy))
-    report.notes = _notes(step, seen, given, found, replay)
-    _put_recipe(report, step, given or _bound(replay))
-    return report
-
-
-def _notes(step: Bundle, seen: Comparison, given: Recipe | None, found: Culprits, replay: Replay) -> list[str]:
-    notes: list[str] = []
-    if given is None and seen.equal < seen.operands:
-        notes.append(
-            f"{seen.operands - seen.equal} of {seen.operands} operands arrived otherwise than captured, by up to "
-            f"{seen.difference:.1e} of their size; the captured ones took their place"
-        )
-        if seen.difference > 0.1:
-            notes.append("that is more than the order of sums does: dropout on another device, for example, differs")
+    if seen.equal < seen.operands:
+        what = f"{seen.operands - seen.equal} of {seen.operands} operands arrived otherwise than captured, by up to"
+        report.notes.append(f"{what} {seen.difference:.1e} of their size; the captured ones took their place")
+    if seen.difference > _ROUNDING:
+        report.notes.append("that is more than the order of sums does: dropout on another device, for example, differs")
     if seen.other_bytes:
-        notes.append(f"quantized bytes differ from the captured ones: {', '.join(map(str, seen.other_bytes[:5]))}")
-    if found.noisy:
-        notes.append(f"gradients that are noise in high precision do not count: {', '.join(sorted(found.noisy))}")
-    if found.spread:
-        notes.append(
-            "what is left comes from many operands, a little from each: this recipe is too coarse for the step"
-        )
-    if found.stopped:
-        notes.append(f"stopped after {replay.replays} replays: more may be to blame")
-    return notes
+        report.notes.append(f"quantized bytes are not the captured ones: {listed([*map(str, seen.other_bytes)])}")
+    if report.noisy:
+        report.notes.append(f"gradients that are noise in high precision do not count: {listed(report.noisy)}")
+    _put_recipe(report, recipe or _bound(replay))
+    if report.recipe_file:
+        _verify(report, replay, step, loss, search)
+    report.replays = replay.replays
+    return report
 
 
 def _without_model(step: Bundle, given: Recipe | None, tolerance: float, progress: Progress | None) -> Report:
@@ -165,7 +139,7 @@ def _without_model(step: Bundle, given: Recipe | None, tolerance: float, progres
     if made.comparison.other_bytes:
         report.notes.append(f"{len(made.comparison.other_bytes)} operands have other quantized bytes than captured")
     recipes = [given] if given is not None else [build(said) for said in step.recipes]
-    _put_recipe(report, step, recipes[0] if len(recipes) == 1 else None)
+    _put_recipe(report, recipes[0] if len(recipes) == 1 else None)
     return report
 
 
@@ -188,7 +162,7 @@ def _bound(replay: Replay) -> Recipe | None:
     return recipes[0] if all(recipe.same_as(recipes[0]) for recipe in recipes) else None
 
 
-def _put_recipe(report: Report, step: Bundle, recipe: Recipe | None) -> None:
+def _put_recipe(report: Report, recipe: Recipe | None) -> None:
     """The recipe file that keeps the findings in high precision, if a file can say it."""
     if not report.findings:
         return
@@ -215,22 +189,15 @@ def _named(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     return said["name"], {key: value for key, value in said["options"].items() if value != default.get(key)}
 
 
-def _verify(report: Report, replay: Replay, step: Bundle, loss: Loss | None, measure: Measure) -> None:
+def _verify(report: Report, replay: Replay, step: Bundle, loss: Loss | None, search: Search) -> None:
     """Replay the step under the recipe file itself."""
-    if not report.recipe_file:
-        return
-    reference = replay.run((), backward=measure.backward)
-    fixed = CustomRecipe(FileFactory("fixed.yaml", report.recipe_file))
+    fixed, measure = CustomRecipe(FileFactory("fixed.yaml", report.recipe_file)), MEASURES[report.measure]
     try:
-        again = Replay(step, copy.deepcopy(replay.model), loss=loss, recipe=fixed)
+        again = Replay(step, copy.deepcopy(replay.model), loss=loss, recipe=fixed, fed=False)
     except OttavaError as error:
         report.notes.append(f"the recipe file was not tried: {error.what}")
         return
-    outcome: Outcome = again.first
-    noisy = frozenset(report.noisy)
-    report.verified = measure.distance(outcome, reference, noisy)
-    report.replays += 2
-    if report.verified > report.tolerance and report.after <= report.tolerance:
-        report.notes.append(
-            "under the recipe file the step is still wrong: it keeps other bytes than single operands do"
-        )
+    replay.replays += again.replays
+    report.verified = measure.distance(again.first, search.reference, search.noisy)
+    if report.verified > report.tolerance >= report.after:
+        report.notes.append("under the recipe file the step is still wrong")

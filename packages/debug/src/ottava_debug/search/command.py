@@ -1,8 +1,5 @@
 """``ottava bisect``: what breaks a captured step."""
 
-import os
-import pkgutil
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,21 +7,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ottava.cli.output import Json, console, say, show_json, table
-from ottava.errors import OptionError, UsageError, named, translated
+from ottava.errors import OptionError, UsageError, translated
 from ottava.filesystem import check_file_target
-
-
-def resolve(reference: str, option: str) -> Any:
-    """The callable that ``module:callable`` names, also in the working directory; OptionError where there is none."""
-    sys.path.insert(0, os.getcwd())
-    try:
-        with translated(f"{option} {reference!r} cannot be had", "module:callable", to=OptionError):
-            found: Any = pkgutil.resolve_name(reference) if ":" in reference else None
-            if not callable(found):
-                raise ValueError("it names no callable")
-            return found
-    finally:
-        sys.path.remove(os.getcwd())
+from ottava_debug.references import made, resolve
 
 
 def bisect(
@@ -65,12 +50,8 @@ def bisect(
     if recipe_file is not None and recipe_file.suffix not in (".yaml", ".yml"):
         raise OptionError(f"--recipe-file {recipe_file}", expected="a name that ends in .yaml or .yml")
     step = Bundle.read(BUNDLE)
-    function: Any = loss if loss is None or loss in LOSSES else resolve(loss, "--loss")
-    made = None
-    if model is not None:
-        make = resolve(model, "--model")
-        with named(f"--model {model!r}"), translated(f"--model {model!r} fails", "what makes the model", to=UsageError):
-            made = make()
+    function: Any = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
+    model_made = None if model is None else made("--model", model)
     # On standard error, so that the table alone can be kept.
     bar = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -78,10 +59,10 @@ def bisect(
     with Progress(
         *columns, TimeRemainingColumn(), console=bar, disable=not bar.is_terminal, transient=True
     ) as progress:
-        task = progress.add_task("Products" if made is None else "Replays, about", total=None)
+        task = progress.add_task("Products" if model_made is None else "Replays, about", total=None)
         report = search(
             step,
-            made,
+            model_made,
             measure=measure,
             loss=function,
             recipe=recipe,

@@ -28,6 +28,7 @@ class Measure:
         tolerance: a distance that a healthy FP8 recipe stays below.
         backward: whether it needs gradients.
         words: what the distance is.
+        noise: whether gradients that are noise must not count.
     """
 
     value: Callable[[Outcome, Outcome, frozenset[str]], float]
@@ -35,6 +36,7 @@ class Measure:
     tolerance: float
     backward: bool
     words: str
+    noise: bool = False
 
 
 def _loss_distance(outcome: Outcome, reference: Outcome, noisy: frozenset[str]) -> float:
@@ -78,6 +80,7 @@ MEASURES = {
         0.2,
         True,
         "the largest ‖g - g₀‖ / ‖g₀‖ of a parameter, g₀ its gradient in high precision",
+        noise=True,
     ),
 }
 

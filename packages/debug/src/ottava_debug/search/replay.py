@@ -10,7 +10,7 @@ import torch
 from ottava.errors import CheckpointError, UsageError
 from ottava.recipes import Recipe
 from ottava_debug.bundle import Bundle
-from ottava_debug.capture import set_random_state
+from ottava_debug.capturing import set_random_state
 from ottava_debug.losses import LOSSES, Loss, loss_in
 from ottava_debug.products import Inspection, Watch
 from ottava_debug.recorder import Recorder
@@ -33,7 +33,8 @@ class Replay:
         model: the model; it is loaded with the step's state, now and in each replay.
         loss: the loss function; None takes the one that the step names, then the loss that the model gives, then the
             gradients of the model's outputs as they were captured.
-        recipe: to replay under another recipe; None: the captured ones, or those of a model that is converted.
+        recipe: to replay under this recipe; None: the captured ones, or those of a model that is converted.
+        fed: whether products take what was captured; under another recipe than that of the step they must not.
 
     Raises:
         CheckpointError: the model is not the captured one.
@@ -41,7 +42,13 @@ class Replay:
     """
 
     def __init__(
-        self, step: Bundle, model: torch.nn.Module, *, loss: Loss | None = None, recipe: Recipe | None = None
+        self,
+        step: Bundle,
+        model: torch.nn.Module,
+        *,
+        loss: Loss | None = None,
+        recipe: Recipe | None = None,
+        fed: bool = True,
     ) -> None:
         self.step = step
         self.model: Any = converted(model, step, recipe)
@@ -53,9 +60,8 @@ class Replay:
         self._targets = unflatten(step.targets, step.tensors, self.device)
         self._state = fitting_state(self.model, step.state)
         self._scales: dict[int, float] = {}
-        self.replays = 0
-        # Under another recipe the step is another one, too.
-        self._captured = CapturedOperands(step, fed=recipe is None)
+        self.replays, self.knows_loss = 0, True
+        self._captured = CapturedOperands(step, fed)
         self.comparison = self._captured.comparison
         self.first, recorder = self._run(
             lambda recorder, name, layer: First(recorder, name, layer, self._captured), True, first=True
@@ -101,6 +107,7 @@ class Replay:
                 args, kwargs = (unflatten(said[key], self.step.tensors, self.device) for key in ("args", "kwargs"))
                 output = self.model(*args, **kwargs)
                 found = self._losses(int(number), output)
+                self.knows_loss &= found is not None
                 total += float("nan") if found is None else float(found.detach())
                 waiting.append((int(number), output, found))
             elif backward and not (place + 1 < len(events) and events[place + 1].startswith("backward")):
