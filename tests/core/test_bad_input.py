@@ -207,4 +207,4 @@ def test_layers_and_regions(recipe: Any) -> None:
         with pytest.raises(error):
             call()
             pytest.fail(f"call {number} was accepted")
-    assert layer._kept.quantized is None
+    assert layer._binding.quantized is None

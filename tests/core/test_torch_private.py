@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava import torch_private
 from ottava.cli import doctor
-from ottava.distributed import high_precision, hooks
+from ottava.distributed import hooks
 from ottava.errors import BackendError
 from ottava.kernels import direct
 from ottava.tensors import Float8Tensor, InnerTensor, QuantizedTensor
@@ -69,7 +69,7 @@ def use(patch: pytest.MonkeyPatch, module: Any) -> int:
             if known.startswith("ottava") and place is not torch_private and vars(place).get(name) is before:
                 patch.setattr(place, name, now)
                 changed += now is not before
-    for cls in (QuantizedTensor, high_precision.HighPrecisionWeight):
+    for cls in (QuantizedTensor, hooks.HighPrecisionWeight):
         patch.setattr(cls, "__torch_function__", vars(module)["disabled_torch_function"])
     return changed
 

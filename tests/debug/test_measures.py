@@ -117,3 +117,17 @@ def test_what_is_no_pair_of_tensors_is_refused():
     quantizer = ottava.get_recipe("mxfp8").quantizer("weight").with_usage(True, False)
     with pytest.raises(UsageError, match="columnwise"):
         compare(x, quantizer.quantize(x), columnwise=True)
+
+
+def test_tensors_that_are_added_are_measured_as_one():
+    torch.manual_seed(0)
+    x = torch.randn(3, 64, 64) * torch.tensor([1.0, 1e-3, 50.0]).view(3, 1, 1)
+    quantizer = ottava.get_recipe("current").quantizer("weight")
+    parts = [quantizer.quantize(part) for part in x]
+    comparison = measures.Comparison()
+    for part, quantized in zip(x, parts, strict=True):
+        comparison.add(part, quantized)
+    found, whole = comparison.measures(), compare(x, torch.stack([part.dequantize() for part in parts]))
+    assert found.saturation == 0
+    for name in ("count", "not_finite", "amax", "underflow", "sqnr", "cosine"):
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-12)

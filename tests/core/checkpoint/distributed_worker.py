@@ -40,7 +40,8 @@ from ottava.errors import CheckpointError, DTypeError, OttavaError, UsageError
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3])]
+sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import SampleRecipe  # type: ignore[import-not-found]
 from sampling import some  # type: ignore[import-not-found]
 

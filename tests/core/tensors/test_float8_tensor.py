@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ottava import Float8Tensor, Quantizer
-from ottava.distributed.hooks import GatheredInner, GatherPlan, post_all_gather
+from ottava.distributed.hooks import GatherPlan, post_all_gather
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.tensors import columnwise_is_transpose, columnwise_layout
 
@@ -305,7 +305,7 @@ def test_bytes_that_are_gathered_again_outdate_the_transpose(x: torch.Tensor, qu
     with columnwise_layout("transpose"):
         one, two = quantizer(x), quantizer(-2 * x)
         memory = one._data.clone()
-        coming = (GatheredInner(one.inner_tensors[0], memory.shape, False),)
+        coming = ((one.inner_tensors[0], memory.shape, False),)
         spec = one.flatten_storage()[1]
         plan = GatherPlan(coming, {"data_transpose": None, "fp8_scale_inv": one._scale_inv}, spec, x.shape)
         whole, _ = post_all_gather(plan, [memory], torch.float32, None)

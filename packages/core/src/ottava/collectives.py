@@ -90,8 +90,7 @@ def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
 def _ready(group: Any) -> Any:
     if not process_groups_ready():
         what = "a reduction over processes was asked for but no process group is initialized"
-        expected = "torch.distributed.init_process_group() before training"
-        raise UsageError(what, expected=expected, remedy="initialize it, or set with_amax_reduction=False")
+        raise UsageError(what, "torch.distributed.init_process_group() before", "or set with_amax_reduction=False")
     return find_group(group)
 
 
@@ -104,10 +103,7 @@ def _keep(*tensors: torch.Tensor) -> None:
 
 class Ranks:
     """The ranks of a group, or this process alone where there is none: what one of them fails in, fails on all.
-
-    Raises:
-        UsageError: a group is given and none is initialized, or this process is not in it.
-    """
+    UsageError where a group is given and none is initialized, or this process is not in it."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.alone = group, not process_groups_ready()

@@ -24,10 +24,8 @@ def text_of(error: BaseException) -> str:
     """The text of an exception that anyone may have raised: where its ``__str__`` raises, words that say so."""
     try:
         return str(error)
-    except KeyboardInterrupt:
-        raise
-    # The text is somebody else's code, which may raise anything.
-    except BaseException:
+    # The text is somebody else's code.
+    except (Exception, SystemExit):
         return "an error whose text cannot be shown"
 
 

@@ -112,10 +112,8 @@ def sync(path: Path) -> None:
 
 
 class Partial(contextlib.ExitStack):
-    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target.
-
-    What killed writers of the same target left is removed before.
-    """
+    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target. What
+    killed writers of the same target left is removed before."""
 
     def __init__(self, target: Path) -> None:
         super().__init__()

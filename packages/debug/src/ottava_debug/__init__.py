@@ -1,3 +1,77 @@
-"""See what FP8 does to a model."""
+"""See what FP8 does to a model: fake quantization, switches and statistics, a report on checkpoints, a search.
+
+Importing this makes the features known to nvdlfw-inspect, in whichever order the two are imported. Public names are
+resolved on first use, so that neither torch nor nvdlfw-inspect is imported before it is needed.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ottava_debug.after_import import follow
 
 __version__ = "0.1.0"
+
+# Module -> the public names that it defines.
+_NAMES = {
+    "analysis.analyze": "analyze",
+    "analysis.output": "write_html write_json write_suggestion",
+    "analysis.report": "Report",
+    "bundle": "Bundle",
+    "capturing": "capture",
+    "features": "DisableFP8GEMM DisableFP8Layer FakeQuant Feature LogFp8TensorStats LogTensorStats",
+    "features.statistics": "Statistic",
+    "manager": "on_error",
+    "measures": "Measures compare",
+    "products": "Inspection Watch",
+    "recipe_file": "Keep write_recipe_file",
+    "scoped": "Run Statistics fake_quant high_precision statistics",
+    "search.bisect": "bisect",
+    "search.report": "Finding",
+}
+_EXPORTS = {name: f"ottava_debug.{module}" for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = ["__version__", *_EXPORTS]
+
+follow("nvdlfw_inspect.debug_manager", "ottava_debug.manager")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'ottava_debug' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_EXPORTS[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from ottava_debug.analysis.analyze import analyze as analyze
+    from ottava_debug.analysis.output import write_html as write_html
+    from ottava_debug.analysis.output import write_json as write_json
+    from ottava_debug.analysis.output import write_suggestion as write_suggestion
+    from ottava_debug.analysis.report import Report as Report
+    from ottava_debug.bundle import Bundle as Bundle
+    from ottava_debug.capturing import capture as capture
+    from ottava_debug.features import DisableFP8GEMM as DisableFP8GEMM
+    from ottava_debug.features import DisableFP8Layer as DisableFP8Layer
+    from ottava_debug.features import FakeQuant as FakeQuant
+    from ottava_debug.features import Feature as Feature
+    from ottava_debug.features import LogFp8TensorStats as LogFp8TensorStats
+    from ottava_debug.features import LogTensorStats as LogTensorStats
+    from ottava_debug.features.statistics import Statistic as Statistic
+    from ottava_debug.manager import on_error as on_error
+    from ottava_debug.measures import Measures as Measures
+    from ottava_debug.measures import compare as compare
+    from ottava_debug.products import Inspection as Inspection
+    from ottava_debug.products import Watch as Watch
+    from ottava_debug.recipe_file import Keep as Keep
+    from ottava_debug.recipe_file import write_recipe_file as write_recipe_file
+    from ottava_debug.scoped import Run as Run
+    from ottava_debug.scoped import Statistics as Statistics
+    from ottava_debug.scoped import fake_quant as fake_quant
+    from ottava_debug.scoped import high_precision as high_precision
+    from ottava_debug.scoped import statistics as statistics
+    from ottava_debug.search.bisect import bisect as bisect
+    from ottava_debug.search.report import Finding as Finding

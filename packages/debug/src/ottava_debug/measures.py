@@ -36,6 +36,9 @@ _CHUNK = {"cpu": 1 << 14}
 _CHUNK_ELSEWHERE = 1 << 23
 # Of float64, whose bits tell the exponent of every float32: no subnormal stays one.
 _MANTISSA_BITS, _BIAS, _EXPONENTS = 52, 1023, 2048
+_Element = FloatFormat | IntegerFormat
+# Bytes of elements, and their format.
+_Elements = tuple[torch.Tensor, _Element]
 
 
 @dataclass(frozen=True)
@@ -78,19 +81,9 @@ def compare(
         ShapeError: they have different shapes.
         UsageError: the storage does not hold the direction.
     """
-    check_high_precision(values)
-    elements = None
-    if isinstance(quantized, QuantizedTensorStorage):
-        direction = _direction(quantized, columnwise)
-        quantized, elements = direction.dequantize(torch.float32), _elements(direction)
-    if not isinstance(quantized, torch.Tensor):
-        raise DTypeError(f"quantized is a {type(quantized).__name__}", expected="a tensor or a storage")
-    if quantized.shape != values.shape:
-        raise ShapeError(f"quantized has shape {tuple(quantized.shape)}", expected=f"{tuple(values.shape)}")
-    sums = _Sums()
-    for x, q, data in _chunks(values, quantized, elements):
-        sums.add(x, q, data, elements[1] if elements else None)
-    return sums.measures(values.numel(), known=elements is not None)
+    comparison = Comparison()
+    comparison.add(values, quantized, columnwise=columnwise)
+    return comparison.measures()
 
 
 def amax(values: torch.Tensor) -> float:
@@ -129,52 +122,81 @@ def exponents(values: torch.Tensor) -> dict[int, int]:
     check_high_precision(values)
     counts = torch.zeros(_EXPONENTS, dtype=torch.int64, device=values.device)
     for x in _flat(values):
-        bits = x.double().abs().view(torch.int64) >> _MANTISSA_BITS
-        counts += torch.bincount(bits, minlength=_EXPONENTS)
+        counts += torch.bincount(_exponent_bits(x), minlength=_EXPONENTS)
     return {at - _BIAS: count for at, count in enumerate(counts.tolist()) if count and 0 < at < _EXPONENTS - 1}
 
 
-class _Sums:
-    """Exact sums over the chunks of a tensor."""
+def _exponent_bits(x: torch.Tensor) -> torch.Tensor:
+    """The exponents of values, biased as those of float64; 0 of zeros, the largest of what is not finite."""
+    bits = (x.float().view(torch.int32) >> 23) & 0xFF
+    least, most = bits.aminmax()
+    if not least or most == 0xFF:
+        # Zeros, subnormals and what is not finite need a look at more.
+        return x.double().abs().view(torch.int64) >> _MANTISSA_BITS
+    return bits + (_BIAS - 127)
+
+
+class Comparison:
+    """The sums behind :class:`Measures`, to which tensors are added one after the other, as if they were one."""
 
     def __init__(self) -> None:
-        self.not_finite = self.nonzero = self.zeroed = self.clamped = 0
+        self.count = self.not_finite = self.nonzero = self.zeroed = self.clamped = 0
         self.amax = self.signal = self.made = self.dot = self.noise = 0.0
-        self.broken = False
+        self.broken, self.known = False, True
 
     def add(
-        self, x: torch.Tensor, q: torch.Tensor, data: torch.Tensor | None, element: FloatFormat | IntegerFormat | None
+        self, values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage, *, columnwise: bool | None = None
     ) -> None:
-        """Values of float64, what they become, and the bytes that they become."""
-        finite = x.isfinite()
-        if not finite.all():
-            self.not_finite += int(finite.numel() - finite.count_nonzero())
-            x, q, data = x[finite], q[finite], None if data is None else data[finite]
+        """Add what ``values`` become; arguments and errors as of :func:`compare`."""
+        check_high_precision(values)
+        elements: _Elements | None = None
+        if isinstance(quantized, QuantizedTensorStorage):
+            direction = _direction(quantized, columnwise)
+            quantized, elements = direction.dequantize(torch.float32), _elements(direction)
+        if not isinstance(quantized, torch.Tensor):
+            raise DTypeError(f"quantized is a {type(quantized).__name__}", expected="a tensor or a storage")
+        if quantized.shape != values.shape:
+            raise ShapeError(f"quantized has shape {tuple(quantized.shape)}", expected=f"{tuple(values.shape)}")
+        self.count += values.numel()
+        self.known &= elements is not None
+        data = iter(()) if elements is None else _flat(elements[0])
+        for x, q in zip(_flat(values), _flat(quantized), strict=True):
+            self._add(x.double(), q.double(), next(data, None), elements[1] if elements else None)
+
+    def _add(self, x: torch.Tensor, q: torch.Tensor, data: torch.Tensor | None, element: _Element | None) -> None:
         if not x.numel():
             return
         magnitudes = x.abs()
-        self.amax = max(self.amax, magnitudes.amax().item())
+        amax = magnitudes.amax().item()
+        if not math.isfinite(amax):
+            finite = x.isfinite()
+            self.not_finite += int(finite.numel() - finite.count_nonzero())
+            self._add(x[finite], q[finite], None if data is None else data[finite], element)
+            return
+        self.amax = max(self.amax, amax)
+        products, error = x * q, x - q
         nonzero = int(x.count_nonzero())
         self.nonzero += nonzero
-        self.zeroed += int((x != 0).logical_and_(q == 0).count_nonzero())
+        # No product of two float32 numbers underflows in float64.
+        self.zeroed += nonzero - int(products.count_nonzero())
         if data is not None and element is not None:
-            beyond = magnitudes > q.abs() * (1 + _half_step(element))
-            self.clamped += int(beyond.logical_and_(_is_largest(data, element)).count_nonzero())
-        self.broken |= not bool(q.isfinite().all())
-        error = x - q
-        dots = torch.stack([x.square().sum(), q.square().sum(), (x * q).sum(), error.square().sum()]).tolist()
+            # Most often few elements are the largest number.
+            largest = _is_largest(data, element).nonzero().squeeze(1)
+            beyond = magnitudes[largest] > q[largest].abs() * (1 + _half_step(element))
+            self.clamped += int(beyond.count_nonzero())
+        dots = torch.stack([x.square().sum(), q.square().sum(), products.sum(), error.square().sum()]).tolist()
+        self.broken |= not math.isfinite(dots[1])
         self.signal, self.made, self.dot, self.noise = (
             old + new for old, new in zip((self.signal, self.made, self.dot, self.noise), dots, strict=True)
         )
 
-    def measures(self, count: int, known: bool) -> Measures:
-        """The measures of all that was added; whether it is ``known`` what was clamped."""
-        finite = count - self.not_finite
+    def measures(self) -> Measures:
+        """The measures of all that was added."""
         exact = not self.broken and self.noise == 0
-        saturation = 100 * self.clamped / max(finite, 1) if known or exact else None
+        saturation = 100 * self.clamped / max(self.count - self.not_finite, 1) if self.known or exact else None
         underflow = 100 * self.zeroed / max(self.nonzero, 1)
         sqnr, cosine = self._sqnr(exact), self._cosine(exact)
-        return Measures(count, self.not_finite, self.amax, underflow, saturation, sqnr, cosine)
+        return Measures(self.count, self.not_finite, self.amax, underflow, saturation, sqnr, cosine)
 
     def _sqnr(self, exact: bool) -> float:
         if exact:
@@ -194,15 +216,6 @@ def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from tensor.detach().reshape(-1).split(size) if tensor.numel() else ()
 
 
-def _chunks(
-    values: torch.Tensor, made: torch.Tensor, elements: tuple[torch.Tensor, FloatFormat | IntegerFormat] | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    pairs = zip(_flat(values), _flat(made), strict=True)
-    data = iter(()) if elements is None else _flat(elements[0])
-    for x, q in pairs:
-        yield x.double(), q.double(), next(data, None)
-
-
 def _direction(quantized: QuantizedTensorStorage, columnwise: bool | None) -> QuantizedTensorStorage:
     """The storage with the data of one direction."""
     held = quantized.get_usages()
@@ -217,7 +230,7 @@ def _direction(quantized: QuantizedTensorStorage, columnwise: bool | None) -> Qu
     return made
 
 
-def _elements(quantized: QuantizedTensorStorage) -> tuple[torch.Tensor, FloatFormat | IntegerFormat] | None:
+def _elements(quantized: QuantizedTensorStorage) -> _Elements | None:
     """The bytes of the elements in the order of the tensor, and their format; None where none are declared."""
     for inner in quantized.inner_tensors:
         held, dtype = getattr(quantized, inner.attribute), native_dtype(quantized, inner)
@@ -227,13 +240,13 @@ def _elements(quantized: QuantizedTensorStorage) -> tuple[torch.Tensor, FloatFor
     return None
 
 
-def _half_step(element: FloatFormat | IntegerFormat) -> float:
+def _half_step(element: _Element) -> float:
     """Half of the distance from the largest number to what would be the next, relative to the former."""
     bits = element.mantissa_bits if isinstance(element, FloatFormat) else math.floor(math.log2(element.max))
     return 2.0 ** (math.floor(math.log2(element.max)) - bits - 1) / element.max
 
 
-def _is_largest(data: torch.Tensor, element: FloatFormat | IntegerFormat) -> torch.Tensor:
+def _is_largest(data: torch.Tensor, element: _Element) -> torch.Tensor:
     """Which elements are the largest number, or its negative."""
     if isinstance(element, IntegerFormat):
         return data.view(element.torch_dtype).abs() == int(element.max)

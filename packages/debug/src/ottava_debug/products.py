@@ -15,6 +15,7 @@ from ottava.gemm import as_matrix, gemm
 from ottava.kernels.products import without_autocast
 from ottava.nn.checks import autocast_dtype
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
+from ottava.recipes.binding import Call
 from ottava.tensors import QuantizedTensorStorage
 from ottava.torch_private import is_view, unsafe_view
 
@@ -32,6 +33,9 @@ _OPERANDS = [(gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for t
 class Inspection:
     """Looks at one layer during one forward pass and its backward pass. Each method may be overridden; what is called
     again when activations are recomputed gets the same tensors."""
+
+    #: What the pass runs under, set before its first product: its recipe, and whether activations are recomputed.
+    call: Call = Call()
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
         """Whether a product takes an operand quantized where the recipe says so; otherwise in high precision. Asked
@@ -151,6 +155,8 @@ class _Products:
     ) -> None:
         self.inspections, self.call, self.state = inspections, call, call.state
         self.dtype, self.main_grad = dtype, main_grad
+        for inspection in inspections:
+            inspection.call = call
         # Decided once, because what is saved for the backward pass depends on it.
         self.quantized_operands = {pair: self._quantizes(*pair) for pair in _OPERANDS}
         every = [(gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors]

@@ -29,7 +29,8 @@ OPERANDS = {
     ("wgrad", "gradient"): ("grad_output", "columnwise"),
     ("wgrad", "activation"): ("input", "columnwise"),
 }
-_SUFFIXES = (".yaml", ".yml")
+#: What the names of recipe files in YAML end in.
+SUFFIXES = (".yaml", ".yml")
 _WIDTH = 110
 # Text that YAML reads as text without quotes, unless it is one of its words.
 _PLAIN = re.compile(r"(?!(?i:null|true|false)\Z)[A-Za-z_][\w.-]*", re.A)
@@ -86,8 +87,8 @@ def write_recipe_file(
         RecipeNotFoundError, PluginError: as of :func:`ottava.get_recipe`.
     """
     name = os.fspath(path)
-    if not name.lower().endswith(_SUFFIXES):
-        raise OptionError(f"the recipe file is {name}", expected=f"a name that ends in {' or '.join(_SUFFIXES)}")
+    if not name.lower().endswith(SUFFIXES):
+        raise OptionError(f"the recipe file is {name}", expected=f"a name that ends in {' or '.join(SUFFIXES)}")
     text = recipe_text(keeps, default, options, about=about)
     try:
         with open(name, "w", encoding="utf-8", newline="\n") as file:

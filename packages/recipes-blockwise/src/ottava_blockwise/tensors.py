@@ -67,6 +67,7 @@ class Float8BlockwiseQTensorStorage(GridTensorStorage):
         StaticField("_pow_2_scales", "pow_2_scales", default=False),
         StaticField("_values_from_columns", "values_from_columns", default=False),
     )
+    squares = "block_scaling_dim=2"
 
     _fp8_dtype: torch.dtype
     _block_scaling_dim: int

@@ -12,7 +12,7 @@ from ottava.distributed import GridShards, ShardRule, reduce_amax
 from ottava.errors import OptionError
 from ottava.kernels import check_epsilon, for_layers
 from ottava.layout import Layout
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device, columnwise, float8
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device, float8
 
 
 class Float8CurrentScalingQuantizer(Float8QuantizerBase):
@@ -77,7 +77,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         return copied
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        wanted = float8.DATA if tensor.is_cpu and not columnwise.forced else self.needs(tensor.device, tensor.dim())
+        wanted = float8.DATA if tensor.is_cpu and not float8.forced else self.needs(tensor.device, tensor.dim())
         if self.with_amax_reduction:
             return self._wrap(self._with_amax_of_all(tensor, *wanted), dtype)
         made = for_layers.quantize(tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *wanted)

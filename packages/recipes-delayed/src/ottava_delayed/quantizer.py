@@ -13,7 +13,7 @@ from ottava.distributed import GridShards, ShardJob, ShardRule, reduce_amax, sca
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import for_layers
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, columnwise, float8
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, float8
 from ottava.torch_private import foreach_maximum_
 
 
@@ -120,7 +120,7 @@ class Float8Quantizer(Float8QuantizerBase):
         return dst
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        wanted = float8.DATA if tensor.is_cpu and not columnwise.forced else self.needs(tensor.device, tensor.dim())
+        wanted = float8.DATA if tensor.is_cpu and not float8.forced else self.needs(tensor.device, tensor.dim())
         scale = self.scale
         if self.fits and self.amax is not None:
             amax = kernels.amax(tensor)

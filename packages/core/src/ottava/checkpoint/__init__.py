@@ -5,19 +5,6 @@ from ottava.checkpoint.flatten import flatten_state_dict, load_file, save_file, 
 from ottava.checkpoint.model import load_model, save_model, without_state
 from ottava.checkpoint.sharded import is_complete, latest_checkpoint, load_sharded, save_sharded, save_step
 
-__all__ = [
-    "Conversion",
-    "convert_file",
-    "flatten_state_dict",
-    "is_complete",
-    "latest_checkpoint",
-    "load_file",
-    "load_model",
-    "load_sharded",
-    "save_file",
-    "save_model",
-    "save_sharded",
-    "save_step",
-    "unflatten_state_dict",
-    "without_state",
-]
+__all__ = ["Conversion", "convert_file", "flatten_state_dict", "is_complete", "latest_checkpoint", "load_file"]
+__all__ += ["load_model", "load_sharded", "save_file", "save_model", "save_sharded", "save_step"]
+__all__ += ["unflatten_state_dict", "without_state"]

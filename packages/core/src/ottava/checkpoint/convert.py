@@ -136,12 +136,11 @@ def convert_file(
 
 def _target(recipe: Recipe | str, options: dict[str, Any]) -> tuple[str, Recipe | None, torch.dtype | None]:
     """The name of what tensors become, and the recipe or the dtype of high precision."""
-    if isinstance(recipe, str) and recipe not in HIGH_PRECISION_NAMES:
-        return recipe, get_recipe(recipe, **options), None
-    if options:
+    dtype = HIGH_PRECISION_NAMES.get(recipe) if isinstance(recipe, str) else None
+    if options and (dtype or not isinstance(recipe, str)):
         raise OptionError(f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none")
     if isinstance(recipe, str):
-        return recipe, None, HIGH_PRECISION_NAMES[recipe]
+        return recipe, None if dtype else get_recipe(recipe, **options), dtype
     made = as_recipe(recipe)
     return made.name, made, None
 
@@ -172,10 +171,8 @@ def _converted(
 
 
 def _changes_nothing(old: Any, new: Any) -> bool:
-    """Whether quantizing a tensor again gave its values, but for the rounding of a scale; usages not asked for go.
-
-    Then its bytes stay, because its columns, say, were made of the values before they were quantized.
-    """
+    """Whether quantizing a tensor again gave its values, but for the rounding of a scale; usages not asked for go. Then
+    its bytes stay, because its columns, say, were made of the values before they were quantized."""
     specs = [tensor.flatten_storage()[1] for tensor in (old, new)]
     if (specs[0].cls, specs[0].static) != (specs[1].cls, specs[1].static):
         return False
@@ -203,8 +200,7 @@ def _beginning_with(prefix: str, every: dict[str, Any]) -> dict[str, Any]:
     state = {name[len(prefix) :]: every[name] for name in every if name.startswith(prefix) and name != prefix}
     if not state:
         starts = sorted({f"{name.partition('.')[0]}." for name in every if "." in name})
-        what = f"no tensor has a name that begins with {prefix!r}"
-        raise OptionError(what, expected=f"one of {listed(starts)}" if starts else "no prefix")
+        raise OptionError(f"no tensor's name begins with {prefix!r}", f"one of {listed(starts)}" if starts else "none")
     return state
 
 
@@ -229,8 +225,7 @@ def _chosen(
     def fitting(patterns: Sequence[str]) -> set[str]:
         found = {pattern: fnmatch.filter(able, pattern) for pattern in patterns}
         if useless := [pattern for pattern, names in found.items() if not names]:
-            what = f"pattern {useless[0]!r} fits no tensor that can be converted"
-            raise OptionError(what, expected=f"a pattern of names of such, as {listed(able)}")
+            raise OptionError(f"pattern {useless[0]!r} fits no tensor that can be converted", f"one of {listed(able)}")
         return {name for names in found.values() for name in names}
 
     skipped: tuple[str, ...] = ()
@@ -248,11 +243,9 @@ def _chosen(
 
 
 def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
-    """The state dict at ``path``, checked, and mapped where the files allow that, and other texts of the file.
-
-    Of what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step would have reduced,
-    the largest of all. Raises CheckpointError where it is no source of :func:`convert_file`, or damaged.
-    """
+    """The state dict at ``path``, checked, and mapped where the files allow that, and other texts of the file; or a
+    CheckpointError. Of what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step
+    would have reduced, the largest of all."""
     place = as_path(path)
     if (place / INDEX_NAME).is_file():
         return _read_sharded(place), {}

@@ -131,8 +131,7 @@ def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
         remedy = "write it with ottava.checkpoint.save_file; another tool has rewritten it, or it is damaged"
         raise CheckpointError(what, expected="both, or neither in a file of another tool", remedy=remedy)
     if verify and claimed is not None and (found := checksum(tensors, metadata)) != claimed:
-        what, expected = f"{path} is damaged: its checksum is {found}", f"{claimed:.80}, as was written"
-        raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
+        raise CheckpointError(f"{path} is damaged: its checksum is {found}", f"{claimed:.80}", "load another one")
     for name, tensor in tensors.items():
         # Any other byte in memory of this dtype is undefined behaviour.
         if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):

@@ -49,7 +49,7 @@ def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
         version, aliases = read["version"], {name: str(stored) for name, stored in read.get("aliases", {}).items()}
         if version != _VERSION:
             what = f"the metadata of quantized tensors has version {version!r:.80}"
-            raise CheckpointError(what, expected=f"version {_VERSION}", remedy="read it with the ottava that wrote it")
+            raise CheckpointError(what, f"version {_VERSION}", "read it with the ottava that wrote it")
         return {name: check_entry(entry) for name, entry in read["quantized"].items()}, aliases
 
 
@@ -104,8 +104,8 @@ def unflatten_state_dict(
     for alias, stored in aliases.items():
         if stored not in tensors or alias in tensors:
             where = "stored beside it" if stored in tensors else "missing"
-            what = f"{alias!r} is said to be {stored!r}, which is {where}"
-            raise CheckpointError(what, expected="one of them", remedy="the metadata is damaged")
+            what = f"damaged metadata: {alias!r} is said to be {stored!r}, which is {where}"
+            raise CheckpointError(what, "one of the two")
         state[alias] = tensors[stored]
     made = {name: _unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
     if both := state.keys() & made.keys():
@@ -131,7 +131,7 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
     for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
         if hasattr(value, "to_local"):
             remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
-            raise DTypeError(f"{name!r} is sharded", expected="whole tensors", remedy=remedy)
+            raise DTypeError(f"{name!r} is sharded", "whole tensors", remedy)
     texts = {} if metadata is None else metadata
     if not isinstance(texts, Mapping) or not all(isinstance(text, str) for entry in texts.items() for text in entry):
         raise DTypeError(f"metadata is {metadata!r:.200}", expected="texts by name")
@@ -141,8 +141,8 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
     aliases = {name: stored for name, stored in names.items() if stored != name}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     place = check_file_target(path)
-    what, expected = f"{path} cannot be written", "a file in an existing folder, and room for it"
-    with translated(what, expected, to=UsageError, of=OSError), Partial(place) as partial:
+    unwritten = translated(f"{path} cannot be written", "a file in a folder, and room", to=UsageError, of=OSError)
+    with unwritten, Partial(place) as partial:
         write_tensors(partial.path / "tensors", stored, {**texts, **described(quantized, aliases)})
         partial.put_file("tensors")
 
@@ -191,8 +191,7 @@ def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor])
             raise CheckpointError(f"tensor {key!r} is missing", expected=f"every inner tensor of {name!r}")
     cls = _find_class(name, entry)
     if not entry["tensors"] or not {*entry["tensors"]} <= {declared.argument for declared in cls.inner_tensors}:
-        what = f"{name!r} has the tensors {entry['tensors']!r:.80}"
-        raise CheckpointError(what, expected="those of its class", remedy="the metadata is damaged")
+        raise CheckpointError(f"{name!r} has the tensors {entry['tensors']!r:.80}", "those of its class")
     held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
     inner: list[torch.Tensor | None] = []
     # A class of any author meets values that no code of its own has made.
@@ -205,7 +204,7 @@ def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor])
             native = fields[declared.native] if isinstance(declared.native, str) else declared.native
             tensor = held.get(declared.argument)
             inner.append(tensor if native is None else as_data(tensor, native, repr(declared.argument)))
-        return StorageSpec(cls, tuple(fields.values()), None).build(inner)  # type: ignore[no-any-return]
+        return StorageSpec(cls, tuple(fields.values()), None).build(inner)
 
 
 def _encode_static(value: Any) -> Any:
@@ -231,11 +230,10 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
         # A module may make its classes when asked.
         with contextlib.suppress(Exception, SystemExit):
             getattr(import_offered(module), attribute, None)
-    found = storage_classes().get(entry["class"])
-    if found is None:
+    if entry["class"] not in storage_classes():
         what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
         raise CheckpointError(what, remedy=f"install the package that has the module {module!r:.200}")
-    return found
+    return storage_classes()[entry["class"]]
 
 
 def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
@@ -300,11 +298,9 @@ def _begin(name: str, value: Any) -> _Sizes:
 def sharded_rows(
     name: str, inner: InnerTensor, tensor: torch.Tensor, local: _Sizes, shape: _Sizes, offsets: _Sizes
 ) -> tuple[int, int]:
-    """Rows of the whole inner tensor, and the first one of this rank's shard of it, which is ``tensor``.
-
-    ``local`` and ``shape`` are those of the quantized tensor's shard and whole, in which the shard begins at
-    ``offsets``. Raises ShapeError where the shards are not of rows, or cut blocks of rows in two.
-    """
+    """Rows of the whole inner tensor, and the first one of this rank's shard of it, which is ``tensor``. The shard of
+    the quantized tensor, of shape ``local``, begins at ``offsets`` of the whole, of ``shape``; a ShapeError where the
+    shards are not of rows, or cut blocks of rows in two."""
     if any(offset for offset in offsets[1:]) or tuple(local[1:]) != tuple(shape[1:]):
         raise ShapeError(f"{name!r} is sharded in columns", expected="shards of dimension 0")
     # Of an empty shard nothing is cut, wherever it begins.

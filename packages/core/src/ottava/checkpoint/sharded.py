@@ -27,6 +27,7 @@ from ottava.tensors.declaration import bump_versions
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
+_State = Mapping[str, Any]
 _STEP = re.compile(r"step-(\d+)")
 #: The nodes that have entries, and what these make.
 _CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple": tuple}
@@ -113,7 +114,7 @@ class _Flat:
         self.owners = {n: n for n in self.tensors} | {f"{name}.{argument}": name for name, argument in inner}
 
 
-def save_sharded(state: Mapping[str, Any], path: AnyPath, *, group: Any = None, overwrite: bool = False) -> None:
+def save_sharded(state: _State, path: AnyPath, *, group: Any = None, overwrite: bool = False) -> None:
     """Save a state as one checkpoint, each rank its shards; it appears under ``path`` whole or not at all.
 
     Every rank calls it, with the same names and the same values besides tensors. A plain tensor that is not the same on
@@ -142,10 +143,8 @@ def save_sharded(state: Mapping[str, Any], path: AnyPath, *, group: Any = None, 
 
 
 def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
-    """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files.
-
-    Raises UsageError where the ranks differ in what has to be equal.
-    """
+    """The plain tensors of which the ranks hold different ones, with the names that each rank's has in the files;
+    UsageError where the ranks differ in what has to be equal."""
     if ranks.world == 1:
         return {}
     about: dict[str, Any] = _leaves(flat.tree) | {f"{n} (quantized)": entry for n, entry in flat.quantized.items()}
@@ -164,16 +163,14 @@ def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
         owner = flat.owners[name]
         if hasattr(flat.values[owner], "to_local"):
             what = f"the shards of {owner!r} have different {name.removeprefix(owner + '.')!r}"
-            raise UsageError(what, expected="one value for all of a weight", remedy="set it before it is sharded")
+            raise UsageError(what, "one value for all of a weight", "set it before it is sharded")
         names[name] = [name, *(f"{name}@rank-{rank:05d}" for rank in range(1, ranks.world))]
         if taken := set(names[name][1:]) & set(flat.tensors):
             raise UsageError(f"a tensor has the name {min(taken)!r}", remedy="rename it")
     return names
 
 
-def load_sharded(
-    state: Mapping[str, Any], path: AnyPath, *, group: Any = None, strict: bool = True, verify: bool = True
-) -> Any:
+def load_sharded(state: _State, path: AnyPath, *, group: Any = None, strict: bool = True, verify: bool = True) -> Any:
     """Load a checkpoint that any number of ranks saved into the tensors of ``state``, in place, or change nothing.
 
     Every rank calls it. Once all have found the values of their shards, each writes its tensors, straight from the
@@ -216,7 +213,7 @@ def load_sharded(
     return result
 
 
-def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) -> tuple[_Flat, Any, dict[str, str]]:
+def _matched(state: _State, reader: Any, strict: bool, ranks: Ranks) -> tuple[_Flat, Any, dict[str, str]]:
     """The state to load into, the result, and the name in the checkpoint of each tensor that is loaded."""
     flat, path, about = _Flat(state), reader.path, reader.index.description
     with translated(f"{path} says of no state", "what save_sharded wrote"):
@@ -229,7 +226,7 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
     for what, names in ((f"{path} misses", missing), ("the state has no place for", unexpected)):
         if strict and names:
             remedy = "make the state that was saved: an optimizer has none before its first step"
-            raise CheckpointError(f"{what} {listed(names)}", expected=f"the names of {path}", remedy=remedy)
+            raise CheckpointError(f"{what} {listed(names)}", f"the names of {path}", remedy)
     stored = {}
     for name, tensor in flat.tensors.items():
         if (owner := flat.owners[name]) in missing:
@@ -241,8 +238,7 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
             raise CheckpointError(f"{owner!r} of {path} is {saved}", f"{expected}, as in the state", remedy)
         value = flat.values[owner]
         if isinstance(value, QuantizedTensorStorage) and value._whole is not None:
-            what = f"{owner!r} is a view of another tensor, whose scales are not its own to change"
-            raise UsageError(what, expected="a whole one", remedy="load into the whole tensor")
+            raise UsageError(f"{owner!r} is a view of another tensor", "a whole one", "load into the whole tensor")
         # Its own where each rank had its own and there are as many, else rank 0's.
         own = about["per_rank"].get(name, [])
         stored[name] = own[ranks.rank] if len(own) == ranks.world else name
@@ -256,13 +252,7 @@ def _matched(state: Mapping[str, Any], reader: Any, strict: bool, ranks: Ranks) 
 
 
 def save_step(
-    state: Mapping[str, Any],
-    folder: AnyPath,
-    step: int,
-    *,
-    keep: int | None = None,
-    group: Any = None,
-    overwrite: bool = False,
+    state: _State, folder: AnyPath, step: int, *, keep: int | None = None, group: Any = None, overwrite: bool = False
 ) -> Path:
     """:func:`save_sharded` as ``folder/step-0000100``, the path returned, for :func:`latest_checkpoint`.
 
@@ -277,7 +267,7 @@ def save_step(
     def check() -> Path:
         for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OptionError(f"{name} is {value!r}", expected=f"an integer from {least}")
+                raise OptionError(f"{name} is {value!r}", f"an integer from {least}")
         return as_path(folder) / f"step-{step:07d}"
 
     ranks = Ranks(group)

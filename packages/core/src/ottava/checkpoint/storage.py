@@ -134,15 +134,12 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{target} exists", expected="a new name", remedy="overwrite=True replaces a checkpoint")
     replaceable = target.is_dir() and ((target / INDEX_NAME).exists() or not any(target.iterdir()))
     if target.is_symlink() or not replaceable:
-        what = f"{target} is not a sharded checkpoint and is not replaced"
-        raise CheckpointError(what, expected="a checkpoint or a new name", remedy="move it away")
+        raise CheckpointError(f"{target} is not a sharded checkpoint and is not replaced", "a checkpoint or a new name")
 
 
 def publish(partial: Partial, overwrite: bool) -> None:
-    """Give a folder that is written to its end its final name, or raise, and what had the name has it still.
-
-    A checkpoint that is there is replaced by the one rename of its index, once the new files lie beside the old ones.
-    """
+    """Give a folder that is written to its end its final name, or raise, and what had the name has it still. A
+    checkpoint is replaced by the one rename of its index, once the new files lie beside the old ones."""
     source, target = partial.path, partial.target
     sync(source)
     try:
@@ -286,8 +283,7 @@ class FolderReader:
                     now = read_index(self.path)
                 if now.crc32 == self.index.crc32:
                     raise
-                what = f"{self.path} was replaced while it was read"
-                raise CheckpointError(what, expected="one checkpoint", remedy="load it again") from error
+                raise CheckpointError(f"{self.path} was replaced while it was read", remedy="load it again") from error
         return self._files[name]
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:

@@ -85,21 +85,18 @@ def _self_test(device: str) -> Check:
     """Every bfloat16 value through the chosen backend and the reference: bytes must be equal."""
     import torch
 
-    from ottava import kernels
-    from ottava.formats import E4M3, E5M2, E8M0
-    from ottava.layout import Layout
-
+    kernels = ottava.kernels
     x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256).to(device)
     scale = torch.tensor(0.37, device=device)
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
-        blocks = Layout(dtype, (1, 32), E8M0.torch_dtype, "up")
+        blocks = ottava.Layout(dtype, (1, 32), ottava.E8M0.torch_dtype, "up")
         made = [*kernels.cast_transpose(x, scale, dtype), *kernels.grid_quantize(x, blocks)]
         # A NaN has many bit patterns; all of them are right.
         return [*made, kernels.decode(made[0], scale, dtype, torch.bfloat16).nan_to_num(nan=-1.0)]
 
     def compare() -> str:
-        for fmt in (E4M3, E5M2):
+        for fmt in (ottava.E4M3, ottava.E5M2):
             got = results(fmt.torch_dtype)
             with kernels.use_backend("reference"):
                 want = results(fmt.torch_dtype)

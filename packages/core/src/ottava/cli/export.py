@@ -36,13 +36,10 @@ def make_model(reference: str) -> Any:
     what, expected = f"--model {reference!r}", "module:callable, what makes the model without arguments"
     # As of `python -m`: what is being worked on is found.
     sys.path.insert(0, os.getcwd())
-    try:
-        with translated(f"{what} cannot be had", expected, to=OptionError):
-            make: Any = pkgutil.resolve_name(reference) if ":" in reference else None
-            if not callable(make):
-                raise ValueError("it names no callable")
-    finally:
-        sys.path.remove(os.getcwd())
+    with translated(f"{what} cannot be had", expected, to=OptionError):
+        make: Any = pkgutil.resolve_name(reference) if ":" in reference else None
+        if not callable(make):
+            raise ValueError("it names no callable")
     with named(what), translated(f"{what} fails", "what makes the model", to=UsageError):
         try:
             with torch.device("meta"):

@@ -16,8 +16,8 @@ import ottava
 from ottava.cli.doctor import doctor
 from ottava.cli.export import export
 from ottava.cli.recipes import recipes
-from ottava.errors import OttavaError, PluginError, UsageError, text_of
-from ottava.recipes.plugins import PluginStatus, describe, discover
+from ottava.errors import OttavaError, PluginError, UsageError, text_of, translated
+from ottava.recipes.plugins import PluginStatus, discover
 
 #: The group of entry points by which packages add commands.
 COMMANDS = "ottava.commands"
@@ -33,11 +33,9 @@ def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
     owners = " and by ".join(f"{found.distribution} {found.version}" for found in offers)
     if len(offers) > 1:
         raise PluginError(f"the command {name!r} is offered by {owners}", remedy="uninstall one")
-    try:
+    what, remedy = f"the command {name!r} of {owners} cannot be imported", "reinstall the package, or tell its authors"
+    with translated(what, "a function", remedy, to=PluginError, of=(Exception, SystemExit)):
         return offers[0].entry.load()  # type: ignore[union-attr, no-any-return]
-    except (Exception, SystemExit) as error:
-        what = f"the command {name!r} of {owners} cannot be imported: {describe(error)}"
-        raise PluginError(what, remedy="reinstall the package, or report it to its authors") from error
 
 
 def _command(name: str, function: Callable[..., Any], text: str, **settings: Any) -> Any:
@@ -61,12 +59,12 @@ class _Commands(TyperGroup):
         if not offers and cmd_name not in _ELSEWHERE:
             return None
         try:
-            function = _load(cmd_name, offers)
-            return _command(cmd_name, function, inspect.getdoc(function) or "")
-        except Exception as error:
+            with translated(f"the command {cmd_name!r} cannot be run", "a function as typer takes it", to=PluginError):
+                function = _load(cmd_name, offers)
+                return _command(cmd_name, function, inspect.getdoc(function) or "")
+        except OttavaError as error:
             # The list of commands has what is wrong, and who runs this one is told.
-            what = f"the command {cmd_name!r} cannot be run: {describe(error)}"
-            failure = error if isinstance(error, OttavaError) else PluginError(what)
+            failure = error
 
         def broken() -> None:
             raise failure

@@ -11,10 +11,8 @@ from ottava.recipes.registry import build_recipe
 
 
 class OptionDefaults:
-    """What the options of an installed recipe are by default, which tells what may stand in their place.
-
-    Of a recipe that cannot be built without options nothing is known: whoever builds it is told what is wrong.
-    """
+    """What the options of an installed recipe are by default, which tells what may stand in their place: nothing where
+    it cannot be built without options, since whoever builds it is told what is wrong."""
 
     def __init__(self, recipe: str) -> None:
         self._recipe: Any = None

@@ -36,10 +36,8 @@ def _place(found: Explanation | RecipeRule) -> str | None:
 
 
 def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_json: bool) -> None:
-    """Print what each role of each layer gets under a recipe, and the rules of its file that serve none of them.
-
-    Without ``layers`` and a checkpoint these are the layers of the demo's model.
-    """
+    """Print what each role of each layer, by default those of the demo's model, gets under a recipe, and the rules of
+    its file that serve none of them."""
     if not all(layers):
         raise OptionError("--layer ''", expected="the qualified name of a layer")
     recipe = get_recipe(name)

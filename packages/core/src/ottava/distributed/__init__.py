@@ -1,7 +1,7 @@
 """Weights of which every rank has a shard: FSDP2's hooks, and quantized weights from sharded master weights."""
 
 from ottava.collectives import all_reduce_max as reduce_amax
-from ottava.distributed.high_precision import HighPrecisionWeight, gather_quantized
+from ottava.distributed.hooks import HighPrecisionWeight, gather_quantized
 from ottava.distributed.rules import GridShards, PerTensorShards, ShardBatch, ShardRule, rule_of, scales_by_format
 from ottava.distributed.shards import ShardJob, ShardOutput
 from ottava.distributed.weights import (
@@ -13,22 +13,7 @@ from ottava.distributed.weights import (
     replace_raw_data,
 )
 
-__all__ = [
-    "GridShards",
-    "HighPrecisionWeight",
-    "MasterWeights",
-    "PerTensorShards",
-    "ShardBatch",
-    "ShardJob",
-    "ShardOutput",
-    "ShardRule",
-    "cast_master_weights_to_fp8",
-    "gather_quantized",
-    "is_custom",
-    "post_all_gather_processing",
-    "quantize_master_weights",
-    "reduce_amax",
-    "replace_raw_data",
-    "rule_of",
-    "scales_by_format",
-]
+__all__ = ["GridShards", "HighPrecisionWeight", "MasterWeights", "PerTensorShards", "ShardBatch", "ShardJob"]
+__all__ += ["ShardOutput", "ShardRule", "cast_master_weights_to_fp8", "gather_quantized", "is_custom"]
+__all__ += ["post_all_gather_processing", "quantize_master_weights", "reduce_amax", "replace_raw_data", "rule_of"]
+__all__ += ["scales_by_format"]

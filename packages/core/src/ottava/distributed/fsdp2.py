@@ -8,7 +8,7 @@ themselves, and a flat copy of each shard in high precision stays in memory.
 
 import contextlib
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,19 +50,12 @@ def _will_be_kept(state: Any) -> bool:
     return not any(inner is module for outer in others for inner in outer.modules() for module in own)
 
 
-class GatheredParameter(NamedTuple):
-    """A parameter that FSDP gathers: this rank's shard, the size of the whole, and the module that owns it."""
-
-    shard: torch.Tensor
-    size: torch.Size
-    module: Any
-
-
-def gathered_together(module: Any) -> list[GatheredParameter]:
-    """The parameters that are gathered in one collective with those of ``module``, if that can be known."""
+def gathered_together(module: Any) -> list[tuple[torch.Tensor, torch.Size, Any]]:
+    """The parameters that are gathered in one collective with those of ``module``, if that can be known: of each this
+    rank's shard, the size of the whole, and the module that owns it."""
     with contextlib.suppress(*_OTHERWISE):
         all_of = _group_and_state(module)[0].fsdp_params
-        return [GatheredParameter(local_tensor(p.sharded_param), p._orig_size, p._module_info.module) for p in all_of]
+        return [(local_tensor(p.sharded_param), p._orig_size, p._module_info.module) for p in all_of]
     return []
 
 
@@ -88,10 +81,8 @@ _resharded: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDi
 
 
 def resharded_after_forward(module: Any) -> bool:
-    """Whether the parameters of ``module`` are given up after the forward pass and gathered again for the backward.
-
-    False as well where they are kept after the backward pass. What is said at the first gather stays.
-    """
+    """Whether the parameters of ``module`` are given up after the forward pass and gathered again for the backward;
+    False as well where they are kept after the backward pass. What is said at the first gather stays."""
     if not isinstance(module, torch.nn.Module):
         return False
     if module not in _resharded:

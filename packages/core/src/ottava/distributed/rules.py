@@ -19,7 +19,6 @@ from ottava.errors import DTypeError
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, Size
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.slots import above
 from ottava.torch_private import foreach_copy_
 
 
@@ -93,14 +92,12 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
     for cls in type(quantizer).__mro__:
         found = vars(cls).get("shards")
         if isinstance(found, str):
-            # Classes that stand below this package name its rule: "module.Class".
-            module, _, name = found.partition(".")
-            found = cls.shards = getattr(above(module), name)()  # type: ignore[attr-defined]
+            # Classes that stand below this package name a rule of this module.
+            found = cls.shards = globals()[found]()  # type: ignore[attr-defined]
         if isinstance(found, ShardRule):
             return found
         if found is not None:
-            what = f"{cls.__name__}.shards is a {type(found).__name__}"
-            raise DTypeError(what, expected="an ottava.distributed.ShardRule, or None")
+            raise DTypeError(f"{cls.__name__}.shards is a {type(found).__name__}", "an ottava.distributed.ShardRule")
         if "quantize_impl" in vars(cls):
             break
     return _SILENT
@@ -125,10 +122,8 @@ def scales_by_format(
 
 
 class GridBatch(ShardBatch):
-    """Shards of one layout.
-
-    The amaxes of each weight are those of the blocks of rowwise data, then of columnwise data that are others.
-    """
+    """Shards of one layout. The amaxes of each weight are those of the blocks of rowwise data, then of columnwise data
+    that are others."""
 
     def __init__(self, jobs: Sequence[ShardJob]) -> None:
         super().__init__(jobs)

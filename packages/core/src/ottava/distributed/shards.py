@@ -143,8 +143,7 @@ def check_blocks(inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows
             expected = f"multiples of {step}"
         else:
             continue
-        remedy = "shard over fewer ranks, or keep the weight whole or in high precision"
-        raise ShapeError(f"{what} {how}", expected=expected, remedy=remedy)
+        raise ShapeError(f"{what} {how}", expected, "shard over fewer ranks, or keep it whole or in high precision")
 
 
 def check_bytes(

@@ -159,16 +159,12 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     Raises:
         DTypeError: an entry is no tensor.
     """
-    tensors = (torch.Tensor, QuantizedTensorStorage)
-    if isinstance(model_weights, tensors):
-        model_weights = [model_weights]
-    if not isinstance(model_weights, (list, tuple)):
-        raise DTypeError(f"model_weights is a {type(model_weights).__name__}", expected="a list of weights")
-    for weight in model_weights:
-        if not isinstance(weight, tensors):
-            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a tensor")
+    weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
+    for weight in weights:
+        if not isinstance(weight, (torch.Tensor, QuantizedTensorStorage)):
+            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a list of tensors")
     with torch.no_grad():
-        for local in map(local_tensor, model_weights):
+        for local in map(local_tensor, weights):
             if isinstance(local, QuantizedTensorStorage):
                 local.rebuild_derived(force=True)
                 local.rebuilds_derived = True
@@ -222,12 +218,8 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None
 
 
 class _Weight:
-    """One weight, checked: what errors call it, and what its quantizer is told.
-
-    Attributes:
-        storage: the quantized data that this rank has: the whole weight, or its rows.
-        group: the ranks that share the weight, if it says so itself.
-    """
+    """One weight, checked: what errors call it, the quantized data that this rank has (the whole weight, or its rows),
+    the ranks that share it, if it says so itself, and the job for its quantizer."""
 
     def __init__(
         self, what: str, offsets_given: bool, weight: Any, master: Any, quantizer: Any, offset: Any, out: Any
@@ -235,8 +227,7 @@ class _Weight:
         self.what, self.storage, (rows, self.group) = what, local_tensor(weight), _rows_of(weight, what)
         storage = self.storage
         if not isinstance(storage, QuantizedTensorStorage):
-            remedy = "leave weights in high precision to their optimizer"
-            raise DTypeError(f"{what} is a {type(storage).__name__}", "a quantized tensor", remedy)
+            raise DTypeError(f"{what} is a {type(storage).__name__}", "a quantized tensor", "leave it to its optimizer")
         quantizer = storage._quantizer if quantizer is None else quantizer
         if quantizer is None:
             raise UsageError(f"{what} has no quantizer", remedy="pass quantizers, or set one with update_quantizer()")
@@ -333,8 +324,7 @@ def _check_agreement(weights: Sequence[_Weight]) -> None:
         what, storage, quantizer = weight.what, weight.storage, weight.job.quantizer
         twin, first = places.setdefault(id(storage), weight), seen.setdefault(type(quantizer), weight)
         if twin is not weight:
-            expected, remedy = "each weight once, with one shard on a rank", "list weights that layers share once"
-            raise OptionError(f"{what} is {twin.what} again", expected=expected, remedy=remedy)
+            raise OptionError(f"{what} is {twin.what} again", "each weight once", "list weights that layers share once")
         static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
         usages, shape, dtype = storage.get_usages(), (1,) * len(weight.shape), storage.dtype
         key = (type(storage), static, tuple(usages.values()), dtype, shape, quantizer)

@@ -3,8 +3,8 @@
 from ottava.nn.conversion import HEADS, convert
 from ottava.nn.converters import TransposedLinear, register_converter
 from ottava.nn.linear import Linear
-from ottava.nn.model_init import quantized_model_init
 from ottava.nn.report import ConversionReport, conversion_report
+from ottava.nn.weight import quantized_model_init
 
 __all__ = [
     "HEADS",

@@ -11,9 +11,8 @@ from ottava.recipes.binding import label_of
 from ottava.torch_private import any_autocast_enabled
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
-_WITH_AUTOCAST = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind)
-)
+_KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+_WITH_AUTOCAST = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_available(kind))
 
 
 def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:
@@ -26,9 +25,7 @@ def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 
-def checked_dtype(
-    layer: Any, input: torch.Tensor, weight: torch.Tensor, autocast_dtype: torch.dtype | None
-) -> torch.dtype:
+def checked_dtype(layer: Any, input: torch.Tensor, weight: torch.Tensor, amp_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that a layer computes in; a ShapeError, DTypeError or DeviceError where the input does not fit it."""
     if not isinstance(input, torch.Tensor):
         check_high_precision(input)
@@ -46,10 +43,10 @@ def checked_dtype(
     if dtype not in HIGH_PRECISION or not (same or weight.dtype in HIGH_PRECISION):
         check_high_precision(input, f"input of {label_of(layer)}")
         check_high_precision(weight, f"weight of {label_of(layer)}")
-    if autocast_dtype is None and not same:
+    if amp_dtype is None and not same:
         what = f"input of {label_of(layer)} has dtype {dtype}, its weight {weight.dtype}"
         raise DTypeError(what, expected="one dtype", remedy="convert one of them, or run inside torch.autocast")
-    return dtype if autocast_dtype is None else autocast_dtype
+    return dtype if amp_dtype is None else amp_dtype
 
 
 def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:

@@ -15,12 +15,11 @@ import torch
 from ottava.errors import DTypeError, OptionError, UsageError, listed
 from ottava.nn.converters import converted, is_convertible, refusal
 from ottava.nn.linear import Linear
-from ottava.nn.loading import fill_in_states
-from ottava.nn.model_init import quantized_parameter
+from ottava.nn.loading import OF_STATE, fill_in_states
 from ottava.nn.report import LEFT_ALONE, ConversionReport, conversion_report
+from ottava.nn.weight import quantized_parameter
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.region import begins_steps, has_step
-from ottava.recipes.state import RecipeState
+from ottava.recipes.region import ConvertedModel, begins_steps
 from ottava.tensors import QuantizedTensor
 from ottava.tensors.declaration import check_flag
 from ottava.torch_private import is_distributed
@@ -120,7 +119,7 @@ def convert(
     weights = _primary_weights(model, replacements, chosen, keep_initial_values) if primary else {}
 
     for module, layer in replacements.items():
-        layer._bind_prepared(chosen, states[module])
+        layer._binding.bind(layer, chosen, states[module])
     for parent in list(model.modules()):
         parent.__dict__.pop(LEFT_ALONE, None)
         parent._modules.update({name: replacements[m] for name, m in parent._modules.items() if m in replacements})
@@ -128,7 +127,7 @@ def convert(
     for owner in result.modules():
         owner._parameters.update({name: weights[p] for name, p in owner._parameters.items() if p in weights})
     if any(state.stateful for state in states.values()):
-        if not has_step(result):
+        if not isinstance(result, ConvertedModel):
             result.register_load_state_dict_pre_hook(fill_in_states)
         step = begins_steps(result)
         for layer in replacements.values():
@@ -208,8 +207,6 @@ def _warn(report: ConversionReport) -> None:
 def _keep_from_broadcast(model: Any) -> None:
     """Have DistributedDataParallel leave the states alone, because it copies the first rank's buffers over those of the
     others at every forward pass, which would lose what these recorded before it is reduced."""
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, RecipeState) and isinstance(module, torch.nn.Module):
-            ignored |= {f"{name}.{buffer}" for buffer, _ in module.named_buffers()}
-    model._ddp_params_and_buffers_to_ignore = sorted(ignored)
+    states = (name for name, _ in model.named_buffers(remove_duplicate=False) if OF_STATE.search(name))
+    known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    model._ddp_params_and_buffers_to_ignore = sorted({*known, *states})

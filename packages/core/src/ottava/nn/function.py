@@ -16,7 +16,7 @@ from ottava.kernels.table import rounded, sum_rows
 from ottava.recipes.binding import Call
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import rebuild_saved
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import forward_ad, is_view, tracing, transforms, unsafe_view
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -32,29 +32,20 @@ def quantized_linear(
 ) -> torch.Tensor:
     """``y = x · wᵀ + b`` in ``dtype``. The gradient of the weight is added to ``main_grad``, if there is one; ``kept``
     is the weight if it is quantized already; ``observed`` says that a compiler, a mode or a profiler looks on."""
-    rest = call, dtype, kept, main_grad, observed
-    if observed:
-        grad_enabled = torch.is_grad_enabled() and not torch.compiler.is_exporting()
-        return LinearFunction.apply(x, weight, bias, rest, grad_enabled)  # type: ignore[no-any-return, no-untyped-call]
-    if torch.is_grad_enabled():
-        return _apply(x, weight, bias, rest, True)  # type: ignore[no-any-return]
+    grad_enabled = torch.is_grad_enabled() and not (observed and torch.compiler.is_exporting())
+    rest = call, dtype, kept, main_grad, observed, grad_enabled
+    if observed or grad_enabled:
+        return (LinearFunction.apply if observed else _apply)(x, weight, bias, rest)  # type: ignore[no-any-return]
     # No backward pass follows, so that nothing is saved.
-    return _product(x, weight, bias, call, dtype, kept, False, False, False)[0]
+    return _product(x, weight, bias, rest, False, False)[0]
 
 
 def _product(
-    x: torch.Tensor,
-    weight: Any,
-    bias: Any,
-    call: Call,
-    dtype: torch.dtype,
-    kept: Any,
-    x_needs: bool,
-    w_needs: bool,
-    observed: bool,
+    x: torch.Tensor, weight: Any, bias: Any, rest: Any, x_needs: bool, w_needs: bool
 ) -> tuple[torch.Tensor, Any, Any]:
     """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
-    state: Any = call.state
+    call, dtype, kept, _, observed, _ = rest
+    state = call.state
     matrix = x if x.dim() == 2 else as_matrix(x)
     columnwise = w_needs and "input" not in state.wgrad_unquantized
     quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=call.recording)
@@ -72,36 +63,29 @@ def _product(
     return y, qx, qw
 
 
-# What is saved of an operand that no gradient needs.
-_NOTHING: tuple[list[torch.Tensor | None], StorageSpec | None] = ([None], None)
-
-
 class LinearFunction(torch.autograd.Function):
     """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands. Saved for backward are these,
     columnwise, as gradients need them; only a recipe that asks for it has its input saved in high precision."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rest: Any, grad_enabled: bool
-    ) -> torch.Tensor:
-        call, dtype, kept, main_grad, observed = rest
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rest: Any) -> torch.Tensor:
+        call, dtype, kept, main_grad, _, grad_enabled = rest
         x_needs, w_needs, b_needs = ctx.needs_input_grad[:3]
         x_needs, w_needs = grad_enabled and x_needs, grad_enabled and w_needs
-        y, qx, qw = _product(x, weight, bias, call, dtype, kept, x_needs, w_needs, observed)
+        y, qx, qw = _product(x, weight, bias, rest, x_needs, w_needs)
         primary = isinstance(weight, QuantizedTensorStorage)
-        x_tensors: Any
-        if w_needs and "input" in call.state.wgrad_unquantized:
-            x_tensors, x_spec = [as_matrix(x.detach()).to(dtype)], None
-        else:
-            x_tensors, x_spec = qx.flatten_columnwise() if w_needs else _NOTHING
-        if not x_needs or primary:
-            w_tensors, w_spec = _NOTHING
-        else:
-            w_tensors, w_spec = qw.flatten_columnwise() if kept is None else qw.flatten_storage()
+        # Tensors and what they are of: nothing, for an operand that no gradient needs.
+        of_x: Any = ([None], None)
+        of_w = of_x
+        if w_needs:
+            high = "input" in call.state.wgrad_unquantized
+            of_x = ([as_matrix(x.detach()).to(dtype)], None) if high else qx.flatten_columnwise()
+        if x_needs and not primary:
+            of_w = qw.flatten_columnwise() if kept is None else qw.flatten_storage()
         # An FP8-primary weight is saved as the parameter itself, so that autograd notices a write to it.
-        ctx.save_for_backward(*x_tensors, *w_tensors, weight if x_needs and primary else None)
+        ctx.save_for_backward(*of_x[0], *of_w[0], weight if x_needs and primary else None)
         ctx.rest = (
-            (x_spec, w_spec),
+            (of_x[1], of_w[1]),
             # Not the kept weight: the graph outlives the backward pass, and would keep it for as long.
             (call.state, dtype, main_grad, weight if main_grad is not None else None),
             (x.shape, x.dtype, weight.dtype, bias.dtype if bias is not None and b_needs else None),
@@ -149,7 +133,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
         db = sum_rows(dy2, dy2.dtype if narrow else torch.float32, compiling)
         db = db if db.dtype is b_dtype else db.to(b_dtype)
-    return dx, dw, db, None, None
+    return dx, dw, db, None
 
 
 def _as_operand(matrix: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
@@ -201,20 +185,16 @@ def high_precision_linear(
         return F.linear(x, weight, bias)
     x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     with nullcontext() if autocast_dtype is None else torch.autocast(weight.device.type, enabled=False):
-        return _wide_linear(x, weight, bias, wide)
-
-
-def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
-        grad_enabled = torch.is_grad_enabled()
-        if not grad_enabled and x.dim() and x.numel() <= _FEW_ROWS * x.shape[-1]:
-            # Converting the whole weight costs more than a product of a few rows, which reads it once.
-            return F.linear(x, weight, bias)
-        # Transforms, tracing and subclasses need operations that they can take apart, not an autograd function.
-        apart = transforms() is not None or tracing() is not None or forward_ad._current_level >= 0
-        if not grad_enabled or apart or not {type(x), type(weight)} <= _PLAIN_TYPES:
-            return _wide_product(x, weight, bias, wide)
-    return HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-any-return, no-untyped-call]
+        if not torch.compiler.is_compiling():
+            grad_enabled = torch.is_grad_enabled()
+            if not grad_enabled and x.dim() and x.numel() <= _FEW_ROWS * x.shape[-1]:
+                # Converting the whole weight costs more than a product of a few rows, which reads it once.
+                return F.linear(x, weight, bias)
+            # Transforms, tracing and subclasses need operations that they can take apart, not an autograd function.
+            apart = transforms() is not None or tracing() is not None or forward_ad._current_level >= 0
+            if not grad_enabled or apart or not {type(x), type(weight)} <= _PLAIN_TYPES:
+                return _wide_product(x, weight, bias, wide)
+        return HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _wide_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
@@ -223,9 +203,7 @@ def _wide_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
 
 
-def _mm(
-    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, wide: torch.dtype, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def _mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, wide: torch.dtype, bias: Any = None) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return mm(a.to(wide), b.to(wide)).to(dtype)
     # One operator widens inside: a compiler would save the results of separate conversions for the backward pass.

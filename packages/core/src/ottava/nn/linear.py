@@ -11,11 +11,9 @@ from ottava.nn import function
 from ottava.nn.checks import autocast_dtype, check_use, checked_dtype, main_grad_of
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
 from ottava.nn.loading import fill_in_states
-from ottava.nn.model_init import quantize_new_weight
-from ottava.nn.weight import KeptWeight, apply_to_layer, gather_as
+from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.binding import Binding, Call
-from ottava.recipes.state import RecipeState
 from ottava.tensors.declaration import check_flag
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
@@ -41,7 +39,6 @@ class Linear(torch.nn.Linear):
 
     name: str
     _binding: Binding
-    _kept: KeptWeight
     #: Whether each gather of a sharded weight brings what serves rows and columns, for passes that are recomputed.
     recomputes: bool = False
     fuse_wgrad_accumulation: bool = False
@@ -76,7 +73,7 @@ class Linear(torch.nn.Linear):
         return made
 
     def _unbound(self, name: str) -> None:
-        self.__dict__.update(name=name, _binding=Binding(), _kept=KeptWeight())
+        self.__dict__.update(name=name, _binding=Binding())
 
     @property
     def recipe(self) -> Recipe | None:
@@ -86,11 +83,7 @@ class Linear(torch.nn.Linear):
     def bind(self, recipe: Recipe | str | os.PathLike[str] | None) -> None:
         """Bind a recipe (an object, or a name for :func:`~ottava.get_recipe`), or None for high precision."""
         bound = None if recipe is None else as_recipe(recipe)
-        self._bind_prepared(bound, None if bound is None else self._binding.prepare(self, bound))
-
-    def _bind_prepared(self, recipe: Recipe | None, state: RecipeState | None) -> None:
-        self._kept.clear()
-        self._binding.bind(self, recipe, state)
+        self._binding.bind(self, bound, None if bound is None else self._binding.prepare(self, bound))
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """Apply the layer.
@@ -144,7 +137,7 @@ class Linear(torch.nn.Linear):
                 with torch.no_grad():
                     weight.rebuild_derived()
         elif call.first is not None:
-            kept = self._kept.for_call(call, weight, dtype)
+            kept = self._binding.kept_weight(call, weight, dtype)
         main_grad = main_grad_of(self, grad_enabled) if self.fuse_wgrad_accumulation else None
         product = inspected or quantized_linear
         if amp_dtype is None:
@@ -172,7 +165,7 @@ class Linear(torch.nn.Linear):
         return high_precision_linear(input, weight, self.bias, autocast_dtype(weight, torch.compiler.is_compiling()))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._kept.clear()
+        self._binding.quantized = None
         apply: Any = super()._apply
         apply_to_layer(self, fn, lambda fn: apply(fn, recurse))
         return self
@@ -191,7 +184,7 @@ class Linear(torch.nn.Linear):
         fill_in_states(self, state_dict, prefix, metadata)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         gather_as(self, before)
-        self._kept.clear()
+        self._binding.quantized = None
         self._binding.load(self, state_dict, f"{prefix}recipe_state.", unexpected)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -105,48 +105,41 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
         if LEFT_ALONE in module.__dict__:
             told |= {f"{prefix}.{name}".strip("."): reason for name, reason in module.__dict__[LEFT_ALONE].items()}
             default = "not converted: it was put there after the last conversion"
-    decisions = {}
+    decisions, recipes = {}, set()
+    # Of linear modules: the recipe that their products run under (None for high precision), and why.
+    products: dict[str, tuple[str | None, str]] = {}
     for name, module in modules.items():
-        if isinstance(module, Linear) and module.recipe is not None:
-            decisions[name] = Decision(name, True, _how(module, modules.get(name.rpartition(".")[0])))
+        recipe, bound = None, isinstance(module, Linear) and module.recipe is not None
+        if bound:
+            recipes.add(recipe := module.recipe._label)
+            reason = f"recipe bound: {recipe}"
+            state = module._binding.state
+            if state is not None and state.keeps_values and state.recipe is module.recipe:
+                recipe, reason = None, f"{reason}, which keeps its operands in high precision"
+            if isinstance(local_tensor(module.weight), QuantizedTensor):
+                reason += "; the weight is kept quantized"
+            if isinstance(modules.get(name.rpartition(".")[0]), torch.nn.TransformerEncoderLayer):
+                reason += "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high precision"
         elif is_convertible(module):
             unbound = "no recipe is bound" if isinstance(module, Linear) else default
-            decisions[name] = Decision(name, False, told.get(name) or refusal(module) or unbound)
-    names = {modules[name].recipe._label for name, decision in decisions.items() if decision.swapped}
-    return ConversionReport(", ".join(sorted(names)), (*decisions.values(),), (*_weights(modules, decisions),))
+            reason = told.get(name) or refusal(module) or unbound
+        else:
+            continue
+        decisions[name], products[name] = Decision(name, bound, reason), (recipe, reason)
+    return ConversionReport(", ".join(sorted(recipes)), (*decisions.values(),), (*_weights(modules, products),))
 
 
-def _keeps_values(layer: Any) -> bool:
-    """Whether the bound recipe has the layer compute in high precision."""
-    state = layer._binding.state
-    return state is not None and state.keeps_values and state.recipe is layer.recipe
-
-
-def _how(layer: Any, parent: Any) -> str:
-    how = f"recipe bound: {layer.recipe._label}"
-    if _keeps_values(layer):
-        how += ", which keeps its operands in high precision"
-    if isinstance(local_tensor(layer.weight), QuantizedTensor):
-        how += "; the weight is kept quantized"
-    if isinstance(parent, torch.nn.TransformerEncoderLayer):
-        how += "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high precision"
-    return how
-
-
-def _weights(modules: dict[str, Any], decisions: dict[str, Decision]) -> Iterator[ProductWeight]:
+def _weights(modules: dict[str, Any], products: dict[str, tuple[str | None, str]]) -> Iterator[ProductWeight]:
     # Each parameter with what is known of a product by it, of one in high precision if there is any.
     found: dict[Any, tuple[str, str | None, str]] = {}
     for path, module in modules.items():
         parametrized = isinstance(module, ParametrizationList)
         # What a parametrization keeps counts as the layer's.
         name = path.rpartition("parametrizations.")[0].rstrip(".") if parametrized else path
-        known = decisions.get(name)
-        reason = known.reason if known else f"{type(module).__name__} has no converter"
+        recipe, reason = products.get(name, (None, f"{type(module).__name__} has no converter"))
         for key, parameter in module._parameters.items():
-            if parameter is None or not _multiplies(module, key, parameter, known is not None):
+            if parameter is None or not _multiplies(module, key, parameter, name in products):
                 continue
-            quantized = known is not None and known.swapped and not _keeps_values(modules[name])
-            recipe = modules[name].recipe._label if quantized else None
             if parameter not in found or (found[parameter][1] is not None and recipe is None):
                 found[parameter] = f"{path}.{key}".strip("."), recipe, reason
     total = sum(parameter.numel() for parameter in found) or 1

@@ -1,48 +1,93 @@
-"""What a layer keeps of its weight between microbatches, and what becomes of it where it is moved or replaced."""
+"""A layer's weight: kept quantized from the beginning, moved, and replaced."""
 
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ottava.errors import DTypeError
 from ottava.kernels import HIGH_PRECISION
-from ottava.recipes.binding import Call
-from ottava.recipes.state import RecipeState
-from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.tensors.tensor import QuantizedTensor
+from ottava.recipes.base import Recipe, as_recipe
+from ottava.recipes.role import QuantizerRole
+from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 from ottava.torch_private import local_tensor, set_local_tensor
 
 
-class KeptWeight:
-    """The weight as it was quantized in the first microbatch, by a state of the layer."""
+class _Block:
+    """What is known of a block: its recipe, how many weights it quantized, and how many layers of torch it saw made."""
 
-    quantized: QuantizedTensorStorage | None = None
-    _state: RecipeState | None = None
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.quantized, self.plain = recipe, 0, 0
 
-    def clear(self) -> None:
-        """Keep nothing: the weight or the recipe has changed."""
-        self.quantized = self._state = None
+    def count(self, module: Any, name: str, parameter: Any) -> None:
+        """Called for each parameter that any module is given, in any thread."""
+        self.plain += _innermost.get() is self and name == "weight" and isinstance(module, torch.nn.Linear)
 
-    def for_call(self, call: Call, weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        """What was kept, or what is kept from now on."""
-        state: Any = call.state
-        if self.quantized is None or self._state is not state or (call.first and not call.recomputed):
-            # Where operands are seen when they are recomputed, this one is not quantized again.
-            recording = call.recording or state._unseen
-            quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
-            weight = weight.detach()
-            with torch.no_grad():
-                kept = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)
-            if state.stateful:
-                # It is never quantized again, and the quantizer holds the state as it is now.
-                kept.update_quantizer(None)
-            self.quantized, self._state = kept, state
-        return self.quantized
+
+# The innermost block of this thread; None outside any, and in one that is disabled.
+_innermost: ContextVar[_Block | None] = ContextVar("quantized_model_init", default=None)
+
+
+@contextmanager
+def quantized_model_init(recipe: Recipe | str | os.PathLike[str], *, enabled: bool = True) -> Iterator[None]:
+    """Inside, every :class:`~ottava.nn.Linear` that is made keeps its weight quantized by ``recipe`` only.
+
+    The values before quantization stay available on the CPU as ``weight.get_high_precision_init_val()``, for an
+    optimizer's master weights, until ``weight.clear_high_precision_init_val()``. Code that makes ``torch.nn.Linear``
+    layers is not affected, and a ``UserWarning`` says so where it makes no others. A ``recipe`` that is none is refused
+    as by :func:`~ottava.get_recipe`.
+    """
+    block = _Block(as_recipe(recipe)) if enabled else None
+    outer = _innermost.set(block)
+    try:
+        with register_module_parameter_registration_hook(block.count) if block else nullcontext():
+            yield
+    finally:
+        _innermost.reset(outer)
+    if block and block.plain and not block.quantized:
+        what = f"quantized_model_init quantized nothing: the code inside made {block.plain} torch.nn.Linear"
+        remedy = "make them ottava.nn.Linear, or call ottava.convert(model, recipe, primary=True) afterwards"
+        warnings.warn(f"{what} and no ottava.nn.Linear; {remedy}", UserWarning, stacklevel=3)
+
+
+def quantize_new_weight(layer: Any) -> None:
+    """Replace the weight of a layer that was just made by a quantized one, inside ``quantized_model_init``."""
+    block = _innermost.get()
+    if block is not None and not layer.weight_is_transposed:
+        layer.weight = quantized_parameter(layer.weight, block.recipe, layer.name, keep_initial_values=True)
+        block.quantized += 1
+
+
+def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_values: bool) -> Any:
+    """A parameter in place of the weight of the layer ``name``, quantized by ``recipe``, with the same attributes."""
+    quantizer = recipe.quantizer(QuantizerRole("linear", "weight", name)).copy()
+    quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled() or not quantizer.columns_when_asked)
+    quantizer.internal = False
+    with torch.no_grad():
+        quantizer.initialize(weight.detach())
+        quantized = quantizer.quantize(weight.detach())
+    if not isinstance(quantized, QuantizedTensor):
+        what = f"the quantizer of recipe {recipe.name!r} returned a {type(quantized).__name__} for a weight"
+        remedy = "FP8-primary weights need a quantizer whose results are tensors when internal is False"
+        raise DTypeError(what, expected="a QuantizedTensor", remedy=remedy)
+    parameter: Any = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
+    parameter.__dict__.update(weight.__dict__)
+    if keep_initial_values and not weight.is_meta:
+        parameter._high_precision_init_val = weight.detach().cpu().clone()
+    return parameter
 
 
 def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
-    """``Module._apply`` of a layer, by ``apply(fn)``, which keeps a quantized weight quantized."""
-    weight: Any = layer._parameters.get("weight")
-    without_values = layer.weight.is_meta
+    """``Module._apply`` of a layer, by ``apply(fn)``: a quantized weight stays quantized, and the buffers of a state
+    keep their dtypes, because scales are exact in a model that goes to bfloat16."""
+    weight, state = layer._parameters.get("weight"), layer._modules.get("recipe_state")
+    exact = {} if state is None else {id(buffer): buffer for buffer in state.buffers()}
+    without_values, without_state = layer.weight.is_meta, any(buffer.is_meta for buffer in exact.values())
     kept: Any = None
     if isinstance(weight, QuantizedTensor):
         with torch.no_grad():
@@ -50,8 +95,13 @@ def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
             if not isinstance(kept, QuantizedTensor) and kept.dtype in HIGH_PRECISION:
                 # What would dequantize it keeps its data.
                 kept = weight.to(kept.device).to_dtype(kept.dtype)  # type: ignore[attr-defined]
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = kept if tensor is weight and kept is not None else fn(tensor)
+        return tensor.to(made.device) if id(tensor) in exact and made.dtype != tensor.dtype else made
+
     if kept is None or kept.is_meta is not without_values:
-        apply(fn if kept is None else lambda t: kept if t is weight else fn(t))
+        apply(moved)
     else:
         # torch swaps a parameter of a subclass for another one, which has neither its attributes nor its hooks. A
         # plain parameter is given new data, and so is this one.
@@ -61,11 +111,13 @@ def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
             weight.grad.data = fn(weight.grad)
         layer._parameters["weight"] = None
         try:
-            apply(fn)
+            apply(moved)
         finally:
             layer._parameters["weight"] = weight
     if without_values and not layer.weight.is_meta:
         _share_shards(layer)
+    if without_state and not any(buffer.is_meta for buffer in state.buffers()):
+        state.reset()
 
 
 def _share_shards(layer: Any) -> None:

@@ -15,6 +15,7 @@ from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState, by_recipe
 from ottava.recipes.step import Step, backward_task, begin, is_taken_apart
 from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, is_distributed, local_tensor
 
@@ -74,9 +75,9 @@ class MixedState(torch.nn.Module, RecipeState):
         self.serving: dict[str, RecipeState] = {}
         for roles, part in parts:
             self.serving |= {role.tensor_type: part for role in roles}
+            name = part.recipe._label.replace(".", "_")
+            names = chain([name], (f"{name}_{number}" for number in count(2)))
             if isinstance(part, torch.nn.Module):
-                name = part.recipe._label.replace(".", "_")
-                names = chain([name], (f"{name}_{number}" for number in count(2)))
                 self.add_module(next(name for name in names if not hasattr(self, name)), part)
 
     def parts(self) -> list[Any]:
@@ -127,6 +128,9 @@ class Binding:
     step: Step | None = None  # of the converted model that the layer is in, if it is in any
     #: The state that a checkpoint held, until a region brings the recipe that it belongs to.
     loaded: dict[str, Any] | None = None
+    #: The weight as it was quantized in the first microbatch; None when the weight or the recipe changes.
+    quantized: QuantizedTensorStorage | None = None
+    _quantized_by: RecipeState | None = None
     _mismatch_told: bool = False
     _last: Call | None = None  # of the last forward pass of a step, which activation checkpointing repeats
 
@@ -147,7 +151,7 @@ class Binding:
 
     def bind(self, layer: Any, recipe: Recipe | None, prepared: RecipeState | None) -> None:
         """Bind a recipe, with the state that was prepared for it."""
-        self.recipe = recipe
+        self.recipe, self.quantized = recipe, None
         kept: Any = layer._modules.get("recipe_state")
         if kept is not None and recipe is not None and kept.serves(recipe, None):
             prepared = kept
@@ -278,7 +282,7 @@ class Binding:
             self._last = call._replace(recipe=None) if calibrating else call
         return call
 
-    def _take_part(self, layer: Any, state: RecipeState, region: Region | None, training: bool, compiling: bool) -> None:
+    def _take_part(self, layer: Any, state: Any, region: Region | None, training: bool, compiling: bool) -> None:
         """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
         if region is None:
             if training:
@@ -297,7 +301,23 @@ class Binding:
         elif not (compiling or state._pending):
             state.step = region.step
 
-    # -- weights that are gathered, and quantized before a forward pass uses them --
+    # -- weights that are quantized before a forward pass uses them --
+
+    def kept_weight(self, call: Call, weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        """The weight as it was quantized in the first microbatch, or as it is kept from now on."""
+        state: Any = call.state
+        if self.quantized is None or self._quantized_by is not state or (call.first and not call.recomputed):
+            # Where operands are seen when they are recomputed, this one is not quantized again.
+            recording = call.recording or state._unseen
+            quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
+            weight = weight.detach()
+            with torch.no_grad():
+                kept = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)
+            if state.stateful:
+                # It is never quantized again, and the quantizer holds the state as it is now.
+                kept.update_quantizer(None)
+            self.quantized, self._quantized_by = kept, state
+        return self.quantized
 
     def gather_quantizer(self, layer: Any) -> Quantizer | None:
         """What quantizes a weight that is kept in high precision when it is gathered: of the bound recipe, if any."""

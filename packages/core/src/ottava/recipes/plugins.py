@@ -75,40 +75,32 @@ class PluginStatus:
         return [*([self.error] if self.error else []), *(str(refusal.error) for refusal in self.refused)]
 
 
-def _conflict(kind: str, name: str, claimants: list[PluginStatus], owner: PluginStatus | None) -> DuplicateRecipeError:
+def _refusal(status: PluginStatus, spec: Spec, statuses: list[PluginStatus]) -> Refusal | None:
+    """Why a plugin does not get a name that it offers, or None."""
+    asked = spec.kind, spec.name
+    claimants = [s for s in statuses if asked in ((offer.kind, offer.name) for offer in s.offers)]
+    titled = [s for s in statuses if canonical(s.distribution) == OWNER_PREFIX + canonical(spec.name)]
+    # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
+    owners = [s for s in titled if s in claimants] or [s for s in titled if s.status == "broken"][:1]
+    owner = owners[0] if len(owners) == 1 else None
+    if status is owner or (owner is None and len(claimants) == 1):
+        return None
     offers = " and by ".join(f"{s.distribution} {s.version} (entry point {s.entry_point})" for s in claimants)
-    what = f"{kind} {name!r} is offered by {offers}"
+    what = f"{spec.kind} {spec.name!r} is offered by {offers}"
     others = " or ".join(dict.fromkeys(s.distribution for s in claimants if s is not owner))
     remedy = f"uninstall one, or set OTTAVA_DISABLE_PLUGINS to {others}"
     if owner is not None:
         what += f"; the name belongs to {owner.distribution} {owner.version}"
         if owner.status == "broken":
             what, remedy = f"{what}, which is broken", f"mend or uninstall {owner.distribution}"
-    return DuplicateRecipeError(what, expected="one package for each name", remedy=remedy)
+    return Refusal(*asked, DuplicateRecipeError(what, expected="one package for each name", remedy=remedy))
 
 
-def _settle(statuses: list[PluginStatus]) -> list[PluginStatus]:
-    """The same plugins, without what they do not get."""
-    claims: dict[tuple[str, str], list[PluginStatus]] = {}
-    for status in statuses:
-        for spec in status.offers:
-            claims.setdefault((spec.kind, spec.name), []).append(status)
-    refused: dict[str, dict[tuple[str, str], Refusal]] = {status.name: {} for status in statuses}
-    for (kind, name), claimants in claims.items():
-        titled = [s for s in statuses if canonical(s.distribution) == OWNER_PREFIX + canonical(name)]
-        # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
-        owners = [s for s in titled if s in claimants] or [s for s in titled if s.status == "broken"][:1]
-        owner = owners[0] if len(owners) == 1 else None
-        if len(claimants) > 1 or owner not in (None, claimants[0]):
-            refusal = Refusal(kind, name, _conflict(kind, name, claimants, owner))
-            for status in claimants:
-                if status is not owner:
-                    refused[status.name][kind, name] = refusal
-    kept = [tuple(spec for spec in s.offers if (spec.kind, spec.name) not in refused[s.name]) for s in statuses]
-    return [
-        replace(status, offers=offers, refused=(*refused[status.name].values(),))
-        for status, offers in zip(statuses, kept, strict=True)
-    ]
+def _settled(status: PluginStatus, statuses: list[PluginStatus]) -> PluginStatus:
+    """A plugin without what it does not get."""
+    refused = [(spec, _refusal(status, spec, statuses)) for spec in status.offers]
+    offers = tuple(spec for spec, refusal in refused if refusal is None)
+    return replace(status, offers=offers, refused=tuple(refusal for _, refusal in refused if refusal is not None))
 
 
 def disabled() -> set[str]:
@@ -219,8 +211,8 @@ def load() -> list[PluginStatus]:
         raise OptionError(f"OTTAVA_STRICT_PLUGINS={value}", expected="1 or 0, true or false, yes or no, on or off")
     # What plugins print must not get between the lines of a listing that is read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        settled = _settle([_loaded(found, strict=_WORDS[value]) for found in discover()])
-    for status in settled if _WORDS[value] else ():
-        for refusal in status.refused:
-            raise refusal.error.with_traceback(None)
+        statuses = [_loaded(found, strict=_WORDS[value]) for found in discover()]
+    settled = [_settled(status, statuses) for status in statuses]
+    for refusal in [refusal for status in settled for refusal in status.refused if _WORDS[value]]:
+        raise refusal.error.with_traceback(None)
     return settled

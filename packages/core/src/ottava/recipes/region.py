@@ -177,11 +177,6 @@ class ConvertedModel(torch.nn.Module):
         return _as_converted, tuple(named if one is own else one for one in (make, *arguments)), *rest
 
 
-def has_step(model: Any) -> bool:
-    """Whether the forward pass of a model is a region."""
-    return "_ottava_step" in model.__dict__
-
-
 def begins_steps(model: Any) -> Step:
     """Have the forward pass of a model be a region, at whose entry all layers below it begin a step; gives the step."""
     step: Step = model.__dict__.setdefault("_ottava_step", Step())
@@ -226,14 +221,13 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
     stack.append(Region(None, True, None, False, step, began, task, None, module))
 
 
-def begin_ahead(step: Step | None) -> None:
+def begin_ahead(step: Any) -> None:
     """Begin the step of a converted model, a weight of which is gathered before its forward pass begins: not in a
     region, in a backward pass, or in evaluation. (FSDP turns gradients off, so that these cannot tell.)"""
     model = None if step is None or step.model is None else step.model()
-    if step is None or model is None or regions.stack or step.ahead or not model.training or backward_task() != -1:
-        return
-    step.begin(None, model)
-    step.ahead = True
+    if not (model is None or regions.stack or step.ahead) and model.training and backward_task() == -1:
+        step.begin(None, model)
+        step.ahead = True
 
 
 # A compiled function may name its recipe: the registry is asked once, while the function is traced.

@@ -1,7 +1,6 @@
 """``RecipeState``: what a layer keeps for the recipe that it runs under."""
 
 import copy
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -32,24 +31,6 @@ def by_recipe(pairs: Sequence[tuple[Any, ItemT]]) -> list[tuple[Any, list[ItemT]
             groups.append((recipe, together := []))
         together.append(item)
     return groups
-
-
-def _keeping_dtypes(apply: Any) -> Any:
-    """``Module._apply`` for a state: ``model.bfloat16()`` converts all buffers, but scales stay exact."""
-
-    @functools.wraps(apply)
-    def apply_to_state(state: Any, fn: Any, recurse: bool = True) -> Any:
-        def keep_dtype(tensor: "torch.Tensor") -> "torch.Tensor":
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        without_values = any(buffer.is_meta for buffer in state.buffers())
-        apply(state, keep_dtype, recurse)
-        if without_values and not any(buffer.is_meta for buffer in state.buffers()):
-            state.reset()
-        return state
-
-    return apply_to_state
 
 
 class RecipeState:
@@ -88,10 +69,6 @@ class RecipeState:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _REDUCED_BY_MAX.update(cls.reduced_by_max)
-        apply = getattr(cls, "_apply", None)
-        if apply is not None:
-            # Here, because the method of torch.nn.Module, which stands first among the bases, hides one of this class.
-            cls._apply = _keeping_dtypes(apply)  # type: ignore[attr-defined]
 
     def __init__(self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
         self.recipe, self.factory, self.amax_reduction_group = recipe, recipe._factory, amax_reduction_group

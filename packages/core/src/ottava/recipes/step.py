@@ -84,6 +84,8 @@ def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
 _collecting = [False]
 # What other ranks may be about to begin is not for the garbage collector of this one.
 _awaited: set["Step"] = set()
+# Where there are ranks: of which layer a state was taken.
+_layers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:
@@ -91,10 +93,8 @@ def _note_collection(phase: str, info: dict[str, int]) -> None:
 
 
 def _member(state: Any, layer: Any) -> Callable[[], Any]:
-    """Gives the state as long as its layer lives. Where there are ranks, a layer that the garbage collector takes away
-    counts as alive until the next step begins, because it does so at another time on each."""
-    if not process_groups_ready():
-        return weakref.ref(state)
+    """Gives the state as long as its layer lives. One that the garbage collector takes away counts as alive until the
+    next step begins, because it does so at another time on each rank."""
     if _note_collection not in gc.callbacks:
         gc.callbacks.append(_note_collection)
     held = [state]
@@ -125,10 +125,8 @@ class Step:
 
     def __init__(self) -> None:
         self._ran: list[Any] = []
-        # Of which layer a state was taken; made where there are ranks.
-        self._layers: Any = None
 
-    def states(self, model: torch.nn.Module | None = None, compiling: bool = False) -> list[RecipeState]:
+    def _states(self, model: torch.nn.Module | None, compiling: bool) -> list[RecipeState]:
         """Those that begin the next step: all of a model, in the order of its modules, others as they ran."""
         found: dict[int, Any] = {}
         modules: Any = () if model is None else model.modules() if compiling else _modules_of(model)
@@ -141,16 +139,14 @@ class Step:
                 found.setdefault(id(state), state)
         return list(found.values())
 
-    def begin(
-        self, amax_reduction_group: Any, model: torch.nn.Module | None = None, *, calibrated: bool = False
-    ) -> None:
+    def begin(self, group: Any, model: torch.nn.Module | None = None, *, calibrated: bool = False) -> None:
         """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin the next one, too."""
         compiling = torch.compiler.is_compiling()
-        states = self.states(model, compiling)
+        states = self._states(model, compiling)
         if states and not (compiling or self._compared):
-            _check_alike(states, amax_reduction_group)
+            _check_alike(states, group)
             self._compared = True
-        begin(states, amax_reduction_group, compiling)
+        begin(states, group, compiling)
         if calibrated:
             for state in states:
                 state._pending = True
@@ -159,35 +155,35 @@ class Step:
             self._ran = []
             _awaited.discard(self)
 
-    def join(self, layer: Any, state: Any, amax_reduction_group: Any, calibrating: bool, compiling: bool) -> None:
+    def join(self, layer: Any, state: Any, group: Any, calibrating: bool, compiling: bool) -> None:
         """Take in the state of a layer that runs now."""
-        if state._pending:
-            if state.step is self:
-                return
-            if not calibrating:
-                # It still holds amaxes of a step that others began, or that a checkpoint was saved in.
-                begin([state], amax_reduction_group, compiling)
+        if state._pending and state.step is self:
+            return
+        if state._pending and not calibrating:
+            # It still holds amaxes of a step that others began, or that a checkpoint was saved in.
+            begin([state], group, compiling)
         self.take(layer, state, compiling)
 
     def take(self, layer: Any, state: Any, compiling: bool = False) -> None:
         """Have the state of a layer, or of the one that it was taken of before, begin the next step with the others."""
-        if not compiling and process_groups_ready():
-            self._layers = weakref.WeakKeyDictionary() if self._layers is None else self._layers
-            known = self._layers.get(state)
-            layer = known() if layer is None and known is not None else layer
-            if layer is None:
-                return
-            self._layers[state] = weakref.ref(layer)
-            _awaited.add(self)
-        # In this order, an interrupt in between loses nobody. Compiled code makes no weak references.
-        self._ran.append(state if compiling else _member(state, layer))
         if compiling:
+            # Compiled code makes no weak references.
+            self._ran.append(state)
             state.step, state._pending = self, True
-        else:
-            state.__dict__.update(step=self, _pending=True)
+            return
+        entry: Any = weakref.ref(state)
+        if process_groups_ready():
+            of = _layers.get(state) if layer is None else weakref.ref(layer)
+            if of is None or of() is None:
+                return
+            _layers[state], entry = of, _member(state, of())
+            _awaited.add(self)
+        # In this order, an interrupt in between loses nobody.
+        self._ran.append(entry)
+        state.__dict__.update(step=self, _pending=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ran": [], "model": None, "_layers": None}
+        return self.__dict__ | {"_ran": [], "model": None}
 
 
 # Found again by what a region says: a new block for every step, with an equal recipe, continues the last one. Open

@@ -1,9 +1,14 @@
 """Quantizers, storages and quantized tensors."""
 
 from ottava.tensors import tensor_ops as _tensor_ops  # noqa: F401  (fills the aten table)
-from ottava.tensors.columnwise import columnwise_is_transpose, columnwise_layout
 from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, as_data, check_values_dtype
-from ottava.tensors.float8 import Float8QuantizerBase, Float8Tensor, Float8TensorStorage
+from ottava.tensors.float8 import (
+    Float8QuantizerBase,
+    Float8Tensor,
+    Float8TensorStorage,
+    columnwise_is_transpose,
+    columnwise_layout,
+)
 from ottava.tensors.grid import GridTensorStorage, inner_tensors_of
 from ottava.tensors.grid_quantizer import GridQuantizer
 from ottava.tensors.grid_tensor import GridTensor

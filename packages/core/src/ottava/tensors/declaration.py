@@ -71,6 +71,25 @@ class StaticField:
     default: Any = ...
 
 
+#: What an inner tensor may be.
+HELD = (torch.Tensor, type(None))
+
+
+def checked(cls: Any, given: dict[str, Any], **also: Any) -> dict[str, Any]:
+    """What the constructor of a storage class was given, and what was left out, as ``check_declared`` returns it."""
+    known = dict.fromkeys((inner.argument for inner in cls.inner_tensors), None)
+    known |= {field.argument: field.default for field in cls.own_fields}
+    wrong = [f"no {name!r}" for name, default in known.items() if default is ... and name not in given]
+    wrong += [f"an unknown keyword {name!r}" for name in sorted(set(given) - set(known))]
+    if wrong:
+        raise OptionError(f"{cls.__name__} was given {wrong[0]}", expected=", ".join(sorted(known)))
+    declared: dict[str, Any] = cls.check_declared(known | given | also)
+    for name, tensor in ((inner.argument, declared[inner.argument]) for inner in cls.inner_tensors):
+        if not isinstance(tensor, HELD):
+            raise DTypeError(f"{name!r} is a {type(tensor).__name__}", expected="a tensor or None")
+    return declared
+
+
 def native_dtype(storage: Any, inner: InnerTensor) -> torch.dtype | None:
     """The 8-bit dtype that the bytes of an inner tensor have, for those who read them without Ottava."""
     return getattr(storage, inner.native) if isinstance(inner.native, str) else inner.native
@@ -88,12 +107,16 @@ def same_kind(one: Any, other: Any, *, nominal: bool = True) -> bool:
     return all(getattr(one, name, None) == getattr(other, name, None) for name in names - {"_dtype"})
 
 
-def as_data(data: Any, float_dtype: torch.dtype, what: str) -> torch.Tensor | None:
-    """``data`` as uint8: as it is, a view of a tensor of ``float_dtype``, or None as it is.
+def equal_scales(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two scales are equal; those on the meta device have no values to differ in."""
+    if one is other or other is None or one.is_meta or other.is_meta:
+        return one is other or (other is not None and one.is_meta and other.is_meta)
+    # Comparing values would break a graph that is being traced.
+    return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))
 
-    Raises:
-        DTypeError: it is something else.
-    """
+
+def as_data(data: Any, float_dtype: torch.dtype, what: str) -> torch.Tensor | None:
+    """``data`` as uint8: as it is, a view of a tensor of ``float_dtype``, or None as it is. Else raises DTypeError."""
     if data is None or (isinstance(data, torch.Tensor) and data.dtype == torch.uint8):
         return data
     if isinstance(data, torch.Tensor) and data.dtype == float_dtype:
@@ -109,11 +132,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_values_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse what values cannot be dequantized to.
-
-    Raises:
-        DTypeError: ``dtype`` is neither None nor a floating-point dtype.
-    """
+    """Raises DTypeError unless values can be dequantized to ``dtype``: a floating-point dtype, or None."""
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise DTypeError(f"cannot dequantize to {dtype!r}", expected="a floating-point dtype or None")
 
@@ -173,9 +192,6 @@ class GemmCache:
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell autograd of writes below its level, so that a backward pass that saved the old values refuses.
-
-    Tensors that were made in inference mode have no version.
-    """
+    """Tell autograd of writes below its level, so that a backward pass that saved the old values refuses."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

@@ -3,18 +3,19 @@
 Invariant: ``original ≈ float32(data) * scale_inv``.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from ottava.errors import ShapeError
+from ottava.errors import OptionError, ShapeError
 from ottava.formats import FP8, fp8_format
 from ottava.kernels.checks import check_dtype, check_scalar
+from ottava.kernels.products import capability_of_index
 from ottava.layout import Layout
-from ottava.tensors import columnwise as bytes_of_columns
-from ottava.tensors.columnwise import columnwise_is_transpose
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
-from ottava.tensors.grid import Direction, GridTensorStorage, columns
+from ottava.tensors.grid import Direction, GridTensorStorage, columns, empty
 from ottava.tensors.grid_quantizer import GridQuantizer
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
@@ -28,6 +29,34 @@ _LAYOUTS = {
 }
 #: What :meth:`Float8QuantizerBase.needs` says for CPUs unless a layout is forced.
 DATA = True, False
+#: What :func:`columnwise_layout` asks for.
+forced: str | None = None
+# GPUs whose FP8 GEMM takes only the TN layout (Ada, Hopper, and Blackwell of compute capability 12) need a transposed
+# copy for the columnwise usage; everywhere else one buffer serves both usages.
+_TN_ONLY_CAPABILITIES = (89, 90, 120, 121)
+
+
+def columnwise_is_transpose(device: torch.device) -> bool:
+    """Whether tensors on ``device`` keep a transposed copy for their columnwise usage."""
+    if forced is not None:
+        return forced == "transpose"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return capability_of_index(index) in _TN_ONLY_CAPABILITIES
+
+
+@contextmanager
+def columnwise_layout(layout: Literal["transpose", "shared"]) -> Iterator[None]:
+    """Force a layout inside a ``with`` block, or raise OptionError: Hopper's can be tested on a CPU with it."""
+    global forced
+    if layout not in ("transpose", "shared"):
+        raise OptionError(f"columnwise layout {layout!r}", expected="transpose or shared")
+    previous, forced = forced, layout
+    try:
+        yield
+    finally:
+        forced = previous
 
 
 class Float8TensorStorage(GridTensorStorage):
@@ -42,10 +71,7 @@ class Float8TensorStorage(GridTensorStorage):
         quantizer: used by in-place updates.
 
     Raises:
-        DTypeError: the data is neither uint8 nor of ``fp8_dtype``, that is no FP8 format, the scale is not float32, or
-            ``dtype`` is not a high-precision one.
-        ShapeError: the data, its transpose or the scale has another shape.
-        DeviceError: data and scale are on different devices.
+        DTypeError, ShapeError, DeviceError: the arguments do not fit together.
         OptionError: ``fp8_dtype`` is not given, or a keyword that is none of these.
     """
 
@@ -73,9 +99,8 @@ class Float8TensorStorage(GridTensorStorage):
         # Data without a transpose may be met on a device that wants one: columns are made of it there.
         held = self._data
         # Asked of a CPU's, of which there are many, without a function.
-        asked = held is not None and (bytes_of_columns.forced or not held.is_cpu)
-        transposed = held is None or bool(asked and columnwise_is_transpose(held.device))
-        return _LAYOUTS[self._fp8_dtype, transposed]
+        transposed = held is None or ((forced or not held.is_cpu) and columnwise_is_transpose(held.device))
+        return _LAYOUTS[self._fp8_dtype, bool(transposed)]
 
     def _declare(self) -> None:
         # That of its rows. The layout has no more to say of the inner tensors.
@@ -154,13 +179,12 @@ class Float8QuantizerBase(GridQuantizer):
         self, data: torch.Tensor | None, transpose: torch.Tensor | None, scale_inv: torch.Tensor, dtype: torch.dtype
     ) -> QuantizedTensorStorage:
         """Checked data as a storage when ``internal``, else as a :class:`Float8Tensor`."""
-        cls = Float8TensorStorage if self.internal else Float8Tensor
-        given: dict[str, Any] = {"data": data, "data_transpose": transpose, "fp8_scale_inv": scale_inv}
-        return cls(**given, fp8_dtype=self.fp8_dtype, dtype=dtype, quantizer=self)
+        made: Any = Float8TensorStorage if self.internal else Float8Tensor
+        about = {"fp8_dtype": self.fp8_dtype, "dtype": dtype, "quantizer": self}
+        return made(data=data, data_transpose=transpose, fp8_scale_inv=scale_inv, **about)  # type: ignore[no-any-return]
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
-        layout, made = _LAYOUTS[self.fp8_dtype, True], []
-        for turned, wanted in zip((False, True), self.needs(device, len(shape)), strict=True):
-            sizes = layout.data_shape(shape, turned)
-            made.append(torch.empty(sizes, dtype=torch.uint8, device=device) if wanted else None)
+        sides = zip((False, True), self.needs(device, len(shape)), strict=True)
+        layout = _LAYOUTS[self.fp8_dtype, True]
+        made = [empty(layout, shape, turned, device)[0] if wanted else None for turned, wanted in sides]
         return self._wrap((*made, torch.ones((), dtype=torch.float32, device=device)), dtype)

@@ -19,15 +19,13 @@ from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
 _USAGES = ("rowwise", "columnwise")
-# What to do where a direction is missing that no quantizer was asked for.
-_WITHOUT = {
-    "rowwise": "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and recomputing the "
+# What to do where rows or columns are missing that no quantizer was asked for.
+_WITHOUT = (
+    "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and recomputing the "
     "forward pass from it takes reshard_after_forward=False or {}, or gather_quantized(model, recomputes=True)",
-    "columnwise": "a weight that was made under no_grad has columns of its initial values alone: before it is written "
+    "a weight that was made under no_grad has columns of its initial values alone: before it is written "
     "to or gives them up, call weight.update_usage(columnwise_usage=True)",
-}
-
-
+)
 # By the text of the layout: a plain dict, which compiled code can look into.
 _INNER: dict[str, tuple[InnerTensor, ...]] = {}
 
@@ -37,28 +35,23 @@ def inner_tensors_of(layout: Layout | None) -> tuple[InnerTensor, ...]:
     text = "" if layout is None else layout.text
     found = _INNER.get(text)
     if found is None:
-        found = _INNER[text] = tuple(_inner(layout, False) + _inner(layout, True))
+        found = _INNER[text] = (*_inner(layout, False), *_inner(layout, True))
     return found
 
 
-def _inner(layout: Layout | None, columnwise: bool) -> list[InnerTensor]:
-    """Data and scales of one direction."""
+def _inner(layout: Layout | None, columnwise: bool) -> tuple[InnerTensor, InnerTensor]:
     usage: Any = _USAGES[columnwise]
     about: dict[str, Any] = {}
     of_scales: dict[str, Any] = {"block_rows": 1}
     if layout is not None:
-        rows = layout.block_of(columnwise)[0]
-        turned = columnwise and layout.transposed
+        rows, turned = layout.block_of(columnwise)[0], columnwise and layout.transposed
         # Transposed squares are made of rows.
         gather = not (turned and layout.square)
         about = {"native": layout.element, "gather": gather, "transposed": turned}
-        native = None if layout.scale is torch.float32 else layout.scale
-        of_scales = {"native": native, "block_rows": rows, "all_rows": rows is None, "transposed": turned}
-        of_scales["gather"] = gather and rows is not None
-    return [
-        InnerTensor(f"_{usage}_data", f"{usage}_data", usage=usage, **about),
-        InnerTensor(f"_{usage}_scale_inv", f"{usage}_scale_inv", usage=usage, **of_scales),
-    ]
+        of_scales = {"block_rows": rows, "all_rows": rows is None, "gather": gather and rows is not None}
+        of_scales |= {"native": None if layout.scale is torch.float32 else layout.scale, "transposed": turned}
+    data = InnerTensor(f"_{usage}_data", f"{usage}_data", usage=usage, **about)
+    return data, InnerTensor(f"_{usage}_scale_inv", f"{usage}_scale_inv", usage=usage, **of_scales)
 
 
 def in_order(direction: Direction, layout: Layout, columnwise: bool, *, back: bool = False) -> Direction:
@@ -67,6 +60,12 @@ def in_order(direction: Direction, layout: Layout, columnwise: bool, *, back: bo
         return direction
     data, scales = direction
     return (data.movedim(*((-1, 0) if back else (0, -1))) if data.dim() else data), scales.t()
+
+
+def empty(layout: Layout, shape: Sequence[int], columnwise: bool, device: torch.device) -> Direction:
+    """Data and scales of any values, as they are stored."""
+    data = torch.empty(layout.data_shape(shape, columnwise), dtype=torch.uint8, device=device)
+    return data, torch.empty(layout.scale_shape(shape, columnwise), dtype=layout.stored_scale, device=device)
 
 
 def columns(name: str, rows: str) -> Any:
@@ -117,6 +116,8 @@ class GridTensorStorage(QuantizedTensorStorage):
         StaticField("_values_from_columns", "values_from_columns", default=False),
     )
     counts_writes = True
+    #: By what option both directions get the same values.
+    squares: ClassVar[str] = "squares of blocks"
 
     layout_text: str
     _rowwise_data: torch.Tensor | None
@@ -126,8 +127,7 @@ class GridTensorStorage(QuantizedTensorStorage):
     if TYPE_CHECKING:
 
         @property
-        def grid_layout(self) -> Layout:
-            """What the elements are, and which of them share a scale."""
+        def grid_layout(self) -> Layout: ...
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
@@ -162,17 +162,13 @@ class GridTensorStorage(QuantizedTensorStorage):
     _columnwise_data = columns("_columnwise_data", "_rowwise_data")
     _columnwise_scale_inv = columns("_columnwise_scale_inv", "_rowwise_data")
 
-    # -- directions --
-
     def _rows(self) -> torch.Tensor | None:
         return getattr(self, self.data_names[0])  # type: ignore[no-any-return]
 
     def direction(self, *, columnwise: bool) -> Direction | None:
         """Stored data and scales of one direction, if they are held."""
-        if columnwise and self.grid_layout.one_buffer:
-            columnwise = False
-        data = getattr(self, self.data_names[columnwise])
-        scales = getattr(self, self.scale_names[columnwise])
+        side = columnwise and not self.grid_layout.one_buffer
+        data, scales = getattr(self, self.data_names[side]), getattr(self, self.scale_names[side])
         return None if data is None or scales is None else (data, scales)
 
     def ordered(self, *, columnwise: bool) -> Direction | None:
@@ -190,7 +186,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         return found
 
     def _put(self, rows: Direction | None, columns: Direction | None) -> None:
-        """Hold these directions and no other."""
         columns = None if self.grid_layout.one_buffer else columns
         for attribute, tensor in self._by_attribute(rows, columns).items():
             setattr(self, attribute, tensor)
@@ -226,7 +221,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         other = self.ordered(columnwise=not columnwise) if layout.square else None
         if other is None:
             self._held()
-            raise self._without(_USAGES[columnwise], f"; {_WITHOUT[_USAGES[columnwise]]}")
+            raise self._without(_USAGES[columnwise], f"; {_WITHOUT[columnwise].format(self.squares)}")
         made = other[0], _other_scales(other, layout, columnwise)
         data, scales = in_order(made, layout, columnwise, back=True)
         if not layout.transposed:
@@ -262,11 +257,7 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def _kept(self) -> dict[str, Any]:
         """Columns as they are kept, fresh or not, by the attributes that hold them."""
-        names = {f"_kept{name}" for name in (self.data_names[1], self.scale_names[1])}
-        return {name: getattr(self, name, None) for name in names}
-
-    def is_derived(self, inner: InnerTensor) -> bool:
-        return super().is_derived(inner) and self.grid_layout.square
+        return {f"_kept{n[1]}": getattr(self, f"_kept{n[1]}", None) for n in (self.data_names, self.scale_names)}
 
     def rebuild_derived(self, *, force: bool = False) -> None:
         rows, layout, quantizer = self._rows(), self.grid_layout, self._quantizer
@@ -278,10 +269,9 @@ class GridTensorStorage(QuantizedTensorStorage):
             self._put(self.direction(columnwise=False), self.for_usage(True))
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
-        layout = self.grid_layout
-        if self._rows() is None and layout.transposed and self.direction(columnwise=True) is not None:
+        if self._rows() is None and self.grid_layout.transposed and self.direction(columnwise=True) is not None:
             return tuple(inner for inner in self.inner_tensors if inner.attribute == self.data_names[1])
-        return tuple(inner for inner in super().raw_inner() if inner.attribute in self.data_names)
+        return super().raw_inner()
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
         held = self.direction(columnwise=True)
@@ -290,8 +280,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         if inner.usage == "rowwise" and rows is not None:
             # Made of the same values.
             self._put(rows, held)
-
-    # -- values --
 
     def size(self, dim: int | None = None) -> Any:
         rows = self._rows()
@@ -332,15 +320,14 @@ class GridTensorStorage(QuantizedTensorStorage):
             expected = f"a source whose blocks share scales over {shared}"
             raise UsageError(what, expected=expected, remedy="quantize it with the quantizer of the destination")
         # The write reaches transposed data, too, which ``src`` has to have: it is fresh again, for every alias.
-        derived = [] if self._whole is not None else [k for k in self._kept().values() if isinstance(k, DerivedTensor)]
-        fresh = [kept for kept in derived if kept.fresh(self._rows(), self._writes)]
+        state = self._rows(), self._writes
+        kept = [each for each in self._kept().values() if isinstance(each, DerivedTensor) and each.fresh(*state)]
         super().copy_from_storage(src, noop_flag=noop_flag)
-        for kept in fresh:
-            kept.refresh(self._rows(), self._writes)
+        for derived in kept if self._whole is None else ():
+            derived.refresh(*state)
 
 
 def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction | None:
-    """Data and scales of one direction, or a typed error for what does not fit together."""
     data = as_data(declared[f"{usage}_data"], layout.element, f"{usage}_data")
     scales = declared[f"{usage}_scale_inv"]
     if (data is None) != (scales is None):

@@ -11,10 +11,11 @@ from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.grid import GridTensorStorage, in_order, inner_tensors_of
+from ottava.tensors.grid import GridTensorStorage, empty, in_order, inner_tensors_of
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.storage import Pattern, QuantizedTensorStorage, StorageSpec
+from ottava.tensors.saving import Pattern
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 # By the class and what it is told.
@@ -35,7 +36,7 @@ class GridQuantizer(Quantizer):
     """
 
     # Found by name on first use: what all ranks agree on stands above tensors.
-    shards: ClassVar[Any] = "rules.GridShards"
+    shards: ClassVar[Any] = "GridShards"
     process_attributes: ClassVar[tuple[str, ...]] = ("amax_reduction_group",)
     columns_when_asked = True
     storage_class: ClassVar[type[GridTensorStorage]] = GridTensorStorage
@@ -82,21 +83,18 @@ class GridQuantizer(Quantizer):
         layout, matrix = self.layout, as_matrix_shape(tensor.shape)
         place: Any = [tensor.reshape(-1)], [tensor.dtype], [matrix], [0], [layout]
         amaxes = list(kernels.grid_multi_amax(*place).split(kernels.grid_amax_sizes(*matrix, layout)))
-        made: list[Any] = []
-        pairs: list[list[Any]] = [[None], [None]]
-        for columnwise, wanted in zip((False, True), self._sides(), strict=True):
-            if not wanted:
-                made += [None, None]
-                continue
-            at = int(columnwise and not layout.square)
-            # Of squares one amax serves both directions, and is reduced once.
-            if layout.block_of(columnwise)[0] is None and not (columnwise and not at and made[0] is not None):
+        for at, wanted in enumerate(self._sides()[: len(amaxes)]):
+            # Of squares one amax serves both directions.
+            if layout.block_of(bool(at))[0] is None and (wanted or layout.square):
                 amaxes[at] = all_reduce_max(amaxes[at], self.amax_reduction_group)
-            amax = for_blocks(amaxes[at].view(layout.grid(matrix, columnwise, shared=True)), layout, columnwise, matrix)
-            scale, scale_inv = kernels.grid_scales(amax, layout, tensor.dtype)
+        made: list[Any] = [None] * 4
+        pairs: list[list[Any]] = [[None], [None]]
+        for columnwise in [side for side, wanted in zip((False, True), self._sides(), strict=True) if wanted]:
+            amax = amaxes[columnwise and not layout.square].view(layout.grid(matrix, columnwise, shared=True))
+            scale, scale_inv = kernels.grid_scales(for_blocks(amax, layout, columnwise, matrix), layout, tensor.dtype)
             data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
             pairs[columnwise] = [((scale_inv if scale is None else scale).contiguous(), data)]
-            made += in_order((data, scale_inv), layout, columnwise, back=True)
+            made[2 * columnwise : 2 * columnwise + 2] = in_order((data, scale_inv), layout, columnwise, back=True)
         kernels.grid_multi_cast(*place, *pairs)
         return [None if part is None else part.contiguous() for part in made]
 
@@ -105,22 +103,19 @@ class GridQuantizer(Quantizer):
         fields = self.static_fields()
         if not self.internal:
             names = [inner.argument for inner in self.tensor_class.inner_tensors]
-            given: dict[str, Any] = dict(zip(names, tensors, strict=True)) | fields
-            return self.tensor_class(**given, dtype=dtype, quantizer=self)
+            return self.tensor_class(**dict(zip(names, tensors, strict=True)), **fields, dtype=dtype, quantizer=self)
         compiling, key = _is_compiling(), (self.storage_class, dtype, *fields.values())
         pattern = None if compiling else _patterns.get(key)
         if pattern is None:
             known = fields | {"dtype": dtype, "values_from_columns": False}
-            static = [known[field.argument] for field in self.storage_class.static_fields]
+            static = tuple([known[field.argument] for field in self.storage_class.static_fields])
             if compiling:
-                return StorageSpec(self.storage_class, tuple(static), self).rebuild(tensors)
+                return StorageSpec(self.storage_class, static, self).rebuild(tensors)
             pattern = _patterns[key] = Pattern(self.storage_class, static)
         return pattern.make(tensors, self)
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
-        layout, tensors = self.layout, []
+        made: list[torch.Tensor | None] = []
         for columnwise, wanted in zip((False, True), self._sides(), strict=True):
-            made = layout.data_shape(shape, columnwise), layout.scale_shape(shape, columnwise)
-            for own, kind in zip(made, (torch.uint8, layout.stored_scale), strict=True):
-                tensors.append(torch.empty(own, dtype=kind, device=device) if wanted else None)
-        return self._wrap(tensors, dtype)
+            made += empty(self.layout, shape, columnwise, device) if wanted else (None, None)
+        return self._wrap(made, dtype)

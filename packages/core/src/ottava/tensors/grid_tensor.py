@@ -17,8 +17,6 @@ _Change = Callable[[Direction, bool], Direction | None]
 
 def _viewed(scales: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
     """A view of the scales of this shape, if there is one."""
-    if tuple(scales.shape) == shape:
-        return scales
     try:
         return scales.view(shape)
     except (RuntimeError, ValueError):  # the latter while a graph is traced
@@ -37,11 +35,10 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
         names = {inner.attribute: inner.argument for inner in cls.inner_tensors}
         rows, held = (declared[names[name]] for name in cls.data_names)
-        if rows is not None or held is None:
-            return rows  # type: ignore[no-any-return]
-        # Transposed data alone lie in memory as a transposed tensor does.
-        transposed = held.dim() and cls.layout_of(declared).transposed
-        return held.movedim(0, -1) if transposed else held  # type: ignore[no-any-return]
+        if rows is None and held is not None and held.dim() and cls.layout_of(declared).transposed:
+            # Transposed data alone lie in memory as a transposed tensor does.
+            return held.movedim(0, -1)  # type: ignore[no-any-return]
+        return held if rows is None else rows  # type: ignore[no-any-return]
 
     def around(self, rows: Direction | None, columns: Direction | None, **replaced: Any) -> Any:
         """A tensor of this kind around other data and scales, as they are stored."""
@@ -127,32 +124,28 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 return data, scales[:, span]
             if block[0] is None or math.prod(self.shape[:dim]) == 1:
                 return data, scales[span]
-            by_entry = _viewed(scales, (*self.shape[:-1], scales.shape[1])) if block[0] == 1 else None
-            if by_entry is not None:
-                by_entry = by_entry.narrow(dim, start, stop - start)
-                by_entry = _viewed(by_entry, layout.grid(as_matrix_shape(data.shape), columnwise))
-            return None if by_entry is None else (data, by_entry)
+            entries = _viewed(scales, (*self.shape[:-1], scales.shape[1])) if block[0] == 1 else None
+            grid = layout.grid(as_matrix_shape(data.shape), columnwise)
+            rows = None if entries is None else _viewed(entries.narrow(dim, start, stop - start), grid)
+            return None if rows is None else (data, rows)
 
         # A write to the part with another scale would change what the rest means.
         spanned = any(layout.block_of(c)[at] is None and self.direction(columnwise=c) for c in (False, True))
         return self.changed(change, part=spanned)
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
-        if self._rows() is None or not isinstance(other, GridTensor) or self._rows() is not other._rows():
-            return super()._share_freshness(other)
-        self._whole, self._writes = other._whole, other._writes
-        for name, kept in other._kept().items():
-            setattr(self, name, kept)
+        super()._share_freshness(other)
+        if isinstance(other, GridTensor) and self._writes is other._writes:
+            for name, kept in other._kept().items():
+                setattr(self, name, kept)
 
     def for_usage(self, columnwise: bool) -> Direction:
-        if not columnwise or self.grid_layout.square or self.direction(columnwise=True) is not None:
-            return super().for_usage(columnwise)
-        initial: Any = self.get_high_precision_init_val()
-        quantizer = self._quantizer
+        missing = columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None
+        initial, quantizer = self.get_high_precision_init_val(), self._quantizer
         # A weight that was made under no_grad: its initial values are quantized along columns, too, unless they were
         # given up, or the rows are not theirs any more, or columns were dropped.
-        known = initial is not None and quantizer is not None and not torch.compiler.is_compiling()
-        if known and not quantizer.columnwise_usage:
+        known = quantizer is not None and not quantizer.columnwise_usage and not torch.compiler.is_compiling()
+        if missing and known and initial is not None:
             with torch.no_grad():
                 made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
             rows, held = made.direction(columnwise=False), self.direction(columnwise=False)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.tensors.declaration import check_flag
@@ -50,8 +50,6 @@ class Quantizer(ABC):
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
 
-    # -- what a subclass defines --
-
     @abstractmethod
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         """Quantize a checked, plain tensor for the usages set. ``dtype`` is the nominal dtype of the result."""
@@ -68,9 +66,7 @@ class Quantizer(ABC):
         sizes, place = self.check_empty(shape, dtype, device, requires_grad)
         with torch.no_grad():
             made = self.empty_impl(sizes, dtype, place)
-        if requires_grad and isinstance(made, torch.Tensor):
-            made.requires_grad_(True)
-        return made
+        return made.requires_grad_(True) if requires_grad and isinstance(made, torch.Tensor) else made
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         """A result of any values, of checked arguments. By default zeros are quantized."""
@@ -86,28 +82,21 @@ class Quantizer(ABC):
         """
         if not (isinstance(shape, Sequence) and all(isinstance(size, (int, torch.SymInt)) for size in shape)):
             raise ShapeError(f"shape {shape!r}", expected="a sequence of integers")
-        sizes = tuple(shape)
-        if any(size < 0 for size in sizes):
-            raise ShapeError(f"shape {sizes}", expected="sizes >= 0")
+        if any(size < 0 for size in shape):
+            raise ShapeError(f"shape {tuple(shape)}", expected="sizes >= 0")
         check_dtype(dtype)
-        if not (self.rowwise_usage or self.columnwise_usage):
-            raise self._no_usage()
+        self._check_usage()
         if requires_grad and self.internal:
             raise OptionError("requires_grad=True for a bare storage", expected="internal=False")
-        return sizes, torch.get_default_device() if device is None else as_device(device)
+        return tuple(shape), torch.get_default_device() if device is None else as_device(device)
 
-    def _no_usage(self) -> OptionError:
-        what = f"{type(self).__name__} has neither rowwise nor columnwise usage"
-        return OptionError(what, expected="at least one", remedy="call set_usage(rowwise=True)")
-
-    # -- quantizing --
+    def _check_usage(self) -> None:
+        if not (self.rowwise_usage or self.columnwise_usage):
+            what = f"{type(self).__name__} has neither rowwise nor columnwise usage"
+            raise OptionError(what, expected="at least one", remedy="call set_usage(rowwise=True)")
 
     def quantize(
-        self,
-        tensor: torch.Tensor,
-        *,
-        out: QuantizedTensorStorage | None = None,
-        dtype: torch.dtype | None = None,
+        self, tensor: torch.Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
     ) -> Any:
         """Quantize ``tensor`` (any shape; float32, bfloat16 or float16); differentiable, straight-through.
 
@@ -126,15 +115,13 @@ class Quantizer(ABC):
         if out is not None:
             self.update_quantized(tensor, out)
             return out
-        if not (self.rowwise_usage or self.columnwise_usage):
-            raise self._no_usage()
+        self._check_usage()
         wanted = dtype or tensor.dtype
         if self.internal or not (torch.is_grad_enabled() and tensor.requires_grad):
             return self.quantize_impl(tensor, wanted)
         return StraightThrough.apply(tensor, lambda t, d: self.quantize_impl(t.detach(), d), wanted)  # type: ignore[no-untyped-call]
 
     def __call__(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        """Same as :meth:`quantize`."""
         return self.quantize(tensor, **kwargs)
 
     def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -142,11 +129,7 @@ class Quantizer(ABC):
         return [self.quantize(tensor) for tensor in tensors]
 
     def update_quantized(
-        self,
-        src: torch.Tensor,
-        dst: QuantizedTensorStorage,
-        *,
-        noop_flag: torch.Tensor | None = None,
+        self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
     ) -> QuantizedTensorStorage:
         """Quantize ``src`` into ``dst`` in place; nothing happens when ``noop_flag`` holds 1.
 
@@ -164,10 +147,10 @@ class Quantizer(ABC):
             check_scalar(noop_flag, src, "noop_flag")
         usages = dst.get_usages()
         if not any(usages.values()):
-            raise UsageError(f"{type(dst).__name__} holds no data to write to", remedy="it was cleared or saved")
-        quantizer = self.with_usage(**usages)
+            raise dst._empty(" to write to")
         with torch.no_grad():
-            dst.copy_from_storage(quantizer.quantize_impl(src.detach(), src.dtype), noop_flag=noop_flag)
+            made = self.with_usage(**usages).quantize_impl(src.detach(), src.dtype)
+            dst.copy_from_storage(made, noop_flag=noop_flag)
         return dst
 
     def calibrate(self, tensor: torch.Tensor) -> None:
@@ -185,14 +168,8 @@ class Quantizer(ABC):
         """Whether quantizing dequantized values gives the same bytes again."""
         return False
 
-    # -- configuration --
-
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Set the usages to produce; None leaves one as it is.
-
-        Raises:
-            OptionError: a usage is neither a bool nor None.
-        """
+        """Set the usages to produce; None leaves one as it is. Raises OptionError for what is no bool either."""
         rowwise = self.rowwise_usage if rowwise is None else rowwise
         columnwise = self.columnwise_usage if columnwise is None else columnwise
         check_flag("rowwise", rowwise)
@@ -229,18 +206,17 @@ class Quantizer(ABC):
         copied.__dict__.update(self.__dict__)
         return copied
 
-    def _holds_state(self) -> bool:
-        """Whether it compares by identity."""
+    def _by_identity(self) -> bool:
         return self.stateful or _holds_tensors(vars(self))
 
     def __eq__(self, other: object) -> bool:
-        if self is other or type(self) is not type(other) or self._holds_state():
+        if self is other or type(self) is not type(other) or self._by_identity():
             return self is other
         return vars(self) == vars(other)
 
     def __hash__(self) -> int:
         # Options may be set while the quantizer is a key.
-        return object.__hash__(self) if self._holds_state() else hash(type(self))
+        return object.__hash__(self) if self._by_identity() else hash(type(self))
 
     def is_alike(self, other: "Quantizer") -> bool:
         """Whether ``other`` is of this class and has the same options, whatever the state of either.
@@ -254,10 +230,7 @@ class Quantizer(ABC):
         return type(self) is type(other) and mine == its
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
-        return f"{type(self).__name__}({fields})"
-
-    # -- GEMM of user-defined quantizers --
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def qgemm(
         self,
@@ -296,11 +269,7 @@ class Quantizer(ABC):
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
-    """``device`` as a ``torch.device``; whether this machine has it shows when it is used.
-
-    Raises:
-        DeviceError: it names none.
-    """
+    """``device`` as a ``torch.device``, or DeviceError; whether this machine has it shows when it is used."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -1,9 +1,6 @@
 """Saving by value: nothing is mutated, so that compiled code can carry the specs to the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -11,47 +8,17 @@ import torch
 
 from ottava.errors import DTypeError, ShapeError
 from ottava.tensors.declaration import GemmCache
-
-
-@dataclass(frozen=True)
-class StorageSpec:
-    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
-
-    cls: Any
-    static: tuple[Any, ...]
-    quantizer: Any
-    whole: Any = field(default=None, compare=False, repr=False)
-    # What made the storage, in eager code.
-    pattern: Pattern | None = field(default=None, compare=False, repr=False)
-
-    def build(self, tensors: Sequence[torch.Tensor | None]) -> Any:
-        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
-        built = self.cls(**self.cls._arguments(tensors, self.static), quantizer=self.quantizer)
-        built._whole = self.whole
-        return built
-
-    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> Any:
-        """:meth:`build` around the tensors that were taken out, which need no second look."""
-        if self.pattern is not None:
-            return self.pattern.make(tensors, self.quantizer)
-        if self.whole is not None or not self.cls.declares_all:
-            return self.build(tensors)
-        made = object.__new__(self.cls)
-        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
-        return made
+from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
 
 
 class Pattern:
     """What all bare storages of a class have in common that have the same static values: made once, for eager code.
 
-    Attributes:
-        fetch: gives what such a storage holds for each inner tensor, in the order of the declaration.
-        rows: how many of them, the first ones, serve rows alone.
-        spec: the attributes of a :class:`StorageSpec` but for the quantizer.
+    ``fetch`` gives what such a storage holds for each inner tensor; ``rows`` of them, the first ones, serve rows alone.
     """
 
-    def __init__(self, cls: Any, static: Sequence[Any]) -> None:
-        empty = StorageSpec(cls, tuple(static), None).rebuild((None,) * len(cls.inner_tensors))
+    def __init__(self, cls: type[QuantizedTensorStorage], static: Sequence[Any]) -> None:
+        empty: Any = StorageSpec(cls, tuple(static), None).rebuild((None,) * len(cls.inner_tensors))
         held = vars(empty)
         self._cls, self._attributes = cls, {k: v for k, v in held.items() if k != "_writes"} | {"_pattern": self}
         # Columns that may be made of rows are held under another name, and know of them if they are.
@@ -60,9 +27,10 @@ class Pattern:
         self._derives = empty.grid_layout.square and empty.grid_layout.transposed
         self.fetch = attrgetter(*self._places)
         self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
+        #: The attributes of a spec but for the quantizer.
         self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
 
-    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> Any:
+    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> QuantizedTensorStorage:
         """A storage around what fits together because a kernel made it."""
         made = object.__new__(self._cls)
         made.__dict__ = held = self._attributes.copy()
@@ -76,7 +44,9 @@ class Pattern:
         return made
 
 
-def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
+def prepare_for_saving(
+    *tensors: torch.Tensor | QuantizedTensorStorage | None,
+) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
     """Flatten any mix of storages, quantized tensors, plain tensors and None.
 
     Returns:
@@ -87,7 +57,7 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[S
     """
     pairs: list[tuple[list[torch.Tensor | None], StorageSpec | None]] = []
     for tensor in tensors:
-        if hasattr(tensor, "flatten_storage"):
+        if isinstance(tensor, QuantizedTensorStorage):
             pairs.append(tensor.flatten_storage())
         elif tensor is None or isinstance(tensor, torch.Tensor):
             pairs.append(([tensor], None))
@@ -101,8 +71,7 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
     """What was given to :func:`prepare_for_saving`; the two lists may come in either order.
 
     Raises:
-        DTypeError: neither list is one of objects.
-        ShapeError: the number of tensors does not fit the objects.
+        DTypeError, ShapeError: they are not both lists of one :func:`prepare_for_saving`.
     """
     if any(isinstance(e, StorageSpec) for e in tensors) or any(isinstance(e, torch.Tensor) for e in objects):
         tensors, objects = objects, tensors

@@ -5,9 +5,8 @@ from typing import Any
 
 
 def above(module: str) -> Any:
-    """A module of :mod:`ottava.distributed`: ``"hooks"``, the ``"rules"`` for shards, or one rule.
+    """A module of :mod:`ottava.distributed`: FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone.
 
-    It stands above ``tensors``, and FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone: here,
-    and nowhere else in core, a module is found upwards, by its name on first use.
+    Here, and nowhere else in core, a module is found upwards, by its name on first use.
     """
     return importlib.import_module(f"ottava.distributed.{module}")

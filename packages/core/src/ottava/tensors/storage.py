@@ -4,21 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
-from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, bump_versions, check_flag, native_dtype
-from ottava.tensors.saving import Pattern as Pattern
-from ottava.tensors.saving import StorageSpec as StorageSpec
+from ottava.tensors import declaration
+from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, check_flag, checked, native_dtype
+
+
+@dataclass(frozen=True)
+class StorageSpec:
+    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
+
+    cls: type[QuantizedTensorStorage]
+    static: tuple[Any, ...]
+    quantizer: Any
+    whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
+    # What made the storage, in eager code: an ``ottava.tensors.saving.Pattern``.
+    pattern: Any = field(default=None, compare=False, repr=False)
+
+    def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
+        built = self.cls(**self.cls._arguments(tensors, self.static), quantizer=self.quantizer)
+        built._whole = self.whole
+        return built
+
+    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
+        """:meth:`build` around the tensors that were taken out, which need no second look."""
+        if self.pattern is not None:
+            return self.pattern.make(tensors, self.quantizer)  # type: ignore[no-any-return]
+        if self.whole is not None or not self.cls.declares_all:
+            return self.build(tensors)
+        made = object.__new__(self.cls)
+        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
+        return made
+
 
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 _USAGES = ("rowwise", "columnwise")
-# What an inner tensor may be.
-_HELD = (torch.Tensor, type(None))
 
 
 class QuantizedTensorStorage:
@@ -55,14 +82,14 @@ class QuantizedTensorStorage:
     _quantizer: Any
     _dtype: torch.dtype
     # What made a bare storage in eager code, by which it is taken apart.
-    _pattern: Pattern | None = None
+    _pattern: Any = None
     # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
     _whole: Any = None
     # Shared by all aliases that count writes.
     _writes: GemmCache
 
     def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
-        self._hold(self._checked(declared), quantizer)
+        self._hold(checked(type(self), declared), quantizer)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -72,37 +99,17 @@ class QuantizedTensorStorage:
         common = {field.attribute for field in cls.common_fields}
         cls.own_fields = tuple(field for field in cls.static_fields if field.attribute not in common)
 
-    # -- what follows from the declaration --
-
-    @classmethod
-    def _checked(cls, given: dict[str, Any], **also: Any) -> dict[str, Any]:
-        """What the constructor was given, with what was left out, as :meth:`check_declared` returns it."""
-        known = dict.fromkeys((inner.argument for inner in cls.inner_tensors), None)
-        known |= {field.argument: field.default for field in cls.own_fields}
-        wrong = [f"no {name!r}" for name, default in known.items() if default is ... and name not in given]
-        wrong += [f"an unknown keyword {name!r}" for name in sorted(set(given) - set(known))]
-        if wrong:
-            raise OptionError(f"{cls.__name__} was given {wrong[0]}", expected=", ".join(sorted(known)))
-        declared = cls.check_declared(known | given | also)
-        for name, tensor in ((inner.argument, declared[inner.argument]) for inner in cls.inner_tensors):
-            if not isinstance(tensor, _HELD):
-                raise DTypeError(f"{name!r} is a {type(tensor).__name__}", expected="a tensor or None")
-        return declared
-
     @classmethod
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
-        """Inner tensors, static fields and ``dtype``, by their arguments, as they are to be held.
-
-        A subclass refuses here what does not fit together, and takes floats of 8 bits as bytes, say.
-        """
+        """Inner tensors, static fields and ``dtype``, by their arguments, as they are held, if they fit together."""
         return declared
 
     def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
         if self.counts_writes:
             self._writes = GemmCache()
         self._quantizer = quantizer
-        for field in self.own_fields:
-            setattr(self, field.attribute, declared[field.argument])
+        for own in self.own_fields:
+            setattr(self, own.attribute, declared[own.argument])
         self._declare()
         self._put_inner([declared[inner.argument] for inner in self.inner_tensors])
 
@@ -140,13 +147,9 @@ class QuantizedTensorStorage:
         return tensors, self
 
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Take this storage's share from the front of ``tensors`` and return the rest.
-
-        Raises:
-            ShapeError: fewer tensors than this storage declares.
-        """
+        """Take this storage's share from the front of ``tensors`` and return the rest, or raise ShapeError."""
         count = len(self.inner_tensors)
-        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, _HELD) for t in tensors[:count]):
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, declaration.HELD) for t in tensors[:count]):
             raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
         if len(tensors) < count:
             raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
@@ -160,14 +163,8 @@ class QuantizedTensorStorage:
     def _empty(self, what: str = "") -> UsageError:
         return UsageError(f"{type(self).__name__} holds no data{what}", remedy="it was cleared or saved")
 
-    # torch.Tensor says that it can be set; a class that derives from both would have to say so too.
-    nbytes: int
-    if not TYPE_CHECKING:
-
-        @property
-        def nbytes(self) -> int:
-            """Bytes that the inner tensors hold."""
-            return sum(t.nbytes for t in self.inner_list() if t is not None)
+    #: Bytes that the inner tensors hold.
+    nbytes: int = property(lambda self: sum(t.nbytes for t in self.inner_list() if t is not None))  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:
@@ -209,7 +206,7 @@ class QuantizedTensorStorage:
         tensors, spec = self.flatten_storage()
         with torch.no_grad():
             changed = [None if t is None else function(t) for t in tensors]
-            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)  # type: ignore[no-any-return]
+            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)
 
     def _copied_quantizer(self) -> Any:
         return None if self._quantizer is None else self._quantizer.copy()
@@ -233,8 +230,6 @@ class QuantizedTensorStorage:
         copied = memo[id(self)] = self.clone_storage()
         return copied
 
-    # -- usages --
-
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
         """:meth:`flatten_storage` without the rowwise usage, which may be given up: what a backward pass reads."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
@@ -247,7 +242,6 @@ class QuantizedTensorStorage:
         return {usage: both or usage in held for usage in _USAGES}
 
     def _requested_usages(self, rowwise_usage: bool | None, columnwise_usage: bool | None) -> tuple[bool, bool]:
-        """Rowwise and columnwise usage after an update."""
         if rowwise_usage is None or columnwise_usage is None:
             had = self.get_usages()
             rowwise_usage = had["rowwise"] if rowwise_usage is None else rowwise_usage
@@ -279,8 +273,6 @@ class QuantizedTensorStorage:
         what, expected = f"{type(self).__name__} has no {usage} data", f"a tensor quantized with {usage}=True"
         return UsageError(what, expected=expected, remedy=remedy)
 
-    # -- values --
-
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """High-precision values, in ``dtype`` or the nominal dtype."""
         raise NotImplementedError(f"{type(self).__name__} must define dequantize()")
@@ -289,8 +281,7 @@ class QuantizedTensorStorage:
         """Overwrite the values with ``tensor``, quantized by this object's quantizer.
 
         Raises:
-            UsageError: there is no quantizer.
-            ShapeError: ``tensor`` has another shape.
+            UsageError, ShapeError: there is no quantizer, or ``tensor`` has another shape.
         """
         self._required_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
         return self
@@ -304,8 +295,7 @@ class QuantizedTensorStorage:
         """Copy the inner tensors of ``src`` into this object's, in place.
 
         Raises:
-            DTypeError: ``src`` is of another kind.
-            ShapeError: ``src`` has another shape.
+            DTypeError, ShapeError: ``src`` is of another kind, or has another shape.
             UsageError: ``src`` lacks an inner tensor that this object holds, or this object holds none; or it is a
                 view, and ``src`` has another scale than the rest of its tensor.
         """
@@ -336,13 +326,10 @@ class QuantizedTensorStorage:
             check_scalar(noop_flag, pairs[0][0], "noop_flag")
         for mine, theirs in pairs:
             mine.copy_(theirs if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, mine, theirs))
-        written = [mine for mine, _ in pairs]
-        bump_versions([*written, self] if isinstance(self, torch.Tensor) else written)
+        declaration.bump_versions([mine for mine, _ in pairs] + ([self] if isinstance(self, torch.Tensor) else []))
         self.mark_written()
         if self._whole is not None:
             self._whole.mark_written()
-
-    # -- views, which share scales with the rest of their tensor --
 
     def shared_inner(self) -> list[InnerTensor]:
         """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
@@ -354,7 +341,7 @@ class QuantizedTensorStorage:
 
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
         """Whether what a view shares with its tensor is equal in ``other``, so that its elements mean the same here."""
-        return all(_equal(getattr(self, name), getattr(other, name)) for name in self.shared_with_whole())
+        return all(declaration.equal_scales(getattr(self, n), getattr(other, n)) for n in self.shared_with_whole())
 
     def _rest_is_zero(self) -> bool:
         """Whether the rest of the tensor holds zeros alone, as the padding of a shard does: they suit any scale."""
@@ -374,13 +361,10 @@ class QuantizedTensorStorage:
         if self.counts_writes and other.counts_writes:
             self._writes = other._writes
 
-    # -- as an operand of a product: by its values, unless a subclass overrides one of these --
-
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This tensor as a GEMM operand ``[rows, columns]`` in ``dtype``, and a float32 scalar still to multiply.
 
-        The default dequantizes in high precision and leaves no factor. A storage whose elements are exact in
-        ``dtype`` returns the bare elements and its scale.
+        By default the values, and no factor. A storage of elements that ``dtype`` has returns these and its scale.
         """
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
@@ -391,13 +375,9 @@ class QuantizedTensorStorage:
         return self.layout_text
 
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This tensor as a GEMM operand on a grid, or None for :meth:`gemm_operand`, as is the default.
+        """The bytes of the elements as a matrix, and scales, as they are stored for the usage, or UsageError.
 
-        Returns:
-            The bytes of the elements as a matrix, and scales, as they are stored for the usage.
-
-        Raises:
-            UsageError: the data held does not serve the usage.
+        None, the default, is for :meth:`gemm_operand`.
         """
         return None
 
@@ -405,8 +385,6 @@ class QuantizedTensorStorage:
         """Where products keep what they make of this operand; None where nobody counts the writes to it."""
         # A graph has no place for it.
         return None if not self.counts_writes or torch.compiler.is_compiling() else self._writes
-
-    # -- the elements as bytes --
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
         """The inner tensors held that are the elements in their order: for each usage the first that is gathered."""
@@ -434,11 +412,7 @@ class QuantizedTensorStorage:
         """
 
     def update_quantizer(self, quantizer: Any) -> None:
-        """Replace the quantizer used by in-place updates.
-
-        Raises:
-            DTypeError: it has no ``update_quantized``.
-        """
+        """Replace the quantizer used by in-place updates; DTypeError if it has no ``update_quantized``."""
         if quantizer is not None and not callable(getattr(quantizer, "update_quantized", None)):
             raise DTypeError(f"the quantizer is a {type(quantizer).__name__}", expected="an ottava.Quantizer or None")
         self._quantizer = quantizer
@@ -475,11 +449,3 @@ def rebuild_storage(
 
 
 torch.serialization.add_safe_globals([rebuild_storage])
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether two scales are equal; those on the meta device have no values to differ in."""
-    if one is other or other is None or one.is_meta or other.is_meta:
-        return one is other or (other is not None and one.is_meta and other.is_meta)
-    # Comparing values would break a graph that is being traced.
-    return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
-from ottava.tensors.declaration import StaticField, check_values_dtype, same_kind
+from ottava.tensors.declaration import StaticField, check_values_dtype, checked, same_kind
 from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, schema_of, tree_map
@@ -58,10 +58,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         **declared: Any,
     ) -> Any:
         check_dtype(dtype)
-        declared = cls._checked(declared, dtype=dtype)
+        declared = checked(cls, declared, dtype=dtype)
         held: list[Any] = [declared[inner.argument] for inner in cls.inner_tensors]
-        given = [tensor for tensor in held if tensor is not None]
-        like = cls.laid_out_like(declared)
+        given, like = [tensor for tensor in held if tensor is not None], cls.laid_out_like(declared)
         if not given or (shape is None and like is None and held[0] is None):
             elements = [i.argument for i in cls.inner_tensors if i.usage != "both" and i.block_rows is None]
             raise UsageError(f"a {cls.__name__} needs data", expected=" or ".join(elements) or "an inner tensor")
@@ -80,7 +79,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return made
 
     def __init__(self, **given: Any) -> None:
-        """Everything was done in ``__new__``, which says what the arguments are."""
+        pass  # __new__ did everything, and says what the arguments are.
 
     @classmethod
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
@@ -88,21 +87,11 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return None
 
     # torch.Tensor answers these; the storage's answers are for bare storages.
-    shape = torch.Tensor.shape
-    device = torch.Tensor.device
+    shape, device, numel = torch.Tensor.shape, torch.Tensor.device, torch.Tensor.numel
     dtype = torch.Tensor.dtype
-    numel = torch.Tensor.numel
-    if TYPE_CHECKING:
-        # As storages say it: a class that derives from both has no more to say.
-        _dtype: torch.dtype
-
-        def size(self, dim: int | None = None) -> Any: ...
-    else:
-        size, _dtype = torch.Tensor.size, torch.Tensor.dtype
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return tuple(self.shape)
+    _dtype: torch.dtype = torch.Tensor.dtype
+    size: Any = torch.Tensor.size
+    _shape: tuple[int, ...] = property(lambda self: tuple(self.shape))  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -115,8 +104,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return _dequantize_and_run(func, args, kwargs or {})
 
     __torch_function__ = disabled_torch_function
-
-    # -- torch.compile --
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [i.attribute for i in self.inner_tensors if getattr(self, i.attribute) is not None]
@@ -136,19 +123,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         arguments = cls._arguments([inner.get(i.attribute) for i in cls.inner_tensors], (size, dtype, *static))
         return cls(**arguments, quantizer=quantizer)  # type: ignore[no-any-return]
 
-    # -- values --
-
     def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
         """High-precision values: what a subclass defines, or takes from the storage class that it is combined with."""
         with torch.no_grad():
             return super().dequantize(dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """High-precision values in ``dtype`` or the nominal dtype; differentiable, straight-through.
-
-        Raises:
-            DTypeError: ``dtype`` is not a floating-point dtype.
-        """
+        """Values in ``dtype`` (DTypeError if not of floats) or the nominal one; differentiable, straight-through."""
         check_values_dtype(dtype)
         if torch.is_grad_enabled() and self.requires_grad:
             return StraightThrough.apply(self, type(self).dequantize_impl, dtype or self.dtype)  # type: ignore[no-any-return,no-untyped-call]
@@ -196,8 +177,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def mark_view(self, of: QuantizedTensor, *, part: bool = False) -> None:
         """Note that this tensor is a view of another one, with which it shares memory.
 
-        Args:
-            part: what a write to it would change, a scale, belongs to more of ``of`` than the view has.
+        Of a ``part``, what a write to it would change, a scale, belongs to more of ``of`` than the view has.
         """
         self.share_writes(of)
         self._view_of = of.detach() if of._view_of is None else of._view_of
@@ -257,14 +237,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise DTypeError(f"new data is a {type(value).__name__}", expected="a tensor")
-        if isinstance(value, QuantizedTensor) and value.inner_tensors == self.inner_tensors:
-            self._adopt(value)
-            return
-        check_high_precision(value, "new data")
-        quantizer = self._required_quantizer()
-        with torch.no_grad():
-            adopted = quantizer.with_usage(**self.get_usages()).quantize(value.detach().to(self.device))
-        adopted._quantizer = quantizer
+        adopted: Any = value
+        if not isinstance(value, QuantizedTensor) or value.inner_tensors != self.inner_tensors:
+            check_high_precision(value, "new data")
+            quantizer = self._required_quantizer()
+            with torch.no_grad():
+                adopted = quantizer.with_usage(**self.get_usages()).quantize(value.detach().to(self.device))
+            adopted._quantizer = quantizer
         self._adopt(adopted)
 
     def _adopt(self, value: Any) -> None:
@@ -280,8 +259,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def detach(self) -> Any:
         """An alias of the same data outside the autograd graph."""
         return self.make_like(self)
-
-    # -- FSDP2 --
 
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: torch.Size, stride: Sequence[int], module: Any, mp_policy: Any
@@ -341,8 +318,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """Whether the inner tensors are in shared memory."""
         return all(tensor.is_shared() for tensor in self.inner_list() if tensor is not None)
 
-    # -- copying and pickling --
-
     def __copy__(self) -> Any:
         copied = self.make_like(self)
         for name, value in self._extra().items():
@@ -385,11 +360,7 @@ def implements(cls: type, *ops: Any) -> Callable[[Callable[..., Any]], Callable[
 
 
 def _dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dequantize, compute, and quantize into whatever the schema says is written.
-
-    Raises:
-        UsageError: a collective, whose schema does not say what it writes.
-    """
+    """Dequantize, compute, and quantize into whatever the schema says is written: that of a collective does not."""
     schema = schema_of(op)
     if op.namespace == "c10d":
         what = f"the collective {schema.name} was called with a quantized tensor"

@@ -13,7 +13,7 @@ import torch
 from ottava.errors import DeviceError, ShapeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
-from ottava.tensors.grid import Direction
+from ottava.tensors.grid import Direction, empty
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor, implements
@@ -21,12 +21,6 @@ from ottava.torch_private import aten_overloads, to_copy
 
 _aten, _of_all = torch.ops.aten, partial(implements, QuantizedTensor)
 _VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
-# Those that leave the elements in their order, unless they repeat some.
-_SHAPES = (
-    *_VIEWS,
-    *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
-    *(_aten.unsqueeze.default, _aten.expand.default),
-)
 
 
 def _new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype | None:
@@ -38,9 +32,7 @@ def _new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype 
 
 _of_all(_aten.detach.default, _aten.alias.default)(lambda op, tensor: tensor.make_like(tensor))
 _of_all(_aten.clone.default)(lambda op, tensor, *, memory_format=None: tensor.clone_storage())
-_of_all(*aten_overloads("_pin_memory"))(
-    lambda op, tensor, device=None: tensor.apply_to_inner(lambda inner: inner.pin_memory())
-)
+_of_all(*aten_overloads("_pin_memory"))(lambda op, tensor, device=None: tensor.apply_to_inner(torch.Tensor.pin_memory))
 _of_all(_aten.is_pinned.default)(
     lambda op, tensor, device=None: all(inner.is_pinned() for inner in tensor.inner_list() if inner is not None)
 )
@@ -85,12 +77,9 @@ def _new_rows(op: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Any
     made = quantizer.with_usage(**tensor.get_usages()).make_empty(size, dtype=tensor.dtype, device=device)
     if type(made) is not type(tensor):
         return NotImplemented
-    for inner in tensor.shared_inner():
-        getattr(made, inner.attribute).copy_(getattr(tensor, inner.attribute))
+    for name in (inner.attribute for inner in tensor.shared_inner()):
+        getattr(made, name).copy_(getattr(tensor, name))
     return made
-
-
-# -- views --
 
 
 def _laid_out(tensor: QuantizedTensor) -> torch.Tensor:
@@ -102,8 +91,10 @@ def _laid_out(tensor: QuantizedTensor) -> torch.Tensor:
     return placed.copy_(values)
 
 
-@_of_all(*_SHAPES)
+@_of_all(*_VIEWS, _aten.unsqueeze.default, _aten.expand.default)
+@_of_all(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 def _same_elements(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+    """The elements in their order, unless some are repeated."""
     made = NotImplemented
     # Torch says by it what the op gives, and refuses what it refuses.
     if op(torch.empty(tensor.shape, device="meta"), *args, **kwargs).numel() == tensor.numel():
@@ -215,18 +206,19 @@ def _new(op: Any, tensor: GridTensor, shape: Sequence[int], *strides: Any, **kwa
             held = None if columnwise else tensor._held()[0]
         if held is None:
             continue
-        # A byte of 0 is the value 0 with any scale.
-        fill = torch.zeros if op is _aten.new_zeros.default else torch.empty
-        data = fill(layout.data_shape(shape, columnwise), dtype=torch.uint8, device=device)
+        data, scales = empty(layout, shape, columnwise, device)
         if not contiguous:
             data = torch.empty_strided(shape, strides[0], dtype=torch.uint8, device=device)
-        size = held[1].shape if whole else layout.scale_shape(shape, columnwise)
+        if op is _aten.new_zeros.default:
+            # With any scale.
+            data.zero_()
+        scales = scales.view(held[1].shape) if whole else scales
         # What all rows have in common stays: rows of this tensor can be copied into rows of the new one.
-        spans = layout.block_of(columnwise)[0] is None and held[1].shape == size
+        spans = layout.block_of(columnwise)[0] is None and held[1].shape == scales.shape
         if spans and (device.type == "meta" or not held[1].is_meta):
             scales = held[1].to(device, copy=True)
         else:
-            scales = torch.ones(size, dtype=layout.stored_scale, device=device)
+            scales.fill_(1)
         sides[columnwise] = data, scales
     return tensor.around(*sides, dtype=dtype, quantizer=tensor._copied_quantizer())
 

@@ -51,6 +51,7 @@ class MXFP8TensorStorage(GridTensorStorage):
         StaticField("_with_2d_quantization", "with_2d_quantization", default=False),
         StaticField("_values_from_columns", "values_from_columns", default=False),
     )
+    squares = "with_2d_quantization=True"
 
     _fp8_dtype: torch.dtype
     _with_2d_quantization: bool

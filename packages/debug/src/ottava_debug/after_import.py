@@ -1,0 +1,48 @@
+"""A module that is imported once another one has been, whenever that is."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+
+def follow(module: str, follower: str) -> None:
+    """Import ``follower`` now, if the module has been imported, or else as soon as it is."""
+    if module in sys.modules:
+        importlib.import_module(follower)
+    else:
+        sys.meta_path.insert(0, _Finder(module, follower))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as others do, and has it loaded by a :class:`_Loader`."""
+
+    def __init__(self, module: str, follower: str) -> None:
+        self._module, self._follower = module, follower
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._follower)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module, then imports another."""
+
+    def __init__(self, loader: importlib.abc.Loader, follower: str) -> None:
+        self._loader, self._follower = loader, follower
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        importlib.import_module(self._follower)

@@ -1,0 +1,121 @@
+"""What the recipes make of a tensor, or of one that a layer has in each of several steps."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import ottava
+from ottava.errors import OttavaError, text_of
+from ottava.recipes import QuantizerRole, Recipe
+from ottava.recipes.binding import layer_state
+from ottava.recipes.registry import list_recipes
+from ottava.recipes.step import begin
+from ottava_debug.analysis.report import Noise, Skipped, TensorReport
+from ottava_debug.measures import Comparison, exponents
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe to try, and what it is called."""
+
+    name: str
+    recipe: Recipe
+
+
+def candidates(asked: Sequence[str] | None) -> tuple[list[Candidate], list[Skipped]]:
+    """The recipes that are asked for, by name or by the path of a recipe file; or else all that are installed and need
+    no options, and those that are left out.
+
+    Raises:
+        OttavaError: one that is asked for cannot be had; as of :func:`ottava.get_recipe`.
+    """
+    if asked is not None:
+        return [Candidate(name, ottava.get_recipe(name)) for name in dict.fromkeys(asked)], []
+    found, unavailable = [], []
+    for spec in list_recipes():
+        try:
+            found.append(Candidate(spec.name, ottava.get_recipe(spec.name)))
+        except OttavaError as error:
+            unavailable.append(Skipped(spec.name, text_of(error)))
+    return found, unavailable
+
+
+class Series:
+    """One tensor of a layer under all recipes, through all steps.
+
+    Args:
+        layer: the qualified name of the layer.
+        role: ``"weight"``, ``"input"`` or ``"grad_output"``.
+        recipes: those to try.
+    """
+
+    def __init__(self, layer: str, role: str, recipes: Sequence[Candidate]) -> None:
+        self._layer, self._role = layer, role
+        self._trials = {candidate.name: _Trial(layer, role, candidate.recipe) for candidate in recipes}
+        self._seen = Comparison()
+        self._exponents: Counter[int] = Counter()
+        self._values: Any = None
+
+    @torch.no_grad()
+    def add(self, values: torch.Tensor) -> None:
+        """The values of a step, a matrix in high precision."""
+        self._values = values.to("meta")
+        self._seen.add(values, values)
+        self._exponents.update(exponents(values))
+        for trial in self._trials.values():
+            trial.add(values)
+
+    def report(self) -> TensorReport:
+        """What was found in all steps."""
+        seen, values = self._seen, self._values
+        dtype = str(values.dtype).removeprefix("torch.")
+        noise = {name: trial.noise() for name, trial in self._trials.items()}
+        counts = dict(sorted(self._exponents.items()))
+        own = seen.count, seen.not_finite, seen.amax
+        return TensorReport(self._layer, self._role, tuple(values.shape), dtype, *own, counts, noise)
+
+
+class _Trial:
+    """One recipe at one tensor of one layer."""
+
+    def __init__(self, layer: str, role: str, recipe: Recipe) -> None:
+        self._role, self._error = role, ""
+        self._rows, self._columns = Comparison(), Comparison()
+        self._state: Any = None
+        self._recipe, self._roles = recipe, [QuantizerRole("linear", role, layer)]
+
+    def add(self, values: torch.Tensor) -> None:
+        """What a recipe's code raises is told in the report."""
+        if self._error:
+            return
+        try:
+            self._add(values)
+        except Exception as error:
+            kind = "" if isinstance(error, OttavaError) else f"{type(error).__name__}: "
+            self._error = kind + text_of(error)
+
+    def _add(self, values: torch.Tensor) -> None:
+        if self._state is None:
+            self._state = layer_state(self._recipe, self._roles)
+            if isinstance(self._state, torch.nn.Module):
+                self._state.to(values.device)
+                # A step that only records, as those before: nobody asks what scales a training begins with.
+                self._quantized(values)
+        if self._state.stateful:
+            begin([self._state], None)
+        quantized = self._quantized(values)
+        self._rows.add(values, quantized, columnwise=False)
+        if quantized.get_usages()["columnwise"] and not quantized.rowwise_serves_columnwise:
+            self._columns.add(values, quantized, columnwise=True)
+
+    def _quantized(self, values: torch.Tensor) -> Any:
+        columnwise = self._role not in self._state.wgrad_unquantized
+        return self._state.quantizer(self._role, rowwise=True, columnwise=columnwise).quantize(values)
+
+    def noise(self) -> Noise:
+        if self._error:
+            return Noise(error=self._error)
+        return Noise(self._rows.measures(), self._columns.measures() if self._columns.count else None)

@@ -1,0 +1,162 @@
+"""The report as one page of HTML, which asks for nothing else."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import jinja2
+
+from ottava.formats import E4M3
+from ottava_debug.analysis.report import Noise, Report, TensorReport, most_underflow
+from ottava_debug.analysis.terminal import decibels, notes, percent
+
+# How much smaller than the amax a value may be that one scale of E4M3 does not make zero, in powers of two: what is not
+# above half of the smallest number becomes zero.
+_REACH = math.log2(E4M3.max / (E4M3.min_subnormal / 2))
+_BAR, _HEIGHT = 3, 26
+#: Exponents on the axis of the histograms, at most: below, they are counted with the first.
+_MOST_BARS = 64
+_WORST = 12
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One of the measures: how it is called, read and shown; what its colour is of; and the values between which the
+    seven colours change, from bad to good."""
+
+    title: str
+    value: Callable[[Noise], float | None]
+    text: Callable[[Any], str]
+    coloured: Callable[[Noise], float | None]
+    bounds: tuple[float, ...]
+    more_is_better: bool
+
+    def colour(self, noise: Noise) -> int:
+        """0, bad, to 6, good; of what is not known in between."""
+        value = self.coloured(noise)
+        if value is None:
+            return 4
+        reached = [value >= bound if self.more_is_better else value <= bound for bound in self.bounds]
+        return sum(reached)
+
+
+def metrics(threshold: float) -> tuple[Metric, ...]:
+    """Those of the page. The third colour is the last that asks for high precision."""
+    ratios = tuple(threshold + step for step in (-12, -6, 0, 3, 6, 9))
+    limit = most_underflow(threshold)
+    # The noise that goes with a cosine c is 2·(1 - c) of the signal.
+    cosines = tuple(1 - 10 ** (-ratio / 10) / 2 for ratio in ratios)
+    shares = (50.0, 30.0, limit) if limit < 30 else (100.0, 99.0, limit)
+    sqnr, quality, underflow, saturation, cosine = map(
+        attrgetter, ("sqnr", "quality", "underflow", "saturation", "cosine")
+    )
+    return (
+        # Whose number does not see what small values lose.
+        Metric("SQNR (dB)", sqnr, decibels, quality, ratios, True),
+        Metric("underflow", underflow, percent, underflow, (*shares, 3, 0.3, 0.03), False),
+        Metric("saturation", saturation, percent, saturation, (10, 3, 1, 0.1, 0.01, 0), False),
+        Metric("cosine", cosine, lambda value: f"{value:.5f}", cosine, cosines, True),
+    )
+
+
+def page(report: Report, suggestion: str) -> str:
+    """The page; ``suggestion`` is the text of the recipe file."""
+    shown = metrics(report.threshold)
+    axis = _axis(report.tensors)
+    rows = [
+        {
+            "tensor": tensor,
+            "amax": f"{tensor.amax:.4g}",
+            "histogram": _histogram(tensor, axis),
+            "cells": [_cell(tensor.noise[name], shown, report.threshold) for name in report.recipes],
+        }
+        for tensor in report.tensors
+    ]
+    worst = [
+        {
+            "tensor": tensor,
+            "recipe": name,
+            "texts": [m.text(m.value(tensor.noise[name])) for m in shown],
+            "bad": bool(tensor.noise[name].complaint(report.threshold)),
+        }
+        for tensor, name in report.worst(_WORST)
+    ]
+    summaries = [
+        {
+            "recipe": s.recipe,
+            "texts": [decibels(s.sqnr), decibels(s.lowest_sqnr), percent(s.underflow), percent(s.saturation)],
+            "kept": len(s.kept),
+        }
+        for s in report.summaries()
+    ]
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ottava_debug.analysis", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("page.html").render(
+        report=report,
+        rows=rows,
+        metrics=shown,
+        worst=worst,
+        summaries=summaries,
+        best=report.best_recipe(),
+        kept=report.keeps(report.best_recipe()),
+        suggestion=suggestion,
+        notes=list(notes(report)),
+        limit=most_underflow(report.threshold),
+        roles=list(dict.fromkeys(tensor.role for tensor in report.tensors)),
+        axis=axis,
+        height=_HEIGHT,
+        bar=_BAR,
+        reach=round(_REACH),
+    )
+
+
+def _cell(noise: Noise, shown: tuple[Metric, ...], threshold: float) -> dict[str, str]:
+    """A cell of the heat map: for each metric its text, its colour, and its value to sort by."""
+    values = [metric.value(noise) for metric in shown]
+    pairs = list(zip(shown, values, strict=True))
+    texts = ["fails" if noise.error else metric.text(value) for metric, value in pairs]
+    return {
+        "text": texts[0],
+        "texts": "|".join(texts),
+        "colours": "".join(str(metric.colour(noise)) for metric in shown),
+        "numbers": "|".join("" if value is None else f"{value:.6g}" for value in values),
+        "complaint": noise.complaint(threshold),
+    }
+
+
+def _axis(tensors: tuple[TensorReport, ...]) -> tuple[int, int]:
+    """The first and the last exponent of the histograms."""
+    every = [exponent for tensor in tensors for exponent in tensor.exponents]
+    last = max(every, default=0)
+    return max(min(every, default=0), last - _MOST_BARS + 1), last
+
+
+def _histogram(tensor: TensorReport, axis: tuple[int, int]) -> dict[str, str]:
+    """Two paths of bars, of values within the reach of one scale and below, and the histogram in words."""
+    first = axis[0]
+    if not tensor.exponents:
+        return {"reached": "", "lost": "", "words": "no value but zeros"}
+    highest = max(tensor.exponents.values())
+    lost = math.log2(tensor.amax) - _REACH
+    paths = {"reached": "", "lost": ""}
+    for exponent, count in _counts(tensor.exponents, first).items():
+        tall = _HEIGHT * math.log1p(count) / math.log1p(highest)
+        kind = "lost" if exponent + 1 <= lost else "reached"
+        paths[kind] += f"M{(exponent - first) * _BAR} {_HEIGHT}v-{min(tall, _HEIGHT):.3g}h{_BAR - 1}V{_HEIGHT}z"
+    lowest = min(tensor.exponents)
+    return paths | {"words": f"values from 2^{lowest} to 2^{max(tensor.exponents) + 1}"}
+
+
+def _counts(exponents: Mapping[int, int], first: int) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for exponent, count in exponents.items():
+        place = max(exponent, first)
+        found[place] = found.get(place, 0) + count
+    return found

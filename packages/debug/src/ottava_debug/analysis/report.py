@@ -1,0 +1,238 @@
+"""What ``ottava analyze`` found, as data: what recipes make of tensors, and which layers need high precision."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import NormalDist, median
+from typing import Any
+
+from ottava.errors import OptionError
+from ottava_debug.measures import Measures
+from ottava_debug.recipe_file import Keep
+
+#: Decibels. Rounding alone leaves normally distributed values 31.5 dB in E4M3 and 25.5 dB in E5M2. Below 20 dB, an
+#: error of a tenth, more than two thirds of the noise comes from what does not fit the range of the format.
+THRESHOLD = 20.0
+
+
+def most_underflow(threshold: float) -> float:
+    """The percentage of underflow that goes with an SQNR of ``threshold`` dB.
+
+    The SQNR does not see what small values lose beside a few large ones, which make up the sum of squares. So the
+    underflow is held to the same measure: where the step between numbers is ``2t`` near zero, values below ``t`` become
+    zero, and the noise is ``t²/3``. Of a normal distribution with this noise ``erf(t / (√2·σ))`` become zero.
+    """
+    return 100 * math.erf(math.sqrt(1.5 * 10 ** (-threshold / 10)))
+
+
+def _of_underflow(percent: float) -> float:
+    """The SQNR in dB that goes with an underflow: the inverse of :func:`most_underflow`."""
+    if percent <= 0 or percent >= 100:
+        return -math.inf if percent > 0 else math.inf
+    return 10 * math.log10(3 / NormalDist().inv_cdf((1 + percent / 100) / 2) ** 2)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What one recipe makes of one tensor.
+
+    Attributes:
+        rowwise, columnwise: what the data of each direction lose; columnwise is None where both directions have the
+            same data, or the recipe does not quantize that direction. Both are None where it failed.
+        error: why the recipe does not take the tensor; empty where it does.
+    """
+
+    rowwise: Measures | None = None
+    columnwise: Measures | None = None
+    error: str = ""
+
+    @property
+    def sides(self) -> list[Measures]:
+        """The measures that there are."""
+        return [side for side in (self.rowwise, self.columnwise) if side is not None]
+
+    @property
+    def sqnr(self) -> float:
+        """dB, of the worse direction; ``-inf`` where the recipe failed."""
+        return min((side.sqnr for side in self.sides), default=-math.inf)
+
+    @property
+    def underflow(self) -> float:
+        """Percent, of the worse direction; 100 where the recipe failed."""
+        return max((side.underflow for side in self.sides), default=100.0)
+
+    @property
+    def saturation(self) -> float | None:
+        """Percent, of the worse direction; None where it is not known."""
+        known = [side.saturation for side in self.sides if side.saturation is not None]
+        return max(known) if known and len(known) == len(self.sides) else None
+
+    @property
+    def cosine(self) -> float:
+        """Of the worse direction; 0 where the recipe failed."""
+        return min((side.cosine for side in self.sides), default=0.0)
+
+    @property
+    def quality(self) -> float:
+        """dB, by which tensors are ranked: the SQNR, or where that is lower the one that goes with the underflow."""
+        return min(self.sqnr, _of_underflow(self.underflow))
+
+    def complaint(self, threshold: float) -> str:
+        """Why it is not good enough, in words; empty where it is."""
+        if self.error:
+            return f"fails: {self.error}"
+        limit, said = most_underflow(threshold), []
+        if self.sqnr < threshold:
+            said.append(f"SQNR {self.sqnr:.1f} dB < {threshold:g} dB")
+        if self.underflow > limit:
+            said.append(f"underflow {self.underflow:.1f} % > {limit:.1f} %")
+        return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor of a layer.
+
+    Attributes:
+        layer: the qualified name of the layer.
+        role: ``"weight"``, ``"input"`` or ``"grad_output"``.
+        shape: of the weight; of a captured tensor the matrix ``(rows, columns)`` of the last step.
+        dtype: for example ``"bfloat16"``.
+        count: elements; of a captured tensor in all steps together.
+        not_finite: how many of them are NaN or infinite.
+        amax: the largest magnitude.
+        exponents: as of :func:`ottava_debug.measures.exponents`.
+        noise: by the name of the recipe.
+    """
+
+    layer: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    not_finite: int
+    amax: float
+    exponents: Mapping[int, int]
+    noise: Mapping[str, Noise]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A tensor, a layer or a recipe that was left out, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one recipe makes of all tensors.
+
+    Attributes:
+        sqnr, lowest_sqnr: dB, of the middle one and of the worst tensor.
+        underflow, saturation: percent, of the worst tensor.
+        kept: the layers that need high precision under it.
+    """
+
+    recipe: str
+    sqnr: float
+    lowest_sqnr: float
+    underflow: float
+    saturation: float | None
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`ottava_debug.analyze` found.
+
+    Attributes:
+        source: what was looked at.
+        recipes: the recipes by name, in the order of the columns.
+        tensors: weights first, in the order of the source.
+        skipped: tensors of the source, or layers of the model, that were left out.
+        unavailable: installed recipes that could not be used.
+        steps: how many steps were captured.
+        threshold: dB below which a layer needs high precision.
+    """
+
+    source: str
+    recipes: tuple[str, ...]
+    tensors: tuple[TensorReport, ...]
+    skipped: tuple[Skipped, ...] = ()
+    unavailable: tuple[Skipped, ...] = ()
+    steps: int = 0
+    threshold: float = THRESHOLD
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers, in the order of their first tensors."""
+        return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
+
+    def complaints(self, recipe: str) -> dict[str, list[str]]:
+        """The layers that need high precision under a recipe, and why.
+
+        Raises:
+            OptionError: the recipe is none of the report's.
+        """
+        if recipe not in self.recipes:
+            raise OptionError(f"recipe {recipe!r} is not in the report", expected=f"one of {', '.join(self.recipes)}")
+        found: dict[str, list[str]] = {}
+        for tensor in self.tensors:
+            if complaint := tensor.noise[recipe].complaint(self.threshold):
+                found.setdefault(tensor.layer, []).append(f"{tensor.role}: {complaint}")
+        return found
+
+    def keeps(self, recipe: str) -> list[Keep]:
+        """What a recipe file has to keep in high precision, in the order of the layers; errors as of
+        :meth:`complaints`."""
+        return [Keep(layer, "; ".join(reasons)) for layer, reasons in self.complaints(recipe).items()]
+
+    def summaries(self) -> list[Summary]:
+        """One for each recipe."""
+        found = []
+        for recipe in self.recipes:
+            noises = [tensor.noise[recipe] for tensor in self.tensors]
+            clamped = [noise.saturation for noise in noises]
+            known = [value for value in clamped if value is not None]
+            ratios = [noise.sqnr for noise in noises]
+            worst = max(known) if len(known) == len(clamped) else None
+            most = max(noise.underflow for noise in noises)
+            kept = tuple(self.complaints(recipe))
+            found.append(Summary(recipe, median(ratios), min(ratios), most, worst, kept))
+        return found
+
+    def best_recipe(self) -> str:
+        """The recipe that leaves the fewest elements of weights in high precision; of equal ones the one whose worst
+        tensor has the highest quality, then the first."""
+        weights = {tensor.layer: tensor.count for tensor in self.tensors if tensor.role == "weight"}
+
+        def rank(recipe: str) -> tuple[int, float]:
+            kept = sum(weights.get(layer, 0) for layer in self.complaints(recipe))
+            return kept, -min(tensor.noise[recipe].quality for tensor in self.tensors)
+
+        return min(self.recipes, key=rank)
+
+    def worst(self, number: int) -> list[tuple[TensorReport, str]]:
+        """The tensors with the lowest quality, lowest first, each with the recipe under which it has it."""
+
+        def quality(tensor: TensorReport, recipe: str) -> float:
+            return tensor.noise[recipe].quality
+
+        ranked = [(tensor, min(self.recipes, key=lambda name: quality(tensor, name))) for tensor in self.tensors]
+        return sorted(ranked, key=lambda pair: quality(*pair))[:number]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON has it: what is not finite is the text ``"inf"``, ``"-inf"`` or ``"nan"``."""
+        body = asdict(self)
+        best = self.best_recipe()
+        suggestion = {"recipe": best, "kept": [{"layer": k.layer, "reason": k.reason} for k in self.keeps(best)]}
+        return _plain(body | {"summaries": [asdict(s) for s in self.summaries()], "suggestion": suggestion})  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

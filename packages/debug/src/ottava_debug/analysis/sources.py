@@ -1,0 +1,110 @@
+"""The weights of a checkpoint: files are mapped, and a tensor is read when it is looked at."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ottava.checkpoint.convert import read_state
+from ottava.checkpoint.files import INDEX_NAME
+from ottava.checkpoint.flatten import place_of
+from ottava.errors import CheckpointError, DTypeError, UsageError
+from ottava.filesystem import as_path
+from ottava.kernels import HIGH_PRECISION
+from ottava.nn.loading import OF_STATE
+from ottava.tensors import QuantizedTensorStorage
+from ottava_debug.analysis.report import Skipped
+
+#: Layers that look their weights up: by any part of their names, or by the last one.
+_LOOKED_UP = re.compile(r"embed|(^|\.)(emb|wte|wpe|tok|tokens?|pos|positions?)\.weight$", re.IGNORECASE)
+_WEIGHT = "weight"
+_WHOLE = ("model.safetensors", "model.safetensors.index.json", INDEX_NAME)
+_MANY = 5
+
+
+def read(source: Any) -> Mapping[str, Any]:
+    """The tensors of a source by name, mapped where files allow that.
+
+    Args:
+        source: a safetensors file; a folder of such, with an index of which tensor is where or without; a file of
+            ``torch.save`` with a state dict, of which no code is run; a sharded checkpoint of Ottava; or a state dict.
+
+    Raises:
+        CheckpointError: it is damaged, or nothing of all this.
+        DTypeError: it is neither a path nor a state dict.
+    """
+    if isinstance(source, Mapping):
+        for name, value in source.items():
+            if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
+                raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
+        return source
+    path = as_path(source)
+    if not path.is_dir() or any((path / name).exists() for name in _WHOLE):
+        return read_state(path)[0]
+    return _read_folder(path)
+
+
+def _read_folder(folder: Path) -> dict[str, Any]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        remedy = "name the folder that holds them, or a file"
+        raise CheckpointError(f"{folder} has no safetensors file", expected="a folder of such", remedy=remedy)
+    found: dict[str, Any] = {}
+    for file in files:
+        state = read_state(file)[0]
+        if both := found.keys() & state.keys():
+            what, remedy = f"{folder} has {min(both)!r} in several files", "name the file that is meant"
+            raise CheckpointError(what, expected="each tensor once", remedy=remedy)
+        found |= state
+    return found
+
+
+def weights(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[Skipped]]:
+    """The weights of products, by the names of their layers, and why every other tensor is none.
+
+    A weight is a matrix in high precision that is named ``weight`` or ``*.weight``, and neither named as an embedding
+    nor tied to one.
+
+    Raises:
+        UsageError: there is no weight.
+    """
+    looked_up = {place_of(v): n for n, v in state.items() if n.endswith(_WEIGHT) and _LOOKED_UP.search(n)}
+    chosen: dict[str, torch.Tensor] = {}
+    skipped: list[Skipped] = []
+    for name, value in state.items():
+        reason = _reason(name, value, looked_up)
+        if reason:
+            skipped.append(Skipped(name, reason))
+        else:
+            chosen[name.removesuffix(_WEIGHT).removesuffix(".")] = value
+    if not chosen:
+        raise UsageError(
+            "nothing that was read is a weight of a product"
+            + "".join(f"; {s.name}: {s.reason}" for s in skipped[:_MANY]),
+            expected=f"matrices in float32, bfloat16 or float16 that are named *.{_WEIGHT}",
+            remedy="--model names the layers of a model whose names differ",
+        )
+    return chosen, skipped
+
+
+def _reason(name: str, value: Any, looked_up: Mapping[Any, str]) -> str:
+    """Why a tensor is no weight of a product; empty for one that is."""
+    if OF_STATE.search(name):
+        return "state of a recipe"
+    if isinstance(value, QuantizedTensorStorage):
+        return f"quantized already, as {type(value).__name__}"
+    if value.dim() != 2:
+        return f"{value.dim()} dimension{'s' * (value.dim() != 1)}"
+    if value.dtype not in HIGH_PRECISION:
+        what = str(value.dtype).removeprefix("torch.")
+        return f"{what} is no high precision: indices, or quantized by another tool"
+    if not f".{name}".endswith(f".{_WEIGHT}"):
+        return f"not named {_WEIGHT}"
+    if not value.numel():
+        return "empty"
+    first = looked_up.get(place_of(value), name if _LOOKED_UP.search(name) else "")
+    if first == name:
+        return "named as an embedding, which is looked up"
+    return f"tied to {first}, which is looked up" if first else ""

@@ -1,0 +1,87 @@
+"""The report in a terminal."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from ottava.cli.export import grouped
+from ottava.cli.output import table
+from ottava_debug.analysis.report import Noise, Report, most_underflow
+
+#: In a cell: what needs high precision.
+MARK = "!"
+
+
+def decibels(value: float) -> str:
+    """``"31.5"``; exact where nothing is lost."""
+    return "exact" if value == float("inf") else "broken" if value == -float("inf") else f"{value:.1f}"
+
+
+def percent(value: float | None) -> str:
+    """``"0.03 %"``; nothing that is not zero is shown as 0."""
+    if value is None:
+        return "not known"
+    return "0" if value == 0 else "< 0.01 %" if value < 0.01 else f"{value:.2f} %"
+
+
+def summary_table(report: Report) -> Table:
+    """One row for each recipe."""
+    heads = ("recipe", "SQNR (dB)", "lowest", "underflow", "saturation", "layers to keep")
+    rows = [
+        (
+            s.recipe,
+            decibels(s.sqnr),
+            decibels(s.lowest_sqnr),
+            percent(s.underflow),
+            percent(s.saturation),
+            f"{len(s.kept)} of {len(report.layers)}",
+        )
+        for s in report.summaries()
+    ]
+    return table("Recipes: the middle tensor's SQNR, and the worst of all tensors", heads, rows, right=heads[1:])
+
+
+def tensor_table(report: Report, rows: int) -> Table:
+    """The worst tensors under any recipe, at most ``rows`` of them."""
+    made = Table(title=f"The worst tensors, each under its worst recipe ({MARK}: needs high precision)")
+    made.add_column("layer", overflow="fold")
+    for head in ("tensor", "recipe"):
+        made.add_column(head, no_wrap=True)
+    for head in ("SQNR (dB)", "underflow", "saturated", "cosine"):
+        made.add_column(head, no_wrap=True, justify="right")
+    for tensor, name in report.worst(rows):
+        made.add_row(tensor.layer or "(root)", tensor.role, name, *_cells(tensor.noise[name], report.threshold))
+    return made
+
+
+def _cells(noise: Noise, threshold: float) -> tuple[str, ...]:
+    mark = f" {MARK}" if noise.complaint(threshold) else ""
+    if noise.error:
+        return "fails" + mark, "", "", ""
+    return decibels(noise.sqnr) + mark, percent(noise.underflow), percent(noise.saturation), f"{noise.cosine:.4f}"
+
+
+def sentences(report: Report, rows: int) -> Iterator[str]:
+    """What is to be said below the tables."""
+    if len(report.tensors) > rows:
+        yield f"{len(report.tensors) - rows} more tensors are not shown: --rows shows more, --html and --json all."
+    limit = most_underflow(report.threshold)
+    below = f"the SQNR is below {report.threshold:g} dB or underflow above {limit:.1f} %"
+    yield f"A layer needs high precision where {below}."
+    yield from notes(report)
+    best = report.best_recipe()
+    keeps = report.keeps(best)
+    yield f"Suggested: {best}, with {len(keeps)} of {len(report.layers)} layers in high precision."
+    for keep in keeps[:rows]:
+        yield f"  {keep.layer or '(root)'}: {keep.reason}"
+
+
+def notes(report: Report) -> Iterator[str]:
+    """What was left out, in groups, and recipes that failed."""
+    for reason, count in Counter(skip.reason for skip in report.skipped).items():
+        names = grouped([skip.name for skip in report.skipped if skip.reason == reason])
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        yield f"Left out ({count}), {reason}: {shown}"
+    for skip in report.unavailable:
+        yield f"Recipe {skip.name} left out: {skip.reason}"

@@ -1,0 +1,199 @@
+"""A training step in a file: what :func:`ottava_debug.capture` writes and ``ottava bisect`` reads.
+
+One safetensors file with tensors and JSON, and no code: nothing in it is run, and nothing is imported because it says
+so.
+"""
+
+import ctypes
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ottava.checkpoint.files import read_tensors
+from ottava.checkpoint.flatten import save_file, unflatten_state_dict
+from ottava.errors import CheckpointError, named
+from ottava.filesystem import AnyPath, as_path
+
+#: The entry of the file's metadata that describes the step.
+METADATA_KEY = "ottava.step"
+_VERSION = 1
+_FOREIGN = "a file that ottava_debug.capture has written"
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One forward pass of a layer and its backward pass.
+
+    Attributes:
+        layer: the qualified name of the layer.
+        digests: ``"fprop.weight"`` -> :func:`digest` of what the product took of the operand, where that was quantized.
+    """
+
+    layer: str
+    digests: dict[str, str]
+
+
+@dataclass
+class Bundle:
+    """A captured step.
+
+    Attributes:
+        state: the model's state dict as of before the step, quantized tensors included.
+        buffers: buffers that are in no state dict, by qualified name.
+        operands: the operands in high precision, as matrices ``[*, K]``: ``"<number of the call>.activation"``,
+            ``".gradient"``, and ``".weight"`` where that is not the parameter itself.
+        tensors: the tensors of arguments, of targets, of the gradients of the model's outputs and of random generators.
+        recipes: the recipes, as :func:`ottava_debug.recipe_data.describe` says them.
+        layers: the layers that ran under a recipe -> the number of that recipe, in the order in which they ran.
+        calls: the passes of these layers, in the order of the forward passes.
+        arguments: of each call of the model ``{"args", "kwargs"}``, as :mod:`ottava_debug.trees` says them.
+        targets: the same of the targets.
+        events: in their order, ``"forward 0"`` and ``"backward 0"`` for the first call of the model.
+        autocast: the dtype of ``torch.autocast``; empty outside of it.
+        training: modules in training mode, by qualified name.
+        frozen: parameters that need no gradient.
+        loss_name: the name of a known loss function, or empty.
+        loss, grad_norm: what came out; None where that is not known.
+        device: the type of the device that it ran on.
+        versions: of what wrote it.
+    """
+
+    state: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    operands: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    recipes: list[Any] = field(default_factory=list)
+    layers: dict[str, int] = field(default_factory=dict)
+    calls: list[LayerCall] = field(default_factory=list)
+    arguments: list[Any] = field(default_factory=list)
+    targets: Any = None
+    events: list[str] = field(default_factory=list)
+    autocast: str = ""
+    training: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    loss_name: str = ""
+    loss: float | None = None
+    grad_norm: float | None = None
+    device: str = "cpu"
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def write(self, path: AnyPath) -> None:
+        """Write the file; an existing one is replaced at once.
+
+        Raises:
+            UsageError: it cannot be written. Then nothing has changed.
+            DTypeError: a tensor has no place in a safetensors file.
+        """
+        values = {f"{group}/{name}": t for group in _GROUPS for name, t in getattr(self, group).items()}
+        told = {name: getattr(self, name) for name in _JSON} | {"version": _VERSION}
+        told["calls"] = [asdict(call) for call in self.calls]
+        told |= {name: None if told[name] is None else repr(told[name]) for name in _FLOATS}
+        save_file(values, path, metadata={METADATA_KEY: json.dumps(told)})
+
+    @classmethod
+    def read(cls, path: AnyPath) -> "Bundle":
+        """The step in a file. Nothing in it is trusted.
+
+        Raises:
+            CheckpointError: the file cannot be read, is damaged, or is no captured step.
+        """
+        tensors, metadata = read_tensors(path)
+        with named(as_path(path)):
+            if METADATA_KEY not in metadata:
+                remedy = "`ottava analyze` reads checkpoints"
+                raise CheckpointError("this is no captured step", expected=_FOREIGN, remedy=remedy)
+            told = _parsed(metadata[METADATA_KEY])
+            groups: dict[str, Any] = {group: {} for group in _GROUPS}
+            for name, value in unflatten_state_dict(tensors, metadata).items():
+                group, _, rest = name.partition("/")
+                if group not in groups or (group != "state" and type(value) is not torch.Tensor):
+                    raise CheckpointError(f"it has a tensor {name!r:.200}", expected=_FOREIGN)
+                groups[group][rest] = value
+            made = cls(**groups, **told)
+            _check(made)
+            return made
+
+
+_GROUPS = ("state", "buffers", "operands", "tensors")
+_FLOATS = ("loss", "grad_norm")
+#: What JSON holds, and of which kind it is.
+_JSON: dict[str, Any] = {
+    "recipes": list,
+    "layers": dict,
+    "calls": list,
+    "arguments": list,
+    "targets": object,
+    "events": list,
+    "autocast": str,
+    "training": list,
+    "frozen": list,
+    "loss_name": str,
+    "loss": str | None,
+    "grad_norm": str | None,
+    "device": str,
+    "versions": dict,
+}
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """What JSON says, each entry of its kind; what tensors there have to be is not looked at."""
+    try:
+        told = json.loads(text)
+        version = told.pop("version")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError("the description of the step is damaged", expected=_FOREIGN) from error
+    if version != _VERSION:
+        what = f"the step is of version {version!r:.80}"
+        raise CheckpointError(
+            what, expected=f"version {_VERSION}", remedy="read it with the ottava-debug that wrote it"
+        )
+    wrong = [name for name, kind in _JSON.items() if name not in told or not isinstance(told[name], kind)]
+    if wrong or len(told) != len(_JSON):
+        what = f"{(wrong or sorted(set(told) - set(_JSON)))[0]!r:.80} of the step is not as it should be"
+        raise CheckpointError(what, expected=_FOREIGN)
+    for name in ("events", "training", "frozen"):
+        if not all(isinstance(entry, str) for entry in told[name]):
+            raise CheckpointError(f"{name!r} of the step has {told[name]!r:.80}", expected="texts")
+    try:
+        told["calls"] = [LayerCall(**call) for call in told["calls"]]
+        told |= {name: None if told[name] is None else float(told[name]) for name in _FLOATS}
+    except (TypeError, ValueError) as error:
+        raise CheckpointError("the calls of the step are not as they should be", expected=_FOREIGN) from error
+    return told  # type: ignore[no-any-return]
+
+
+def _check(step: Bundle) -> None:
+    """See that the parts fit together."""
+    calls = {f"{kind} {number}" for kind in ("forward", "backward") for number in range(len(step.arguments))}
+    numbers = range(len(step.recipes))
+    bad_layers = [name for name, number in step.layers.items() if type(number) is not int or number not in numbers]
+    bad_calls = [c for c in step.calls if c.layer not in step.layers or not isinstance(c.digests, dict)]
+    bad_events = [event for event in step.events if event not in calls]
+    for wrong, what in ((bad_layers, "layers"), (bad_calls, "calls"), (bad_events, "events")):
+        if wrong:
+            raise CheckpointError(f"the {what} of the step have {wrong[0]!r:.80}", expected=_FOREIGN)
+    for number in range(len(step.calls)):
+        if f"{number}.activation" not in step.operands:
+            raise CheckpointError(f"the activation of call {number} is missing", expected=_FOREIGN)
+
+
+def digest(values: torch.Tensor) -> str:
+    """A fingerprint of a tensor's shape and values, bit for bit: BLAKE2b of 16 bytes, in hexadecimal.
+
+    Operands are digested as float32 values after decoding, so that bytes that are kept in another order, as for another
+    GPU, have the same one.
+    """
+    plain = values.detach().to("cpu", torch.float32).contiguous()
+    found = hashlib.blake2b(repr(tuple(plain.shape)).encode(), digest_size=16)
+    found.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()) if plain.numel() else b"")
+    return found.hexdigest()
+
+
+def norm_of(tensors: Mapping[str, torch.Tensor]) -> float:
+    """The norm of all values together, in float64; NaN and infinities stay what they are."""
+    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors.values())) if tensors else 0.0

@@ -1,0 +1,239 @@
+"""``capture``: one training step of a model, kept in a file."""
+
+import platform
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ottava
+from ottava.errors import DTypeError, OptionError, UsageError, text_of
+from ottava.filesystem import AnyPath, check_file_target
+from ottava.recipes.region import current_region
+from ottava_debug.bundle import Bundle, norm_of
+from ottava_debug.losses import LOSSES, loss_in
+from ottava_debug.products import Watch
+from ottava_debug.recipe_data import describe
+from ottava_debug.recorder import Recorder, layer_calls
+from ottava_debug.trees import flatten, tensors_of
+
+
+class capture:
+    """A block around one training step, forward and backward, which is written as one safetensors file at its end::
+
+        with ottava_debug.capture(model, "step.safetensors", targets=y, loss="cross_entropy", above=10.0) as step:
+            loss = step.loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        optimizer.step()
+
+    The step may call the model several times. What it has been called with is caught, copied to the CPU, as are the
+    operands of the products of its layers: memory for all of them is needed until the end. The block comes inside of no
+    :class:`ottava.autocast` block (one may be in it), and the optimizer's step comes after it. A step that raises an
+    exception is written, too, as far as it came.
+
+    Args:
+        model: the model that is called, converted or with layers that run under ``ottava.autocast`` in the block; not
+            compiled, and of DistributedDataParallel the module inside.
+        path: the file; an existing one is replaced.
+        targets: what the loss takes beside the model's output: a tensor, or lists and mappings of tensors. With several
+            calls of the model a list with those of each call.
+        loss: the name of the loss function, ``"cross_entropy"`` (of logits ``[*, classes]`` in float32, as
+            ``torch.nn.functional`` has it) or ``"mse"``; None where the model's output is the loss, or where ``ottava
+            bisect`` will be told the function.
+        above: write the file only if the loss is not finite, or larger than this.
+        when: write the file only if ``when(step)`` says so, which may look at :attr:`loss` and :attr:`grad_norm`.
+
+    Attributes:
+        loss: to be set in the block, a scalar tensor or a number; a model that gives a scalar has set it.
+        grad_norm: of the gradients of the parameters, at the end; None where some had gradients before.
+        written: whether the file was written.
+
+    Raises:
+        DTypeError: the model is no module; what it is called with is not made of tensors and plain values.
+        OptionError: ``loss`` names no known function.
+        UsageError: the model is compiled or sharded; the block is in an ``autocast`` block; parameters were changed in
+            it; no layer ran under a recipe, or no loss was set for ``above`` to look at; the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        path: AnyPath,
+        *,
+        targets: Any = None,
+        loss: str | None = None,
+        above: float | None = None,
+        when: Callable[["capture"], bool] | None = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
+        if hasattr(model, "_orig_mod"):
+            what, remedy = "the model is compiled", "capture the one that was compiled, in eager mode"
+            raise UsageError(what, expected="a model in eager mode", remedy=remedy)
+        if any(hasattr(p, "to_local") for p in model.parameters()):
+            raise UsageError("the model is sharded", expected="whole parameters", remedy="capture an unsharded copy")
+        if loss is not None and loss not in LOSSES:
+            raise OptionError(f"loss is {loss!r}", expected=f"None, or one of {', '.join(LOSSES)}")
+        check_file_target(path)
+        self._model, self._path, self._above, self._when = model, path, above, when
+        self._step = Bundle(loss_name=loss or "")
+        self._step.targets = flatten(targets, "targets", self._step.tensors)
+        self._hooks: list[Any] = []
+        self._depth = 0
+        self.loss: Any = None
+        self.grad_norm: float | None = None
+        self.written = False
+
+    def __enter__(self) -> "capture":
+        if current_region() is not None:
+            remedy = "enter capture first: a step that has begun cannot be begun again"
+            raise UsageError("capture is inside an autocast block or a forward pass", remedy=remedy)
+        step, model = self._step, self._model
+        modules = dict(model.named_modules())
+        names = {id(module): name for name, module in modules.items() if isinstance(module, ottava.nn.Linear)}
+        # Parameters are read at the end, which a change of theirs would falsify; buffers change in the step itself.
+        self._before = {name: p._version for name, p in model.named_parameters()}
+        self._had_gradients = any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        step.state = {name: _copied(name, v, name in parameters) for name, v in model.state_dict().items()}
+        buffers = {name: b for name, b in model.named_buffers() if name not in step.state and b is not None}
+        step.buffers = {name: b.detach().to("cpu", copy=True) for name, b in buffers.items()}
+        step.training = [name for name, module in modules.items() if module.training]
+        step.frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        step.device = next((p.device.type for p in model.parameters()), "cpu")
+        step.versions = {"ottava": ottava.__version__, "torch": str(torch.__version__), "machine": platform.machine()}
+        step.tensors |= random_state()
+        self._recorder = Recorder(names)
+        self._watch = Watch(self._recorder)
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter_model, with_kwargs=True),
+            model.register_forward_hook(self._leave_model, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._watch.close()
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            if error is None or isinstance(error, Exception):
+                self._finish()
+        except Exception as failure:
+            if error is None:
+                raise
+            # The step's own error is told.
+            warnings.warn(f"the step is not written: {text_of(failure)}", UserWarning, stacklevel=2)
+        finally:
+            # What was kept takes as much memory as the step did.
+            self._step, self._recorder = Bundle(), Recorder({})
+            self.loss = self.loss.detach() if isinstance(self.loss, torch.Tensor) else self.loss
+
+    # -- in the block --
+
+    def _enter_model(self, model: Any, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or not torch.is_grad_enabled():
+            return
+        step, device = self._step, self._step.device
+        if torch.is_autocast_enabled(device):
+            step.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        name = f"call.{len(step.arguments)}"
+        said = {key: flatten(v, f"{name}.{key}", step.tensors) for key, v in (("args", args), ("kwargs", kwargs))}
+        step.events.append(f"forward {len(step.arguments)}")
+        step.arguments.append(said)
+
+    def _leave_model(self, model: Any, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth or not torch.is_grad_enabled():
+            return
+        found = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        number = len(self._step.arguments) - 1
+        given = loss_in(output)
+        self.loss = self.loss if given is None else given
+        for place, tensor in enumerate(found):
+            tensor.register_hook(
+                lambda gradient, key=f"seed.{number}.{place}": self._note_gradient(number, key, gradient)
+            )
+
+    def _note_gradient(self, number: int, key: str, gradient: torch.Tensor) -> None:
+        """Of an output of the model: that the backward pass has begun, and from what."""
+        event = f"backward {number}"
+        if event not in self._step.events:
+            self._step.events.append(event)
+        self._step.tensors[key] = gradient.detach().to("cpu", copy=True)
+
+    # -- at its end --
+
+    def _finish(self) -> None:
+        model, step = self._model, self._step
+        changed = [name for name, p in model.named_parameters() if p._version != self._before.get(name)]
+        if changed:
+            what = f"the parameter {changed[0]!r} was changed in the block"
+            raise UsageError(what, expected="forward and backward only", remedy="call optimizer.step() after the block")
+        loss = self.loss
+        step.loss = None if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if gradients and not self._had_gradients:
+            self.grad_norm = step.grad_norm = norm_of(gradients)
+        if self._wanted():
+            self._put_operands()
+            step.write(self._path)
+            self.written = True
+
+    def _wanted(self) -> bool:
+        if self._above is not None:
+            if self._step.loss is None:
+                remedy = "set step.loss = loss in the block, of `with capture(...) as step`"
+                raise UsageError("no loss is known", expected="one to compare with above", remedy=remedy)
+            if self._step.loss <= self._above:
+                return False
+        return self._when is None or bool(self._when(self))
+
+    def _put_operands(self) -> None:
+        step = self._step
+        passes = [record for record in self._recorder.passes if record.digests]
+        if not passes:
+            remedy = "convert the model, or run it inside ottava.autocast(recipe) in the block"
+            raise UsageError("no layer of the model quantized an operand", expected="a recipe", remedy=remedy)
+        known: list[Any] = []
+        for record in passes:
+            number = next((i for i, recipe in enumerate(known) if recipe.same_as(record.recipe)), len(known))
+            known += [record.recipe] if number == len(known) else []
+            step.layers[record.name] = number
+        step.recipes = [describe(recipe) for recipe in known]
+        step.calls = layer_calls(passes)
+        step.operands = {f"{i}.{name}": t for i, record in enumerate(passes) for name, t in record.values.items()}
+
+
+def _copied(name: str, value: Any, parameter: bool) -> Any:
+    """A value of a state dict as it is now; parameters are left where they are until the file is written."""
+    if not isinstance(value, torch.Tensor):
+        what, expected = f"{name!r} in the state dict is a {type(value).__name__}", "tensors"
+        raise DTypeError(what, expected=expected, remedy="keep what modules add by get_extra_state elsewhere")
+    return value if parameter else value.detach().to("cpu", copy=True)
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """The states of torch's and Python's random generators, by name."""
+    found = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found |= {f"random.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    _, numbers, gauss = random.getstate()
+    # The last entry is a position, and the next normal number may wait.
+    found["random.python"] = torch.tensor(numbers, dtype=torch.int64)
+    found["random.python.next"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
+    return found
+
+
+def set_random_state(tensors: dict[str, torch.Tensor]) -> None:
+    """Put the generators into the states of :func:`random_state`; those of devices that are not here are left out."""
+    torch.set_rng_state(tensors["random.cpu"].clone())
+    for name, state in tensors.items():
+        device = name.removeprefix("random.cuda.")
+        if device != name and torch.cuda.is_available() and int(device) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state.clone(), int(device))
+    if "random.python" in tensors:
+        gauss = tensors["random.python.next"].tolist()
+        random.setstate((3, tuple(tensors["random.python"].tolist()), gauss[0] if gauss else None))

@@ -1,0 +1,79 @@
+"""Features that change products: fake quantization, and switches."""
+
+from typing import Any, ClassVar
+
+import torch
+from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
+
+from ottava.debug import fake_quantize
+from ottava.errors import OptionError
+from ottava_debug.features.base import Check, Feature
+from ottava_debug.located import kind_of
+
+
+def _format(value: Any) -> str:
+    if not isinstance(value, str):
+        raise OptionError(f"is {kind_of(value)}", expected="the name of a format, as FP8E4M3")
+    try:
+        fake_quantize(torch.zeros(1), value)
+    except OptionError as error:
+        raise OptionError(f"is {value!r}: {error.what}", expected=error.expected, remedy=error.remedy) from error
+    return value
+
+
+class FakeQuant(Feature):
+    """Products in high precision of tensors that were quantized and dequantized.
+
+    Options: ``gemms`` or ``gemms_struct``, ``tensors`` or ``tensors_struct``, and ``quant_format``, the name of a
+    format as of :func:`ottava.debug.fake_quantize`. The products named take nothing quantized.
+    """
+
+    by_gemm = by_tensor = True
+    options: ClassVar[dict[str, Check]] = {"quant_format": _format}
+    required = ("quant_format",)
+
+    @api_method  # type: ignore[untyped-decorator]
+    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int = 0) -> bool:
+        """False: the product is computed in high precision."""
+        return False
+
+    @api_method  # type: ignore[untyped-decorator]
+    def modify_tensor_enabled(
+        self, config: Any, layer_name: str, gemm: str, tensor_name: str, iteration: int = 0
+    ) -> bool:
+        """True for the tensors that are named."""
+        return True
+
+    @api_method  # type: ignore[untyped-decorator]
+    def modify_tensor(
+        self,
+        config: Any,
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        iteration: int = 0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The tensor, quantized and dequantized in the format that ``config`` has as ``quant_format``."""
+        return fake_quantize(tensor, config["quant_format"], out)
+
+
+class DisableFP8GEMM(Feature):
+    """Some products in high precision: ``gemms``, a list of fprop, dgrad and wgrad."""
+
+    by_gemm = True
+
+    @api_method  # type: ignore[untyped-decorator]
+    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int = 0) -> bool:
+        """False: the product is computed in high precision."""
+        return False
+
+
+class DisableFP8Layer(Feature):
+    """All products of a layer in high precision."""
+
+    @api_method  # type: ignore[untyped-decorator]
+    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int = 0) -> bool:
+        """False: the product is computed in high precision."""
+        return False

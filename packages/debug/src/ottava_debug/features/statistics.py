@@ -1,0 +1,215 @@
+"""Statistics of tensors, and of what quantization makes of them: collected in a step, and logged after it."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from nvdlfw_inspect.logging import MetricLogger  # type: ignore[import-untyped]
+from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
+
+from ottava import QuantizerRole, get_recipe, list_recipes
+from ottava.errors import OptionError
+from ottava.tensors import QuantizedTensorStorage, Quantizer
+from ottava_debug.features.base import Check, Feature
+from ottava_debug.features.sums import QUANTIZED, VALUES, QuantizedSums, ValueSums
+from ottava_debug.located import kind_of, unknown
+from ottava_debug.products import ROLES
+
+#: The histogram, the one statistic that is no number.
+EXPONENTS = "exponents"
+_COLUMNWISE = "_columnwise"
+# What TransformerEngine's configurations call recipes.
+_RECIPES = {"fp8_current_scaling": "current", "fp8_block_scaling": "blockwise", "fp8_delayed_scaling": "delayed"}
+
+
+class Statistic(NamedTuple):
+    """A statistic of a tensor in a step.
+
+    Attributes:
+        step: the number of the step.
+        layer, tensor, stat: the name of each.
+        value: a number; of exponents, how many values have which, ``{exponent: count}``.
+    """
+
+    step: int
+    layer: str
+    tensor: str
+    stat: str
+    value: float | dict[int, int]
+
+
+def write(found: Statistic, loggers: Iterable[Any]) -> None:
+    """Log a statistic as nvdlfw-inspect does, under ``LAYER_TENSOR_STAT``.
+
+    A histogram is one where a logger has a writer of TensorBoard that takes histograms; others get a number for each
+    exponent, under ``LAYER_TENSOR_STAT_EXPONENT``.
+    """
+    name = f"{found.layer}_{found.tensor}_{found.stat}"
+    for logger in loggers:
+        if not isinstance(found.value, dict):
+            logger.log_scalar(name, found.value, found.step)
+        elif hasattr(writer := getattr(logger, "tb_writer", None), "add_histogram"):
+            _write_histogram(writer, name, found.value, found.step)
+        else:
+            for exponent, count in found.value.items():
+                logger.log_scalar(f"{name}_{exponent}", count, found.step)
+
+
+def _write_histogram(writer: Any, name: str, counts: dict[int, int], step: int) -> None:
+    total = max(sum(counts.values()), 1)
+    # A writer takes values, not counts of them: of each exponent as many of a thousand as it has.
+    shares = [(exponent, math.ceil(1000 * count / total)) for exponent, count in counts.items()]
+    values = [float(exponent) for exponent, share in shares for _ in range(share)]
+    if values:
+        writer.add_histogram(name, torch.tensor(values), step)
+
+
+class _Stat(NamedTuple):
+    """A statistic as it is asked for: of what a recipe would make of the tensor, or of the product's own operand."""
+
+    text: str
+    stat: str
+    recipe: str | None = None
+    columnwise: bool = False
+
+
+class _Statistics(Feature):
+    by_tensor = True
+    required = ("stats",)
+
+    def __init__(self, sink: Callable[[Statistic], None] | None = None) -> None:
+        self._sink = sink or (lambda found: write(found, MetricLogger.enabled_loggers))
+        # (Step, layer, tensor) -> the statistics, and (recipe, whether along columns) -> their sums.
+        self._collected: dict[tuple[int, str, str], tuple[Sequence[_Stat], dict[Any, Any]]] = {}
+
+    def _sums(self, key: tuple[int, str, str], stats: Sequence[_Stat], of: Any, make: Callable[[], Any]) -> Any:
+        held = self._collected.setdefault(key, (stats, {}))[1]
+        if of not in held:
+            held[of] = make()
+        return held[of]
+
+    def step(self) -> None:
+        """Log what was collected."""
+        collected, self._collected = self._collected, {}
+        for (step, layer, tensor), (stats, held) in collected.items():
+            for asked in stats:
+                value = held[asked[2:]].value(asked.stat) if asked[2:] in held else None
+                if value is not None:
+                    self._sink(Statistic(step, layer, tensor, asked.text, value))
+
+
+def _plain_stats(value: Any) -> tuple[_Stat, ...]:
+    found = [_Stat(str(name), str(name)) for name in _names(value)]
+    for asked in found:
+        if asked.stat not in VALUES and asked.stat != EXPONENTS:
+            raise _unknown(asked.text, [*VALUES, EXPONENTS])
+    return tuple(found)
+
+
+def _quantized_stats(value: Any) -> tuple[_Stat, ...]:
+    return tuple(_parsed(str(name)) for name in _names(value))
+
+
+def _parsed(text: str) -> _Stat:
+    columnwise = text.endswith(_COLUMNWISE)
+    rest = text.removesuffix(_COLUMNWISE)
+    stat = next((name for name in sorted(QUANTIZED, key=len, reverse=True) if rest.endswith(name)), None)
+    if stat is None:
+        raise _unknown(text, QUANTIZED)
+    before = rest.removesuffix(stat)
+    if not before:
+        return _Stat(text, stat, None, columnwise)
+    recipe = _RECIPES.get(before.removesuffix("_"), before.removesuffix("_"))
+    known = [spec.name for spec in list_recipes() if not spec.stateful and spec.name != "custom"]
+    if not before.endswith("_") or recipe not in known:
+        raise _unknown(text, [*QUANTIZED, *(f"{name}_{stat}" for name in known)])
+    return _Stat(text, stat, recipe, columnwise)
+
+
+def _names(value: Any) -> list[Any]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise OptionError(f"is {kind_of(value)}", expected="a list of statistics")
+    return list(value)
+
+
+def _unknown(text: str, known: Iterable[str]) -> OptionError:
+    return unknown("", "has", text, known)
+
+
+class LogTensorStats(_Statistics):
+    """Statistics of tensors in high precision, as products take and give them.
+
+    Options: ``tensors`` or ``tensors_struct``, ``stats``: of ``min``, ``max``, ``mean``, ``std``, ``l1_norm``,
+    ``l2_norm``, ``cur_amax`` (``amax``), ``dynamic_range``, the distance of the largest and the smallest magnitude in
+    powers of two, and ``exponents``, a histogram of those; ``freq`` and ranges of steps.
+    """
+
+    options: ClassVar[dict[str, Check]] = {"stats": _plain_stats}
+
+    @api_method  # type: ignore[untyped-decorator]
+    def inspect_tensor(
+        self, config: Any, layer_name: str, tensor_name: str, tensor: torch.Tensor, iteration: int = 0
+    ) -> None:
+        """Collect the statistics that ``config`` has as ``stats``."""
+        stats = config["stats"]
+        names = [asked.stat for asked in stats]
+        key = iteration, layer_name, tensor_name
+        self._sums(key, stats, (None, False), lambda: ValueSums(names, EXPONENTS in names)).add(tensor)
+
+
+class LogFp8TensorStats(_Statistics):
+    """Statistics of what quantization makes of tensors.
+
+    Options: ``tensors`` or ``tensors_struct``, ``stats``: of ``underflows%`` (of the values that are not zero),
+    ``saturation%`` (``overflows%``), ``sqnr`` in dB, ``cosine``, ``mse``, ``scale_inv_min``, ``scale_inv_max`` and
+    ``scale``, the largest; ``freq`` and ranges of steps. Before a name may stand that of a recipe, as in
+    ``mxfp8_sqnr``: what it would make of the tensor; after it ``_columnwise``, for the data along columns.
+    """
+
+    options: ClassVar[dict[str, Check]] = {"stats": _quantized_stats}
+
+    def __init__(self, sink: Callable[[Statistic], None] | None = None) -> None:
+        super().__init__(sink)
+        self._told: set[tuple[str, str]] = set()
+        self._quantizers: dict[tuple[str, str], Quantizer] = {}
+
+    @api_method  # type: ignore[untyped-decorator]
+    def inspect_tensor(
+        self,
+        config: Any,
+        layer_name: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        iteration: int = 0,
+        rowwise_quantized_tensor: QuantizedTensorStorage | None = None,
+        columnwise_quantized_tensor: QuantizedTensorStorage | None = None,
+    ) -> None:
+        """Collect the statistics that ``config`` has as ``stats``."""
+        held = {False: rowwise_quantized_tensor, True: columnwise_quantized_tensor}
+        for recipe, columnwise in dict.fromkeys(asked[2:] for asked in config["stats"]):
+            made = held[columnwise] if recipe is None else self._by(recipe, tensor_name, tensor, columnwise)
+            if made is None:
+                self._tell(layer_name, tensor_name, columnwise)
+                continue
+            key, make = (iteration, layer_name, tensor_name), partial(QuantizedSums, columnwise)
+            self._sums(key, config["stats"], (recipe, columnwise), make).add(tensor, made)
+
+    def _by(self, recipe: str, tensor_name: str, tensor: torch.Tensor, columnwise: bool) -> QuantizedTensorStorage:
+        """What a recipe makes of a tensor; of results, as of inputs."""
+        role = ROLES.get(tensor_name, "input")
+        if (recipe, role) not in self._quantizers:
+            self._quantizers[recipe, role] = get_recipe(recipe).make_quantizer(QuantizerRole("linear", role)).copy()
+        quantizer = self._quantizers[recipe, role]
+        quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
+        made: QuantizedTensorStorage = quantizer.quantize(tensor)
+        return made
+
+    def _tell(self, layer: str, tensor: str, columnwise: bool) -> None:
+        if (layer, tensor) not in self._told:
+            self._told.add((layer, tensor))
+            along = "along columns" if columnwise else "along rows"
+            what = f"{tensor} of layer {layer!r} is not quantized {along}: there are no statistics of that"
+            warnings.warn(what, UserWarning, stacklevel=2)

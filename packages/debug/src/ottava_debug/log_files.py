@@ -1,0 +1,43 @@
+"""Where statistics go without nvdlfw-inspect's ``initialize()``: the same files, and TensorBoard."""
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from nvdlfw_inspect.logging import BaseLogger, wrap_tensorboard_writer  # type: ignore[import-untyped]
+
+_FOLDER = "nvdlfw_inspect_statistics_logs"
+
+
+class StatisticsFile(BaseLogger):  # type: ignore[misc]
+    """A file of each rank, with a line for each number, as nvdlfw-inspect writes it. An earlier one is replaced.
+
+    Args:
+        log_dir: the folder in which the folder of the files is made.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.path = Path(log_dir) / _FOLDER / f"nvdlfw_inspect_globalrank-{rank}.log"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("w", encoding="utf-8", buffering=1)
+
+    def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
+        """Write a line."""
+        now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
+        space = " \t\t\t\t "
+        self._file.write(f"{now} - INFO - {name}{space}iteration={iteration:06d}{space}value={value:.4f}\n")
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+
+def of_tensorboard(writer: Any) -> list[Any]:
+    """A writer of TensorBoard as a logger; none for None."""
+    return [] if writer is None else [wrap_tensorboard_writer(writer)]

@@ -1,0 +1,147 @@
+"""nvdlfw-inspect's manager, which knows of Ottava's layers.
+
+nvdlfw-inspect makes its manager in ``initialize()`` and forgets every feature in ``end_debug()``. Here the class of the
+manager is replaced by one that registers the first-party features each time, reads the configuration, and watches the
+layers that it selects.
+"""
+
+import logging
+from typing import Any
+
+import nvdlfw_inspect.api as api  # type: ignore[import-untyped]
+import nvdlfw_inspect.debug_manager as debug_manager  # type: ignore[import-untyped]
+from nvdlfw_inspect.base import BaseNamespaceAPI  # type: ignore[import-untyped]
+from nvdlfw_inspect.config_manager import ConfigManager  # type: ignore[import-untyped]
+from nvdlfw_inspect.registry import Registry  # type: ignore[import-untyped]
+
+from ottava.errors import OptionError, PluginError
+from ottava_debug.features import FEATURES
+from ottava_debug.features.base import ON_ERROR
+from ottava_debug.located import read
+from ottava_debug.sections import NAMESPACES, enabled_in, for_nvdlfw
+from ottava_debug.session import Session
+
+# Where nothing answers, as for layers that no section selects.
+_DEFAULTS = {"fp8_gemm_enabled": True, "modify_tensor_enabled": False}
+_LOGS = ("nvdlfw_inspect", "Default Statistics")
+_on_error = "warn"
+
+
+def on_error(action: str) -> None:
+    """What is done where a feature raises and its section does not say: ``"warn"`` switches it off for the layer, with
+    a warning, and training goes on; ``"raise"`` raises. It holds for configurations that are loaded later.
+
+    Raises:
+        OptionError: ``action`` is something else.
+    """
+    global _on_error
+    if action not in ON_ERROR:
+        raise OptionError(f"action is {action!r}", expected=" or ".join(map(repr, ON_ERROR)))
+    _on_error = action
+
+
+class Namespace(BaseNamespaceAPI):  # type: ignore[misc]
+    """What ``nvdlfw_inspect.api.ottava`` is, and ``.transformer_engine``: asks the features of a layer."""
+
+    def route_api(self, layer_name: str, api_name: str, **given: Any) -> Any:
+        """What the feature of a layer answers that has the method; of several the first that is about the call."""
+        manager = api.DEBUG_MANAGER
+        session = manager.session if isinstance(manager, Manager) else None
+        iteration = given.pop("iteration", None)
+        step = manager._trainer_iteration_count if iteration is None else iteration
+        if session is None:
+            return _DEFAULTS.get(api_name)
+        for enabled in session.plan(layer_name):
+            if enabled.namespace == self.name and layer_name not in enabled.off:
+                answer = session.attempt(enabled, layer_name, api_name, step, **given)
+                if answer is not None:
+                    return answer
+        return _DEFAULTS.get(api_name)
+
+    def input_assertions_hook(self, api_name: str, **kwargs: Any) -> None:
+        pass
+
+    def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
+        pass
+
+    def routing_condition(self, api_name: str, config: Any, layer_name: str, feature_obj: Any, **kwargs: Any) -> Any:
+        return True, config
+
+    def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:
+        return True
+
+
+class Manager(debug_manager.DebugManager):  # type: ignore[misc]
+    """The manager of a run."""
+
+    session: Session | None = None
+
+    def _load_namespace_apis_and_features(self, feature_dirs: Any) -> None:
+        for namespace in NAMESPACES:
+            if namespace not in Registry.data or Registry.data[namespace].api is None:
+                Registry.register_namespace_api(namespace)(Namespace)
+        try:
+            super()._load_namespace_apis_and_features(feature_dirs)
+        except SystemExit as left:
+            self.close()
+            error = left.__context__ or left
+            text = f"a feature in {feature_dirs} cannot be imported: {type(error).__name__}: {error}"
+            raise PluginError(text, expected="modules that can be imported") from error
+        for namespace in NAMESPACES:
+            for feature in FEATURES:
+                # One's own of the name, from feature_dirs, is there already, and stays.
+                Registry.register_feature(namespace)(feature)
+            for name, feature in Registry.data[namespace].features.items():
+                self._features_explainer[f"{namespace}.{name}"] = feature
+
+    def load_config(self) -> None:
+        """Read the configuration, and watch the layers that it selects.
+
+        Raises:
+            OptionError: something in it is not allowed; the message names the section, the key and the line.
+        """
+        if not self.config_file:
+            super().load_config()
+            return
+        try:
+            root = read(self.config_file)
+            known = {name: data.features for name, data in Registry.data.items() if name != "base"}
+            enabled = enabled_in(root, known, Registry.data["base"].features, _on_error)
+            if remaining := for_nvdlfw(root):
+                ConfigManager._load_config(remaining, registry_data=Registry.data)
+            self.session = Session(enabled, lambda: int(self._trainer_iteration_count), lambda layer: layer.name)
+        except BaseException:
+            # initialize() can be called again, with what is right.
+            api.end_debug()
+            raise
+
+    def step(self) -> None:
+        if self.session is not None:
+            self.session.after_step()
+        super().step()
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+        super().close()
+        # Handlers would write what a later run says to the files of this one, too.
+        for logger in map(logging.getLogger, _LOGS):
+            for handler in list(logger.handlers):
+                logger.removeHandler(handler)
+                handler.close()
+
+
+def _take_over() -> None:
+    """Have ``nvdlfw_inspect.api.initialize`` make managers of this class. One that has been made already becomes one,
+    and its configuration is loaded again."""
+    debug_manager.DebugManager = Manager
+    manager = api.DEBUG_MANAGER
+    if manager is not None and not isinstance(manager, Manager):
+        ConfigManager.reset()
+        manager.__class__ = Manager
+        manager._load_namespace_apis_and_features(None)
+        manager.load_config()
+
+
+_take_over()

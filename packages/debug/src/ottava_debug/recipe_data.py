@@ -1,0 +1,70 @@
+"""Recipes as data: a name and options, or the text of a recipe file."""
+
+import dataclasses
+import math
+from enum import Enum
+from typing import Any
+
+import ottava
+from ottava.cli.options import OptionDefaults
+from ottava.errors import CheckpointError, OttavaError, UsageError
+from ottava.recipes import Recipe
+from ottava_custom import CustomRecipe
+from ottava_custom.files import FileFactory
+
+_REMEDY = "give the recipe: recipe= in Python, --recipe for the command, or a model that is converted already"
+
+
+def describe(recipe: Recipe) -> dict[str, Any]:
+    """What JSON says of a recipe: ``{"name", "options"}`` or ``{"file", "text"}``, from which :func:`build` makes an
+    equal one; of a recipe that holds functions only ``{"words"}``."""
+    made: dict[str, Any] = {"words": f"{recipe!r:.500}"}
+    factory = recipe.qfactory if isinstance(recipe, CustomRecipe) else None
+    if not recipe.has_factory(None):
+        return made
+    if isinstance(factory, FileFactory):
+        return {"file": factory.path, "text": factory.text}
+    if not dataclasses.is_dataclass(recipe) or not recipe.name:
+        return made
+    options = {field.name: _plain(getattr(recipe, field.name)) for field in dataclasses.fields(recipe) if field.init}
+    described = {"name": recipe.name, "options": options}
+    try:
+        return described if build(described).same_as(recipe) else made
+    except OttavaError:
+        return made
+
+
+def build(data: Any) -> Recipe:
+    """The recipe that :func:`describe` described.
+
+    Raises:
+        CheckpointError: this is no such description.
+        UsageError: the recipe held functions, which no data say.
+        RecipeNotFoundError, OptionError, PluginError: as of :func:`ottava.get_recipe`.
+    """
+    kinds = {"words": (str,), "name": (str, dict), "file": (str, str)}
+    keys = {"words": ("words",), "name": ("name", "options"), "file": ("file", "text")}
+    kind = next((key for key in kinds if isinstance(data, dict) and set(data) == set(keys[key])), None)
+    if kind is None or not all(isinstance(data[key], of) for key, of in zip(keys[kind], kinds[kind], strict=True)):
+        raise CheckpointError(f"a recipe is described as {data!r:.80}", expected="what capture writes")
+    if kind == "words":
+        raise UsageError(f"the recipe {data['words']} is not of data alone", expected="a recipe to use", remedy=_REMEDY)
+    if kind == "file":
+        return CustomRecipe(FileFactory(data["file"], data["text"]))
+    if "." in data["name"] or "/" in data["name"]:
+        raise CheckpointError(f"a recipe has the name {data['name']!r:.80}", expected="the name of a recipe")
+    defaults = OptionDefaults(data["name"])
+    options = {str(name): defaults.adapt(str(name), _number(value)) for name, value in data["options"].items()}
+    return ottava.get_recipe(data["name"], **options)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    return list(value) if isinstance(value, tuple) else value if type(value) in (bool, int, float, str) else None
+
+
+def _number(value: Any) -> Any:
+    return float(value["float"]) if isinstance(value, dict) and set(value) == {"float"} else value

@@ -1,0 +1,207 @@
+"""Features without a configuration file: for a model, from here to the end of a ``with`` block."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ottava.errors import DTypeError, OptionError
+from ottava.nn import Linear
+from ottava_debug.features.base import GEMMS, Feature
+from ottava_debug.features.fake_quant import DisableFP8GEMM, FakeQuant
+from ottava_debug.features.statistics import LogFp8TensorStats, LogTensorStats, Statistic, write
+from ottava_debug.features.sums import QUANTIZED
+from ottava_debug.located import Located
+from ottava_debug.log_files import StatisticsFile, of_tensorboard
+from ottava_debug.session import Enabled, Session
+
+#: Names of layers: patterns as of :mod:`fnmatch`, or a function of a name and a layer.
+Layers = str | Iterable[str] | Callable[[str, Any], bool] | None
+
+
+class Chosen:
+    """The layers of a model that patterns match; in the place of a section's selector."""
+
+    def __init__(self, model: torch.nn.Module, layers: Layers) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
+        every: dict[torch.nn.Module, str] = {
+            module: name for name, module in model.named_modules() if isinstance(module, Linear)
+        }
+        if not every:
+            raise OptionError("the model has no layer of Ottava", remedy="call ottava.convert(model, recipe) before")
+        self.unmatched: dict[str, str] = {}
+        if layers is None or callable(layers):
+            found = {m: name for m, name in every.items() if layers is None or layers(name, m)}
+        else:
+            patterns = [layers] if isinstance(layers, str) else list(layers)
+            found = {m: name for m, name in every.items() if any(fnmatchcase(name, p) for p in patterns)}
+            self.unmatched = {
+                f"layers {p!r}": "the model"
+                for p in patterns
+                if not any(fnmatchcase(name, p) for name in every.values())
+            }
+        self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary(found)
+        # By which compiled code knows layers.
+        self.own_names = {str(layer.name) for layer in found}
+
+    def matches(self, name: str) -> bool:
+        """Whether a layer of the name is chosen."""
+        return name in self.names.values()
+
+
+class Run:
+    """A feature that is in force for a model, until :meth:`close` or the end of a ``with`` block.
+
+    Attributes:
+        iteration: the number of the step, from 0; :meth:`step` counts.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, layers: Layers, features: Iterable[tuple[Feature, dict[str, Any]]]
+    ) -> None:
+        chosen: Any = Chosen(model, layers)
+        self.iteration, enabled = 0, []
+        for feature, given in features:
+            config = {key: value for key, value in given.items() if value is not None}
+            targets, title = (
+                feature.targets(Located(config, "the arguments"), type(feature).__name__),
+                type(feature).__name__,
+            )
+            policy = str(given.get("on_error", "raise"))
+            enabled.append(Enabled(title, "ottava", feature, config, chosen, targets, policy))
+        self._session = Session(enabled, lambda: self.iteration, chosen.names.get, chosen.own_names.__contains__)
+        self._session.warn_of_unmatched()
+
+    def step(self) -> None:
+        """The next step begins. Ranges of steps count these calls."""
+        self._session.after_step()
+        self.iteration += 1
+
+    def close(self) -> None:
+        """The layers are as they were."""
+        self._session.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def fake_quant(
+    model: torch.nn.Module,
+    quant_format: str,
+    *,
+    layers: Layers = None,
+    gemms: Sequence[str] = GEMMS,
+    tensors: Sequence[str] = ("activation", "weight", "gradient"),
+    on_error: str = "raise",
+    **steps: Any,
+) -> Run:
+    """Compute products in high precision of tensors that were quantized and dequantized.
+
+    Args:
+        model: converted by :func:`ottava.convert`, or with layers of Ottava.
+        quant_format: as of :func:`ottava.debug.fake_quantize`.
+        layers: patterns of the names that the layers have in the model, or ``predicate(name, layer)``; None for all.
+        gemms: of ``fprop``, ``dgrad`` and ``wgrad``.
+        tensors: of ``activation``, ``weight``, ``gradient``, and the results ``output``, ``dgrad`` and ``wgrad``.
+        on_error: ``"raise"``, or ``"warn"``, which switches the feature off for a layer in which it fails.
+        steps: ``start_step``, ``end_step``, ``start_end_list`` and ``freq``, as in a configuration.
+
+    Returns:
+        A context manager, in force from the call on.
+
+    Raises:
+        OptionError: a name or a value is not allowed, or the model has no layers of Ottava.
+    """
+    given = {"gemms": list(gemms), "tensors": list(tensors), "quant_format": quant_format}
+    return Run(model, layers, [(FakeQuant(), given | steps | {"on_error": on_error})])
+
+
+def high_precision(
+    model: torch.nn.Module,
+    *,
+    layers: Layers = None,
+    gemms: Sequence[str] = GEMMS,
+    on_error: str = "raise",
+    **steps: Any,
+) -> Run:
+    """Compute products in high precision; arguments and errors as of :func:`fake_quant`."""
+    return Run(model, layers, [(DisableFP8GEMM(), {"gemms": list(gemms)} | steps | {"on_error": on_error})])
+
+
+class Statistics(Run):
+    """Statistics of a model's tensors, which :meth:`step` collects.
+
+    Attributes:
+        found: all of them so far, a list of :class:`Statistic`.
+    """
+
+    found: list[Statistic]
+
+    def latest(self) -> dict[tuple[str, str, str], float | dict[int, int]]:
+        """``(layer, tensor, stat)`` -> the last value."""
+        return {(each.layer, each.tensor, each.stat): each.value for each in self.found}
+
+    def close(self) -> None:
+        """The layers are as they were; what was collected since the last step is found."""
+        super().close()
+        for writer in self._writers:
+            if isinstance(writer, StatisticsFile):
+                writer.close()
+
+    _writers: Sequence[Any] = ()
+
+
+def statistics(
+    model: torch.nn.Module,
+    stats: Sequence[str] = ("cur_amax", "underflows%", "saturation%", "sqnr"),
+    *,
+    layers: Layers = None,
+    tensors: Sequence[str] = ("activation", "weight", "gradient"),
+    freq: int = 1,
+    log_dir: str | os.PathLike[str] | None = None,
+    tb_writer: Any = None,
+    on_error: str = "raise",
+    **steps: Any,
+) -> Statistics:
+    """Collect statistics of tensors every ``freq`` steps; nothing else is changed.
+
+    Args:
+        stats: names as of :class:`LogTensorStats` and :class:`LogFp8TensorStats`, which say what each is.
+        freq: steps from one to the next; the others cost nothing.
+        log_dir: a folder in which a file is written as nvdlfw-inspect writes it.
+        tb_writer: a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
+        model, layers, tensors, on_error, steps: as of :func:`fake_quant`.
+
+    Raises:
+        OptionError: as of :func:`fake_quant`.
+    """
+    found: list[Statistic] = []
+    writers = [*([StatisticsFile(log_dir)] if log_dir is not None else []), *of_tensorboard(tb_writer)]
+
+    def sink(each: Statistic) -> None:
+        found.append(each)
+        write(each, writers)
+
+    of_quantized = [name for name in stats if name.removesuffix("_columnwise").endswith(tuple(QUANTIZED))]
+    of_values = [name for name in stats if name not in of_quantized]
+    common = {"tensors": list(tensors), "freq": freq, "on_error": on_error} | steps
+    chosen: list[tuple[Feature, dict[str, Any]]] = []
+    if of_values or not of_quantized:
+        chosen.append((LogTensorStats(sink), {"stats": of_values, **common}))
+    if of_quantized:
+        chosen.append((LogFp8TensorStats(sink), {"stats": of_quantized, **common}))
+    try:
+        run = Statistics(model, layers, chosen)
+    except BaseException:
+        for writer in writers:
+            getattr(writer, "close", lambda: None)()
+        raise
+    run.found, run._writers = found, writers
+    return run

@@ -1,0 +1,203 @@
+"""``bisect``: from a captured step to what breaks it, and the recipe file that fixes it."""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ottava.errors import DTypeError, OptionError, OttavaError, UsageError, listed
+from ottava.filesystem import AnyPath
+from ottava.recipes import Recipe, get_recipe
+from ottava.recipes.base import as_recipe
+from ottava_custom import CustomRecipe
+from ottava_custom.files import FileFactory
+from ottava_debug.bundle import Bundle
+from ottava_debug.losses import LOSSES, Loss
+from ottava_debug.recipe_data import build, describe
+from ottava_debug.recipe_file import Keep, recipe_text
+from ottava_debug.search.culprits import Progress, Search
+from ottava_debug.search.measure import MEASURES
+from ottava_debug.search.operands import Comparison
+from ottava_debug.search.products import Products
+from ottava_debug.search.replay import Replay
+from ottava_debug.search.report import Finding, Report, reason
+
+#: Without the model: how far an operand may move the result of its product.
+PRODUCT_TOLERANCE = 0.3
+FEWEST_REPLAYS = 10
+# What sums in another order move an operand by, relatively, is far below this.
+_ROUNDING = 0.1
+
+
+def bisect(
+    bundle: Bundle | AnyPath,
+    model: torch.nn.Module | Callable[[], torch.nn.Module] | None = None,
+    *,
+    measure: str = "grad-distance",
+    loss: Loss | str | None = None,
+    recipe: Recipe | str | None = None,
+    tolerance: float | None = None,
+    max_replays: int = 200,
+    progress: Progress | None = None,
+) -> Report:
+    """Find the operands whose quantization makes a captured step go wrong.
+
+    Args:
+        bundle: what :func:`ottava_debug.capture` wrote, or has read.
+        model: the captured model, or what makes it; converted, or not: then it is. It is loaded with the captured
+            state. None: each product is looked at by itself, which tells suspects but not their effect.
+        measure: ``"loss"``, ``"grad-norm"`` or ``"grad-distance"``, each compared with the step in high precision.
+        loss: the loss function ``loss(output, targets)``, or the name of a known one; None takes the one that was named
+            when the step was captured, or the loss that the model itself gives. Where there is none, the backward pass
+            starts from the captured gradients of the model's output, and the loss is not measured.
+        recipe: to replay under another recipe; needed where the captured one holds functions, and the model is not
+            converted.
+        tolerance: the distance that is right; None takes one that healthy FP8 recipes stay below.
+        max_replays: stop after so many, at least 10.
+        progress: called after each replay with how many there were, and how many there are likely to be.
+
+    Raises:
+        OptionError: the measure or the name of the loss is not known, the tolerance negative, too few replays.
+        DTypeError: the model is no module.
+        CheckpointError: the bundle cannot be read, or the model is not the captured one.
+        UsageError: the recipe, or a loss function, has to be given.
+    """
+    if measure not in MEASURES:
+        raise OptionError(f"measure is {measure!r}", expected=f"one of {', '.join(MEASURES)}")
+    if tolerance is not None and not tolerance > 0:
+        raise OptionError(f"tolerance is {tolerance!r}", expected="a number above 0")
+    if max_replays < FEWEST_REPLAYS:
+        raise OptionError(f"max_replays is {max_replays}", expected=f"at least {FEWEST_REPLAYS}")
+    if isinstance(loss, str) and loss not in LOSSES:
+        raise OptionError(f"loss is {loss!r}", expected=f"one of {', '.join(LOSSES)}, or a function")
+    step = bundle if isinstance(bundle, Bundle) else Bundle.read(bundle)
+    given = None if recipe is None else as_recipe(recipe)
+    start = time.perf_counter()
+    if model is None:
+        report = _without_model(step, given, tolerance or PRODUCT_TOLERANCE, progress)
+    else:
+        function = LOSSES[loss] if isinstance(loss, str) else loss
+        replay = Replay(step, _made(model), loss=function, recipe=given, fed=_is_captured(given, step))
+        if measure == "loss" and not replay.knows_loss:
+            what, remedy = "the loss of the step is not known", "give loss=, or --loss for the command"
+            raise UsageError(what, expected="a loss function, or a model that gives the loss", remedy=remedy)
+        search = Search(replay, measure, tolerance or MEASURES[measure].tolerance, max_replays, progress)
+        report = _with_model(step, replay, given, measure, search, function)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _is_captured(given: Recipe | None, step: Bundle) -> bool:
+    """Whether a recipe is the captured one; of one that is not known from data that is taken to be so."""
+    return given is None or all("words" in said or build(said).same_as(given) for said in step.recipes)
+
+
+def _made(model: Any) -> torch.nn.Module:
+    made = model if isinstance(model, torch.nn.Module) else model() if callable(model) else model
+    if not isinstance(made, torch.nn.Module):
+        raise DTypeError(f"the model is a {type(made).__name__}", expected="a torch.nn.Module, or what makes one")
+    return made
+
+
+def _with_model(
+    step: Bundle, replay: Replay, recipe: Recipe | None, measure: str, search: Search, loss: Loss | None
+) -> Report:
+    seen, report = replay.comparison, search.run()
+    report.captured = {"loss": step.loss, "grad-norm": step.grad_norm}.get(measure)
+    report.operands = _told(seen)
+    if seen.equal < seen.operands:
+        what = f"{seen.operands - seen.equal} of {seen.operands} operands arrived otherwise than captured, by up to"
+        report.notes.append(f"{what} {seen.difference:.1e} of their size; the captured ones took their place")
+    if seen.difference > _ROUNDING:
+        report.notes.append("that is more than the order of sums does: dropout on another device, for example, differs")
+    if seen.other_bytes:
+        report.notes.append(f"quantized bytes are not the captured ones: {listed([*map(str, seen.other_bytes)])}")
+    if report.noisy:
+        report.notes.append(f"gradients that are noise in high precision do not count: {listed(report.noisy)}")
+    _put_recipe(report, recipe or _bound(replay))
+    if report.recipe_file:
+        _verify(report, replay, step, loss, search)
+    report.replays = replay.replays
+    return report
+
+
+def _without_model(step: Bundle, given: Recipe | None, tolerance: float, progress: Progress | None) -> Report:
+    made = Products(step, given, progress)
+    words = "‖z - z₀‖ / ‖z₀‖ of a product's result z, the operand alone quantized; z₀ in high precision"
+    report = Report("products", words, tolerance, operands=_told(made.comparison))
+    report.before = max(made.errors.values(), default=0.0)
+    for operand, error in sorted(made.errors.items(), key=lambda entry: -entry[1]):
+        if error > tolerance:
+            why = reason([operand], made.comparison, (), any("delayed" in repr(r) for r in step.recipes))
+            statistics = made.comparison.statistics[operand]
+            report.findings.append(Finding((operand.layer,), *operand[1:], why, error, statistics=statistics))
+        else:
+            report.after = max(report.after, error)
+    report.notes = ["products by themselves: how much a finding matters to the step, the model would tell"]
+    if made.comparison.other_bytes:
+        report.notes.append(f"{len(made.comparison.other_bytes)} operands have other quantized bytes than captured")
+    recipes = [given] if given is not None else [build(said) for said in step.recipes]
+    _put_recipe(report, recipes[0] if len(recipes) == 1 else None)
+    return report
+
+
+def _told(seen: Comparison) -> dict[str, Any]:
+    return {
+        "operands": seen.operands,
+        "arrived_equal": seen.equal,
+        "largest_difference": seen.difference,
+        "quantized": seen.products,
+        "other_bytes": [str(operand) for operand in seen.other_bytes],
+    }
+
+
+# -- the recipe file --
+
+
+def _bound(replay: Replay) -> Recipe | None:
+    """The recipe of the layers, if it is one."""
+    recipes: list[Any] = [layer.recipe for layer in replay.layers.values()]
+    return recipes[0] if all(recipe.same_as(recipes[0]) for recipe in recipes) else None
+
+
+def _put_recipe(report: Report, recipe: Recipe | None) -> None:
+    """The recipe file that keeps the findings in high precision, if a file can say it."""
+    if not report.findings:
+        return
+    if recipe is None:
+        report.notes.append("no recipe file: layers run under several recipes")
+        return
+    keeps = [Keep.of_operand(name, f.reason, f.gemm, f.tensor) for f in report.findings for name in f.layers]
+    try:
+        name, options = _named(recipe)
+        about = f"Keeps in high precision what `ottava bisect` found to break a step, by {report.measure}."
+        report.recipe_file = recipe_text(keeps, name, options, about=about)
+    except OttavaError as error:
+        report.notes.append(f"no recipe file: {error.what}")
+
+
+def _named(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    """The name of a recipe, or the path of its file, and the options that are not its defaults."""
+    said = describe(recipe)
+    if "file" in said:
+        return said["file"], {}
+    if "name" not in said:
+        raise UsageError("the recipe holds functions, which a file cannot say")
+    default = describe(get_recipe(said["name"])).get("options", {})
+    return said["name"], {key: value for key, value in said["options"].items() if value != default.get(key)}
+
+
+def _verify(report: Report, replay: Replay, step: Bundle, loss: Loss | None, search: Search) -> None:
+    """Replay the step under the recipe file itself."""
+    fixed, measure = CustomRecipe(FileFactory("fixed.yaml", report.recipe_file)), MEASURES[report.measure]
+    try:
+        again = Replay(step, copy.deepcopy(replay.model), loss=loss, recipe=fixed, fed=False)
+    except OttavaError as error:
+        report.notes.append(f"the recipe file was not tried: {error.what}")
+        return
+    replay.replays += again.replays
+    report.verified = measure.distance(again.first, search.reference, search.noisy)
+    if report.verified > report.tolerance >= report.after:
+        report.notes.append("under the recipe file the step is still wrong")

@@ -1,0 +1,102 @@
+"""``ottava bisect``: what breaks a captured step."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ottava.cli.output import Json, console, say, show_json, table
+from ottava.errors import OptionError, UsageError, translated
+from ottava.filesystem import check_file_target
+from ottava_debug.references import made, resolve
+
+
+def bisect(
+    BUNDLE: Annotated[Path, typer.Argument(help="What ottava_debug.capture wrote.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="module:callable, what makes the model, converted or not. Without it products are looked at alone."
+        ),
+    ] = None,
+    measure: Annotated[str, typer.Option(help="loss, grad-norm or grad-distance.")] = "grad-distance",
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            help="cross_entropy, mse, or module:callable that is called with the model's output and the targets."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Replay under this recipe, or recipe file, instead of the captured one.")
+    ] = None,
+    tolerance: Annotated[float | None, typer.Option(help="The distance from high precision that is right.")] = None,
+    max_replays: Annotated[int, typer.Option(help="Stop after so many replays.")] = 200,
+    recipe_file: Annotated[
+        Path | None, typer.Option(help="Write the recipe file (.yaml) that keeps what was found in high precision.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the layer, the tensor and the direction whose quantization breaks a captured step."""
+    from ottava_debug.bundle import Bundle
+    from ottava_debug.losses import LOSSES
+    from ottava_debug.search.bisect import bisect as search
+    from ottava_debug.search.page import page
+
+    for path in (recipe_file, html):
+        if path is not None:
+            check_file_target(path)
+    if recipe_file is not None and recipe_file.suffix not in (".yaml", ".yml"):
+        raise OptionError(f"--recipe-file {recipe_file}", expected="a name that ends in .yaml or .yml")
+    step = Bundle.read(BUNDLE)
+    function: Any = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
+    model_made = None if model is None else made("--model", model)
+    # On standard error, so that the table alone can be kept.
+    bar = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # The number of replays is an estimate, which gets better as the search goes on.
+    with Progress(
+        *columns, TimeRemainingColumn(), console=bar, disable=not bar.is_terminal, transient=True
+    ) as progress:
+        task = progress.add_task("Products" if model_made is None else "Replays, about", total=None)
+        report = search(
+            step,
+            model_made,
+            measure=measure,
+            loss=function,
+            recipe=recipe,
+            tolerance=tolerance,
+            max_replays=max_replays,
+            progress=lambda done, expected: progress.update(task, completed=done, total=expected),
+        )
+    for path, text in ((recipe_file, report.recipe_file), (html, page(report, BUNDLE.name) if html else "")):
+        if path is not None and text:
+            with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError, of=OSError):
+                path.write_text(text, encoding="utf-8")
+    if as_json:
+        show_json(report.as_json())
+    else:
+        _show(report, recipe_file, html)
+    raise typer.Exit(0 if report.solved or model is None else 1)
+
+
+def _show(report: Any, recipe_file: Path | None, html: Path | None) -> None:
+    from ottava_debug.search.report import COLUMNS
+
+    say(f"{report.sentence()}.")
+    if report.findings:
+        console().print(table("What breaks the step", COLUMNS, report.rows(), right=COLUMNS[3:]))
+    for sentence in report.reasons():
+        say(sentence)
+    for note in report.notes:
+        say(f"Note: {note}.")
+    if report.verified is not None:
+        say(f"Under the recipe file the distance is {report.verified:.4g}.")
+    if report.recipe_file and recipe_file is None:
+        say(f"The recipe file that keeps them in high precision (--recipe-file writes it):\n\n{report.recipe_file}")
+    for path in (recipe_file if report.recipe_file else None, html):
+        if path is not None:
+            say(f"Written: {path}")
+    replays = f"{report.replays} replays, " if report.replays else ""
+    say(f"{replays}{report.seconds:.1f} s")

@@ -1,0 +1,167 @@
+"""Which operands are to blame: by replays with some of them quantized and the others in high precision."""
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ottava_debug.search.group_testing import TooManyError, smallest
+from ottava_debug.search.measure import MEASURES, Outcome, loss_of_operand, relative_distances
+from ottava_debug.search.operands import Operand
+from ottava_debug.search.replay import Replay
+from ottava_debug.search.report import Finding, Report, reason, worst_of
+
+#: More single culprits than this are no longer told apart.
+MOST = 8
+#: More others than this, without which a culprit does no harm, are not named.
+_MOST_PARTNERS = 3
+#: A gradient that moves as far as this, relatively, when operands are moved by a rounding, is noise.
+_NOISE = 0.5
+_SPREAD = "what is left comes from many operands, a little from each: the recipe is too coarse for this step"
+
+#: Called after each replay with how many there were, and how many there are likely to be.
+Progress = Callable[[int, int], None]
+_Operands = frozenset[Operand]
+
+
+class _OutOfReplaysError(Exception):
+    """The replays that were allowed are used up."""
+
+
+class Search:
+    """Searches a replay for what moves a measure away from high precision.
+
+    Args:
+        replay: the step.
+        measure: the name of what tells how wrong it is.
+        tolerance: the distance that is right.
+        most_replays: stop after so many.
+        progress: called after each replay.
+    """
+
+    def __init__(
+        self, replay: Replay, measure: str, tolerance: float, most_replays: int, progress: Progress | None = None
+    ) -> None:
+        self._replay: Any = replay
+        self._name, self._measure = measure, MEASURES[measure]
+        self._most, self._progress, self._expected = most_replays, progress, 0
+        self._tolerance = tolerance
+        self._distances: dict[_Operands, float] = {}
+        self._values: dict[_Operands, float] = {}
+        # Nothing of the backward pass moves the loss.
+        every = [o for o in replay.operands if self._measure.backward or o.gemm == "fprop"]
+        statistics = replay.comparison.statistics
+        # What loses most is asked about first.
+        self._all = tuple(sorted(every, key=lambda operand: -loss_of_operand(statistics[operand])))
+        self._expect(2 + _questions(len(self._all)))
+        self.noisy: frozenset[str] = frozenset()
+        self.reference = self._run(frozenset())
+        if self._measure.noise:
+            # Such are those of the biases of keys in attention, which cancel to rounding errors.
+            moved = relative_distances(self._run(frozenset(), nudged=True), self.reference)
+            self.noisy = frozenset(name for name, distance in moved.items() if distance > _NOISE)
+        self._note(frozenset(self._all), replay.first)
+
+    def run(self) -> Report:
+        """Search. What is found is complete unless the notes say that the rest is spread, or that it stopped."""
+        every, found = frozenset(self._all), set[Operand]()
+        report = Report(self._name, self._measure.words, self._tolerance, before=self._distance(every))
+        report.after, report.noisy = report.before, tuple(sorted(self.noisy))
+        if self._distance(frozenset()) != 0:
+            report.notes.append("the step is not finite in high precision either: quantization is not what breaks it")
+            return report
+        try:
+            while report.after > self._tolerance:
+                culprits, threshold = self._round(every - found, report.after)
+                if not culprits:
+                    report.notes.append(_SPREAD)
+                    break
+                found |= {operand for culprit in culprits for operand in culprit}
+                report.after = self._distance(every - found)
+                report.findings += [self._examined(culprit, every, threshold) for culprit in culprits]
+        except _OutOfReplaysError:
+            report.notes.append(f"stopped after {self._replay.replays} replays: more may be to blame")
+        report.value, report.reference = self._values[every], self._values[frozenset()]
+        report.kept = self._values.get(every - found, math.nan)
+        return report
+
+    def _round(self, rest: _Operands, wrong: float) -> tuple[list[list[Operand]], float]:
+        """The fewest operands of ``rest`` that bring the distance down from ``wrong``, and what down means: half of the
+        way to the tolerance as ratios go, or to half; none where that takes too many."""
+        halves = {min(max(self._tolerance, math.sqrt(self._tolerance * wrong)), wrong / 2), wrong / 2}
+        for threshold in sorted(halves) if math.isfinite(wrong) else [sys.float_info.max]:
+            try:
+                return self._culprits(rest, threshold), threshold
+            except TooManyError:
+                continue
+        return [], math.inf
+
+    def _culprits(self, rest: _Operands, threshold: float) -> list[list[Operand]]:
+        """First the kinds of operands that are to blame, then the layers; where these are many, all of a kind."""
+
+        def fixed(kept: Iterable[Operand]) -> bool:
+            return self._distance(rest - {*kept}) <= threshold
+
+        kinds: dict[tuple[str, str], list[Operand]] = {}
+        for operand in self._all:
+            if operand in rest:
+                kinds.setdefault((operand.gemm, operand.tensor), []).append(operand)
+        self._expect(_questions(len(kinds)) + _questions(len(rest)))
+        blamed = smallest(list(kinds.values()), lambda some: fixed(o for kind in some for o in kind))
+        suspects = [operand for operand in self._all if any(operand in kind for kind in blamed)]
+        self._expect(_questions(len(suspects)))
+        try:
+            return [[operand] for operand in smallest(suspects, fixed, MOST)]
+        except TooManyError:
+            if len(blamed) > 2:
+                raise
+            return blamed
+
+    def _examined(self, culprit: list[Operand], every: _Operands, threshold: float) -> Finding:
+        """What it does by itself, and if that is nothing, together with which others."""
+        own, partners, seen = frozenset(culprit), list[Operand](), self._replay.comparison
+        alone, without = self._distance(own), self._distance(every - own)
+        if alone <= threshold:
+            others = [operand for operand in self._all if operand not in own]
+            try:
+                harm = smallest(others, lambda some: self._distance(own | {*some}) > threshold, _MOST_PARTNERS)
+                partners += harm
+            except TooManyError:
+                pass
+        _, gemm, tensor = culprit[0]
+        stateful = any(self._replay.layers[operand.layer].recipe.stateful for operand in culprit)
+        why, lost = reason(culprit, seen, partners, stateful), worst_of(culprit, seen)
+        layers, others_of = tuple(operand.layer for operand in culprit), tuple(map(str, partners))
+        return Finding(layers, gemm, tensor, why, alone, without, others_of, lost)
+
+    # -- replays --
+
+    def _distance(self, quantized: _Operands) -> float:
+        """The distance with these operands quantized, and the others in high precision."""
+        if quantized not in self._distances:
+            self._run(quantized)
+        return self._distances[quantized]
+
+    def _run(self, quantized: _Operands, nudged: bool = False) -> Outcome:
+        if self._replay.replays >= self._most:
+            raise _OutOfReplaysError
+        outcome: Outcome = self._replay.run(quantized, backward=self._measure.backward, nudged=nudged)
+        self._expected = max(self._expected, self._replay.replays)
+        if self._progress is not None:
+            self._progress(self._replay.replays, self._expected)
+        if not nudged:
+            self._note(quantized, outcome)
+        return outcome
+
+    def _note(self, quantized: _Operands, outcome: Outcome) -> None:
+        reference = self.reference if quantized else outcome
+        self._distances[quantized] = self._measure.distance(outcome, reference, self.noisy)
+        self._values[quantized] = self._measure.value(outcome, reference, self.noisy)
+
+    def _expect(self, more: int) -> None:
+        self._expected = self._replay.replays + more
+
+
+def _questions(number: int) -> int:
+    """About how many questions find one of ``number``."""
+    return 2 + 2 * math.ceil(math.log2(max(1, number)))

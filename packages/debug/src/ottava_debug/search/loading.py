@@ -1,0 +1,92 @@
+"""A model and the state of a captured step: what the model is made to run under, and what is loaded into it."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+
+import ottava
+from ottava.errors import CheckpointError, text_of
+from ottava.nn.loading import OF_STATE
+from ottava.recipes import Recipe
+from ottava.recipes.role import OF_LINEAR
+from ottava_debug.bundle import Bundle
+from ottava_debug.recipe_data import build
+
+_SAME = {"expected": "the model that was captured", "remedy": "give the same model"}
+
+
+def converted(model: torch.nn.Module, step: Bundle, recipe: Recipe | None) -> torch.nn.Module:
+    """The model, its captured layers under the recipe; with None under the captured ones, unless they have any.
+
+    Raises:
+        CheckpointError: it lacks a layer that was captured.
+        UsageError: the captured recipe is not known from data.
+    """
+    modules = dict(model.named_modules())
+    if missing := [name for name in step.layers if name not in modules]:
+        raise CheckpointError(f"the model has no module {missing[0]!r}", **_SAME)
+    bound = [getattr(modules[name], "recipe", None) for name in step.layers]
+    if recipe is None and all(isinstance(found, Recipe) for found in bound):
+        return model
+    for number, said in enumerate(step.recipes):
+        names = {name for name, of in step.layers.items() if of == number}
+        with warnings.catch_warnings():
+            # How much of the model is left alone was told when it was captured.
+            warnings.simplefilter("ignore")
+            model = ottava.convert(model, recipe or build(said), include=partial(_is_among, names))
+    return model
+
+
+def _is_among(names: set[str], name: str, module: torch.nn.Module) -> bool:
+    return name in names
+
+
+def restore(model: torch.nn.Module, step: Bundle, state: dict[str, Any]) -> None:
+    """Put weights, buffers, scaling state and modes of before the step into a model; ``state`` is of
+    :func:`fitting_state`.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(f"the model does not fit the step: {text_of(error)}", **_SAME) from error
+    buffers = dict(model.named_buffers())
+    for name, value in step.buffers.items():
+        if name in buffers and buffers[name].shape == value.shape:
+            buffers[name].copy_(value)
+    training, frozen = set(step.training), set(step.frozen)
+    for name, module in model.named_modules():
+        module.training = name in training
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in frozen)
+        p.grad = None
+
+
+def fitting_state(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """The captured state as the model has it: of scaling state that another recipe keeps, the same slots."""
+    own = model.state_dict()
+    made = {name: value for name, value in state.items() if name in own or not OF_STATE.search(name)}
+    for name, value in own.items():
+        held = made.get(name)
+        if OF_STATE.search(name) and (held is None or held.shape != value.shape):
+            made[name] = _carried(model, name, value, state)
+    return made
+
+
+def _carried(model: torch.nn.Module, name: str, value: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """A buffer of a state that serves some roles of a layer, from that of one that served all: their slots, which are
+    its last dimension. Another state starts afresh."""
+    layer, _, rest = name.partition(".recipe_state.")
+    part, _, buffer = f"recipe_state.{rest}".rpartition(".")
+    slots = getattr(model.get_submodule(f"{layer}.{part}"), "slots", None)
+    held = state.get(f"{layer}.recipe_state.{buffer}")
+    if not isinstance(slots, dict) or held is None or held.shape[-1] != len(OF_LINEAR):
+        return value.clone()
+    carried: torch.Tensor = held[..., [OF_LINEAR.index(role) for role in slots]]
+    return carried.to(value)

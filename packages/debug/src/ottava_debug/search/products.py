@@ -1,0 +1,128 @@
+"""Without the model: each product of a captured step by itself, and what each of its operands does to its result."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ottava
+from ottava.checkpoint.flatten import held_tensors
+from ottava.errors import CheckpointError
+from ottava.recipes import Recipe
+from ottava_debug.bundle import Bundle, digest
+from ottava_debug.measures import compare
+from ottava_debug.products import TENSORS, Inspection, Watch
+from ottava_debug.recipe_data import build
+from ottava_debug.recorder import BY_COLUMN, OPERANDS, taken
+from ottava_debug.search.measure import loss_of_operand
+from ottava_debug.search.operands import Comparison, Operand
+
+
+class _Product(Inspection):
+    """Keeps the results of the three products; the chosen operands are quantized, and looked at."""
+
+    def __init__(self, chosen: Any, look: Callable[..., None] | None = None) -> None:
+        self._chosen, self._look = chosen, look
+        self.results: dict[str, torch.Tensor] = {}
+
+    def quantizes(self, gemm: str, tensor: str) -> bool:
+        return (gemm, tensor) in self._chosen
+
+    def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: Any) -> None:
+        if tensor == TENSORS[gemm][2]:
+            self.results[gemm] = values.detach()
+        elif quantized is not None and self._look is not None:
+            self._look(gemm, tensor, values, quantized)
+
+
+class Products:
+    """The products of a captured step, from the operands that were captured.
+
+    Args:
+        step: the captured step.
+        recipe: to quantize by another recipe; None: the captured ones.
+        progress: called after each call of a layer with how many there were, and how many there are.
+
+    Attributes:
+        comparison: as of a replay of the whole step.
+        errors: of each operand ``‖z - z₀‖ / ‖z₀‖``, ``z`` the product's result with this operand alone quantized and
+            ``z₀`` in high precision, of the call where that is largest.
+
+    Raises:
+        UsageError: the captured recipe is not known from data, and none is given.
+        CheckpointError: the state of a layer is missing in the step.
+    """
+
+    def __init__(
+        self, step: Bundle, recipe: Recipe | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        self.comparison, self.errors = Comparison(), dict[Operand, float]()
+        self._step, self._recipe = step, recipe
+        recipes = [recipe or build(said) for said in step.recipes]
+        for number, call in enumerate(step.calls):
+            with torch.random.fork_rng():
+                self._run(number, recipes[step.layers[call.layer]])
+            if progress is not None:
+                progress(number + 1, len(step.calls))
+
+    def _run(self, number: int, recipe: Recipe) -> None:
+        call, found = self._step.calls[number], self.comparison
+
+        def look(gemm: str, tensor: str, values: torch.Tensor, quantized: Any) -> None:
+            operand, columnwise = Operand(call.layer, gemm, tensor), (gemm, tensor) in BY_COLUMN
+            made, worst = compare(values, quantized, columnwise=columnwise), found.statistics.get(operand)
+            found.statistics[operand] = made if worst is None else max(worst, made, key=loss_of_operand)
+            expected = call.digests.get(f"{gemm}.{tensor}") if self._recipe is None else None
+            if expected is not None:
+                found.products += 1
+                found.other_bytes += [operand] * (digest(taken(quantized, gemm, tensor)) != expected)
+
+        held = [self._step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")]
+        found.operands += sum(values is not None for values in held)
+        found.equal = found.operands
+        self._results(number, recipe, _Product(OPERANDS, look))
+        exact = self._results(number, recipe, _Product(()))
+        for gemm, tensor in OPERANDS:
+            operand = Operand(call.layer, gemm, tensor)
+            if gemm in exact and operand in found.statistics:
+                results = self._results(number, recipe, _Product({(gemm, tensor)}))
+                self.errors[operand] = max(self.errors.get(operand, 0.0), _error(results[gemm], exact[gemm]))
+
+    def _results(self, number: int, recipe: Recipe, inspection: _Product) -> dict[str, torch.Tensor]:
+        """The results of the products of one call, by product."""
+        step, name = self._step, self._step.calls[number].layer
+        activation, gradient = (step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient"))
+        weight = _weight(step, number)
+        assert activation is not None  # what is read is checked
+        layer = ottava.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, name=name)
+        prefix = f"{name}.recipe_state." if name else "recipe_state."
+        kept = {k.removeprefix(prefix): v for k, v in step.state.items() if k.startswith(prefix)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layer.bind(recipe)
+            state = {f"recipe_state.{k}": v for k, v in kept.items() if self._recipe is None}
+            layer.load_state_dict({"weight": weight, **state}, strict=self._recipe is None)
+        dtype = getattr(torch, step.autocast) if step.autocast else torch.bfloat16
+        with Watch(lambda watched: inspection if watched is layer else None):
+            with torch.autocast("cpu", dtype, enabled=bool(step.autocast)):
+                y = layer(activation.clone().requires_grad_())
+            if gradient is not None:
+                y.backward(gradient.to(y.dtype))
+        return inspection.results
+
+
+def _weight(step: Bundle, number: int) -> torch.Tensor:
+    """The weight of a call in high precision, ``[out, in]``."""
+    name = step.calls[number].layer
+    found = step.operands.get(f"{number}.weight", step.state.get(f"{name}.weight" if name else "weight"))
+    if found is None or len(held_tensors(found)[0].shape) < 1:
+        raise CheckpointError(f"the weight of layer {name!r} is missing", expected="a step that capture has written")
+    return found.detach() if type(found) is torch.Tensor else found.dequantize()
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    size = float(exact.double().norm())
+    error = float((found.double() - exact.double()).norm())
+    return math.inf if not math.isfinite(error) else error / size if size else math.inf if error else 0.0

@@ -1,0 +1,187 @@
+"""A captured step, run again: as it was, or with some operands of products in high precision."""
+
+import random
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ottava.errors import CheckpointError, UsageError
+from ottava.recipes import Recipe
+from ottava_debug.bundle import Bundle
+from ottava_debug.capturing import set_random_state
+from ottava_debug.losses import LOSSES, Loss, loss_in
+from ottava_debug.products import Inspection, Watch
+from ottava_debug.recorder import Recorder
+from ottava_debug.search.loading import converted, fitting_state, restore
+from ottava_debug.search.measure import Outcome
+from ottava_debug.search.operands import CapturedOperands, First, Inspecting, Operand, Switched
+from ottava_debug.trees import tensors_of, unflatten
+
+
+class Replay:
+    """Runs a captured step with a model.
+
+    Each product takes the operands that were captured. Where another machine sums in another order, what arrives at a
+    product differs from them: in the first replay the captured ones take its place, and in later ones the difference
+    between what arrives then and what arrived first is added to them. So the quantized bytes of the whole step are
+    those of the captured one, and what a change in one layer does to others is not lost.
+
+    Args:
+        step: the captured step.
+        model: the model; it is loaded with the step's state, now and in each replay.
+        loss: the loss function; None takes the one that the step names, then the loss that the model gives, then the
+            gradients of the model's outputs as they were captured.
+        recipe: to replay under this recipe; None: the captured ones, or those of a model that is converted.
+        fed: whether products take what was captured; under another recipe than that of the step they must not.
+
+    Raises:
+        CheckpointError: the model is not the captured one.
+        UsageError: the captured recipe is not known from data, and none is given.
+    """
+
+    def __init__(
+        self,
+        step: Bundle,
+        model: torch.nn.Module,
+        *,
+        loss: Loss | None = None,
+        recipe: Recipe | None = None,
+        fed: bool = True,
+    ) -> None:
+        self.step = step
+        self.model: Any = converted(model, step, recipe)
+        self.layers = {name: self.model.get_submodule(name) for name in step.layers}
+        for layer in self.layers.values():
+            layer.__dict__["fuse_wgrad_accumulation"] = False
+        self.device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        self._loss = loss or LOSSES.get(step.loss_name)
+        self._targets = unflatten(step.targets, step.tensors, self.device)
+        self._state = fitting_state(self.model, step.state)
+        self._scales: dict[int, float] = {}
+        self.replays, self.knows_loss = 0, True
+        self._captured = CapturedOperands(step, fed)
+        self.comparison = self._captured.comparison
+        self.first, recorder = self._run(
+            lambda recorder, name, layer: First(recorder, name, layer, self._captured), True, first=True
+        )
+        if missing := self._captured.missing(recorder):
+            what = f"call {missing[1]} of layer {missing[0]!r} was captured, and the model did not make it"
+            raise CheckpointError(what, expected="the model that was captured", remedy="give the same model")
+        self.operands = tuple(self.comparison.statistics)
+
+    # -- replays --
+
+    def run(self, quantized: Collection[Operand], *, backward: bool = True, nudged: bool = False) -> Outcome:
+        """Run the step with these operands quantized and all others in high precision.
+
+        Args:
+            backward: whether the backward pass is run, too.
+            nudged: every operand is moved by as much as BF16 rounds, which tells what rounding alone does.
+        """
+        chosen = quantized if isinstance(quantized, (set, frozenset)) else frozenset(quantized)
+        generator = torch.Generator().manual_seed(0) if nudged else None
+        rest = self._captured, chosen, generator
+        return self._run(lambda recorder, name, layer: Switched(recorder, name, layer, *rest), backward)[0]
+
+    def _run(self, inspect: Callable[..., Inspection], backward: bool, first: bool = False) -> tuple[Outcome, Recorder]:
+        self.replays += 1
+        restore(self.model, self.step, self._state)
+        recorder = Inspecting({id(layer): name for name, layer in self.layers.items()}, inspect)
+        with Watch(recorder), self._surroundings():
+            loss = self._events(backward, first)
+        named = self.model.named_parameters()
+        gradients = {name: _gradient(p) for name, p in named if p.requires_grad} if backward else {}
+        for p in self.model.parameters():
+            p.grad = None
+        return Outcome(loss, gradients), recorder
+
+    def _events(self, backward: bool, first: bool) -> float:
+        """Forward and backward passes in the order in which they were."""
+        total, waiting, events = 0.0, [], self.step.events
+        for place, event in enumerate(events):
+            kind, number = event.split(" ")
+            if kind == "forward":
+                said = self.step.arguments[int(number)]
+                args, kwargs = (unflatten(said[key], self.step.tensors, self.device) for key in ("args", "kwargs"))
+                output = self.model(*args, **kwargs)
+                found = self._losses(int(number), output)
+                self.knows_loss &= found is not None
+                total += float("nan") if found is None else float(found.detach())
+                waiting.append((int(number), output, found))
+            elif backward and not (place + 1 < len(events) and events[place + 1].startswith("backward")):
+                # All outputs that the backward pass began at, together.
+                began = {int(e.split(" ")[1]) for e in events[: place + 1] if e.startswith("backward")}
+                self._backward([entry for entry in waiting if entry[0] in began], first)
+                waiting = [entry for entry in waiting if entry[0] not in began]
+        return total
+
+    def _losses(self, number: int, output: Any) -> torch.Tensor | None:
+        if self._loss is None:
+            return loss_in(output)
+        targets = self._targets if len(self.step.arguments) == 1 else self._targets[number]
+        return self._loss(output, targets)
+
+    def _backward(self, of: list[tuple[int, Any, torch.Tensor | None]], first: bool) -> None:
+        """The backward pass from the losses, scaled as the captured step scaled them, or from captured gradients."""
+        roots, seeds = [], []
+        for number, output, loss in of:
+            outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+            captured = [self.step.tensors.get(f"seed.{number}.{place}") for place in range(len(outputs))]
+            if loss is None:
+                pairs = [(o, c.to(o)) for o, c in zip(outputs, captured, strict=True) if c is not None]
+                if not all(bool(c.isfinite().all()) for _, c in pairs):
+                    what = "the captured gradients of the model's outputs are not finite, and no loss function is known"
+                    raise UsageError(what, expected="a loss function", remedy="give loss=, or --loss for the command")
+                roots += [o for o, _ in pairs]
+                seeds += [c for _, c in pairs]
+            else:
+                if first:
+                    self._scales[number] = _scale(loss, outputs, captured)
+                roots.append(loss)
+                seeds.append(torch.full_like(loss, self._scales[number]))
+        torch.autograd.backward(roots, seeds)
+
+    # -- the step's surroundings --
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Random generators and autocast as they were; afterwards the generators as before."""
+        before = random.getstate()
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng())
+            set_random_state(self.step.tensors)
+            if self.step.autocast:
+                dtype = getattr(torch, self.step.autocast)
+                stack.enter_context(torch.autocast(self.device.type, dtype))
+            try:
+                yield
+            finally:
+                random.setstate(before)
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return torch.zeros(parameter.shape, device=parameter.device) if parameter.grad is None else parameter.grad
+
+
+def _scale(loss: torch.Tensor, outputs: list[torch.Tensor], captured: list[torch.Tensor | None]) -> float:
+    """What the captured step multiplied the loss with, one over the number of microbatches for example, as the
+    gradients of the model's outputs tell; 1 where these are not known, or not finite."""
+    known = [(o, c) for o, c in zip(outputs, captured, strict=True) if c is not None and bool(c.isfinite().all())]
+    if not known or (len(known) == 1 and known[0][0] is loss):
+        return float(known[0][1]) if known else 1.0
+    found = torch.autograd.grad(loss, [o for o, _ in known], retain_graph=True, allow_unused=True)
+    pairs = [(f.double(), c.to(f).double()) for f, (_, c) in zip(found, known, strict=True) if f is not None]
+    ours, both = sum(float((f * f).sum()) for f, _ in pairs), sum(float((f * c).sum()) for f, c in pairs)
+    theirs = sum(float((c * c).sum()) for _, c in pairs)
+    if not ours or not theirs:
+        return 1.0
+    if both <= 0.9 * (ours * theirs) ** 0.5:
+        what = "the loss function gives other gradients of the model's outputs than were captured"
+        raise UsageError(what, expected="the loss of the captured step", remedy="give its loss function and targets")
+    ratio = both / ours
+    # Numbers that people use, exactly.
+    whole = max(1, round(max(ratio, 1 / ratio)))
+    exact = float(whole) if ratio >= 1 else 1 / whole
+    return exact if abs(ratio / exact - 1) < 0.01 else ratio

@@ -1,0 +1,170 @@
+"""What a search has found, for people and for programs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ottava_debug.measures import Measures
+from ottava_debug.search.measure import loss_of_operand
+from ottava_debug.search.operands import Comparison, Operand
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is to blame.
+
+    Attributes:
+        layers: one layer; or many, in which the same operand is.
+        gemm: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``: the direction.
+        tensor: ``"activation"``, ``"weight"`` or ``"gradient"``.
+        reason: why, in a sentence.
+        alone: the distance with nothing else quantized.
+        without: the distance with everything else quantized; None without the model.
+        partners: operands without which it does no harm.
+        statistics: what the operand loses; of several layers, in the one that loses most.
+    """
+
+    layers: tuple[str, ...]
+    gemm: str
+    tensor: str
+    reason: str
+    alone: float
+    without: float | None = None
+    partners: tuple[str, ...] = ()
+    statistics: Measures | None = None
+
+    @property
+    def operand(self) -> Operand:
+        """Its first operand."""
+        return Operand(self.layers[0], self.gemm, self.tensor)
+
+    @property
+    def layer(self) -> str:
+        """The layer; of several their number, and the first."""
+        first = self.layers[0] or "the model"
+        return first if len(self.layers) == 1 else f"{len(self.layers)} layers, {first} ..."
+
+
+@dataclass
+class Report:
+    """What a search has found.
+
+    Attributes:
+        measure: ``"loss"``, ``"grad-norm"``, ``"grad-distance"``; ``"products"`` without the model.
+        words: what its distance is.
+        tolerance: the distance that is right.
+        captured: what the measure shows of the captured step, where that is known.
+        value, reference, kept: of its replay, of that in high precision, and with the findings in high precision.
+        before, after: the distance of the replay, and with the findings in high precision.
+        verified: the distance under the recipe file; None where there is none.
+        findings: the heaviest first.
+        operands: how many operands were captured, of how many the bytes were compared, and what differs.
+        replays: how many there were.
+        seconds: how long it took.
+        recipe_file: the text of the recipe file that keeps the findings in high precision; empty for none.
+        noisy: parameters whose gradients are noise in high precision already, and do not count.
+        notes: what else is to be known, in sentences.
+    """
+
+    measure: str
+    words: str
+    tolerance: float
+    captured: float | None = None
+    value: float = math.nan
+    reference: float = math.nan
+    kept: float = math.nan
+    before: float = 0.0
+    after: float = 0.0
+    verified: float | None = None
+    findings: list[Finding] = field(default_factory=list)
+    operands: dict[str, Any] = field(default_factory=dict)
+    replays: int = 0
+    seconds: float = 0.0
+    recipe_file: str = ""
+    noisy: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def solved(self) -> bool:
+        """Whether nothing was wrong, or what was found explains it."""
+        return self.after <= self.tolerance
+
+    def as_json(self) -> dict[str, Any]:
+        """What :func:`json.dumps` takes; numbers that are not finite are the texts ``"nan"``, ``"inf"``, ``"-inf"``."""
+        made: dict[str, Any] = _plain(asdict(self) | {"solved": self.solved})
+        return made
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The findings as texts, by :data:`COLUMNS`."""
+        return [
+            (f.layer, f.tensor, f.gemm, number(f.alone), "" if f.without is None else number(f.without))
+            for f in self.findings
+        ]
+
+    def reasons(self) -> list[str]:
+        """The findings as sentences."""
+        return [f"{f.layer}, {f.tensor} in {f.gemm}: {f.reason}." for f in self.findings]
+
+    def sentence(self) -> str:
+        """The result in a sentence."""
+        if self.measure == "products":
+            return f"{len(self.findings)} operands move the result of their product by more than {self.tolerance:.0%}"
+        told = f"{self.measure} {number(self.value)}, in high precision {number(self.reference)}"
+        if self.measure == "grad-distance":
+            told = "the gradients"
+        right = f"at most {number(self.tolerance)} is right"
+        if self.before <= self.tolerance:
+            return f"Nothing to find: {told}, a distance of {number(self.before)} ({right})"
+        kept = f"with the findings in high precision {number(self.after)}" if self.findings else "nothing was found"
+        return f"{told}, a distance of {number(self.before)}; {kept} ({right})"
+
+
+COLUMNS = ("layer", "tensor", "direction", "distance alone", "without it")
+
+
+def number(value: float) -> str:
+    """A number of a few digits."""
+    return f"{value:.4g}"
+
+
+def reason(operands: Sequence[Operand], found: Comparison, partners: Sequence[Operand], stateful: bool) -> str:
+    """Why these operands do harm, as far as what they lose tells."""
+    told = _cause(worst_of(operands, found), stateful)
+    if partners:
+        told += f"; only together with {', '.join(map(str, partners))}"
+    return told
+
+
+def worst_of(operands: Sequence[Operand], found: Comparison) -> Measures:
+    """What the operand loses that loses most."""
+    return max((found.statistics[operand] for operand in operands), key=loss_of_operand)
+
+
+def _cause(made: Measures, stateful: bool) -> str:
+    saturation, lost = made.saturation or 0.0, f"SQNR {made.sqnr:.1f} dB"
+    old = "of earlier steps, and " if stateful else ""
+    if made.not_finite:
+        return f"{made.not_finite} of its {made.count} values are NaN or infinite before they are quantized"
+    if made.sqnr < 15 and made.cosine > 0.99:
+        return f"{lost} at a cosine of {made.cosine:.4f}: the quantizer gives the values times something"
+    if saturation > 1 or (saturation and made.sqnr < 15):
+        return (
+            f"{saturation:.3g} % of the values are clamped, {lost}: the scale is {old}too large (amax {made.amax:.3g})"
+        )
+    zeros = f"{made.underflow:.3g} % of the values become zero"
+    if made.underflow > 5 and made.sqnr < 1:
+        return f"{zeros}, {lost}: the scale is {old}too small (amax {made.amax:.3g})"
+    if made.underflow > 5:
+        return f"{zeros}: an outlier, {made.amax:.3g}, takes the range ({lost})"
+    if not made.sqnr >= 15:
+        return f"{lost}, and the values are within range: the quantizer gives others"
+    return f"it loses little by itself ({lost}), which is too much here"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,80 @@
+"""Arguments of a model's call as data: nested lists, mappings and plain values as JSON, their tensors by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ottava.checkpoint.files import DTYPES, dtype_name
+from ottava.errors import CheckpointError, DTypeError
+
+_MAX_DEPTH = 64
+_EXPECTED = "tensors, numbers, texts, None, and lists, tuples and mappings of these"
+
+
+def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
+    """What JSON says of a value; copies of its tensors go into ``tensors``, by names that begin with ``name``.
+
+    A mapping becomes a dict, and a named tuple a tuple.
+
+    Raises:
+        DTypeError: something in it is of another kind; the error says where.
+    """
+    if depth > _MAX_DEPTH:
+        raise DTypeError(f"{name} is nested more than {_MAX_DEPTH} times", expected=_EXPECTED)
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach().to("cpu", copy=True)
+        return {"tensor": name, "requires_grad": value.requires_grad}
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return {"float": repr(value)}  # JSON has no NaN
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [flatten(v, f"{name}.{i}", tensors, depth + 1) for i, v in enumerate(value)]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: flatten(v, f"{name}.{key}", tensors, depth + 1) for key, v in value.items()}}
+    raise DTypeError(f"{name} is a {type(value).__name__}", expected=_EXPECTED, remedy="pass what it is made of")
+
+
+def unflatten(data: Any, tensors: Mapping[str, torch.Tensor], device: Any, depth: int = 0) -> Any:
+    """The value that :func:`flatten` described, its tensors copied to ``device``.
+
+    Raises:
+        CheckpointError: the description is of no such value, or names a tensor that is missing.
+    """
+    if data is None or type(data) in (bool, int, str):
+        return data
+    kind, entry = next(iter(data.items())) if isinstance(data, dict) and data else (None, None)
+    if depth > _MAX_DEPTH or kind not in _READ:
+        raise CheckpointError(f"an argument is described as {data!r:.80}", expected="what capture writes")
+    try:
+        if kind == "tensor":
+            made = tensors[str(entry)].to(device, copy=True)
+            return made.requires_grad_(data["requires_grad"] is True) if made.dtype.is_floating_point else made
+        return _READ[kind](entry, lambda value: unflatten(value, tensors, device, depth + 1))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"an argument is described as {data!r:.80}", expected="what capture writes") from error
+
+
+_READ: dict[str | None, Any] = {
+    "tensor": None,
+    "float": lambda entry, read: float(entry),
+    "dtype": lambda entry, read: DTYPES[entry],
+    "list": lambda entry, read: [read(value) for value in entry],
+    "tuple": lambda entry, read: tuple(read(value) for value in entry),
+    "dict": lambda entry, read: {key: read(value) for key, value in entry.items()},
+}
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and mappings, in their order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for entry in value.values() for tensor in tensors_of(entry)]
+    if isinstance(value, (list, tuple)):
+        return [tensor for entry in value for tensor in tensors_of(entry)]
+    return []

@@ -1,0 +1,102 @@
+"""A model of eight layers of different sizes, and a recorder of what their products take and give."""
+
+import itertools
+
+import torch
+
+import ottava
+import ottava.gemm
+from ottava.nn import function
+from ottava_debug.products import TENSORS
+
+#: Layer -> its features in and out: no two layers have the same.
+SIZES = [16, 24, 40, 32, 48, 56, 64, 72, 80]
+PARTS = ("qkv", "proj", "fc1", "fc2")
+#: As nvdlfw-inspect's infer_and_assign_layer_names calls them.
+NAMES = [f"model.blocks.{block}.{part}" for block in range(2) for part in PARTS]
+ROWS = 12
+
+
+class Block(torch.nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        for part, before, after in zip(PARTS, sizes, sizes[1:], strict=False):
+            setattr(self, part, torch.nn.Linear(before, after))
+
+    def forward(self, x):
+        for part in PARTS:
+            x = torch.tanh(getattr(self, part)(x))
+        return x
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(SIZES[start : start + 5]) for start in (0, 4)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def model_of(recipe, dtype=torch.float32):
+    torch.manual_seed(0)
+    return ottava.convert(Model().to(dtype), recipe)
+
+
+def layers_of(model):
+    """Name -> layer."""
+    return {f"model.{name}": m for name, m in model.named_modules() if isinstance(m, ottava.nn.Linear)}
+
+
+def step(model, seed=1):
+    """A forward and backward pass; what it takes and gives."""
+    torch.manual_seed(seed)
+    x = torch.randn(ROWS, SIZES[0], dtype=next(model.parameters()).dtype, requires_grad=True)
+    y = model(x)
+    y.backward(torch.randn_like(y))
+    found = [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+    model.zero_grad()
+    return found
+
+
+class Recorder:
+    """What each product was given and gave, by layer and GEMM; and each layer's plain tensors."""
+
+    def __init__(self, monkeypatch, model):
+        self.products, self.plain = {}, {}
+        self._by_size = dict(zip(itertools.pairwise(SIZES), NAMES, strict=True))
+        multiply = ottava.gemm.multiply
+
+        def recorded(a, b, gemm_type, *rest, **options):
+            made = multiply(a, b, gemm_type, *rest, **options)
+            sizes = {
+                "fprop": lambda: (b.size(-1), made.size(-1)),
+                "dgrad": lambda: (made.size(-1), a.size(-1)),
+                "wgrad": lambda: (made.size(1), made.size(0)),
+            }
+            self.products[self._by_size[tuple(sizes[gemm_type]())], gemm_type] = a, b, made
+            return made
+
+        monkeypatch.setattr(ottava.gemm, "multiply", recorded)
+        monkeypatch.setattr(function, "gemm", recorded)
+        for name, layer in layers_of(model).items():
+            layer.register_forward_hook(lambda layer, given, y, name=name: self._look(name, layer, given[0], y))
+
+    def _look(self, name, layer, x, y):
+        self.plain[name] = {
+            "activation": x.detach().clone(),
+            "weight": layer.weight.detach().clone(),
+            "output": y.detach(),
+        }
+        self.plain[name]["bias"] = layer.bias.detach().clone()
+        y.register_hook(lambda dy: self.plain[name].__setitem__("gradient", dy.clone()))
+        if x.requires_grad:
+            x.register_hook(lambda dx: self.plain[name].__setitem__("dgrad", dx.clone()))
+        layer.weight.register_hook(lambda dw: self.plain[name].__setitem__("wgrad", dw.clone()))
+
+    def operands(self, name, gemm):
+        """Operands of a product by the names of their tensors."""
+        left, right, _ = self.products[name, gemm]
+        return dict(zip(TENSORS[gemm], (left, right), strict=False))

@@ -1,0 +1,407 @@
+"""What is wrong in a configuration is told with section, key, line and what is allowed; what matches nothing is warned
+of; nothing exits."""
+
+import textwrap
+import warnings
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+from eight_layers import NAMES, layers_of, model_of, step
+
+import ottava
+from ottava.errors import OptionError, PluginError
+from ottava_debug.located import Located
+from ottava_debug.selectors import Selector
+
+GOOD = """
+it:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: .*
+  transformer_engine:
+    FakeQuant:
+      enabled: True
+      gemms: [fprop]
+      tensors: [weight]
+      quant_format: FP8E4M3
+"""
+OF_FAKE_QUANT = "section 'it', FakeQuant"
+
+# What is replaced in the good file, by what, the line, and what the error says besides.
+WRONG = {
+    "unknown format": ("FP8E4M3", "FP8E4M4", 11, [OF_FAKE_QUANT, "quant_format", "FP8E4M4", "FP8E4M3, FP8E5M2"]),
+    "a format of no package": ("FP8E4M3", "ACME9E4M3", 11, ["pip install ottava-recipes-acme9"]),
+    "no format": ("      quant_format: FP8E4M3\n", "", 8, [OF_FAKE_QUANT, "no quant_format"]),
+    "unknown gemm": (
+        "[fprop]",
+        "[fprop, fprob]",
+        9,
+        [OF_FAKE_QUANT, "gemms", "fprob", "dgrad, fprop, wgrad", "'fprop'"],
+    ),
+    "unknown tensor": (
+        "[weight]",
+        "[weights]",
+        10,
+        [OF_FAKE_QUANT, "tensors", "weights", "activation, dgrad, gradient"],
+    ),
+    "unknown key": ("quant_format:", "quant_fromat:", 11, [OF_FAKE_QUANT, "quant_fromat", "use 'quant_format'"]),
+    "no tensors": ("      tensors: [weight]\n", "", 8, [OF_FAKE_QUANT, "no tensors", "tensors_struct"]),
+    "no gemms": ("      gemms: [fprop]\n", "", 8, [OF_FAKE_QUANT, "no gemms", "gemms_struct"]),
+    "a pair that no product has": ("[weight]", "[gradient]", 8, [OF_FAKE_QUANT, "of fprop activation, weight, output"]),
+    "empty list": ("[fprop]", "[]", 9, [OF_FAKE_QUANT, "gemms is empty"]),
+    "a struct that is no list": ("gemms: [fprop]", "gemms_struct: fprop", 9, [OF_FAKE_QUANT, "gemms_struct"]),
+    "a struct without a name": ("gemms: [fprop]", "gemms_struct: [{gem: fprop}]", 9, [OF_FAKE_QUANT, "no gemm"]),
+    "unknown feature": ("FakeQuant", "FakeQuantize", 7, ["section 'it'", "transformer_engine", "use 'FakeQuant'"]),
+    "unknown namespace": (
+        "transformer_engine",
+        "transformer_motor",
+        6,
+        ["section 'it'", "one of LogTensorStats, enabled, layers, on_error, ottava"],
+    ),
+    "unknown selector": ("layer_name_regex_pattern", "layer_regex", 5, ["section 'it'", "layers", "exact_layer_names"]),
+    "no regular expression": ("pattern: .*", "pattern: '*'", 5, ["section 'it'", "regular expression"]),
+    "no layers": ("  layers:\n    layer_name_regex_pattern: .*\n", "", 2, ["section 'it'", "has no layers"]),
+    "no enabled": ("it:\n  enabled: True", "it:", 2, ["section 'it'", "has no enabled"]),
+    "enabled is text": (
+        "  enabled: True\n  l",
+        "  enabled: maybe\n  l",
+        3,
+        ["section 'it'", "'maybe'", "True or False"],
+    ),
+    "a feature without enabled": ("      enabled: True\n", "", 7, [OF_FAKE_QUANT, "has no enabled"]),
+    "a step that is none": (
+        "enabled: True\n      g",
+        "start_step: soon\n      enabled: True\n      g",
+        8,
+        ["start_step"],
+    ),
+    "a range backwards": ("gemms:", "start_end_list: [[5, 2]]\n      gemms:", 9, ["start_end_list", "ascending"]),
+    "ranges that overlap": (
+        "gemms:",
+        "start_end_list: [[1, 4], [3, 5]]\n      gemms:",
+        9,
+        ["start_end_list", "overlap"],
+    ),
+    "freq of zero": ("gemms:", "freq: 0\n      gemms:", 9, ["freq"]),
+    "on_error": ("gemms:", "on_error: exit\n      gemms:", 9, ["on_error", "warn or raise"]),
+    "not YAML": ("[fprop]", "[fprop", 10, ["not YAML"]),
+    "a list": (GOOD, "- a\n", None, ["a list of 1", "sections"]),
+    "nothing": (GOOD, "\n", None, ["nothing", "sections"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_told_before_anything_runs(case, initialize):
+    old, new, line, told = WRONG[case]
+    assert old in GOOD
+    text = GOOD.replace(old, new)
+    with pytest.raises(OptionError) as caught:
+        initialize(text)
+    assert isinstance(caught.value, ValueError)
+    for words in [*told, *([f"debug.yaml, line {line}"] if line else ["debug.yaml"])]:
+        assert words in str(caught.value), caught.value
+    # It can be put right in the same process.
+    initialize(GOOD)
+    assert debug_api.transformer_engine.fp8_gemm_enabled("x", gemm="fprop", iteration=0) is False
+
+
+def test_a_file_that_is_missing(tmp_path):
+    with pytest.raises(OptionError, match=r"nowhere\.yaml cannot be read"):
+        debug_api.initialize(config_file=str(tmp_path / "nowhere.yaml"), log_dir=str(tmp_path))
+    debug_api.initialize(log_dir=str(tmp_path))
+    debug_api.end_debug()
+
+
+def test_a_dict_is_taken_too(tmp_path):
+    section = {"enabled": True, "layers": {"layer_types": ["fc1"]}}
+    section["ottava"] = {"DisableFP8GEMM": {"enabled": True, "gemms": ["dgrad"]}}
+    with pytest.raises(OptionError, match="the configuration: section 'a', DisableFP8GEMM: gemms has 'x'"):
+        wrong = {"DisableFP8GEMM": {"enabled": True, "gemms": ["x"]}}
+        debug_api.initialize(config_file={"a": section | {"ottava": wrong}}, log_dir=str(tmp_path))
+    debug_api.initialize(config_file={"a": section}, log_dir=str(tmp_path))
+    assert debug_api.ottava.fp8_gemm_enabled("b.fc1", gemm="dgrad", iteration=0) is False
+    assert debug_api.ottava.fp8_gemm_enabled("b.fc1", gemm="fprop", iteration=0) is True
+    assert debug_api.ottava.fp8_gemm_enabled("b.fc2", gemm="dgrad", iteration=0) is True
+    debug_api.end_debug()
+
+
+SELECTORS = [
+    ({"exact_layer_names": ["model.blocks.0.fc1"]}, ["model.blocks.0.fc1"]),
+    ({"layer_name_regex_pattern": r"\.1\..*(fc1|qkv)"}, ["model.blocks.1.qkv", "model.blocks.1.fc1"]),
+    ({"layer_types": ["fc1"]}, ["model.blocks.0.fc1", "model.blocks.1.fc1"]),
+    ({"layer_types": ["all"]}, NAMES),
+    ({"layer_types": "proj"}, ["model.blocks.0.proj", "model.blocks.1.proj"]),
+    ({"layer_numbers": 1}, NAMES[4:]),
+    ({"layer_numbers": [0]}, NAMES[:4]),
+    ({"layer_numbers": ["0-0", 1]}, NAMES),
+    ({"layer_numbers": "all"}, NAMES),
+    ({"layer_numbers": [0], "layer_types": ["fc1", "fc2"]}, NAMES[2:4]),
+    # Of these nvdlfw-inspect takes the first alone.
+    ({"exact_layer_names": NAMES[:1], "layer_types": ["fc2"]}, NAMES[:1]),
+    ({"layer_name_regex_pattern": "qkv", "layer_numbers": [0]}, [NAMES[0], NAMES[4]]),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), SELECTORS, ids=lambda value: str(value)[:60])
+def test_selectors(given, expected):
+    selector = Selector(Located(given), "section")
+    assert [name for name in NAMES if selector.matches(name)] == expected
+    assert selector.unmatched == {}
+    # Names without a number, and with several, are no errors.
+    assert selector.matches("model.head") == (given.get("layer_types") == ["all"])
+    selector.matches("model.layers.3.experts.17.fc1")
+
+
+def test_a_layers_number_is_the_first_of_its_name():
+    selector = Selector(Located({"layer_numbers": ["2-4"]}), "section")
+    found = [f"layers.{n}.experts.3.w1" for n in range(8) if selector.matches(f"layers.{n}.experts.3.w1")]
+    assert found == [f"layers.{n}.experts.3.w1" for n in (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"layer_numbers": "x"},
+        {"layer_numbers": [True]},
+        {"layer_numbers": []},
+        {"exact_layer_names": [3]},
+        {"typo": 1},
+    ],
+    ids=str,
+)
+def test_selectors_that_are_wrong(given):
+    with pytest.raises(OptionError, match="section"):
+        Selector(Located(given), "section")
+
+
+def test_patterns_that_match_nothing_are_named(initialize):
+    text = """
+    first:
+      enabled: True
+      layers: {exact_layer_names: [model.blocks.0.fc1, model.blocks.7.fc1]}
+      ottava: {DisableFP8Layer: {enabled: True}}
+    second:
+      enabled: True
+      layers:
+        layer_name_regex_pattern: attention
+      ottava: {DisableFP8Layer: {enabled: True}}
+    """
+    initialize(text)
+    model = model_of("current")
+    debug_api.infer_and_assign_layer_names(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model)
+    with pytest.warns(UserWarning, match="matches no layer") as caught:
+        debug_api.step()
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == 2
+    assert "line 4: exact_layer_names 'model.blocks.7.fc1' matches no layer" in told[0]
+    assert "line 9: layer_name_regex_pattern 'attention' matches no layer" in told[1]
+    assert "model.blocks.0.qkv" in told[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        debug_api.step()
+
+
+def test_two_sections_with_the_same_feature_for_a_layer(initialize):
+    section = "layers: {{layer_types: [{}]}}\n  ottava: {{DisableFP8Layer: {{enabled: True}}}}"
+    first, second = (section.format(name) for name in ("fc1", "blocks.0"))
+    initialize(f"first:\n  enabled: True\n  {first}\nsecond:\n  enabled: True\n  {second}\n")
+    with pytest.raises(OptionError, match=r"layer 'blocks\.0\.fc1' has DisableFP8Layer twice, of .*line 4.* line 8"):
+        step(model_of("current"))
+
+
+FEATURES = """
+import sys
+import torch
+from nvdlfw_inspect.registry import Registry, api_method
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class Half:
+    calls = []
+
+    @api_method
+    def modify_tensor_enabled(self, config, layer_name, gemm, tensor_name, iteration):
+        return gemm == "fprop" and tensor_name == "output", iteration + 1
+
+    @api_method
+    def modify_tensor(self, config, layer_name, tensor_name, gemm, tensor, iteration, default_quantizer, out=None):
+        self.calls.append((layer_name, gemm, tensor_name, config["by"]))
+        return tensor * config["by"]
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class Looks:
+    seen = []
+
+    @api_method
+    def inspect_tensor_enabled(self, config, layer_name, tensor_name, iteration):
+        return tensor_name in config["tensors"]
+
+    @api_method
+    def inspect_tensor(self, config, layer_name, tensor_name, iteration, tp_group, tensor):
+        self.seen.append((layer_name, tensor_name, tuple(tensor.shape), iteration))
+
+    @api_method
+    def inspect_tensor_postquantize(self, config, layer_name, gemm, tensor_name, tensor, rowwise, iteration, **rest):
+        self.seen.append((layer_name, gemm, tensor_name, type(tensor).__name__, rowwise))
+
+
+@Registry.register_feature(namespace="ottava")
+class Fails:
+    @api_method
+    def modify_tensor_enabled(self, config, layer_name, gemm, tensor_name, iteration):
+        return tensor_name == config["tensor"]
+
+    @api_method
+    def modify_tensor(self, config, layer_name, **given):
+        if config["how"] == "exit":
+            sys.exit(3)
+        if config["how"] == "shape":
+            return torch.zeros(3)
+        raise AttributeError("no such thing")
+"""
+
+
+@pytest.fixture
+def features(tmp_path):
+    folder = tmp_path / "features"
+    folder.mkdir()
+    (folder / "own.py").write_text(FEATURES)
+    return [str(folder)]
+
+
+def section(feature, namespace="transformer_engine", **options):
+    given = ", ".join(f"{key}: {value}" for key, value in {"enabled": True, **options}.items())
+    return f"""
+    own:
+      enabled: True
+      layers: {{exact_layer_names: [model.blocks.0.fc1]}}
+      {namespace}:
+        {feature}: {{{given}}}
+    """
+
+
+def test_features_of_ones_own(initialize, features):
+    expected = step(model_of("current"))
+    initialize(section("Half", by=0.5), feature_dirs=features)
+    model = model_of("current")
+    debug_api.infer_and_assign_layer_names(model)
+    outputs = {}
+    for name, layer in layers_of(model).items():
+        layer.register_forward_hook(
+            lambda layer, x, y, name=name: outputs.__setitem__(name, (x[0].detach(), y.detach()))
+        )
+    found = step(model)
+    assert not torch.equal(found[0], expected[0])
+    (half,) = {id(m): m for m in [debug_api.transformer_engine.namespace_features["Half"]]}.values()
+    assert half.calls == [("model.blocks.0.fc1", "fprop", "output", 0.5)]
+    x, y = outputs["model.blocks.0.fc1"]
+    debug_api.end_debug()
+    assert torch.equal(y, layers_of(model)["model.blocks.0.fc1"](x) * 0.5)
+
+
+def test_features_of_ones_own_that_look(initialize, features):
+    expected = step(model_of("current"))
+    initialize(section("Looks", tensors="[activation, gradient]"), feature_dirs=features)
+    model = model_of("current")
+    debug_api.infer_and_assign_layer_names(model)
+    found = step(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    layer = "model.blocks.0.fc1"
+    assert debug_api.transformer_engine.namespace_features["Looks"].seen == [
+        (layer, "activation", (12, 40), 0),
+        (layer, "fprop", "activation", "Float8TensorStorage", True),
+        (layer, "fprop", "weight", "Float8TensorStorage", True),
+        (layer, "gradient", (12, 32), 0),
+        (layer, "dgrad", "gradient", "Float8TensorStorage", True),
+        (layer, "dgrad", "weight", "Float8TensorStorage", False),
+        (layer, "wgrad", "gradient", "Float8TensorStorage", False),
+        (layer, "wgrad", "activation", "Float8TensorStorage", False),
+    ]
+
+
+@pytest.mark.parametrize("tensor", ["weight", "gradient"])
+@pytest.mark.parametrize(("how", "told"), [("raise", "no such thing"), ("exit", "SystemExit"), ("shape", r"\(3,\)")])
+def test_a_feature_that_fails_is_switched_off_for_its_layer(initialize, features, how, told, tensor):
+    expected = step(model_of("current"))
+    initialize(section("Fails", "ottava", how=how, tensor=tensor), feature_dirs=features)
+    model = model_of("current")
+    debug_api.infer_and_assign_layer_names(model)
+    with pytest.warns(
+        UserWarning, match=rf"line 6: section 'own', Fails: modify_tensor failed in layer .*fc1'.*{told}"
+    ) as w:
+        found = step(model)
+    assert len(w) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model)
+
+
+@pytest.mark.parametrize("where", ["feature", "function"])
+def test_a_feature_that_fails_stops_training_where_that_is_asked_for(initialize, features, where):
+    import ottava_debug
+
+    options = {"on_error": "raise"} if where == "feature" else {}
+    if where == "function":
+        ottava_debug.on_error("raise")
+    try:
+        initialize(section("Fails", "ottava", how="exit", tensor="weight", **options), feature_dirs=features)
+        model = model_of("current")
+        debug_api.infer_and_assign_layer_names(model)
+        with pytest.raises(
+            PluginError, match=r"line 6: section 'own', Fails: modify_tensor failed in layer .*SystemExit"
+        ):
+            step(model)
+    finally:
+        ottava_debug.on_error("warn")
+    with pytest.raises(OptionError, match="'warn' or 'raise'"):
+        ottava_debug.on_error("exit")
+
+
+def test_a_feature_that_cannot_be_imported_is_an_error(initialize, tmp_path):
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "own.py").write_text("raise KeyError('lost')")
+    with pytest.raises(PluginError, match="lost"):
+        initialize(GOOD, feature_dirs=[str(folder)])
+    initialize(GOOD)
+
+
+def test_the_api_is_asked_by_hand(initialize, tmp_path):
+    initialize(GOOD)
+    api = debug_api.transformer_engine
+    assert api.fp8_gemm_enabled("a", gemm="fprop", iteration=0) is False
+    assert api.fp8_gemm_enabled("a", gemm="wgrad", iteration=0) is True
+    assert api.modify_tensor_enabled("a", gemm="fprop", tensor_name="weight", iteration=0) is True
+    assert api.modify_tensor_enabled("a", gemm="fprop", tensor_name="activation", iteration=0) is False
+    x = torch.randn(4, 5)
+    made = api.modify_tensor("a", gemm="fprop", tensor_name="weight", tensor=x, iteration=0)
+    assert torch.equal(made, ottava.debug.fake_quantize(x, "FP8E4M3"))
+    # The other namespace has nothing for the layer.
+    assert debug_api.ottava.fp8_gemm_enabled("a", gemm="fprop", iteration=0) is True
+
+
+def test_yaml_of_all_kinds_is_read_as_pyyaml_reads_it(tmp_path):
+    import yaml
+
+    from ottava_debug.located import plain, read
+
+    text = textwrap.dedent("""
+    base: &base {enabled: yes, list: [1, two, {three: 0x3}]}
+    a:
+      <<: *base
+      more: on
+    b: *base
+    1: ~
+    """)
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    found = read(path)
+    assert plain(found) == {str(key): value for key, value in yaml.safe_load(text).items()}
+    assert (found.lines["b"], found["a"].lines["more"]) == (6, 5)
