@@ -41,8 +41,12 @@ class Model(torch.nn.Module):
 
 
 def model_of(recipe, dtype=torch.float32):
+    """The model under a recipe, or in high precision (None)."""
     torch.manual_seed(0)
-    return ottava.convert(Model().to(dtype), recipe)
+    model = ottava.convert(Model().to(dtype), recipe or "current")
+    for layer in layers_of(model).values() if recipe is None else ():
+        layer.bind(None)
+    return model
 
 
 def layers_of(model):

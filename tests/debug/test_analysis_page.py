@@ -15,7 +15,7 @@ import ottava_debug
 from benchmarks.installed import recipes
 from ottava_debug.analysis.output import suggestion
 from ottava_debug.analysis.page import page
-from ottava_debug.analysis.report import Noise, Report, TensorReport
+from ottava_debug.analysis.report import Analysis, Noise, TensorReport
 from ottava_debug.measures import Measures
 from tests.debug.checkpoints import demo_checkpoint, real_checkpoint
 
@@ -50,7 +50,7 @@ def report_of(layers, recipes=("current", "mxfp8")):
             noise = {recipe: Noise(measures) for recipe in recipes}
             exponents = {exponent: 5 + exponent % 7 for exponent in range(-30, 1)}
             tensors.append(TensorReport(layer, role, (10, 10), "bfloat16", 100, 0, 2.0, exponents, noise))
-    return Report("a <model>", tuple(recipes), tuple(tensors), steps=2)
+    return Analysis("a <model>", tuple(recipes), tuple(tensors), steps=2)
 
 
 def rendered(report):
@@ -185,5 +185,5 @@ def test_layers_without_values_and_broken_recipes_have_a_page():
     assert "(root)" in rendered(report)
     broken = Noise(error="no <luck>")
     tensor = TensorReport("a", "weight", (2, 2), "float32", 4, 4, 0.0, {}, {"x": broken})
-    text = rendered(Report("x", ("current",), (TensorReport(**(vars(tensor) | {"noise": {"current": broken}})),)))
+    text = rendered(Analysis("x", ("current",), (TensorReport(**(vars(tensor) | {"noise": {"current": broken}})),)))
     assert "fails: no &lt;luck&gt;" in text

@@ -19,7 +19,7 @@ from ottava.errors import CheckpointError, DTypeError, OptionError, RecipeNotFou
 from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe
 from ottava_debug.analysis.measuring import Candidate, Series
-from ottava_debug.analysis.report import Report, most_underflow
+from ottava_debug.analysis.report import Analysis, most_underflow
 from tests.debug.checkpoints import demo_checkpoint, direct, real_checkpoint
 
 
@@ -257,7 +257,7 @@ def test_a_recipe_that_fails_is_named_and_the_others_go_on():
     tensor = series.report()
     assert tensor.noise["broken"].error == "RuntimeError: no quantizer today"
     assert tensor.noise["current"].sqnr > 30
-    report = Report("x", ("broken", "current"), (tensor,))
+    report = Analysis("x", ("broken", "current"), (tensor,))
     assert report.complaints("broken") == {"a": ["weight: fails: RuntimeError: no quantizer today"]}
     assert report.best_recipe() == "current"
     assert json.loads(json.dumps(report.to_json()))["tensors"][0]["noise"]["broken"]["rowwise"] is None
@@ -268,7 +268,7 @@ def test_weights_that_are_not_finite_break_a_recipe_and_are_counted():
     weight[0, 0] = float("inf")
     report = ottava_debug.analyze({"a.weight": weight}, recipes=["current", "mxfp8"])
     assert report.tensors[0].not_finite == 1
-    assert report.tensors[0].amax == weight[1:].abs().max().item() or report.tensors[0].amax < 10
+    assert report.tensors[0].amax == weight[weight.isfinite()].abs().max().item()
     assert json.loads(json.dumps(report.to_json()))["recipes"] == ["current", "mxfp8"]
 
 

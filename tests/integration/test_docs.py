@@ -14,6 +14,7 @@ import ottava.errors
 import ottava_blockwise
 import ottava_current
 import ottava_custom
+import ottava_debug
 import ottava_delayed
 import ottava_mxfp8
 import ottava_rowwise
@@ -77,6 +78,7 @@ PUBLIC = sorted(
         *exported(ottava_blockwise),
         *exported(ottava_current),
         *exported(ottava_custom),
+        *exported(ottava_debug),
         *exported(ottava_delayed),
         *exported(ottava_mxfp8),
         *exported(ottava_rowwise),

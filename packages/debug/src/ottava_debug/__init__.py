@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "analysis.analyze": "analyze",
     "analysis.output": "write_html write_json write_suggestion",
-    "analysis.report": "Report",
+    "analysis.report": "Analysis",
     "bundle": "Bundle",
     "capturing": "capture",
     "features": "DisableFP8GEMM DisableFP8Layer FakeQuant Feature LogFp8TensorStats LogTensorStats",
@@ -26,7 +26,7 @@ _NAMES = {
     "recipe_file": "Keep write_recipe_file",
     "scoped": "Run Statistics fake_quant high_precision statistics",
     "search.bisect": "bisect",
-    "search.report": "Finding",
+    "search.report": "Finding Report",
 }
 _EXPORTS = {name: f"ottava_debug.{module}" for module, names in _NAMES.items() for name in names.split()}
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ottava_debug.analysis.output import write_html as write_html
     from ottava_debug.analysis.output import write_json as write_json
     from ottava_debug.analysis.output import write_suggestion as write_suggestion
-    from ottava_debug.analysis.report import Report as Report
+    from ottava_debug.analysis.report import Analysis as Analysis
     from ottava_debug.bundle import Bundle as Bundle
     from ottava_debug.capturing import capture as capture
     from ottava_debug.features import DisableFP8GEMM as DisableFP8GEMM
@@ -75,3 +75,4 @@ if TYPE_CHECKING:
     from ottava_debug.scoped import statistics as statistics
     from ottava_debug.search.bisect import bisect as bisect
     from ottava_debug.search.report import Finding as Finding
+    from ottava_debug.search.report import Report as Report

@@ -111,17 +111,18 @@ def _inspector(layer: Any) -> Callable[..., torch.Tensor] | None:
     if torch.compiler.is_compiling():
         # What a watcher says may be another thing in the next step, so that it is asked when the code runs.
         return partial(_inspected_when_run, layer) if _may_be_inspected(layer.name, _generation) else None
-    found = _inspections(layer)
+    found = []
+    for watch in _watches:
+        inspection = watch.watcher(layer)
+        if inspection is not None:
+            found.append(inspection)
     return partial(_inspected_linear, found) if found else None
-
-
-def _inspections(layer: Any) -> list[Inspection]:
-    return [found for watch in _watches if (found := watch.watcher(layer)) is not None]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _inspected_when_run(layer: Any, *arguments: Any) -> torch.Tensor:
-    return _inspected_linear(_inspections(layer), *arguments)
+    found = [found for watch in _watches if (found := watch.watcher(layer)) is not None]
+    return _inspected_linear(found, *arguments)
 
 
 def _inspected_linear(

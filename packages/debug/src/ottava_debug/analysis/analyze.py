@@ -9,7 +9,7 @@ import torch
 from ottava.errors import OptionError, UsageError
 from ottava_debug.analysis import sources
 from ottava_debug.analysis.measuring import Series, candidates
-from ottava_debug.analysis.report import THRESHOLD, Report, Skipped
+from ottava_debug.analysis.report import THRESHOLD, Analysis, Skipped
 from ottava_debug.losses import LOSSES, Loss
 
 #: ``progress(what, done, total)``: what is counted, ``"elements"`` of weights or ``"steps"``.
@@ -26,7 +26,7 @@ def analyze(
     steps: int = 3,
     threshold: float = THRESHOLD,
     progress: Progress | None = None,
-) -> Report:
+) -> Analysis:
     """What each recipe makes of each weight; with ``data`` also of the inputs and the gradients of a model's layers.
 
     Weights, inputs and gradients are those in high precision. A recipe that keeps state is looked at in the step after
@@ -82,9 +82,11 @@ def analyze(
         found, taken, missed = captured.captured(model, data, loss, steps, tried, lambda n: tell("steps", n, steps))
         tensors += [series.report() for series in found]
         skipped += missed
+        place = {layer: number for number, layer in enumerate(weights)}
+        tensors.sort(key=lambda tensor: place.get(tensor.layer, len(place)))
     named = type(model).__name__ if source is None else "a state dict" if isinstance(source, Mapping) else str(source)
     names = tuple(candidate.name for candidate in tried)
-    return Report(named, names, tuple(tensors), _unique(skipped), tuple(unavailable), taken, threshold)
+    return Analysis(named, names, tuple(tensors), _unique(skipped), tuple(unavailable), taken, threshold)
 
 
 def _unique(skipped: list[Skipped]) -> tuple[Skipped, ...]:

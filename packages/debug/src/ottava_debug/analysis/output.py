@@ -8,29 +8,29 @@ from ottava.errors import OptionError
 from ottava.filesystem import AnyPath
 from ottava_custom import CustomRecipe
 from ottava_debug.analysis.page import page
-from ottava_debug.analysis.report import Report, most_underflow
+from ottava_debug.analysis.report import Analysis, most_underflow
 from ottava_debug.recipe_file import SUFFIXES as SUFFIXES
 from ottava_debug.recipe_file import recipe_text, write_recipe_file
 
 
-def write_json(report: Report, path: AnyPath) -> None:
-    """Write what :meth:`Report.to_json` gives. OptionError: the file cannot be written."""
+def write_json(report: Analysis, path: AnyPath) -> None:
+    """Write what :meth:`Analysis.to_json` gives. OptionError: the file cannot be written."""
     _write(path, json.dumps(report.to_json(), indent=1))
 
 
-def write_html(report: Report, path: AnyPath) -> None:
+def write_html(report: Analysis, path: AnyPath) -> None:
     """Write the report as one page, which asks for nothing else. OptionError: the file cannot be written."""
     _write(path, page(report, suggestion(report)))
 
 
-def suggestion(report: Report, recipe: str | None = None) -> str:
+def suggestion(report: Analysis, recipe: str | None = None) -> str:
     """The text of a recipe file: a recipe of the report, by default the best, for all but the layers that need high
-    precision; errors as of :meth:`Report.complaints` and :func:`ottava_debug.recipe_file.recipe_text`."""
+    precision; errors as of :meth:`Analysis.complaints` and :func:`ottava_debug.recipe_file.recipe_text`."""
     chosen = recipe or report.best_recipe()
     return recipe_text(report.keeps(chosen), chosen, about=_about(report))
 
 
-def write_suggestion(report: Report, path: AnyPath, recipe: str | None = None) -> CustomRecipe:
+def write_suggestion(report: Analysis, path: AnyPath, recipe: str | None = None) -> CustomRecipe:
     """Write :func:`suggestion` to a file, and give the recipe that it describes.
 
     Raises:
@@ -40,7 +40,7 @@ def write_suggestion(report: Report, path: AnyPath, recipe: str | None = None) -
     return write_recipe_file(path, report.keeps(chosen), chosen, about=_about(report))
 
 
-def _about(report: Report) -> str:
+def _about(report: Analysis) -> str:
     limit = most_underflow(report.threshold)
     return (
         f"Suggested by `ottava analyze` for {os.path.basename(report.source) or report.source}.\n"

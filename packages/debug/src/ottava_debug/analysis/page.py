@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 
 from ottava.formats import E4M3
-from ottava_debug.analysis.report import Noise, Report, TensorReport, most_underflow
+from ottava_debug.analysis.report import Analysis, Noise, TensorReport, most_underflow
 from ottava_debug.analysis.terminal import decibels, notes, percent
 
 # How much smaller than the amax a value may be that one scale of E4M3 does not make zero, in powers of two: what is not
@@ -61,7 +61,7 @@ def metrics(threshold: float) -> tuple[Metric, ...]:
     )
 
 
-def page(report: Report, suggestion: str) -> str:
+def page(report: Analysis, suggestion: str) -> str:
     """The page; ``suggestion`` is the text of the recipe file."""
     shown = metrics(report.threshold)
     axis = _axis(report.tensors)

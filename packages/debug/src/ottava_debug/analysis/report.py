@@ -143,13 +143,13 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Report:
+class Analysis:
     """What :func:`ottava_debug.analyze` found.
 
     Attributes:
         source: what was looked at.
         recipes: the recipes by name, in the order of the columns.
-        tensors: weights first, in the order of the source.
+        tensors: layer by layer in the order of the source, the weight first.
         skipped: tensors of the source, or layers of the model, that were left out.
         unavailable: installed recipes that could not be used.
         steps: how many steps were captured.

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from ottava.cli.export import grouped
 from ottava.cli.output import table
-from ottava_debug.analysis.report import Noise, Report, most_underflow
+from ottava_debug.analysis.report import Analysis, Noise, most_underflow
 
 #: In a cell: what needs high precision.
 MARK = "!"
@@ -25,7 +25,7 @@ def percent(value: float | None) -> str:
     return "0" if value == 0 else "< 0.01 %" if value < 0.01 else f"{value:.2f} %"
 
 
-def summary_table(report: Report) -> Table:
+def summary_table(report: Analysis) -> Table:
     """One row for each recipe."""
     heads = ("recipe", "SQNR (dB)", "lowest", "underflow", "saturation", "layers to keep")
     rows = [
@@ -42,16 +42,15 @@ def summary_table(report: Report) -> Table:
     return table("Recipes: the middle tensor's SQNR, and the worst of all tensors", heads, rows, right=heads[1:])
 
 
-def tensor_table(report: Report, rows: int) -> Table:
+def tensor_table(report: Analysis, rows: int) -> Table:
     """The worst tensors under any recipe, at most ``rows`` of them."""
     made = Table(title=f"The worst tensors, each under its worst recipe ({MARK}: needs high precision)")
-    made.add_column("layer", overflow="fold")
-    for head in ("tensor", "recipe"):
-        made.add_column(head, no_wrap=True)
+    made.add_column("layer (tensor, recipe)", overflow="fold")
     for head in ("SQNR (dB)", "underflow", "saturated", "cosine"):
         made.add_column(head, no_wrap=True, justify="right")
     for tensor, name in report.worst(rows):
-        made.add_row(tensor.layer or "(root)", tensor.role, name, *_cells(tensor.noise[name], report.threshold))
+        what = f"{tensor.layer or '(root)'} ({tensor.role}, {name})"
+        made.add_row(what, *_cells(tensor.noise[name], report.threshold))
     return made
 
 
@@ -62,7 +61,7 @@ def _cells(noise: Noise, threshold: float) -> tuple[str, ...]:
     return decibels(noise.sqnr) + mark, percent(noise.underflow), percent(noise.saturation), f"{noise.cosine:.4f}"
 
 
-def sentences(report: Report, rows: int) -> Iterator[str]:
+def sentences(report: Analysis, rows: int) -> Iterator[str]:
     """What is to be said below the tables."""
     if len(report.tensors) > rows:
         yield f"{len(report.tensors) - rows} more tensors are not shown: --rows shows more, --html and --json all."
@@ -77,7 +76,7 @@ def sentences(report: Report, rows: int) -> Iterator[str]:
         yield f"  {keep.layer or '(root)'}: {keep.reason}"
 
 
-def notes(report: Report) -> Iterator[str]:
+def notes(report: Analysis) -> Iterator[str]:
     """What was left out, in groups, and recipes that failed."""
     for reason, count in Counter(skip.reason for skip in report.skipped).items():
         names = grouped([skip.name for skip in report.skipped if skip.reason == reason])
