@@ -105,6 +105,15 @@ def replaced(quantizer, tensor_type, layer="", *, side=None):
     return CustomRecipe(factory)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads cost these small tensors more than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def tokens():
     torch.manual_seed(5)
     return torch.randint(0, 256, (SIZE.batch, SIZE.length)), torch.randint(0, 256, (SIZE.batch, SIZE.length))

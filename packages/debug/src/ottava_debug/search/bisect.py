@@ -193,7 +193,7 @@ def _verify(report: Report, replay: Replay, step: Bundle, loss: Loss | None, sea
     """Replay the step under the recipe file itself."""
     fixed, measure = CustomRecipe(FileFactory("fixed.yaml", report.recipe_file)), MEASURES[report.measure]
     try:
-        again = Replay(step, copy.deepcopy(replay.model), loss=loss, recipe=fixed, fed=False)
+        again = Replay(step, copy.deepcopy(replay.model), loss=loss, recipe=fixed, fed=False, scales=replay.scales)
     except OttavaError as error:
         report.notes.append(f"the recipe file was not tried: {error.what}")
         return
