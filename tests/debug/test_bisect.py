@@ -290,6 +290,24 @@ def test_a_state_that_moves_with_the_step_is_carried_to_the_fix(path) -> None:
     assert report.verified < report.tolerance
 
 
+def test_layers_without_names_get_a_note(path) -> None:
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(ottava.nn.Linear(16, 16), torch.nn.LayerNorm(16), ottava.nn.Linear(16, 16))
+
+    model, (x, y) = make(), data()
+    for scale in (1, 1, 2**10):
+        model.zero_grad()
+        with capture(model, path, targets=y, loss="mse") as step:
+            with ottava.autocast("delayed"):
+                step.loss = F.mse_loss(model(x * scale), y)
+            step.loss.backward()
+    report = bisect(path, make)
+    assert of(report) == {("0", gemm, "activation") for gemm in ("fprop", "wgrad")}
+    assert report.verified < report.tolerance
+    assert any("made without a name" in note for note in report.notes)
+
+
 # -- the command --
 
 MODULE = """

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ottava.checkpoint.files import DTYPES
 from ottava.errors import CheckpointError, UsageError
 from ottava.recipes import Recipe
 from ottava_debug.bundle import Bundle
@@ -18,7 +19,7 @@ from ottava_debug.recorder import Recorder
 from ottava_debug.search.loading import converted, fitting_state, restore
 from ottava_debug.search.measure import Outcome
 from ottava_debug.search.operands import CapturedOperands, First, Inspecting, Operand, Switched
-from ottava_debug.trees import tensors_of, unflatten
+from ottava_debug.trees import ends, tensors_of, unflatten
 
 
 class Replay:
@@ -118,7 +119,7 @@ class Replay:
             if kind == "forward":
                 said = self.step.arguments[int(number)]
                 args, kwargs = (unflatten(said[key], self.step.tensors, self.device) for key in ("args", "kwargs"))
-                output = self.model(*args, **kwargs)
+                output = ends(self.model(*args, **kwargs))
                 found = self._losses(int(number), output)
                 self.knows_loss &= found is not None
                 total += float("nan") if found is None else float(found.detach())
@@ -166,7 +167,7 @@ class Replay:
             stack.enter_context(torch.random.fork_rng())
             set_random_state(self.step.tensors)
             if self.step.autocast:
-                dtype = getattr(torch, self.step.autocast)
+                dtype = DTYPES[self.step.autocast]
                 stack.enter_context(torch.autocast(self.device.type, dtype))
             try:
                 yield

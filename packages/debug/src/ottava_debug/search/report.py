@@ -109,7 +109,8 @@ class Report:
     def sentence(self) -> str:
         """The result in a sentence."""
         if self.measure == "products":
-            return f"{len(self.findings)} operands move the result of their product by more than {self.tolerance:.0%}"
+            more = f"by more than {number(self.tolerance)} of it"
+            return f"{len(self.findings)} operands move the result of their product {more}"
         told = f"The {self.measure} is {number(self.value)}, in high precision {number(self.reference)}: a distance"
         if self.measure == "grad-distance":
             told = "The gradients are at a distance"
