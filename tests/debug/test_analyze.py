@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import ottava
 import ottava_debug
 from benchmarks.installed import recipes
-from ottava.checkpoint import save_file
+from ottava.checkpoint import save_file, save_sharded
 from ottava.cli.main import app
 from ottava.errors import CheckpointError, DTypeError, OptionError, RecipeNotFoundError, UsageError
 from ottava.recipes import Recipe
@@ -116,6 +116,7 @@ def test_every_source_gives_the_same_report(tmp_path):
     save_plain(state, tmp_path / "one.safetensors")
     torch.save(state, tmp_path / "one.pt")
     save_file(state, tmp_path / "own.safetensors")
+    save_sharded(state, tmp_path / "sharded")
     indexed, folder = tmp_path / "indexed", tmp_path / "folder"
     for place in (indexed, folder):
         place.mkdir()
@@ -123,7 +124,7 @@ def test_every_source_gives_the_same_report(tmp_path):
         save_plain({k: v for k, v in state.items() if k != "a.weight"}, place / "part-2.safetensors")
     files = {name: f"part-{1 if name == 'a.weight' else 2}.safetensors" for name in state}
     (indexed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    for source in ("one.safetensors", "one.pt", "own.safetensors", "indexed", "folder"):
+    for source in ("one.safetensors", "one.pt", "own.safetensors", "sharded", "indexed", "folder"):
         found = ottava_debug.analyze(tmp_path / source, recipes=["mxfp8"])
         assert {t.layer: t for t in found.tensors} == {t.layer: t for t in expected.tensors}
     assert expected.layers == ("a", "b.c", "d")

@@ -105,6 +105,27 @@ def replaced(quantizer, tensor_type, layer="", *, side=None):
     return CustomRecipe(factory)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads cost these small tensors more than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def hidden():
+    """A recipe with a quantizer that gives NaN, which hides that another one is broken."""
+
+    def factory(role):
+        made = reference_factory(role)
+        if (role.name, role.tensor_type) == ("3", "input"):
+            return NotANumber(made.dtype)
+        return Broken(made.dtype) if (role.name, role.tensor_type) == ("6", "weight") else made
+
+    return CustomRecipe(factory)
+
+
 def tokens():
     torch.manual_seed(5)
     return torch.randint(0, 256, (SIZE.batch, SIZE.length)), torch.randint(0, 256, (SIZE.batch, SIZE.length))
@@ -250,6 +271,10 @@ FAULTS = {
     "a quantizer that gives NaN": (
         mlp, replaced(NotANumber, "input", "6"), features, nothing, "mse", "loss",
         {("6", "fprop", "activation")}, {},
+    ),
+    "one that hides another": (
+        mlp, hidden(), features, nothing, "mse", "loss",
+        {("3", "fprop", "activation"), ("6", "fprop", "weight")}, {},
     ),
     "two at once": (
         gpt, "current", tokens, both, "cross_entropy", "grad-distance",

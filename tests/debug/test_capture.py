@@ -314,6 +314,8 @@ CHANGES = {
     "an unknown layer": lambda told, tensors: told["calls"][0].update(layer="nobody"),
     "an unknown event": lambda told, tensors: told["events"].append("forward 7"),
     "events that are no texts": lambda told, tensors: told.update(events=[1]),
+    "a dtype that is none": lambda told, tensors: told.update(autocast="load"),
+    "arguments of another kind": lambda told, tensors: told["arguments"].append({"args": None}),
     "a loss that is no number": lambda told, tensors: told.update(loss="many"),
     "a call of other fields": lambda told, tensors: told["calls"].append({"name": 1}),
     "no activation": lambda told, tensors: tensors.pop("operands/0.activation"),

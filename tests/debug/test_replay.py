@@ -144,6 +144,27 @@ def test_a_model_that_gives_its_loss(path) -> None:
     check(read, {name: p.grad for name, p in model.named_parameters()}, Replay(read, WithLoss()))
 
 
+@pytest.mark.parametrize("loss", [None, lambda outputs, targets: outputs[0].sum() + outputs[1]["b"].square().sum()])
+def test_outputs_that_were_computed_from_each_other(loss, path) -> None:
+    class Chained(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+        def forward(self, x):
+            first = self.a(x)
+            return first, {"b": self.b(torch.relu(first)), "none": None}
+
+    model = converted(Chained, "current")
+    with capture(model, path):
+        a, others = model(data()[0])
+        ((a.sum() + others["b"].square().sum()) * 2**20).backward()
+    step = Bundle.read(path)
+    replay = Replay(step, Chained(), loss=loss)
+    assert replay.comparison.equal == replay.comparison.operands == 4
+    assert all(torch.equal(replay.first.gradients[name], p.grad) for name, p in model.named_parameters())
+
+
 def test_microbatches(path) -> None:
     model = converted(Model, "delayed")
     with capture(model, path, targets=[data(n)[1] for n in range(3)], loss="mse"):
@@ -278,6 +299,13 @@ def test_another_model_is_refused(path) -> None:
 
     with pytest.raises(CheckpointError, match="call 0 of layer 'first'"):
         Replay(step, Lazy())
+
+
+def test_damaged_random_states_are_refused(path) -> None:
+    step, _ = captured(converted(Model, "current"), path)
+    step.tensors["random.python"] = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(CheckpointError, match="random generators"):
+        Replay(step, Model())
 
 
 def test_another_loss_is_refused(path) -> None:

@@ -157,20 +157,13 @@ resolve_process_group: Callable[[str], Any] = _ask(
     "nothing: quantized weights that share scales over ranks are refused with an error",
 )
 
-# -- looked up each time --
-
+# Looked up each time. Functions that have no entry say themselves what serves.
 _LOCAL = "distributed.tensor.DTensor._local_tensor"
 PRIVATE |= {
-    "constant_to_compiler": ("_dynamo, whose mark this sets", "compiled code breaks its graph there"),
-    "aten_overloads": ("ops.aten._to_copy, _pin_memory and _unsafe_view", "nothing is needed: nobody calls them"),
     "schema_of": ("_ops.OpOverload._schema", "nothing: ops that core does not know are refused with an error"),
     "version_of": ("Tensor._version", "what is derived from tensors is made anew for each use: slower"),
     "is_view": ("Tensor._is_view", "every output of a layer is taken for a view: slower"),
     "local_tensor": (_LOCAL, "DTensor.to_local"),
-    "may_refuse_to_load": (
-        "nn.Module._load_state_dict_pre_hooks and _load_state_dict_post_hooks",
-        "every module counts as one with hooks: load_model keeps a copy of the model until it has succeeded",
-    ),
     "set_local_tensor": (_LOCAL, "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused"),
 }
 _numbers = itertools.count()
@@ -186,7 +179,7 @@ def strange_keys(plain: Sequence[str]) -> int:
 
 def constant_to_compiler(function: _Function) -> _Function:
     """Have compiled code call ``function`` once, while it is traced, as ``torch.compiler.assume_constant_result`` does,
-    which imports the compiler, and that takes seconds."""
+    which imports the compiler, and that takes seconds. A compiler that knows no such mark breaks its graph there."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -214,7 +207,8 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def may_refuse_to_load(module: torch.nn.Module) -> bool:
-    """Whether ``load_state_dict`` of a module runs hooks or methods that are neither torch's nor Ottava's."""
+    """Whether ``load_state_dict`` of a module runs hooks or methods that are neither torch's nor Ottava's; True where
+    torch does not show its hooks."""
     hooks = [getattr(module, f"_load_state_dict_{when}_hooks", {0: None}).values() for when in ("pre", "post")]
     cls = type(module)
     called = (*hooks[0], *hooks[1], cls.load_state_dict, cls._load_from_state_dict, cls.set_extra_state)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import read_tensors
+from ottava.checkpoint.files import DTYPES, read_tensors
 from ottava.checkpoint.flatten import save_file, unflatten_state_dict
 from ottava.errors import CheckpointError, named
 from ottava.filesystem import AnyPath, as_path
@@ -174,12 +174,23 @@ def _check(step: Bundle) -> None:
     bad_layers = [name for name, number in step.layers.items() if type(number) is not int or number not in numbers]
     bad_calls = [c for c in step.calls if c.layer not in step.layers or not isinstance(c.digests, dict)]
     bad_events = [event for event in step.events if event not in calls]
-    for wrong, what in ((bad_layers, "layers"), (bad_calls, "calls"), (bad_events, "events")):
+    bad_arguments = [said for said in step.arguments if not _are_arguments(said)]
+    bad_dtypes = [step.autocast] if step.autocast not in ("", *DTYPES) else []
+    found: dict[str, list[Any]] = {"layers": bad_layers, "calls": bad_calls, "events": bad_events}
+    for what, wrong in (found | {"arguments": bad_arguments, "dtypes": bad_dtypes}).items():
         if wrong:
             raise CheckpointError(f"the {what} of the step have {wrong[0]!r:.80}", expected=_FOREIGN)
     for number in range(len(step.calls)):
         if f"{number}.activation" not in step.operands:
             raise CheckpointError(f"the activation of call {number} is missing", expected=_FOREIGN)
+
+
+def _are_arguments(said: Any) -> bool:
+    """Whether this is a tuple and a dict, as :mod:`ottava_debug.trees` says them."""
+    kinds = {"args": "tuple", "kwargs": "dict"}
+    if not isinstance(said, dict) or set(said) != set(kinds):
+        return False
+    return all(isinstance(said[key], dict) and set(said[key]) == {kind} for key, kind in kinds.items())
 
 
 def digest(values: torch.Tensor) -> str:

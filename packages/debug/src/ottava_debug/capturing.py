@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ottava
-from ottava.errors import DTypeError, OptionError, UsageError, text_of
+from ottava.errors import DTypeError, OptionError, UsageError, text_of, translated
 from ottava.filesystem import AnyPath, check_file_target
 from ottava.recipes.region import current_region
 from ottava_debug.bundle import Bundle, norm_of
@@ -17,7 +17,7 @@ from ottava_debug.losses import LOSSES, loss_in
 from ottava_debug.products import Watch
 from ottava_debug.recipe_data import describe
 from ottava_debug.recorder import Recorder, layer_calls
-from ottava_debug.trees import flatten, tensors_of
+from ottava_debug.trees import ends, flatten, tensors_of
 
 
 class capture:
@@ -69,7 +69,7 @@ class capture:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
-        if hasattr(model, "_orig_mod"):
+        if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
             what, remedy = "the model is compiled", "capture the one that was compiled, in eager mode"
             raise UsageError(what, expected="a model in eager mode", remedy=remedy)
         if any(hasattr(p, "to_local") for p in model.parameters()):
@@ -144,10 +144,11 @@ class capture:
         step.events.append(f"forward {len(step.arguments)}")
         step.arguments.append(said)
 
-    def _leave_model(self, model: Any, args: Any, output: Any) -> None:
+    def _leave_model(self, model: Any, args: Any, output: Any) -> Any:
         self._depth -= 1
         if self._depth or not torch.is_grad_enabled():
-            return
+            return output
+        output = ends(output)
         found = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         number = len(self._step.arguments) - 1
         given = loss_in(output)
@@ -156,6 +157,7 @@ class capture:
             tensor.register_hook(
                 lambda gradient, key=f"seed.{number}.{place}": self._note_gradient(number, key, gradient)
             )
+        return output
 
     def _note_gradient(self, number: int, key: str, gradient: torch.Tensor) -> None:
         """Of an output of the model: that the backward pass has begun, and from what."""
@@ -228,12 +230,13 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(tensors: dict[str, torch.Tensor]) -> None:
-    """Put the generators into the states of :func:`random_state`; those of devices that are not here are left out."""
-    torch.set_rng_state(tensors["random.cpu"].clone())
-    for name, state in tensors.items():
-        device = name.removeprefix("random.cuda.")
-        if device != name and torch.cuda.is_available() and int(device) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state.clone(), int(device))
-    if "random.python" in tensors:
+    """Put the generators into the states of :func:`random_state`; those of devices that are not here are left out.
+    CheckpointError: they are no such states."""
+    with translated("the states of random generators are damaged", "what capture writes"):
+        torch.set_rng_state(tensors["random.cpu"].clone())
+        for name, state in tensors.items():
+            device = name.removeprefix("random.cuda.")
+            if device != name and torch.cuda.is_available() and int(device) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state.clone(), int(device))
         gauss = tensors["random.python.next"].tolist()
         random.setstate((3, tuple(tensors["random.python"].tolist()), gauss[0] if gauss else None))

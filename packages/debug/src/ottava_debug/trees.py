@@ -1,6 +1,7 @@
 """Arguments of a model's call as data: nested lists, mappings and plain values as JSON, their tensors by name."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -67,6 +68,27 @@ _READ: dict[str | None, Any] = {
     "tuple": lambda entry, read: tuple(read(value) for value in entry),
     "dict": lambda entry, read: {key: read(value) for key, value in entry.items()},
 }
+
+
+def ends(output: Any) -> Any:
+    """A model's output, each tensor of several with an autograd node of its own: the gradient of one is then not what
+    comes back through another one that was computed from it. What is in objects of other kinds is left as it is."""
+    several = len([tensor for tensor in tensors_of(output) if tensor.requires_grad]) > 1
+    return _ends(output) if several else output
+
+
+def _ends(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.view_as(output) if output.requires_grad else output
+    if isinstance(output, MutableMapping):
+        made = copy.copy(output)
+        for key, value in output.items():
+            made[key] = _ends(value)
+        return made
+    if isinstance(output, (list, tuple)):
+        values = [_ends(value) for value in output]
+        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    return output
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -146,10 +146,10 @@ class Compiled:
         layouts, held = [known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
         sources = _sources(held, shards)
         if _are_per_tensor(layouts):
-            self.native.multi_amax([source for source, _ in sources], out.data_ptr(), *self.place(out))
+            self.native.multi_amax(sources, out.data_ptr(), *self.place(out))
         elif all(self.serves(layout, shards=True) for layout in layouts):
             jobs = []
-            for (source, place), text in zip(sources, texts, strict=True):
+            for source, place, text in zip(sources, _places(shards), texts, strict=True):
                 layout, _, _, (row, column) = known(text)
                 # The blocks that have a scale in common.
                 jobs.append((source, place, row[2:4], column[2:4], layout.square))
@@ -159,15 +159,15 @@ class Compiled:
 
     def grid_multi_cast(self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
         layouts, held = [known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
-        given = zip(_sources(held, shards), texts, rowwise, columnwise, strict=True)
+        given = zip(_sources(held, shards), _places(shards), texts, rowwise, columnwise, strict=True)
         if _are_per_tensor(layouts):
-            found = [(of, known(text)[1], *p) for (of, _), text, *both in given for p in both if p is not None]
+            found = [(of, known(text)[1], *p) for of, _, text, *both in given for p in both if p is not None]
             scales = torch.cat([scale for *_, scale, _ in found]) if found else held[0]
             tensors = [(source, code, out.data_ptr()) for source, code, _, out in found]
             self.native.multi_cast(tensors, scales.data_ptr(), *self.place(scales))
         elif all(self.serves(layout, shards=True) for layout in layouts):
             jobs = []
-            for (source, place), text, *both in given:
+            for source, place, text, *both in given:
                 _, code, rule, sides = known(text)
                 pairs = zip(sides, both, strict=True)
                 how = [(side[:2], *pointers(*(pair or _ABSENT))) for side, pair in pairs]
@@ -205,8 +205,12 @@ def known(text: str) -> tuple[Layout, int, tuple[bool, bool, float], list[tuple[
     return layout, element_format(layout.element).code, rule, sides
 
 
-def _sources(held: Tensors, shards: Shards) -> list[tuple[tuple[int, int, int, int], tuple[int, int, int]]]:
-    """For each shard its address, the code of its dtype, its size, and the code of the dtype that its elements count
-    as; and rows and columns of its matrix, and the element that the shard begins with."""
-    codes, rest = DTYPE_CODES, zip(held, *shards[1:], strict=True)
-    return [((x.data_ptr(), codes[x.dtype], x.numel(), codes[as_]), (*shape, start)) for x, as_, shape, start in rest]
+def _sources(held: Tensors, shards: Shards) -> list[tuple[int, int, int, int]]:
+    """For each its address, the code of its dtype, its size, and the code of the dtype that its elements count as."""
+    codes, given = DTYPE_CODES, zip(held, shards.dtypes, strict=True)
+    return [(x.data_ptr(), codes[x.dtype], x.numel(), codes[dtype]) for x, dtype in given]
+
+
+def _places(shards: Shards) -> list[tuple[int, int, int]]:
+    """Rows and columns of each matrix, and the element that its shard begins with."""
+    return [(*shape, start) for shape, start in zip(shards.shapes, shards.starts, strict=True)]

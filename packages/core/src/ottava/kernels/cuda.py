@@ -76,8 +76,10 @@ class _CUDA(Compiled):
         return [x.new_zeros(sum(matrix(x)), dtype=torch.float32) if layout.block == (1, None) else None]
 
     def serves(self, layout: Layout, shards: bool = False) -> bool:
-        tiled = layout.element in FP8 and layout.block in _TILED and layout.scale is torch.float32
-        return is_mx(layout) or (tiled and not shards and layout.shared in (None, layout.block))
+        if (mx := is_mx(layout)) or shards:
+            return mx
+        tiled = layout.block in _TILED and layout.shared in (None, layout.block)
+        return tiled and layout.element in FP8 and layout.scale is torch.float32
 
 
 #: The kernels, by the names of the table.

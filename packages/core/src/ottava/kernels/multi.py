@@ -175,8 +175,9 @@ def _check_shards(xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[
     """How many elements each has."""
     _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
     for i, (x, dtype, shape, start, layout) in enumerate(zip(xs, dtypes, shapes, starts, layouts, strict=True)):
-        checks.check_high_precision(x, f"xs[{i}]")
-        checks.check_device(x, xs[0].device, f"xs[{i}]")
+        what = f"xs[{i}]"
+        checks.check_high_precision(x, what)
+        checks.check_device(x, xs[0].device, what)
         checks.check_dtype(dtype, f"dtypes[{i}] is")
         checks.check_layout(layout)
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
@@ -187,6 +188,6 @@ def _check_shards(xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[
         if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
         if not 0 <= start <= rows * cols - x.numel():
-            what = f"xs[{i}] has {x.numel()} elements from {start} on, its matrix {rows} x {cols}"
-            raise ShapeError(what, expected="a range within the matrix")
+            found = f"{what} has {x.numel()} elements from {start} on, its matrix {rows} x {cols}"
+            raise ShapeError(found, expected="a range within the matrix")
     return [x.numel() for x in xs]

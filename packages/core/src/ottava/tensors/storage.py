@@ -375,10 +375,8 @@ class QuantizedTensorStorage:
         return self.layout_text
 
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The bytes of the elements as a matrix, and scales, as they are stored for the usage, or UsageError.
-
-        None, the default, is for :meth:`gemm_operand`.
-        """
+        """The bytes of the elements as a matrix, and scales, as they are stored for the usage (or UsageError). None,
+        the default, stands for :meth:`gemm_operand`."""
         return None
 
     def gemm_cache(self) -> GemmCache | None:

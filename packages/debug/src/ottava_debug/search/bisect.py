@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def _with_model(
         report.notes.append(f"quantized bytes are not the captured ones: {listed([*map(str, seen.other_bytes)])}")
     if report.noisy:
         report.notes.append(f"gradients that are noise in high precision do not count: {listed(report.noisy)}")
-    _put_recipe(report, recipe or _bound(replay))
+    _put_recipe(report, recipe or _bound(replay), replay.layers)
     if report.recipe_file:
         _verify(report, replay, step, loss, search)
     report.replays = replay.replays
@@ -139,7 +139,7 @@ def _without_model(step: Bundle, given: Recipe | None, tolerance: float, progres
     if made.comparison.other_bytes:
         report.notes.append(f"{len(made.comparison.other_bytes)} operands have other quantized bytes than captured")
     recipes = [given] if given is not None else [build(said) for said in step.recipes]
-    _put_recipe(report, recipes[0] if len(recipes) == 1 else None)
+    _put_recipe(report, recipes[0] if len(recipes) == 1 else None, {})
     return report
 
 
@@ -162,14 +162,20 @@ def _bound(replay: Replay) -> Recipe | None:
     return recipes[0] if all(recipe.same_as(recipes[0]) for recipe in recipes) else None
 
 
-def _put_recipe(report: Report, recipe: Recipe | None) -> None:
+def _put_recipe(report: Report, recipe: Recipe | None, layers: Mapping[str, Any]) -> None:
     """The recipe file that keeps the findings in high precision, if a file can say it."""
     if not report.findings:
         return
+    # Recipe files know layers by the names that they were given, as convert gives them.
+    names = {name: getattr(layers.get(name), "name", "") or name for f in report.findings for name in f.layers}
+    if unnamed := [name for name in names if name in layers and not layers[name].name]:
+        report.notes.append(
+            f"no recipe file finds {listed(unnamed)}, made without a name: ottava.nn.Linear(..., name=...)"
+        )
     if recipe is None:
         report.notes.append("no recipe file: layers run under several recipes")
         return
-    keeps = [Keep.of_operand(name, f.reason, f.gemm, f.tensor) for f in report.findings for name in f.layers]
+    keeps = [Keep.of_operand(names[name], f.reason, f.gemm, f.tensor) for f in report.findings for name in f.layers]
     try:
         name, options = _named(recipe)
         about = f"Keeps in high precision what `ottava bisect` found to break a step, by {report.measure}."
@@ -192,8 +198,12 @@ def _named(recipe: Recipe) -> tuple[str, dict[str, Any]]:
 def _verify(report: Report, replay: Replay, step: Bundle, loss: Loss | None, search: Search) -> None:
     """Replay the step under the recipe file itself."""
     fixed, measure = CustomRecipe(FileFactory("fixed.yaml", report.recipe_file)), MEASURES[report.measure]
+    model = copy.deepcopy(replay.model)
+    for name in replay.layers:
+        layer = model.get_submodule(name)
+        layer.name = layer.name or name
     try:
-        again = Replay(step, copy.deepcopy(replay.model), loss=loss, recipe=fixed, fed=False)
+        again = Replay(step, model, loss=loss, recipe=fixed, fed=False, scales=replay.scales)
     except OttavaError as error:
         report.notes.append(f"the recipe file was not tried: {error.what}")
         return

@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from ottava_debug.search.group_testing import TooManyError, smallest
@@ -17,6 +18,8 @@ MOST = 8
 _MOST_PARTNERS = 3
 #: A gradient that moves as far as this, relatively, when operands are moved by a rounding, is noise.
 _NOISE = 0.5
+#: What loses more than this is broken: it is twice what 8-bit formats lose.
+_BROKEN = 0.15
 _SPREAD = "what is left comes from many operands, a little from each: the recipe is too coarse for this step"
 
 #: Called after each replay with how many there were, and how many there are likely to be.
@@ -56,7 +59,8 @@ class Search:
         self._expect(2 + _questions(len(self._all)))
         self.noisy: frozenset[str] = frozenset()
         self.reference = self._run(frozenset())
-        if self._measure.noise:
+        self._finite = self._measure.distance(self.reference, self.reference, frozenset()) == 0
+        if self._measure.noise and self._finite:
             # Such are those of the biases of keys in attention, which cancel to rounding errors.
             moved = relative_distances(self._run(frozenset(), nudged=True), self.reference)
             self.noisy = frozenset(name for name, distance in moved.items() if distance > _NOISE)
@@ -67,34 +71,42 @@ class Search:
         every, found = frozenset(self._all), set[Operand]()
         report = Report(self._name, self._measure.words, self._tolerance, before=self._distance(every))
         report.after, report.noisy = report.before, tuple(sorted(self.noisy))
-        if self._distance(frozenset()) != 0:
+        if not self._finite:
             report.notes.append("the step is not finite in high precision either: quantization is not what breaks it")
             return report
         try:
             while report.after > self._tolerance:
-                culprits, threshold = self._round(every - found, report.after)
-                if not culprits:
+                findings = self._round(every - found, report.after)
+                if not findings:
                     report.notes.append(_SPREAD)
                     break
-                found |= {operand for culprit in culprits for operand in culprit}
+                for finding in findings:
+                    found |= {Operand(layer, finding.gemm, finding.tensor) for layer in finding.layers}
+                    report.findings.append(finding)
                 report.after = self._distance(every - found)
-                report.findings += [self._examined(culprit, every, threshold) for culprit in culprits]
         except _OutOfReplaysError:
             report.notes.append(f"stopped after {self._replay.replays} replays: more may be to blame")
         report.value, report.reference = self._values[every], self._values[frozenset()]
         report.kept = self._values.get(every - found, math.nan)
         return report
 
-    def _round(self, rest: _Operands, wrong: float) -> tuple[list[list[Operand]], float]:
-        """The fewest operands of ``rest`` that bring the distance down from ``wrong``, and what down means: half of the
-        way to the tolerance as ratios go, or to half; none where that takes too many."""
+    def _round(self, rest: _Operands, wrong: float) -> list[Finding]:
+        """The fewest operands of ``rest`` that bring the distance down from ``wrong``, half of the way to the tolerance
+        as ratios go, or to half; none where that takes many, each of which does little."""
         halves = {min(max(self._tolerance, math.sqrt(self._tolerance * wrong)), wrong / 2), wrong / 2}
         for threshold in sorted(halves) if math.isfinite(wrong) else [sys.float_info.max]:
             try:
-                return self._culprits(rest, threshold), threshold
+                culprits = self._culprits(rest, threshold)
             except TooManyError:
                 continue
-        return [], math.inf
+            # What does no harm by itself may only make up for the noise of all others; if not, a later round finds it.
+            alone = [culprit for culprit in culprits if self._distance(frozenset(culprit)) > threshold]
+            if alone:
+                return [self._finding(culprit) for culprit in alone]
+            for culprit in culprits:
+                if partners := self._partners(culprit, rest, threshold):
+                    return [self._finding(culprit, partners)]
+        return []
 
     def _culprits(self, rest: _Operands, threshold: float) -> list[list[Operand]]:
         """First the kinds of operands that are to blame, then the layers; where these are many, all of a kind."""
@@ -113,26 +125,27 @@ class Search:
         try:
             return [[operand] for operand in smallest(suspects, fixed, MOST)]
         except TooManyError:
-            if len(blamed) > 2:
+            # Many that lose little each are no fault of their kind.
+            statistics = self._replay.comparison.statistics
+            if not all(median(loss_of_operand(statistics[o]) for o in kind) > _BROKEN for kind in blamed):
                 raise
-            return blamed
+            return [[operand for operand in self._replay.operands if operand in kind] for kind in blamed]
 
-    def _examined(self, culprit: list[Operand], every: _Operands, threshold: float) -> Finding:
-        """What it does by itself, and if that is nothing, together with which others."""
-        own, partners, seen = frozenset(culprit), list[Operand](), self._replay.comparison
-        alone, without = self._distance(own), self._distance(every - own)
-        if alone <= threshold:
-            others = [operand for operand in self._all if operand not in own]
-            try:
-                harm = smallest(others, lambda some: self._distance(own | {*some}) > threshold, _MOST_PARTNERS)
-                partners += harm
-            except TooManyError:
-                pass
-        _, gemm, tensor = culprit[0]
+    def _partners(self, culprit: list[Operand], rest: _Operands, threshold: float) -> list[Operand]:
+        """The few others with which a culprit does harm that does none by itself; none where these are many."""
+        own = frozenset(culprit)
+        others = [operand for operand in self._all if operand in rest - own]
+        try:
+            return smallest(others, lambda some: self._distance(own | {*some}) > threshold, _MOST_PARTNERS)
+        except TooManyError:
+            return []
+
+    def _finding(self, culprit: list[Operand], partners: Sequence[Operand] = ()) -> Finding:
+        own, seen, (_, gemm, tensor) = frozenset(culprit), self._replay.comparison, culprit[0]
+        alone, without = self._distance(own), self._distance(frozenset(self._all) - own)
         stateful = any(self._replay.layers[operand.layer].recipe.stateful for operand in culprit)
-        why, lost = reason(culprit, seen, partners, stateful), worst_of(culprit, seen)
-        layers, others_of = tuple(operand.layer for operand in culprit), tuple(map(str, partners))
-        return Finding(layers, gemm, tensor, why, alone, without, others_of, lost)
+        why, layers = reason(culprit, seen, partners, stateful), tuple(operand.layer for operand in culprit)
+        return Finding(layers, gemm, tensor, why, alone, without, tuple(map(str, partners)), worst_of(culprit, seen))
 
     # -- replays --
 

@@ -77,7 +77,7 @@ MEASURES = {
     "grad-distance": Measure(
         _gradient_distance,
         _gradient_distance,
-        0.2,
+        0.3,
         True,
         "the largest ‖g - g₀‖ / ‖g₀‖ of a parameter, g₀ its gradient in high precision",
         noise=True,

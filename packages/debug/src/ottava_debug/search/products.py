@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import ottava
+from ottava.checkpoint.files import DTYPES
 from ottava.checkpoint.flatten import held_tensors
 from ottava.errors import CheckpointError
 from ottava.recipes import Recipe
@@ -104,7 +105,7 @@ class Products:
             layer.bind(recipe)
             state = {f"recipe_state.{k}": v for k, v in kept.items() if self._recipe is None}
             layer.load_state_dict({"weight": weight, **state}, strict=self._recipe is None)
-        dtype = getattr(torch, step.autocast) if step.autocast else torch.bfloat16
+        dtype = DTYPES[step.autocast or "bfloat16"]
         with Watch(lambda watched: inspection if watched is layer else None):
             with torch.autocast("cpu", dtype, enabled=bool(step.autocast)):
                 y = layer(activation.clone().requires_grad_())

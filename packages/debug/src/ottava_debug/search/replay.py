@@ -1,5 +1,6 @@
 """A captured step, run again: as it was, or with some operands of products in high precision."""
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ottava.checkpoint.files import DTYPES
 from ottava.errors import CheckpointError, UsageError
 from ottava.recipes import Recipe
 from ottava_debug.bundle import Bundle
@@ -17,7 +19,7 @@ from ottava_debug.recorder import Recorder
 from ottava_debug.search.loading import converted, fitting_state, restore
 from ottava_debug.search.measure import Outcome
 from ottava_debug.search.operands import CapturedOperands, First, Inspecting, Operand, Switched
-from ottava_debug.trees import tensors_of, unflatten
+from ottava_debug.trees import ends, tensors_of, unflatten
 
 
 class Replay:
@@ -35,6 +37,17 @@ class Replay:
             gradients of the model's outputs as they were captured.
         recipe: to replay under this recipe; None: the captured ones, or those of a model that is converted.
         fed: whether products take what was captured; under another recipe than that of the step they must not.
+        scales: as :attr:`scales` of another replay of the step; None: they are found.
+
+    Attributes:
+        model: the model, converted.
+        layers: its captured layers, by name.
+        comparison: how near the first replay came to the captured step.
+        first: what it gave.
+        operands: what was quantized in it.
+        scales: what the captured step multiplied the loss of each call of the model with.
+        knows_loss: whether there is a loss.
+        replays: how many there were.
 
     Raises:
         CheckpointError: the model is not the captured one.
@@ -49,6 +62,7 @@ class Replay:
         loss: Loss | None = None,
         recipe: Recipe | None = None,
         fed: bool = True,
+        scales: dict[int, float] | None = None,
     ) -> None:
         self.step = step
         self.model: Any = converted(model, step, recipe)
@@ -59,12 +73,12 @@ class Replay:
         self._loss = loss or LOSSES.get(step.loss_name)
         self._targets = unflatten(step.targets, step.tensors, self.device)
         self._state = fitting_state(self.model, step.state)
-        self._scales: dict[int, float] = {}
+        self.scales, self._fed = dict(scales or {}), fed
         self.replays, self.knows_loss = 0, True
         self._captured = CapturedOperands(step, fed)
         self.comparison = self._captured.comparison
         self.first, recorder = self._run(
-            lambda recorder, name, layer: First(recorder, name, layer, self._captured), True, first=True
+            lambda recorder, name, layer: First(recorder, name, layer, self._captured), backward=True
         )
         if missing := self._captured.missing(recorder):
             what = f"call {missing[1]} of layer {missing[0]!r} was captured, and the model did not make it"
@@ -85,19 +99,19 @@ class Replay:
         rest = self._captured, chosen, generator
         return self._run(lambda recorder, name, layer: Switched(recorder, name, layer, *rest), backward)[0]
 
-    def _run(self, inspect: Callable[..., Inspection], backward: bool, first: bool = False) -> tuple[Outcome, Recorder]:
+    def _run(self, inspect: Callable[..., Inspection], backward: bool) -> tuple[Outcome, Recorder]:
         self.replays += 1
         restore(self.model, self.step, self._state)
         recorder = Inspecting({id(layer): name for name, layer in self.layers.items()}, inspect)
         with Watch(recorder), self._surroundings():
-            loss = self._events(backward, first)
+            loss = self._events(backward)
         named = self.model.named_parameters()
         gradients = {name: _gradient(p) for name, p in named if p.requires_grad} if backward else {}
         for p in self.model.parameters():
             p.grad = None
         return Outcome(loss, gradients), recorder
 
-    def _events(self, backward: bool, first: bool) -> float:
+    def _events(self, backward: bool) -> float:
         """Forward and backward passes in the order in which they were."""
         total, waiting, events = 0.0, [], self.step.events
         for place, event in enumerate(events):
@@ -105,7 +119,7 @@ class Replay:
             if kind == "forward":
                 said = self.step.arguments[int(number)]
                 args, kwargs = (unflatten(said[key], self.step.tensors, self.device) for key in ("args", "kwargs"))
-                output = self.model(*args, **kwargs)
+                output = ends(self.model(*args, **kwargs))
                 found = self._losses(int(number), output)
                 self.knows_loss &= found is not None
                 total += float("nan") if found is None else float(found.detach())
@@ -113,7 +127,7 @@ class Replay:
             elif backward and not (place + 1 < len(events) and events[place + 1].startswith("backward")):
                 # All outputs that the backward pass began at, together.
                 began = {int(e.split(" ")[1]) for e in events[: place + 1] if e.startswith("backward")}
-                self._backward([entry for entry in waiting if entry[0] in began], first)
+                self._backward([entry for entry in waiting if entry[0] in began])
                 waiting = [entry for entry in waiting if entry[0] not in began]
         return total
 
@@ -123,7 +137,7 @@ class Replay:
         targets = self._targets if len(self.step.arguments) == 1 else self._targets[number]
         return self._loss(output, targets)
 
-    def _backward(self, of: list[tuple[int, Any, torch.Tensor | None]], first: bool) -> None:
+    def _backward(self, of: list[tuple[int, Any, torch.Tensor | None]]) -> None:
         """The backward pass from the losses, scaled as the captured step scaled them, or from captured gradients."""
         roots, seeds = [], []
         for number, output, loss in of:
@@ -137,10 +151,10 @@ class Replay:
                 roots += [o for o, _ in pairs]
                 seeds += [c for _, c in pairs]
             else:
-                if first:
-                    self._scales[number] = _scale(loss, outputs, captured)
+                if number not in self.scales:
+                    self.scales[number] = _scale(loss, outputs, captured, self._fed)
                 roots.append(loss)
-                seeds.append(torch.full_like(loss, self._scales[number]))
+                seeds.append(torch.full_like(loss, self.scales[number]))
         torch.autograd.backward(roots, seeds)
 
     # -- the step's surroundings --
@@ -153,7 +167,7 @@ class Replay:
             stack.enter_context(torch.random.fork_rng())
             set_random_state(self.step.tensors)
             if self.step.autocast:
-                dtype = getattr(torch, self.step.autocast)
+                dtype = DTYPES[self.step.autocast]
                 stack.enter_context(torch.autocast(self.device.type, dtype))
             try:
                 yield
@@ -165,7 +179,7 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     return torch.zeros(parameter.shape, device=parameter.device) if parameter.grad is None else parameter.grad
 
 
-def _scale(loss: torch.Tensor, outputs: list[torch.Tensor], captured: list[torch.Tensor | None]) -> float:
+def _scale(loss: torch.Tensor, outputs: list[torch.Tensor], captured: list[torch.Tensor | None], fed: bool) -> float:
     """What the captured step multiplied the loss with, one over the number of microbatches for example, as the
     gradients of the model's outputs tell; 1 where these are not known, or not finite."""
     known = [(o, c) for o, c in zip(outputs, captured, strict=True) if c is not None and bool(c.isfinite().all())]
@@ -175,13 +189,17 @@ def _scale(loss: torch.Tensor, outputs: list[torch.Tensor], captured: list[torch
     pairs = [(f.double(), c.to(f).double()) for f, (_, c) in zip(found, known, strict=True) if f is not None]
     ours, both = sum(float((f * f).sum()) for f, _ in pairs), sum(float((f * c).sum()) for f, c in pairs)
     theirs = sum(float((c * c).sum()) for _, c in pairs)
-    if not ours or not theirs:
+    alike = both > 0.9 * (ours * theirs) ** 0.5
+    if not ours or not theirs or not (alike or fed):
         return 1.0
-    if both <= 0.9 * (ours * theirs) ** 0.5:
+    if not alike:
         what = "the loss function gives other gradients of the model's outputs than were captured"
         raise UsageError(what, expected="the loss of the captured step", remedy="give its loss function and targets")
     ratio = both / ours
-    # Numbers that people use, exactly.
-    whole = max(1, round(max(ratio, 1 / ratio)))
-    exact = float(whole) if ratio >= 1 else 1 / whole
-    return exact if abs(ratio / exact - 1) < 0.01 else ratio
+    # Numbers that people use, exactly: scales of gradients are powers of two, and microbatches a whole number. Under
+    # another recipe the model's outputs are others, too.
+    whole, within = max(1, round(max(ratio, 1 / ratio))), 0.01 if fed else 0.1
+    for exact in (2.0 ** round(math.log2(ratio)), float(whole) if ratio >= 1 else 1 / whole):
+        if abs(ratio / exact - 1) < within:
+            return exact
+    return ratio

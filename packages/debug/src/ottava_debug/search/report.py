@@ -109,15 +109,16 @@ class Report:
     def sentence(self) -> str:
         """The result in a sentence."""
         if self.measure == "products":
-            return f"{len(self.findings)} operands move the result of their product by more than {self.tolerance:.0%}"
-        told = f"{self.measure} {number(self.value)}, in high precision {number(self.reference)}"
+            more = f"by more than {number(self.tolerance)} of it"
+            return f"{len(self.findings)} operands move the result of their product {more}"
+        told = f"The {self.measure} is {number(self.value)}, in high precision {number(self.reference)}: a distance"
         if self.measure == "grad-distance":
-            told = "the gradients"
-        right = f"at most {number(self.tolerance)} is right"
+            told = "The gradients are at a distance"
+        told, right = f"{told} of {number(self.before)}", f"at most {number(self.tolerance)} is right"
         if self.before <= self.tolerance:
-            return f"Nothing to find: {told}, a distance of {number(self.before)} ({right})"
+            return f"Nothing to find. {told} ({right})"
         kept = f"with the findings in high precision {number(self.after)}" if self.findings else "nothing was found"
-        return f"{told}, a distance of {number(self.before)}; {kept} ({right})"
+        return f"{told}; {kept} ({right})"
 
 
 COLUMNS = ("layer", "tensor", "direction", "distance alone", "without it")
