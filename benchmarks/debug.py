@@ -1,8 +1,9 @@
 """What statistics cost the demo: ``python -m benchmarks.debug`` prints the table of ``docs/debug.md``, ``--write`` puts
 it there.
 
-The same model takes three kinds of step in turns: with nothing switched on, with statistics that wait for their step,
-and with statistics of activations, weights and gradients of all layers.
+The same model takes steps in turns, with nothing in force and with statistics of activations, weights and gradients of
+all layers. What a step costs in which statistics wait for theirs is less than two such times differ by: the layers are
+looked up many times over.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
+import ottava
 import ottava_debug
 from benchmarks.markdown import markdown
+from ottava.nn import function
 from ottava_demo.data import batch, load_corpus
 from ottava_demo.model import SIZES
 from ottava_demo.training import Trainee
@@ -32,43 +35,38 @@ STATS = {
 }
 
 
-def seconds(recipe: str, size: str, stats: list[str], rounds: int) -> Mapping[str, list[float]]:
-    """Seconds of each kind of step, in turns; of the processor, so that what else runs there does not count."""
+def seconds(recipe: str, size: str, stats: list[str], rounds: int) -> dict[str, float]:
+    """Median seconds of a step without and with statistics, and of the lookups of a step that waits; of the processor,
+    so that what else runs on the machine does not count."""
     shape, corpus = SIZES[size], load_corpus(1 << 18)
     trainee, generator = Trainee(recipe, size=shape), torch.Generator().manual_seed(0)
     data = batch(corpus.train, shape.batch, shape.length, generator)
-
-    def collecting(**steps: int) -> AbstractContextManager[ottava_debug.Statistics]:
-        return ottava_debug.statistics(trainee.model, stats, layers="blocks.*", **steps)
-
-    kinds: dict[str, Callable[[], AbstractContextManager[object]]] = {
-        "without": nullcontext,
-        "waiting": lambda: collecting(start_step=1),
-        "collecting": lambda: collecting(),
-    }
-    times: dict[str, list[float]] = {name: [] for name in kinds}
+    times: dict[str, list[float]] = {"without": [], "with": []}
     for turn in range(-2, rounds):
-        for name, make in kinds.items():
-            with make() as run:
-                # The first step with a feature looks up which layers it is for.
-                trainee.step(data)
+        for name, values in times.items():
+            on = name == "with"
+            with ottava_debug.statistics(trainee.model, stats, layers="blocks.*") if on else nullcontext() as run:
                 start = time.process_time()
                 trainee.step(data)
-                if isinstance(run, ottava_debug.Statistics):
+                if run is not None:
                     run.step()
                 if turn >= 0:
-                    times[name].append(time.process_time() - start)
-    return times
+                    values.append(time.process_time() - start)
+    layers = [layer for layer in trainee.model.modules() if isinstance(layer, ottava.nn.Linear)]
+    with ottava_debug.statistics(trainee.model, stats, layers="blocks.*", start_step=1):
+        start = time.process_time()
+        for _ in range(100):
+            assert not any(function.inspector(layer) for layer in layers)
+        looked_up = (time.process_time() - start) / 100
+    more = statistics.median(a - b for a, b in zip(times["with"], times["without"], strict=True))
+    without = statistics.median(times["without"])
+    return {"without": without, "with statistics": without + more, "lookups": looked_up}
 
 
-def share(times: Mapping[str, list[float]], every: int = EVERY) -> float:
-    """Percent that statistics every so many steps add to the time of the steps, by the differences in each turn."""
-    without = times["without"]
-    more = {
-        name: statistics.median(a - b for a, b in zip(times[name], without, strict=True))
-        for name in ("waiting", "collecting")
-    }
-    return 100 * (more["collecting"] + (every - 1) * more["waiting"]) / every / statistics.median(without)
+def share(found: Mapping[str, float], every: int = EVERY) -> float:
+    """Percent that statistics every so many steps add to the time of the steps."""
+    more = found["with statistics"] - found["without"] + (every - 1) * found["lookups"]
+    return 100 * more / every / found["without"]
 
 
 def table(recipes: list[str], size: str, rounds: int) -> str:
@@ -78,7 +76,7 @@ def table(recipes: list[str], size: str, rounds: int) -> str:
         for name, stats in STATS.items():
             found = seconds(recipe, size, stats, rounds)
             row: dict[str, object] = {"recipe": recipe, "statistics": name}
-            row |= {f"{kind}, ms": f"{1000 * statistics.median(values):.1f}" for kind, values in found.items()}
+            row |= {f"{kind}, ms": f"{1000 * value:.2f}" for kind, value in found.items()}
             rows.append(row | {f"every {EVERY} steps": f"{share(found):+.2f} %"})
     return markdown(rows)
 
