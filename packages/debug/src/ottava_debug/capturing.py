@@ -12,11 +12,11 @@ import ottava
 from ottava.errors import DTypeError, OptionError, UsageError, text_of, translated
 from ottava.filesystem import AnyPath, check_file_target
 from ottava.recipes.region import current_region
-from ottava_debug.bundle import Bundle, norm_of
+from ottava_debug.bundle import Bundle, LayerCall, norm_of
 from ottava_debug.losses import LOSSES, loss_in
 from ottava_debug.products import Watch
 from ottava_debug.recipe_data import describe
-from ottava_debug.recorder import Recorder, layer_calls
+from ottava_debug.recorder import Recorder
 from ottava_debug.trees import ends, flatten, tensors_of
 
 
@@ -205,7 +205,7 @@ class capture:
             known += [record.recipe] if number == len(known) else []
             step.layers[record.name] = number
         step.recipes = [describe(recipe) for recipe in known]
-        step.calls = layer_calls(passes)
+        step.calls = [LayerCall(record.name, record.digests) for record in passes]
         step.operands = {f"{i}.{name}": t for i, record in enumerate(passes) for name, t in record.values.items()}
 
 

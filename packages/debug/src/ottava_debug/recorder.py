@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ottava.tensors import QuantizedTensorStorage
-from ottava_debug.bundle import LayerCall, digest
+from ottava_debug.bundle import digest
 from ottava_debug.products import TENSORS, Inspection
 
 #: Products that take columnwise data of an operand; fprop takes rows of both.
@@ -97,8 +97,3 @@ class Recording(Inspection):
         if tensor != "weight" or own is None or layer.weight_is_transposed:
             return False
         return isinstance(own, QuantizedTensorStorage) or own.data_ptr() == values.data_ptr()
-
-
-def layer_calls(passes: list[Pass]) -> list[LayerCall]:
-    """The passes as a bundle has them."""
-    return [LayerCall(p.name, p.digests) for p in passes]
