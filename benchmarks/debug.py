@@ -9,6 +9,7 @@ looked up many times over.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -81,6 +82,44 @@ def table(recipes: list[str], size: str, rounds: int) -> str:
     return markdown(rows)
 
 
+def draw(path: Path, steps: int = 30) -> None:
+    """Exponents of the demo's tensors under current scaling, and what its elements hold of them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shape, corpus = SIZES["small"], load_corpus(1 << 18)
+    trainee, generator = Trainee("current", size=shape), torch.Generator().manual_seed(0)
+    stats, tensors = ["exponents", "cur_amax"], ["activation", "weight", "gradient"]
+    with ottava_debug.statistics(trainee.model, stats, layers="blocks.*", tensors=tensors, start_step=steps) as run:
+        for _ in range(steps + 1):
+            trainee.step(batch(corpus.train, shape.batch, shape.length, generator))
+            run.step()
+    found = run.latest()
+    layers = list(dict.fromkeys(layer for layer, _, _ in found))
+    figure, axes = plt.subplots(1, 3, figsize=(12, 5), sharey=True, layout="constrained")
+    for axis, tensor in zip(axes, tensors, strict=True):
+        counts: list[dict[int, int]] = [found[layer, tensor, "exponents"] for layer in layers]  # type: ignore[misc]
+        low, high = -52 if tensor == "gradient" else -26, max(max(each) for each in counts) + 1
+        shares = [[each.get(e, 0) / sum(each.values()) or math.nan for e in range(low, high)] for each in counts]
+        image = axis.imshow(
+            shares, aspect="auto", norm="log", cmap="viridis", extent=(low, high, len(layers) - 0.5, -0.5), vmin=1e-5
+        )
+        element = ottava.E5M2 if tensor == "gradient" else ottava.E4M3
+        smallest = math.log2(element.min_subnormal / element.max)
+        for row, layer in enumerate(layers):
+            amax = found[layer, tensor, "cur_amax"]
+            assert isinstance(amax, float)
+            # Half of the smallest element is the last that does not become zero.
+            zero = math.log2(amax) + smallest - 1
+            axis.plot([zero, zero], [row - 0.5, row + 0.5], color="red", lw=2)
+        axis.set(title=f"{tensor}, {element.name}", xlabel="exponent")
+    axes[0].set_yticks(range(len(layers)), layers, fontsize=8)
+    figure.colorbar(image, ax=axes, label="share of the values")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.debug", description=__doc__)
@@ -88,9 +127,13 @@ def main() -> None:
     parser.add_argument("--size", default="small")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--draw", action="store_true", help="draw docs/_static/exponents.png instead")
     parser.add_argument("--write", action="store_true", help="put the table into docs/debug.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.draw:
+        draw(PAGE.parent / "_static" / "exponents.png")
+        return
     made = table(options.recipes, options.size, options.rounds)
     print(made)
     if options.write:
