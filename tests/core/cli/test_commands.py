@@ -260,6 +260,8 @@ def test_a_command_of_a_package_that_is_not_installed_says_how_to_get_it(monkeyp
         ("check-recipe", ["current", "--fast"]),
         ("new-recipe", []),
         ("demo", []),
+        ("analyze", ["model.safetensors"]),
+        ("bisect", []),
     ):
         done = CliRunner().invoke(main.app, [name, *arguments])
         assert done.exit_code == 2

@@ -32,7 +32,7 @@ from ottava.tensors.declaration import native_dtype
 
 # Elements that are looked at together. On a CPU their float64 values fit its cache, and torch has one thread look at so
 # few: threads that wait for each other after each sum take a hundred times longer where others use the processor.
-_CHUNK = {"cpu": 1 << 14}
+_CHUNK = {"cpu": (1 << 15) - 64}
 _CHUNK_ELSEWHERE = 1 << 23
 # Of float64, whose bits tell the exponent of every float32: no subnormal stays one.
 _MANTISSA_BITS, _BIAS, _EXPONENTS = 52, 1023, 2048
@@ -161,34 +161,32 @@ class Comparison:
         self.known &= elements is not None
         data = iter(()) if elements is None else _flat(elements[0])
         for x, q in zip(_flat(values), _flat(quantized), strict=True):
-            self._add(x.double(), q.double(), next(data, None), elements[1] if elements else None)
+            self._add(x, q, next(data, None), elements[1] if elements else None)
 
     def _add(self, x: torch.Tensor, q: torch.Tensor, data: torch.Tensor | None, element: _Element | None) -> None:
         if not x.numel():
             return
-        magnitudes = x.abs()
-        amax = magnitudes.amax().item()
+        amax = x.abs().amax().item()
         if not math.isfinite(amax):
             finite = x.isfinite()
             self.not_finite += int(finite.numel() - finite.count_nonzero())
             self._add(x[finite], q[finite], None if data is None else data[finite], element)
             return
         self.amax = max(self.amax, amax)
-        products, error = x * q, x - q
+        rows = torch.empty(3, x.numel(), dtype=torch.float64, device=x.device)
+        rows[0], rows[1] = x, q
+        torch.sub(rows[0], rows[1], out=rows[2])
+        # All sums of products in one pass.
+        (signal, dot, _), (_, made, _), (_, _, noise) = (rows @ rows.t()).tolist()
+        self.broken |= not math.isfinite(made)
         nonzero = int(x.count_nonzero())
         self.nonzero += nonzero
-        # No product of two float32 numbers underflows in float64.
-        self.zeroed += nonzero - int(products.count_nonzero())
         if data is not None and element is not None:
-            # Most often few elements are the largest number.
-            largest = _is_largest(data, element).nonzero().squeeze(1)
-            beyond = magnitudes[largest] > q[largest].abs() * (1 + _half_step(element))
-            self.clamped += int(beyond.count_nonzero())
-        dots = torch.stack([x.square().sum(), q.square().sum(), products.sum(), error.square().sum()]).tolist()
-        self.broken |= not math.isfinite(dots[1])
-        self.signal, self.made, self.dot, self.noise = (
-            old + new for old, new in zip((self.signal, self.made, self.dot, self.noise), dots, strict=True)
-        )
+            self.clamped += _clamped(rows[0], rows[1], data, element)
+        # No product of two float32 numbers underflows in float64.
+        self.zeroed += nonzero - int(rows[0].mul_(rows[1]).count_nonzero())
+        self.signal, self.made = self.signal + signal, self.made + made
+        self.dot, self.noise = self.dot + dot, self.noise + noise
 
     def measures(self) -> Measures:
         """The measures of all that was added."""
@@ -240,6 +238,16 @@ def _elements(quantized: QuantizedTensorStorage) -> _Elements | None:
     return None
 
 
+def _clamped(x: torch.Tensor, q: torch.Tensor, data: torch.Tensor, element: _Element) -> int:
+    """How many values became the largest number, and are beyond what rounding makes of it."""
+    if not isinstance(element, IntegerFormat) and (data.view(torch.uint8) & 0x7F).max() < _largest(
+        element, data.device
+    ):
+        return 0
+    at = _is_largest(data, element).nonzero().squeeze(1)
+    return int((x[at].abs() > q[at].abs() * (1 + _half_step(element))).count_nonzero())
+
+
 def _half_step(element: _Element) -> float:
     """Half of the distance from the largest number to what would be the next, relative to the former."""
     bits = element.mantissa_bits if isinstance(element, FloatFormat) else math.floor(math.log2(element.max))
@@ -250,5 +258,9 @@ def _is_largest(data: torch.Tensor, element: _Element) -> torch.Tensor:
     """Which elements are the largest number, or its negative."""
     if isinstance(element, IntegerFormat):
         return data.view(element.torch_dtype).abs() == int(element.max)
-    largest = torch.tensor(element.max, device=data.device).to(element.torch_dtype).view(torch.uint8)
-    return (data.view(torch.uint8) & 0x7F) == largest
+    return (data.view(torch.uint8) & 0x7F) == _largest(element, data.device)
+
+
+def _largest(element: FloatFormat, device: torch.device) -> torch.Tensor:
+    """The byte of a format's largest number."""
+    return torch.tensor(element.max, device=device).to(element.torch_dtype).view(torch.uint8)

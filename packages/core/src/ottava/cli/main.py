@@ -23,6 +23,7 @@ from ottava.recipes.plugins import PluginStatus, discover
 COMMANDS = "ottava.commands"
 # Commands of Ottava's own packages, and the package that a user who types one may have to install.
 _ELSEWHERE = {"check-recipe": "ottava-testing", "demo": "ottava-demo", "new-recipe": "ottava-testing"}
+_ELSEWHERE |= dict.fromkeys(("analyze", "bisect"), "ottava-debug")
 
 
 def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:

@@ -20,6 +20,11 @@ def _magnitudes(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), torch.zeros((), dtype=x.dtype, device=x.device), x.abs())
 
 
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    found = x.abs().max()
+    return _magnitudes(x).max() if found.isnan() else found
+
+
 def _smallest(x: torch.Tensor) -> torch.Tensor:
     magnitudes = _magnitudes(x)
     return torch.where(magnitudes == 0, torch.full((), math.inf, dtype=x.dtype, device=x.device), magnitudes).min()
@@ -32,7 +37,7 @@ _SUMS: dict[str, _Sum] = {
     "total": (lambda x: x.sum(dtype=torch.float64), _add),
     "squares": (lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square(), _add),
     "magnitudes": (lambda x: torch.linalg.vector_norm(x, 1, dtype=torch.float64), _add),
-    "amax": (lambda x: _magnitudes(x).max(), max),
+    "amax": (_amax, max),
     "smallest": (_smallest, min),
 }
 
