@@ -16,6 +16,7 @@ from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava_custom import CurrentScalingQuantizerRef, CustomRecipe, HybridQuantizer
 from ottava_custom.factories import current_scaling_ref_quantizer_factory as reference_factory
 from ottava_debug import Bundle, bisect, capture
+from ottava_debug.search.loading import fitting_state
 
 
 class Stack(torch.nn.Module):
@@ -306,6 +307,22 @@ def test_layers_without_names_get_a_note(path) -> None:
     assert of(report) == {("0", gemm, "activation") for gemm in ("fprop", "wgrad")}
     assert report.verified < report.tolerance
     assert any("made without a name" in note for note in report.notes)
+
+
+def test_the_slots_of_a_state_are_carried(tmp_path) -> None:
+    model, (x, y) = ottava.convert(Stack(2), "delayed"), data()
+    for _ in range(3):
+        F.mse_loss(model(x), y).backward()
+    captured = model.state_dict()
+    (tmp_path / "kept.yaml").write_text("default: delayed\nlayers:\n  - match: layers.1\n    weight: identity\n")
+    kept = ottava.convert(Stack(2), str(tmp_path / "kept.yaml"))
+    state = fitting_state(kept, captured)
+    kept.load_state_dict(state)
+    scales, history = (captured[f"layers.1.recipe_state.{name}"] for name in ("scale", "amax_history"))
+    assert len(set(scales.tolist())) == 3
+    assert torch.equal(state["layers.1.recipe_state.delayed.scale"], scales[[0, 2]])
+    assert torch.equal(state["layers.1.recipe_state.delayed.amax_history"], history[:, [0, 2]])
+    assert torch.equal(state["layers.0.recipe_state.delayed.scale"], captured["layers.0.recipe_state.scale"])
 
 
 # -- the command --
