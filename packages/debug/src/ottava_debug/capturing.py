@@ -12,6 +12,7 @@ import ottava
 from ottava.errors import DTypeError, OptionError, UsageError, text_of, translated
 from ottava.filesystem import AnyPath, check_file_target
 from ottava.recipes.region import current_region
+from ottava.torch_private import version_of
 from ottava_debug.bundle import Bundle, LayerCall, norm_of
 from ottava_debug.losses import LOSSES, loss_in
 from ottava_debug.products import Watch
@@ -94,7 +95,7 @@ class capture:
         modules = dict(model.named_modules())
         names = {id(module): name for name, module in modules.items() if isinstance(module, ottava.nn.Linear)}
         # Parameters are read at the end, which a change of theirs would falsify; buffers change in the step itself.
-        self._before = {name: p._version for name, p in model.named_parameters()}
+        self._before = {name: version_of(p) for name, p in model.named_parameters()}
         self._had_gradients = any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         step.state = {name: _copied(name, v, name in parameters) for name, v in model.state_dict().items()}
@@ -170,7 +171,7 @@ class capture:
 
     def _finish(self) -> None:
         model, step = self._model, self._step
-        changed = [name for name, p in model.named_parameters() if p._version != self._before.get(name)]
+        changed = [name for name, p in model.named_parameters() if version_of(p) != self._before.get(name)]
         if changed:
             what = f"the parameter {changed[0]!r} was changed in the block"
             raise UsageError(what, expected="forward and backward only", remedy="call optimizer.step() after the block")
