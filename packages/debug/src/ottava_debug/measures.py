@@ -86,31 +86,6 @@ def compare(
     return comparison.measures()
 
 
-def amax(values: torch.Tensor) -> float:
-    """Largest finite magnitude, 0.0 where there is none. DTypeError: no tensor of high precision."""
-    return compare(values, values).amax
-
-
-def underflow(values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage) -> float:
-    """Percent of the nonzero values that become zero; arguments and errors as of :func:`compare`."""
-    return compare(values, quantized).underflow
-
-
-def saturation(values: torch.Tensor, quantized: QuantizedTensorStorage) -> float | None:
-    """Percent of the values that are clamped; None where it cannot be told; as of :func:`compare`."""
-    return compare(values, quantized).saturation
-
-
-def sqnr(values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage) -> float:
-    """Signal-to-quantization-noise ratio in dB; arguments and errors as of :func:`compare`."""
-    return compare(values, quantized).sqnr
-
-
-def cosine(values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage) -> float:
-    """Cosine between values and what they become; arguments and errors as of :func:`compare`."""
-    return compare(values, quantized).cosine
-
-
 def exponents(values: torch.Tensor) -> dict[int, int]:
     """Exponent ``⌊log2 |x|⌋`` -> how many values have it, ascending, those that occur.
 
