@@ -313,8 +313,8 @@ def measured(sqnr, underflow=0.0):
     return Noise(Measures(100, 0, 1.0, underflow, 0.0, sqnr, 0.99))
 
 
-def tensor_of(layer, role, **noise):
-    return TensorReport(layer, role, (10, 10), "float32", 100, 0, 1.0, {}, noise)
+def tensor_of(layer, role, count=100, **noise):
+    return TensorReport(layer, role, (10, count // 10), "float32", count, 0, 1.0, {}, noise)
 
 
 def test_every_reason_of_a_layer_is_told():
@@ -343,8 +343,13 @@ def test_of_recipes_that_keep_as_much_the_best_is_the_one_whose_worst_tensor_is_
     tensors = (tensor_of("a", "weight", **small), tensor_of("b", "weight", **large))
     for recipes_in_order in (("x", "y"), ("y", "x")):
         assert Analysis("x", recipes_in_order, tensors).best_recipe() == "y"
-    # The fewest weights in high precision come first, and equal ones are as they are named.
-    tensors += (tensor_of("c", "weight", x=measured(20.1), y=measured(19.9)),)
+    # What was not finite before is so under both.
+    broken = Noise(Measures(100, 1, 1.0, 0.0, 0.0, 30.0, 0.99))
+    tensors += (TensorReport("broken", "weight", (10, 10), "float32", 100, 1, 1.0, {}, {"x": broken, "y": broken}),)
+    assert Analysis("x", ("x", "y"), tensors).best_recipe() == "y"
+    # The fewest elements in high precision come first, and equal recipes are as they are named.
+    tensors += (tensor_of("c", "weight", x=measured(5.0), y=measured(30.0)),)
+    tensors += (tensor_of("d", "weight", 200, x=measured(30.0), y=measured(19.0)),)
     assert Analysis("x", ("y", "x"), tensors).best_recipe() == "x"
     same = (tensor_of("a", "weight", x=measured(25.0), y=measured(25.0)),)
     assert [Analysis("x", names, same).best_recipe() for names in (("x", "y"), ("y", "x"))] == ["x", "y"]
