@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 
 from ottava.cli.output import console
 from ottava.errors import OptionError, translated
-from ottava.filesystem import AnyPath
+from ottava.filesystem import AnyPath, check_file_target
 
 #: What the names of recipe files in YAML end in.
 SUFFIXES = (".yaml", ".yml")
@@ -21,6 +21,14 @@ def check_suffix(path: AnyPath, what: str = "the recipe file") -> None:
     """OptionError where the name of a recipe file is none of YAML."""
     if not str(path).lower().endswith(SUFFIXES):
         raise OptionError(f"{what} is {path}", expected=f"a name that ends in {' or '.join(SUFFIXES)}")
+
+
+def check_targets(recipe_file: Path | None, *others: Path | None) -> None:
+    """See that files which a command is to write can be; raises as :func:`check_suffix`, and UsageError."""
+    for path in filter(None, (recipe_file, *others)):
+        check_file_target(path)
+    if recipe_file is not None:
+        check_suffix(recipe_file, "--recipe-file")
 
 
 def write_text(path: AnyPath, text: str) -> None:

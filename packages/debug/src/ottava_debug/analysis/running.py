@@ -9,12 +9,11 @@ from rich.progress import TaskProgressColumn
 from ottava.checkpoint.convert import read_state
 from ottava.cli.output import console, say
 from ottava.errors import OptionError
-from ottava.filesystem import check_file_target
 from ottava_debug.analysis import output
 from ottava_debug.analysis.analyze import analyze
 from ottava_debug.analysis.terminal import sentences, summary_table, tensor_table
 from ottava_debug.losses import LOSSES
-from ottava_debug.output import check_suffix, progress_bar
+from ottava_debug.output import check_targets, progress_bar
 from ottava_debug.references import made, resolve
 
 _TARGETS = "targets"
@@ -33,11 +32,8 @@ def run(
     **options: Any,
 ) -> None:
     """Analyze, show and write; raises as of :func:`ottava_debug.analyze`, before anything is written."""
-    for path in filter(None, files.values()):
-        check_file_target(path)
     recipe_file = files["recipe"]
-    if recipe_file is not None:
-        check_suffix(recipe_file, "--recipe-file")
+    check_targets(recipe_file, files["json"], files["html"])
     if base is not None and options["recipes"] and base not in options["recipes"]:
         raise OptionError(f"--base {base!r}", expected=f"one of {', '.join(options['recipes'])}")
     function = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
