@@ -126,7 +126,7 @@ class Comparison:
         check_high_precision(values)
         elements: _Elements | None = None
         if isinstance(quantized, QuantizedTensorStorage):
-            direction = _direction(quantized, columnwise)
+            direction = direction_of(quantized, columnwise)
             quantized, elements = direction.dequantize(torch.float32), _elements(direction)
         if not isinstance(quantized, torch.Tensor):
             raise DTypeError(f"quantized is a {type(quantized).__name__}", expected="a tensor or a storage")
@@ -189,8 +189,8 @@ def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from tensor.detach().reshape(-1).split(size) if tensor.numel() else ()
 
 
-def _direction(quantized: QuantizedTensorStorage, columnwise: bool | None) -> QuantizedTensorStorage:
-    """The storage with the data of one direction."""
+def direction_of(quantized: QuantizedTensorStorage, columnwise: bool | None) -> QuantizedTensorStorage:
+    """The storage with the data of one direction; None: rows where they are held. UsageError: it is not held."""
     held = quantized.get_usages()
     if columnwise is None:
         columnwise = not held["rowwise"]
