@@ -1,5 +1,6 @@
 """``bisect`` finds planted faults, and names layer, tensor and direction."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import ottava
+from ottava.errors import UsageError
 from ottava_custom import CurrentScalingQuantizerRef, CustomRecipe, HybridQuantizer
 from ottava_custom.factories import current_scaling_ref_quantizer_factory as reference_factory
 from ottava_debug.capturing import capture
@@ -173,6 +175,10 @@ def scaled_weight(model):
     model[3].weight.mul_(2.0**20)
 
 
+def scaled_block_weight(model):
+    model.blocks[0].down.weight.mul_(2.0**20)
+
+
 def weight_outlier(model):
     # What enters there is always zero, and so is the gradient: in high precision nothing changes.
     block = model.blocks[1]
@@ -235,6 +241,11 @@ ALL = ("fprop", "dgrad", "wgrad")
 FAULTS = {
     "a weight scaled by 2^20 under the scale of earlier steps": (
         mlp, "delayed", features, scaled_weight, "mse", "loss", {("3", "fprop", "weight")}, {"warm": True},
+    ),
+    "a weight of the demo scaled by 2^20, by its gradients": (
+        gpt, "delayed", tokens, scaled_block_weight, "cross_entropy", "grad-distance",
+        {("blocks.0.down", gemm, "weight") for gemm in ("fprop", "dgrad")}
+        | {("blocks.0.up", gemm, "gradient") for gemm in ("dgrad", "wgrad")}, {"warm": True},
     ),
     "a weight outlier that flushes the others": (
         gpt, "current", tokens, weight_outlier, "cross_entropy", "grad-distance",
@@ -307,3 +318,71 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     assert report.before > report.tolerance
     if given is None:
         assert report.verified <= report.tolerance
+
+
+def test_what_a_fault_entails_is_told_from_it(tmp_path: Path) -> None:
+    """What comes back through a weight that has grown outgrows its own scale: in high precision it is clamped, too."""
+    path = captured(gpt, "delayed", tokens(), scaled_block_weight, tmp_path / "step", loss="cross_entropy", warm=True)
+    report = bisect(path, gpt())
+    follows = {(f.operands[0]): f.follows for f in report.findings}
+    assert {str(o): names for o, names in follows.items()} == {
+        "blocks.0.down: weight in fprop": (),
+        "blocks.0.down: weight in dgrad": (),
+        "blocks.0.up: gradient in dgrad": ("blocks.0.down: weight",),
+        "blocks.0.up: gradient in wgrad": ("blocks.0.down: weight",),
+    }
+    assert all("clamped" in f.reason and "of earlier steps" in f.reason for f in report.findings)
+
+
+def test_numbers_of_a_culprit_are_not_those_of_another(tmp_path: Path) -> None:
+    """A quantizer that gives NaN hides what the next layers lose."""
+    path = captured(mlp, hidden(), features(), nothing, tmp_path / "step")
+    report = bisect(path, mlp(), measure="loss", recipe=hidden())
+    reasons = {f.layers[0]: f.reason for f in report.findings}
+    assert set(reasons) == {"3", "6"}
+    assert "times 0.5" in reasons["6"]
+
+
+def raising(tensor_type, layer, side=None):
+    class Raising(CurrentScalingQuantizerRef):
+        def quantize_impl(self, tensor, dtype):
+            if tensor.any():
+                raise ArithmeticError("this quantizer is broken")
+            return super().quantize_impl(tensor, dtype)
+
+    return replaced(Raising, tensor_type, layer, side=side)
+
+
+@pytest.mark.parametrize(
+    ("tensor_type", "side", "expected"),
+    [
+        ("input", None, {("fprop", "activation"), ("wgrad", "activation")}),
+        ("weight", "columnwise", {("dgrad", "weight")}),
+        ("grad_output", None, {("dgrad", "gradient"), ("wgrad", "gradient")}),
+    ],
+)
+def test_a_quantizer_that_raises_is_a_finding(tensor_type, side, expected, tmp_path: Path) -> None:
+    path, recipe = tmp_path / "step", raising(tensor_type, "3", side)
+    model, (x, y) = ottava.convert(mlp(), recipe), features()
+    with pytest.raises(ArithmeticError), capture(model, path, targets=y, loss="mse"):
+        F.mse_loss(model(x), y).backward()
+    report = bisect(path, mlp(), recipe=recipe)
+    assert found(report) == {("3", *operand) for operand in expected}
+    assert all(f.reason == "its quantizer raises ArithmeticError: this quantizer is broken" for f in report.findings)
+    assert report.solved
+    assert report.before == float("inf")
+    assert json.dumps(report.as_json())
+
+
+def test_a_quantizer_that_raises_without_the_model(tmp_path: Path) -> None:
+    path = captured(mlp, "current", features(), nothing, tmp_path / "step")
+    with pytest.raises(UsageError, match=r"layer '3' cannot be computed: ArithmeticError: this quantizer is broken"):
+        bisect(path, recipe=raising("weight", "3"))
+
+
+def test_a_finding_that_the_recipe_file_does_not_fix_is_told(tmp_path: Path, monkeypatch) -> None:
+    path = captured(gpt, "current", tokens(), weight_outlier, tmp_path / "step", loss="cross_entropy")
+    monkeypatch.setattr("ottava_debug.search.bisect.recipe_text", lambda *_, **__: "default: current\n")
+    report = bisect(path, gpt())
+    assert report.after <= report.tolerance < report.verified
+    assert "under the recipe file the step is still wrong" in report.notes

@@ -195,10 +195,27 @@ def test_several_calls_and_backward_passes(path) -> None:
 # -- whether it is written --
 
 
+def test_a_weight_that_is_no_parameter_is_kept(path) -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, weight):
+            return weight * 2
+
+    model, (x, y) = model_of("current"), data()
+    torch.nn.utils.parametrize.register_parametrization(model.first, "weight", Doubled())
+    with capture(model, path):
+        step_of(model, x, y)
+    read = Bundle.read(path)
+    assert [name for name in read.operands if name.endswith("weight")] == ["0.weight"]
+    assert torch.equal(read.operands["0.weight"], model.first.weight)
+
+
 def test_above(path) -> None:
     assert not written(path, above=1e9)[1].written
     assert not path.exists()
-    assert written(path, above=0.0)[1].written
+    loss = float(written(path, above=0.0)[1].loss)
+    path.unlink()
+    assert not written(path, above=loss)[1].written
+    assert not path.exists()
 
 
 def test_a_loss_that_is_not_finite_is_above_everything(path) -> None:
@@ -247,6 +264,8 @@ def test_what_is_refused(path, tmp_path) -> None:
         capture(lambda x: x, path)
     with pytest.raises(OptionError, match="cross_entropy"):
         capture(model, path, loss="hinge")
+    with pytest.raises(OptionError, match="there are no targets"):
+        capture(model, path, loss="mse")
     with pytest.raises(UsageError, match="folder"):
         capture(model, tmp_path / "nowhere" / "step.safetensors")
     with pytest.raises(DTypeError, match="targets is a object"):
@@ -319,6 +338,18 @@ CHANGES = {
     "a loss that is no number": lambda told, tensors: told.update(loss="many"),
     "a call of other fields": lambda told, tensors: told["calls"].append({"name": 1}),
     "no activation": lambda told, tensors: tensors.pop("operands/0.activation"),
+    "no layers": lambda told, tensors: told.update(layers={}, calls=[]),
+    "no calls of layers": lambda told, tensors: told.update(calls=[]),
+    "a layer that is no text": lambda told, tensors: told["calls"][0].update(layer=[]),
+    "an unknown loss": lambda told, tensors: told.update(loss_name="hinge"),
+    "events in another order": lambda told, tensors: told["events"].reverse(),
+    "an event that comes twice": lambda told, tensors: told["events"].append("backward 0"),
+    "no event": lambda told, tensors: told.update(events=[]),
+    "an activation of integers": lambda told, tensors: tensors.update(
+        {"operands/0.activation": tensors["operands/0.activation"].long()}
+    ),
+    "an activation of one dimension": lambda told, tensors: tensors.update({"operands/0.activation": torch.ones(8)}),
+    "a gradient of other rows": lambda told, tensors: tensors.update({"operands/1.gradient": torch.ones(7, 16)}),
     "a tensor of no kind": lambda told, tensors: tensors.update(stray=torch.zeros(1)),
 }
 

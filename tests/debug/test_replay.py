@@ -1,6 +1,7 @@
 """A replay is the captured step, bit for bit, and on other machines in its quantized bytes."""
 
 import copy
+import dataclasses
 import random
 import warnings
 
@@ -331,3 +332,31 @@ def test_a_loss_that_is_not_finite_needs_a_function(path) -> None:
         (model(data()[0]) * float("nan")).sum().backward()
     with pytest.raises(UsageError, match="loss function"):
         Replay(Bundle.read(path), Model())
+
+
+def test_what_was_changed_in_a_step_is_refused(path) -> None:
+    """Shapes that only the model tells, or the layer."""
+    step, _ = captured(converted(Model, "current"), path)
+    for changed, told in (
+        ({"targets": None}, "cannot be replayed: AttributeError"),
+        ({"targets": {"tensor": "nowhere"}}, "an argument is described"),
+        ({"arguments": [{"args": {"tuple": []}, "kwargs": {"dict": {}}}]}, "cannot be replayed: TypeError"),
+        ({"layers": {"norm": 0}, "calls": []}, "'norm' of the model is a BatchNorm1d"),
+        ({"frozen": [name for name, _ in Model().named_parameters()]}, "no output of the model needs a gradient"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            Replay(dataclasses.replace(step, **changed), Model())
+    for weight in (torch.ones(16), torch.ones(16, 8), torch.ones(16, 16, dtype=torch.int64)):
+        with pytest.raises(CheckpointError, match="the weight of layer 'first' is"):
+            bisect(dataclasses.replace(step, state=step.state | {"first.weight": weight}))
+
+
+def test_the_cause_of_what_a_loss_raises_is_kept(path) -> None:
+    step, _ = captured(converted(Model, "current"), path)
+
+    def fails(output, targets):
+        raise KeyError("labels")
+
+    with pytest.raises(UsageError, match="cannot be replayed: KeyError: 'labels'") as caught:
+        Replay(step, Model(), loss=fails)
+    assert isinstance(caught.value.__cause__, KeyError)

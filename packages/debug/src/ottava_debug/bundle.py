@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import DTYPES, read_tensors
+from ottava.checkpoint.files import DTYPES, dtype_name, read_tensors
 from ottava.checkpoint.flatten import save_file, unflatten_state_dict
 from ottava.errors import CheckpointError, named
 from ottava.filesystem import AnyPath, as_path
+from ottava_debug.losses import LOSSES
 
 #: The entry of the file's metadata that describes the step.
 METADATA_KEY = "ottava.step"
@@ -169,20 +170,49 @@ def _parsed(text: str) -> dict[str, Any]:
 
 def _check(step: Bundle) -> None:
     """See that the parts fit together."""
-    calls = {f"{kind} {number}" for kind in ("forward", "backward") for number in range(len(step.arguments))}
     numbers = range(len(step.recipes))
     bad_layers = [name for name, number in step.layers.items() if type(number) is not int or number not in numbers]
-    bad_calls = [c for c in step.calls if c.layer not in step.layers or not isinstance(c.digests, dict)]
-    bad_events = [event for event in step.events if event not in calls]
+    bad_calls = [c for c in step.calls if not isinstance(c.layer, str) or c.layer not in step.layers]
+    bad_calls += [c for c in step.calls if not isinstance(c.digests, dict)]
     bad_arguments = [said for said in step.arguments if not _are_arguments(said)]
     bad_dtypes = [step.autocast] if step.autocast not in ("", *DTYPES) else []
-    found: dict[str, list[Any]] = {"layers": bad_layers, "calls": bad_calls, "events": bad_events}
-    for what, wrong in (found | {"arguments": bad_arguments, "dtypes": bad_dtypes}).items():
+    bad_losses = [step.loss_name] if step.loss_name not in ("", *LOSSES) else []
+    found: dict[str, list[Any]] = {"layers": bad_layers, "calls": bad_calls, "events": _bad_events(step)}
+    found |= {"arguments": bad_arguments, "dtypes": bad_dtypes, "loss functions": bad_losses}
+    for what, wrong in found.items():
         if wrong:
             raise CheckpointError(f"the {what} of the step have {wrong[0]!r:.80}", expected=_FOREIGN)
-    for number in range(len(step.calls)):
-        if f"{number}.activation" not in step.operands:
-            raise CheckpointError(f"the activation of call {number} is missing", expected=_FOREIGN)
+    if missing := [name for name in ("recipes", "layers", "calls", "arguments") if not getattr(step, name)]:
+        raise CheckpointError(f"the step has no {missing[0]}", expected=_FOREIGN)
+    for number, call in enumerate(step.calls):
+        _check_operands(step, number, needed=bool(call.digests))
+
+
+def _bad_events(step: Bundle) -> list[str]:
+    """Forward passes that do not come in their order, and backward passes that do not come once, after theirs."""
+    bad, begun, ended = [], 0, set[str]()
+    for event in step.events:
+        kind, _, number = event.partition(" ")
+        if event == f"forward {begun}":
+            begun += 1
+        elif kind == "backward" and number in map(str, range(begun)) and number not in ended:
+            ended.add(number)
+        else:
+            bad.append(event)
+    return bad if bad or begun == len(step.arguments) else [f"{begun} forward passes of {len(step.arguments)}"]
+
+
+def _check_operands(step: Bundle, number: int, needed: bool) -> None:
+    """See that the operands of a call are matrices in high precision, with as many rows as each other."""
+    activation, gradient = (step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient"))
+    if needed and activation is None:
+        raise CheckpointError(f"the activation of call {number} is missing", expected=_FOREIGN)
+    for tensor, values in (("activation", activation), ("gradient", gradient)):
+        if values is None:
+            continue
+        if values.dim() != 2 or not values.is_floating_point() or activation is None or len(values) != len(activation):
+            what = f"the {tensor} of call {number} is {dtype_name(values.dtype)} {list(values.shape)}"
+            raise CheckpointError(what, expected="matrices in high precision, of as many rows as each other")
 
 
 def _are_arguments(said: Any) -> bool:

@@ -53,7 +53,7 @@ class capture:
 
     Raises:
         DTypeError: the model is no module; what it is called with is not made of tensors and plain values.
-        OptionError: ``loss`` names no known function.
+        OptionError: ``loss`` names no known function, or there are no targets for it.
         UsageError: the model is compiled or sharded; the block is in an ``autocast`` block; parameters were changed in
             it; no layer ran under a recipe, or no loss was set for ``above`` to look at; the file cannot be written.
     """
@@ -77,6 +77,9 @@ class capture:
             raise UsageError("the model is sharded", expected="whole parameters", remedy="capture an unsharded copy")
         if loss is not None and loss not in LOSSES:
             raise OptionError(f"loss is {loss!r}", expected=f"None, or one of {', '.join(LOSSES)}")
+        if loss is not None and targets is None:
+            remedy = "give targets=, or leave out loss= where the model gives its loss"
+            raise OptionError(f"loss is {loss!r}, and there are no targets", expected="targets", remedy=remedy)
         check_file_target(path)
         self._model, self._path, self._above, self._when = model, path, above, when
         self._step = Bundle(loss_name=loss or "")
@@ -196,7 +199,8 @@ class capture:
 
     def _put_operands(self) -> None:
         step = self._step
-        passes = [record for record in self._recorder.passes if record.digests]
+        # Of a pass whose quantizer raised nothing was seen.
+        passes = [record for record in self._recorder.passes if record.digests or not record.seen]
         if not passes:
             remedy = "convert the model, or run it inside ottava.autocast(recipe) in the block"
             raise UsageError("no layer of the model quantized an operand", expected="a recipe", remedy=remedy)

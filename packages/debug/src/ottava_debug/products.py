@@ -52,6 +52,9 @@ class Inspection:
         operand may be quantized, with data for the usage that the product makes of it."""
         return values
 
+    def failed(self, gemm: str, tensor: str, values: torch.Tensor, error: Exception) -> None:
+        """Called where the quantizer of an operand raises, for each product that would take it; the error goes on."""
+
     def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
         """Called with each operand and result of a product, after :meth:`modify`; not when it is recomputed.
 
@@ -177,7 +180,13 @@ class _Products:
             return values if rowwise or columnwise else None
         options: dict[str, Any] = {} if tensor == "gradient" else {"recording": self.call.recording}
         quantizer = self.state.quantizer(ROLES[tensor], rowwise=rowwise, columnwise=columnwise, **options)
-        return quantizer.quantize_impl(values, self.dtype)
+        try:
+            return quantizer.quantize_impl(values, self.dtype)
+        except Exception as error:
+            for inspection in self.inspections:
+                for gemm_type in [rows_of] * rowwise + [columns_of] * columnwise:
+                    inspection.failed(gemm_type, tensor, values, error)
+            raise
 
     def operand(self, gemm_type: str, tensor: str, values: Any, quantized: Any, observed: bool = True) -> Any:
         """What a product takes: quantized, or a matrix in high precision."""

@@ -65,11 +65,21 @@ class Recording(Inspection):
     @property
     def record(self) -> Pass:
         """The pass that this looks at."""
+        return self._pass or self._begin()
+
+    def _begin(self) -> Pass:
         if self._pass is None:
             recorder, name, layer = self._of
             self._pass = recorder.find(name, layer, self.call.recomputed)
             self._pass.recipe = self.call.recipe
         return self._pass
+
+    def quantizes(self, gemm: str, tensor: str) -> bool:
+        # So that a layer is known whose quantizer raises before anything can be looked at. Which pass is recomputed,
+        # only its backward pass tells.
+        if not self.call.recomputed:
+            self._begin()
+        return True
 
     def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
         if (gemm, tensor) in OPERANDS:

@@ -3,11 +3,12 @@
 import copy
 import time
 from collections.abc import Callable, Mapping
+from math import inf, nan
 from typing import Any
 
 import torch
 
-from ottava.errors import DTypeError, OptionError, OttavaError, UsageError, listed
+from ottava.errors import DTypeError, OptionError, OttavaError, UsageError, listed, text_of
 from ottava.filesystem import AnyPath
 from ottava.recipes import Recipe, get_recipe
 from ottava.recipes.base import as_recipe
@@ -105,6 +106,19 @@ def _with_model(
     step: Bundle, replay: Replay, recipe: Recipe | None, measure: str, search: Search, loss: Loss | None
 ) -> Report:
     seen, report = replay.comparison, search.run()
+    if replay.broken:
+        report.findings[:0] = [
+            Finding(
+                (o.layer,),
+                o.gemm,
+                o.tensor,
+                f"its quantizer raises {type(e).__name__}: {text_of(e)}",
+                inf,
+                report.before,
+            )
+            for o, e in replay.broken.items()
+        ]
+        report.before, report.value = inf, nan
     report.captured = {"loss": step.loss, "grad-norm": step.grad_norm}.get(measure)
     report.operands = _told(seen)
     if seen.equal < seen.operands:
@@ -130,7 +144,7 @@ def _without_model(step: Bundle, given: Recipe | None, tolerance: float, progres
     report.before = max(made.errors.values(), default=0.0)
     for operand, error in sorted(made.errors.items(), key=lambda entry: -entry[1]):
         if error > tolerance:
-            why = reason([operand], made.comparison, (), any("delayed" in repr(r) for r in step.recipes))
+            why = reason([operand], made.comparison)
             statistics = made.comparison.statistics[operand]
             report.findings.append(Finding((operand.layer,), *operand[1:], why, error, statistics=statistics))
         else:
@@ -138,6 +152,8 @@ def _without_model(step: Bundle, given: Recipe | None, tolerance: float, progres
     report.notes = ["products by themselves: how much a finding matters to the step, the model would tell"]
     if made.comparison.other_bytes:
         report.notes.append(f"{len(made.comparison.other_bytes)} operands have other quantized bytes than captured")
+    if given is not None and made.comparison.stateful:
+        report.notes.append("scales of earlier steps, which the step has of its own recipe only, start afresh")
     recipes = [given] if given is not None else [build(said) for said in step.recipes]
     _put_recipe(report, recipes[0] if len(recipes) == 1 else None, {})
     return report

@@ -2,15 +2,17 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from ottava_debug.search.group_testing import TooManyError, smallest
 from ottava_debug.search.measure import MEASURES, Outcome, loss_of_operand, relative_distances
-from ottava_debug.search.operands import Operand
+from ottava_debug.search.operands import Comparison, Operand
 from ottava_debug.search.replay import Replay
-from ottava_debug.search.report import Finding, Report, reason, worst_of
+from ottava_debug.search.report import Finding, Report, is_clamped, reason, worst_of
 
 #: More single culprits than this are no longer told apart.
 MOST = 8
@@ -80,15 +82,48 @@ class Search:
                 if not findings:
                     report.notes.append(_SPREAD)
                     break
-                for finding in findings:
-                    found |= {Operand(layer, finding.gemm, finding.tensor) for layer in finding.layers}
-                    report.findings.append(finding)
+                found |= {operand for finding in findings for operand in finding.operands}
+                report.findings += findings
                 report.after = self._distance(every - found)
+            report.findings = self._explained(report.findings, self._look(every - found))
         except _OutOfReplaysError:
             report.notes.append(f"stopped after {self._replay.replays} replays: more may be to blame")
+            if report.findings:
+                report.notes.append("the reasons are of the step with nothing in high precision")
+                report.findings = self._explained(report.findings, self._replay.comparison)
         report.value, report.reference = self._values[every], self._values[frozenset()]
         report.kept = self._values.get(every - found, math.nan)
         return report
+
+    # -- why --
+
+    def _look(self, quantized: _Operands, shrunk: Mapping[Operand, float] = MappingProxyType({})) -> Comparison:
+        """What operands would lose that are in high precision while these are quantized."""
+        found = Comparison()
+        if len(quantized) < len(self._all):
+            self._run(quantized, look=found, shrunk=shrunk)
+        return found
+
+    def _explained(self, findings: list[Finding], seen: Comparison) -> list[Finding]:
+        """The findings with their reasons. What comes out of a product with a weight that has outgrown its scale is
+        likely to outgrow its own; then it is within range in a replay with a weight that is not too large."""
+        clamped = [o for finding in findings for o in finding.operands if o in seen.stateful and is_clamped(o, seen)]
+        statistics = seen.statistics
+        shrunk = {o: seen.largest[o] / statistics[o].amax for o in clamped if o.tensor == "weight"}
+        after = Comparison()
+        if shrunk and len(clamped) > len(shrunk) and self._replay.replays < self._most:
+            after = self._look(frozenset(self._all) - {o for f in findings for o in f.operands}, shrunk)
+        made = []
+        for finding in findings:
+            worst = worst_of(finding.operands, seen)
+            why, follows = reason(finding.operands, seen, finding.partners), dict[str, None]()
+            if worst in clamped and worst not in shrunk and worst in after.statistics and not is_clamped(worst, after):
+                follows = dict.fromkeys(f"{o.layer}: weight" for o in shrunk)
+                why += f"; a consequence of {', '.join(follows)}: within its range, nothing is clamped here"
+            made.append(replace(finding, reason=why, statistics=statistics[worst], follows=tuple(follows)))
+        return made
+
+    # -- what --
 
     def _round(self, rest: _Operands, wrong: float) -> list[Finding]:
         """The fewest operands of ``rest`` that bring the distance down from ``wrong``, half of the way to the tolerance
@@ -141,11 +176,10 @@ class Search:
             return []
 
     def _finding(self, culprit: list[Operand], partners: Sequence[Operand] = ()) -> Finding:
-        own, seen, (_, gemm, tensor) = frozenset(culprit), self._replay.comparison, culprit[0]
+        own, (_, gemm, tensor) = frozenset(culprit), culprit[0]
         alone, without = self._distance(own), self._distance(frozenset(self._all) - own)
-        stateful = any(self._replay.layers[operand.layer].recipe.stateful for operand in culprit)
-        why, layers = reason(culprit, seen, partners, stateful), tuple(operand.layer for operand in culprit)
-        return Finding(layers, gemm, tensor, why, alone, without, tuple(map(str, partners)), worst_of(culprit, seen))
+        layers = tuple(operand.layer for operand in culprit)
+        return Finding(layers, gemm, tensor, "", alone, without, tuple(map(str, partners)))
 
     # -- replays --
 
@@ -155,14 +189,15 @@ class Search:
             self._run(quantized)
         return self._distances[quantized]
 
-    def _run(self, quantized: _Operands, nudged: bool = False) -> Outcome:
+    def _run(self, quantized: _Operands, nudged: bool = False, **options: Any) -> Outcome:
         if self._replay.replays >= self._most:
             raise _OutOfReplaysError
-        outcome: Outcome = self._replay.run(quantized, backward=self._measure.backward, nudged=nudged)
+        backward = self._measure.backward
+        outcome: Outcome = self._replay.run(quantized, backward=backward, nudged=nudged, **options)
         self._expected = max(self._expected, self._replay.replays)
         if self._progress is not None:
             self._progress(self._replay.replays, self._expected)
-        if not nudged:
+        if not nudged and not options:
             self._note(quantized, outcome)
         return outcome
 

@@ -27,6 +27,10 @@ def converted(model: torch.nn.Module, step: Bundle, recipe: Recipe | None) -> to
     modules = dict(model.named_modules())
     if missing := [name for name in step.layers if name not in modules]:
         raise CheckpointError(f"the model has no module {missing[0]!r}", **_SAME)
+    linear = (torch.nn.Linear, ottava.nn.Linear)
+    for name in step.layers:
+        if not isinstance(modules[name], linear):
+            raise CheckpointError(f"module {name!r} of the model is a {type(modules[name]).__name__}", **_SAME)
     bound = [getattr(modules[name], "recipe", None) for name in step.layers]
     if recipe is None and all(isinstance(found, Recipe) for found in bound):
         return model

@@ -1,14 +1,17 @@
 """Operands of products as they were captured, and as they arrive in replays."""
 
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ottava.errors import CheckpointError
+from ottava.recipes.binding import Call
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.bundle import Bundle, digest
 from ottava_debug.measures import Measures, compare
+from ottava_debug.products import ROLES
 from ottava_debug.recorder import BY_COLUMN, Recorder, Recording, taken
 from ottava_debug.search.measure import loss_of_operand
 
@@ -26,6 +29,12 @@ class Operand(NamedTuple):
         return f"{self.layer}: {self.tensor} in {self.gemm}"
 
 
+def quantizer_of(call: Call, gemm: str, tensor: str) -> Any:
+    """The quantizer of an operand for one product alone; state is read and not changed."""
+    state, by_column = cast(Any, call.state), (gemm, tensor) in BY_COLUMN
+    return state.quantizer(ROLES[tensor], rowwise=not by_column, columnwise=by_column, recording=False)
+
+
 class Comparison:
     """How near the replay of the whole step came to the captured one.
 
@@ -36,6 +45,10 @@ class Comparison:
         products: how many quantized operands were compared.
         other_bytes: those whose quantized bytes are not the captured ones.
         statistics: what each quantized operand loses, of the call in which it loses most.
+        gains: what its values become, divided by them, in that call: the median without zeros, and without the largest,
+            which may be clamped; NaN where nothing is left.
+        largest: the largest magnitude that they become.
+        stateful: operands whose scales are those of earlier steps.
     """
 
     def __init__(self) -> None:
@@ -43,6 +56,26 @@ class Comparison:
         self.difference = 0.0
         self.other_bytes: list[Operand] = []
         self.statistics: dict[Operand, Measures] = {}
+        self.gains: dict[Operand, float] = {}
+        self.largest: dict[Operand, float] = {}
+        self.stateful: set[Operand] = set()
+
+    def note(self, call: Call, operand: Operand, values: torch.Tensor, quantized: Any, expected: str | None) -> None:
+        """What a product takes of a quantized operand, and the digest that this had when the step was captured."""
+        columnwise = operand[1:] in BY_COLUMN
+        made, worst = compare(values, quantized, columnwise=columnwise), self.statistics.get(operand)
+        found = taken(quantized, *operand[1:])
+        if worst is None or loss_of_operand(made) > loss_of_operand(worst):
+            top = found.abs().max() if found.numel() else torch.zeros(())
+            ratios = (found / values)[found.abs() < top]
+            self.statistics[operand], self.largest[operand] = made, float(top)
+            self.gains[operand] = float(ratios[ratios.isfinite() & (ratios != 0)].nanmedian())
+        recipe: Any = call.recipe
+        if recipe.stateful or quantizer_of(call, operand.gemm, operand.tensor).stateful:
+            self.stateful.add(operand)
+        if expected is not None:
+            self.products += 1
+            self.other_bytes += [operand] * (digest(found) != expected)
 
 
 class CapturedOperands:
@@ -104,18 +137,9 @@ class CapturedOperands:
         moved = torch.where(_same(values, before), captured, values + (captured - before))
         return torch.where(_same(captured, before), values, moved)
 
-    def note(self, key: tuple[str, int], operand: Operand, values: torch.Tensor, quantized: Any) -> None:
-        """In the first replay: what a product takes of a quantized operand."""
-        found = self.comparison
-        columnwise = (operand.gemm, operand.tensor) in BY_COLUMN
-        made = compare(values, quantized, columnwise=columnwise)
-        worst = found.statistics.get(operand)
-        found.statistics[operand] = made if worst is None else max(worst, made, key=loss_of_operand)
-        expected = self._digests.get(key, {}).get(f"{operand.gemm}.{operand.tensor}")
-        if expected is not None:
-            found.products += 1
-            if digest(taken(quantized, operand.gemm, operand.tensor)) != expected:
-                found.other_bytes.append(operand)
+    def expected(self, key: tuple[str, int], operand: Operand) -> str | None:
+        """The digest of what a product took of a quantized operand."""
+        return self._digests.get(key, {}).get(f"{operand.gemm}.{operand.tensor}")
 
 
 class Inspecting(Recorder):
@@ -129,17 +153,33 @@ class Inspecting(Recorder):
         return self._inspect(self, name, layer)
 
 
+#: Operands whose quantizers raise, with the error.
+Broken = dict[Operand, Exception]
+
+
 class First(Recording):
     """Of the first replay: everything is quantized, and compared with what was captured."""
 
-    def __init__(self, recorder: Recorder, name: str, layer: Any, operands: CapturedOperands) -> None:
+    def __init__(
+        self, recorder: Recorder, name: str, layer: Any, *, operands: CapturedOperands, broken: Broken
+    ) -> None:
         super().__init__(recorder, name, layer)
-        self._operands, self._name = operands, name
+        self._operands, self._name, self._broken = operands, name, broken
 
     @property
     def key(self) -> tuple[str, int]:
         """Layer, and number of its call."""
         return self._name, self.record.number
+
+    def quantizes(self, gemm: str, tensor: str) -> bool:
+        return super().quantizes(gemm, tensor) and (self._name, gemm, tensor) not in self._broken
+
+    def failed(self, gemm: str, tensor: str, values: torch.Tensor, error: Exception) -> None:
+        try:
+            quantizer_of(self.call, gemm, tensor).quantize_impl(values, values.dtype)
+        except Exception as failure:
+            # It may have been asked for both directions at once.
+            self._broken[Operand(self._name, gemm, tensor)] = failure
 
     def modifies(self, gemm: str, tensor: str) -> bool:
         return tensor in ("activation", "gradient")
@@ -149,36 +189,53 @@ class First(Recording):
 
     def note(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
         if quantized is not None:
-            self._operands.note(self.key, Operand(self._name, gemm, tensor), values, quantized)
+            operand = Operand(self._name, gemm, tensor)
+            expected = self._operands.expected(self.key, operand)
+            self._operands.comparison.note(self.call, operand, values, quantized, expected)
 
 
 class Switched(First):
-    """Of a later replay: the chosen operands are quantized."""
+    """Of a later replay: the chosen operands are quantized.
+
+    Args:
+        nudge: a generator of random numbers: every operand is moved by as much as BF16 rounds.
+        look: what notes what chosen ones would lose that are in high precision.
+        shrunk: of operands, what their values are multiplied with.
+    """
 
     def __init__(
         self,
-        recorder: Recorder,
-        name: str,
-        layer: Any,
-        operands: CapturedOperands,
+        *begun: Any,
         chosen: Collection[Operand],
-        generator: torch.Generator | None,
+        nudge: torch.Generator | None = None,
+        look: Comparison | None = None,
+        shrunk: Mapping[Operand, float] = MappingProxyType({}),
+        **of_step: Any,
     ) -> None:
-        super().__init__(recorder, name, layer, operands)
-        self._chosen, self._generator = chosen, generator
+        super().__init__(*begun, **of_step)
+        self._chosen, self._nudge, self._look, self._shrunk = chosen, nudge, look, shrunk
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
-        return (self._name, gemm, tensor) in self._chosen
+        return super().quantizes(gemm, tensor) and (self._name, gemm, tensor) in self._chosen
+
+    def modifies(self, gemm: str, tensor: str) -> bool:
+        return super().modifies(gemm, tensor) or (self._name, gemm, tensor) in self._shrunk
 
     def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor:
         values = self._operands.moved(self.key, tensor, values)
-        if self._generator is None:
+        factor = self._shrunk.get(Operand(self._name, gemm, tensor))
+        if factor is not None:
+            return values * factor
+        if self._nudge is None:
             return values
-        signs = torch.randint(0, 2, values.shape, generator=self._generator).to(values.device) * 2 - 1
+        signs = torch.randint(0, 2, values.shape, generator=self._nudge).to(values.device) * 2 - 1
         return (values * (1 + _NUDGE * signs)).to(values.dtype)
 
     def note(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
-        pass
+        operand = Operand(self._name, gemm, tensor)
+        if self._look is not None and operand in self._operands.comparison.statistics and quantized is None:
+            made = quantizer_of(self.call, gemm, tensor).quantize_impl(values, values.dtype)
+            self._look.note(self.call, operand, values, made, None)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -8,16 +8,13 @@ from typing import Any
 import torch
 
 import ottava
-from ottava.checkpoint.files import DTYPES
-from ottava.checkpoint.flatten import held_tensors
-from ottava.errors import CheckpointError
+from ottava.checkpoint.files import DTYPES, dtype_name
+from ottava.errors import CheckpointError, UsageError, translated
 from ottava.recipes import Recipe
-from ottava_debug.bundle import Bundle, digest
-from ottava_debug.measures import compare
+from ottava_debug.bundle import Bundle
 from ottava_debug.products import TENSORS, Inspection, Watch
 from ottava_debug.recipe_data import build
-from ottava_debug.recorder import BY_COLUMN, OPERANDS, taken
-from ottava_debug.search.measure import loss_of_operand
+from ottava_debug.recorder import OPERANDS
 from ottava_debug.search.operands import Comparison, Operand
 
 
@@ -53,7 +50,7 @@ class Products:
 
     Raises:
         UsageError: the captured recipe is not known from data, and none is given.
-        CheckpointError: the state of a layer is missing in the step.
+        CheckpointError: the state of a layer is missing in the step, or of another shape.
     """
 
     def __init__(
@@ -63,6 +60,8 @@ class Products:
         self._step, self._recipe = step, recipe
         recipes = [recipe or build(said) for said in step.recipes]
         for number, call in enumerate(step.calls):
+            if f"{number}.activation" not in step.operands:
+                continue  # a quantizer had raised
             with torch.random.fork_rng():
                 self._run(number, recipes[step.layers[call.layer]])
             if progress is not None:
@@ -72,18 +71,16 @@ class Products:
         call, found = self._step.calls[number], self.comparison
 
         def look(gemm: str, tensor: str, values: torch.Tensor, quantized: Any) -> None:
-            operand, columnwise = Operand(call.layer, gemm, tensor), (gemm, tensor) in BY_COLUMN
-            made, worst = compare(values, quantized, columnwise=columnwise), found.statistics.get(operand)
-            found.statistics[operand] = made if worst is None else max(worst, made, key=loss_of_operand)
             expected = call.digests.get(f"{gemm}.{tensor}") if self._recipe is None else None
-            if expected is not None:
-                found.products += 1
-                found.other_bytes += [operand] * (digest(taken(quantized, gemm, tensor)) != expected)
+            found.note(looking.call, Operand(call.layer, gemm, tensor), values, quantized, expected)
 
         held = [self._step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")]
         found.operands += sum(values is not None for values in held)
         found.equal = found.operands
-        self._results(number, recipe, _Product(OPERANDS, look))
+        looking = _Product(OPERANDS, look)
+        what = f"a product of layer {call.layer!r} cannot be computed"
+        with translated(what, "a recipe whose quantizers work", "give the model, or recipe=", to=UsageError):
+            self._results(number, recipe, looking)
         exact = self._results(number, recipe, _Product(()))
         for gemm, tensor in OPERANDS:
             operand = Operand(call.layer, gemm, tensor)
@@ -118,9 +115,15 @@ def _weight(step: Bundle, number: int) -> torch.Tensor:
     """The weight of a call in high precision, ``[out, in]``."""
     name = step.calls[number].layer
     found = step.operands.get(f"{number}.weight", step.state.get(f"{name}.weight" if name else "weight"))
-    if found is None or len(held_tensors(found)[0].shape) < 1:
+    if found is None:
         raise CheckpointError(f"the weight of layer {name!r} is missing", expected="a step that capture has written")
-    return found.detach() if type(found) is torch.Tensor else found.dequantize()
+    weight: torch.Tensor = found.detach() if type(found) is torch.Tensor else found.dequantize()
+    activation, gradient = (step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient"))
+    ends = [held.shape[1] for held in (gradient, activation) if held is not None]
+    if not weight.is_floating_point() or list(weight.shape)[-len(ends) :] != ends or weight.dim() != 2:
+        what = f"the weight of layer {name!r} is {dtype_name(weight.dtype)} {list(weight.shape)}"
+        raise CheckpointError(what, expected=f"high precision, [out, in] as of its operands, {ends}")
+    return weight
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -2,14 +2,16 @@
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ottava.checkpoint.files import DTYPES
-from ottava.errors import CheckpointError, UsageError
+from ottava.errors import CheckpointError, UsageError, translated
 from ottava.recipes import Recipe
 from ottava_debug.bundle import Bundle
 from ottava_debug.capturing import set_random_state
@@ -18,7 +20,7 @@ from ottava_debug.products import Inspection, Watch
 from ottava_debug.recorder import Recorder
 from ottava_debug.search.loading import converted, fitting_state, restore
 from ottava_debug.search.measure import Outcome
-from ottava_debug.search.operands import CapturedOperands, First, Inspecting, Operand, Switched
+from ottava_debug.search.operands import CapturedOperands, Comparison, First, Inspecting, Operand, Switched
 from ottava_debug.trees import ends, tensors_of, unflatten
 
 
@@ -45,13 +47,15 @@ class Replay:
         comparison: how near the first replay came to the captured step.
         first: what it gave.
         operands: what was quantized in it.
+        broken: operands whose quantizers raise, with the error; in all replays they are in high precision.
         scales: what the captured step multiplied the loss of each call of the model with.
         knows_loss: whether there is a loss.
         replays: how many there were.
 
     Raises:
         CheckpointError: the model is not the captured one.
-        UsageError: the captured recipe is not known from data, and none is given.
+        UsageError: the captured recipe is not known from data, and none is given; the model or the loss function raises
+            something, which is the cause of this error.
     """
 
     def __init__(
@@ -75,11 +79,10 @@ class Replay:
         self._state = fitting_state(self.model, step.state)
         self.scales, self._fed = dict(scales or {}), fed
         self.replays, self.knows_loss = 0, True
+        self.broken: dict[Operand, Exception] = {}
         self._captured = CapturedOperands(step, fed)
+        self.first, recorder = self._first()
         self.comparison = self._captured.comparison
-        self.first, recorder = self._run(
-            lambda recorder, name, layer: First(recorder, name, layer, self._captured), backward=True
-        )
         if missing := self._captured.missing(recorder):
             what = f"call {missing[1]} of layer {missing[0]!r} was captured, and the model did not make it"
             raise CheckpointError(what, expected="the model that was captured", remedy="give the same model")
@@ -87,23 +90,50 @@ class Replay:
 
     # -- replays --
 
-    def run(self, quantized: Collection[Operand], *, backward: bool = True, nudged: bool = False) -> Outcome:
+    def run(
+        self,
+        quantized: Collection[Operand],
+        *,
+        backward: bool = True,
+        nudged: bool = False,
+        look: Comparison | None = None,
+        shrunk: Mapping[Operand, float] = MappingProxyType({}),
+    ) -> Outcome:
         """Run the step with these operands quantized and all others in high precision.
 
         Args:
             backward: whether the backward pass is run, too.
             nudged: every operand is moved by as much as BF16 rounds, which tells what rounding alone does.
+            look: takes notes of what operands in high precision would lose.
+            shrunk: operands whose values are multiplied with a number.
+
+        Raises:
+            UsageError: the model, the loss function or a quantizer raises something.
         """
         chosen = quantized if isinstance(quantized, (set, frozenset)) else frozenset(quantized)
         generator = torch.Generator().manual_seed(0) if nudged else None
-        rest = self._captured, chosen, generator
-        return self._run(lambda recorder, name, layer: Switched(recorder, name, layer, *rest), backward)[0]
+        inspect = partial(Switched, chosen=chosen, nudge=generator, look=look, shrunk=shrunk)
+        return self._run(inspect, backward)[0]
+
+    def _first(self) -> tuple[Outcome, Recorder]:
+        """The first replay that comes to its end: operands whose quantizers raise are in high precision."""
+        while True:
+            known = len(self.broken)
+            try:
+                return self._run(First, backward=True)
+            except UsageError:
+                if len(self.broken) == known:
+                    raise
+                self._captured = CapturedOperands(self.step, self._fed)
 
     def _run(self, inspect: Callable[..., Inspection], backward: bool) -> tuple[Outcome, Recorder]:
         self.replays += 1
         restore(self.model, self.step, self._state)
-        recorder = Inspecting({id(layer): name for name, layer in self.layers.items()}, inspect)
-        with Watch(recorder), self._surroundings():
+        begun = {"operands": self._captured, "broken": self.broken}
+        names = {id(layer): name for name, layer in self.layers.items()}
+        recorder = Inspecting(names, partial(inspect, **begun))
+        what, remedy = "the step cannot be replayed", "give the model of the step, and its loss function"
+        with Watch(recorder), self._surroundings(), translated(what, "the captured step", remedy, to=UsageError):
             loss = self._events(backward)
         named = self.model.named_parameters()
         gradients = {name: _gradient(p) for name, p in named if p.requires_grad} if backward else {}
@@ -155,6 +185,8 @@ class Replay:
                     self.scales[number] = _scale(loss, outputs, captured, self._fed)
                 roots.append(loss)
                 seeds.append(torch.full_like(loss, self.scales[number]))
+        if not any(root.requires_grad for root in roots):
+            raise CheckpointError("no output of the model needs a gradient", expected="parameters that are not frozen")
         torch.autograd.backward(roots, seeds)
 
     # -- the step's surroundings --

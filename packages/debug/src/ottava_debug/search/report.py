@@ -23,7 +23,10 @@ class Finding:
         alone: the distance with nothing else quantized.
         without: the distance with everything else quantized; None without the model.
         partners: operands without which it does no harm.
-        statistics: what the operand loses; of several layers, in the one that loses most.
+        statistics: what the operand loses where all findings are in high precision (without the model: by itself); of
+            several layers, in the one that loses most.
+        follows: weights out of whose products its values come, and which are too large for their scale: with weights
+            that are not, these values would be within range.
     """
 
     layers: tuple[str, ...]
@@ -34,11 +37,12 @@ class Finding:
     without: float | None = None
     partners: tuple[str, ...] = ()
     statistics: Measures | None = None
+    follows: tuple[str, ...] = ()
 
     @property
-    def operand(self) -> Operand:
-        """Its first operand."""
-        return Operand(self.layers[0], self.gemm, self.tensor)
+    def operands(self) -> tuple[Operand, ...]:
+        """Its operands, by layer."""
+        return tuple(Operand(layer, self.gemm, self.tensor) for layer in self.layers)
 
     @property
     def layer(self) -> str:
@@ -109,8 +113,13 @@ class Report:
     def sentence(self) -> str:
         """The result in a sentence."""
         if self.measure == "products":
-            more = f"by more than {number(self.tolerance)} of it"
-            return f"{len(self.findings)} operands move the result of their product {more}"
+            one = len(self.findings) == 1
+            many = (
+                "1 operand moves the result of its"
+                if one
+                else f"{len(self.findings)} operands move the result of their"
+            )
+            return f"{many} product by more than {number(self.tolerance)} of it"
         told = f"The {self.measure} is {number(self.value)}, in high precision {number(self.reference)}: a distance"
         if self.measure == "grad-distance":
             told = "The gradients are at a distance"
@@ -121,6 +130,8 @@ class Report:
         return f"{told}; {kept} ({right})"
 
 
+# What formats of 8 bits change values by is less.
+_OFF = 0.1
 COLUMNS = ("layer", "tensor", "direction", "distance alone", "without it")
 
 
@@ -129,35 +140,38 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def reason(operands: Sequence[Operand], found: Comparison, partners: Sequence[Operand], stateful: bool) -> str:
+def reason(operands: Sequence[Operand], found: Comparison, partners: Sequence[str] = ()) -> str:
     """Why these operands do harm, as far as what they lose tells."""
-    told = _cause(worst_of(operands, found), stateful)
-    if partners:
-        told += f"; only together with {', '.join(map(str, partners))}"
-    return told
+    told = _cause(worst_of(operands, found), found)
+    return f"{told}; only together with {', '.join(partners)}" if partners else told
 
 
-def worst_of(operands: Sequence[Operand], found: Comparison) -> Measures:
-    """What the operand loses that loses most."""
-    return max((found.statistics[operand] for operand in operands), key=loss_of_operand)
+def worst_of(operands: Sequence[Operand], found: Comparison) -> Operand:
+    """The one that loses most."""
+    return max(operands, key=lambda operand: loss_of_operand(found.statistics[operand]))
 
 
-def _cause(made: Measures, stateful: bool) -> str:
-    saturation, lost = made.saturation or 0.0, f"SQNR {made.sqnr:.1f} dB"
-    old = "of earlier steps, and " if stateful else ""
+def is_clamped(operand: Operand, found: Comparison) -> bool:
+    """Whether an operand loses by values beyond the range, the others being what they should be."""
+    saturation, sqnr = found.statistics[operand].saturation or 0.0, found.statistics[operand].sqnr
+    return not abs(found.gains[operand] - 1) > _OFF and (saturation > 1 or (saturation > 0 and sqnr < 15))
+
+
+def _cause(operand: Operand, found: Comparison) -> str:
+    made, gain = found.statistics[operand], found.gains[operand]
+    lost, old = f"SQNR {made.sqnr:.1f} dB", "of earlier steps, and " if operand in found.stateful else ""
     if made.not_finite:
         return f"{made.not_finite} of its {made.count} values are NaN or infinite before they are quantized"
-    if made.sqnr < 15 and made.cosine > 0.99:
-        return f"{lost} at a cosine of {made.cosine:.4f}: the quantizer gives the values times something"
-    if saturation > 1 or (saturation and made.sqnr < 15):
-        return (
-            f"{saturation:.3g} % of the values are clamped, {lost}: the scale is {old}too large (amax {made.amax:.3g})"
-        )
+    if is_clamped(operand, found):
+        share = f"{made.saturation:.3g} % of the values are clamped"
+        return f"{share}, {lost}: the scale is {old}too large (amax {made.amax:.3g})"
     zeros = f"{made.underflow:.3g} % of the values become zero"
     if made.underflow > 5 and made.sqnr < 1:
         return f"{zeros}, {lost}: the scale is {old}too small (amax {made.amax:.3g})"
     if made.underflow > 5:
         return f"{zeros}: an outlier, {made.amax:.3g}, takes the range ({lost})"
+    if made.sqnr < 15 and abs(gain - 1) > _OFF:
+        return f"{lost} at a cosine of {made.cosine:.4f}: the quantizer gives the values times {gain:.2g}"
     if not made.sqnr >= 15:
         return f"{lost}, and the values are within range: the quantizer gives others"
     return f"it loses little by itself ({lost}), which is too much here"
