@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import nvdlfw_inspect.api as debug_api
 import pytest
@@ -271,12 +272,12 @@ def test_a_logger_that_fails_is_told_and_training_goes_on():
 def test_statistics_under_checkpointing_are_those_without_it():
     layer, found = layers_of(model_of("current"))[LAYER], []
     x = torch.randn(6, 40)
-    for call in (lambda x: layer(x), lambda x: checkpoint(layer, x, use_reentrant=False)):
+    for call in (layer, *(partial(checkpoint, layer, use_reentrant=kind) for kind in (False, True))):
         with ottava_debug.statistics(layer, ["l1_norm", "sqnr", "exponents"]) as run:
             call(x.clone().requires_grad_()).square().sum().backward()
             run.step()
         found.append(run.latest())
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert {tensor for _, tensor, _ in found[0]} == {"activation", "weight", "gradient"}
 
 
