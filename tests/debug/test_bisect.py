@@ -452,7 +452,6 @@ def gaussian(**changed):
         # One value is nearly all of the signal, so that the cosine is nearly 1.
         (gaussian(_7=2.0**20), 1.0, "0.0244 % of the values are clamped"),
         (gaussian() * 2.0**9, 1.0, "of the values are clamped"),
-        (gaussian(), 2.0**-9, "of the values become zero, SQNR"),
         (gaussian() * 2.0**-12, 1.0, "the scale is too small"),
         (gaussian(_7=2.0**40), 448 * 2.0**-40, "an outlier, 1.1e+12, takes the range"),
         (gaussian(_7=float("nan")), 1.0, "1 of its 4096 values are NaN"),
@@ -510,14 +509,17 @@ def test_a_gradient_that_is_zero_in_high_precision_does_not_count() -> None:
 
 
 def test_without_the_model_scales_of_another_recipe_start_afresh(path) -> None:
-    report = bisect(stored(outlier(Stack(2), 1), path), recipe="delayed")
-    assert any("start afresh" in note for note in report.notes)
-    assert not any("start afresh" in note for note in bisect(path).notes)
+    stored(outlier(Stack(2), 1), path)
+    assert any("start afresh" in note for note in bisect(path, recipe="delayed").notes)
+    report = bisect(path)
+    assert not any("start afresh" in note for note in report.notes)
     report.findings = report.findings[:1]
     assert report.sentence().startswith("1 operand moves the result of its product")
 
 
-@pytest.mark.parametrize("arguments", [("--loss", "mse"), ("--loss", "of_a_user:fails"), ("--loss", "of_a_user:words")])
+@pytest.mark.parametrize(
+    "arguments", [("--loss", "cross_entropy"), ("--loss", "of_a_user:fails"), ("--loss", "of_a_user:words")]
+)
 def test_the_command_with_a_loss_that_fails(arguments, run, path) -> None:
     done = run("--model", "of_a_user:make", *arguments)
     assert done.exit_code == 2

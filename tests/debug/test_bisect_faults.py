@@ -331,16 +331,9 @@ def test_what_a_fault_entails_is_told_from_it(tmp_path: Path) -> None:
         "blocks.0.up: gradient in dgrad": ("blocks.0.down: weight",),
         "blocks.0.up: gradient in wgrad": ("blocks.0.down: weight",),
     }
+    # The numbers are of the step with all findings in high precision: with the weight clamped it is a third of that.
+    assert all(f.statistics.saturation > 40 for f in report.findings)
     assert all("clamped" in f.reason and "of earlier steps" in f.reason for f in report.findings)
-
-
-def test_numbers_of_a_culprit_are_not_those_of_another(tmp_path: Path) -> None:
-    """A quantizer that gives NaN hides what the next layers lose."""
-    path = captured(mlp, hidden(), features(), nothing, tmp_path / "step")
-    report = bisect(path, mlp(), measure="loss", recipe=hidden())
-    reasons = {f.layers[0]: f.reason for f in report.findings}
-    assert set(reasons) == {"3", "6"}
-    assert "times 0.5" in reasons["6"]
 
 
 def raising(tensor_type, layer, side=None):
