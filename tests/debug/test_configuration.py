@@ -52,6 +52,14 @@ WRONG = {
     "empty list": ("[fprop]", "[]", 9, [OF_FAKE_QUANT, "gemms is empty"]),
     "a struct that is no list": ("gemms: [fprop]", "gemms_struct: fprop", 9, [OF_FAKE_QUANT, "gemms_struct"]),
     "a struct without a name": ("gemms: [fprop]", "gemms_struct: [{gem: fprop}]", 9, [OF_FAKE_QUANT, "no gemm"]),
+    "a struct with a wrong key": (
+        "gemms: [fprop]\n      tensors: [weight]",
+        "gemms_struct: [{gemm: fprop, tensor: [weight]}]",
+        9,
+        [OF_FAKE_QUANT, "no key 'tensor'", "use 'tensors'"],
+    ),
+    "a section twice": (GOOD, GOOD + GOOD.strip(), 12, ["'it' stands twice, first in line 2"]),
+    "a key twice": ("gemms:", "freq: 2\n      freq: 3\n      gemms:", 10, ["'freq' stands twice, first in line 9"]),
     "unknown feature": ("FakeQuant", "FakeQuantize", 7, ["section 'it'", "transformer_engine", "use 'FakeQuant'"]),
     "unknown namespace": (
         "transformer_engine",
@@ -204,6 +212,36 @@ def test_patterns_that_match_nothing_are_named(initialize):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         debug_api.step()
+        debug_api.end_debug()
+
+
+def test_patterns_that_match_nothing_are_named_where_no_step_ends(initialize):
+    initialize(GOOD.replace(".*", "attention"))
+    step(model_of("current"))
+    with pytest.warns(UserWarning, match=r"line 5: layer_name_regex_pattern 'attention' matches no layer.*fc1"):
+        debug_api.end_debug()
+
+
+def test_layers_of_one_name_are_told(initialize):
+    initialize(GOOD)
+    models = [ottava.nn.Linear(8, 8, recipe="current", name="same") for _ in range(2)]
+    x = torch.randn(4, 8)
+    models[0](x)
+    with pytest.warns(UserWarning, match="several layers are called 'same'.*infer_and_assign_layer_names") as caught:
+        [model(x) for model in models * 2]
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ottava.nn.Linear(8, 8, recipe="current", name="other")(x)
+
+
+@pytest.mark.parametrize("name", ["DisableQuantizationLayer", "DisableQuantizationGEMM"])
+def test_newer_names_of_features(initialize, name):
+    expected = step(model_of(None))
+    options = "" if name.endswith("Layer") else ", gemms: [fprop, dgrad, wgrad]"
+    layers = "layers: {layer_types: [all]}"
+    initialize(f"it:\n  enabled: True\n  {layers}\n  transformer_engine:\n    {name}: {{enabled: True{options}}}\n")
+    assert all(torch.equal(a, b) for a, b in zip(step(model_of("current")), expected, strict=True))
 
 
 def test_two_sections_with_the_same_feature_for_a_layer(initialize):
@@ -218,6 +256,7 @@ FEATURES = """
 import sys
 import torch
 from nvdlfw_inspect.registry import Registry, api_method
+from ottava_debug import Feature
 
 
 @Registry.register_feature(namespace="transformer_engine")
@@ -249,6 +288,23 @@ class Looks:
     @api_method
     def inspect_tensor_postquantize(self, config, layer_name, gemm, tensor_name, tensor, rowwise, iteration, **rest):
         self.seen.append((layer_name, gemm, tensor_name, type(tensor).__name__, rowwise))
+
+
+@Registry.register_feature(namespace="ottava")
+class FailsAfter(Feature):
+    def step(self):
+        sys.exit(4)
+
+
+@Registry.register_feature(namespace="ottava")
+class InPlace:
+    @api_method
+    def modify_tensor_enabled(self, config, layer_name, gemm, tensor_name, iteration):
+        return (gemm, tensor_name) == ("fprop", "weight")
+
+    @api_method
+    def modify_tensor(self, config, layer_name, gemm, tensor_name, tensor, iteration):
+        return tensor.mul_(0.5)
 
 
 @Registry.register_feature(namespace="ottava")
@@ -362,6 +418,49 @@ def test_a_feature_that_fails_stops_training_where_that_is_asked_for(initialize,
         ottava_debug.on_error("warn")
     with pytest.raises(OptionError, match="'warn' or 'raise'"):
         ottava_debug.on_error("exit")
+
+
+def test_a_feature_that_fails_after_a_step_is_switched_off(initialize, features):
+    initialize(section("FailsAfter", "ottava"), feature_dirs=features)
+    model = model_of("current")
+    debug_api.infer_and_assign_layer_names(model)
+    step(model)
+    with pytest.warns(UserWarning, match="line 6: section 'own', FailsAfter: step failed: SystemExit: 4. .*off"):
+        debug_api.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model)
+        debug_api.step()
+        debug_api.end_debug()
+
+
+def test_a_feature_that_fails_after_a_step_stops_training_where_that_is_asked_for(initialize, features):
+    initialize(section("FailsAfter", "ottava", on_error="raise"), feature_dirs=features)
+    model = model_of("current")
+    debug_api.infer_and_assign_layer_names(model)
+    step(model)
+    for end in (debug_api.step, debug_api.end_debug):
+        with pytest.raises(PluginError, match="line 6: section 'own', FailsAfter: step failed: SystemExit: 4"):
+            end()
+    # What failed is forgotten all the same.
+    initialize(GOOD)
+    assert ottava.nn.function.inspector is not None
+    debug_api.end_debug()
+    assert ottava.nn.function.inspector is None
+
+
+def test_a_feature_may_change_the_tensor_that_it_modifies(initialize, features):
+    initialize(section("InPlace", "ottava"), feature_dirs=features)
+    model = model_of("current")
+    debug_api.infer_and_assign_layer_names(model)
+    layer, x = layers_of(model)["model.blocks.0.fc1"], torch.randn(12, 40)
+    weight = layer.weight.detach().clone()
+    found = layer(x)
+    assert torch.equal(layer.weight, weight)
+    debug_api.end_debug()
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    assert torch.equal(found, layer(x))
 
 
 def test_a_feature_that_cannot_be_imported_is_an_error(initialize, tmp_path):

@@ -4,6 +4,9 @@ Current scaling multiplies elements, and the sums by the scales; FakeQuant multi
 to in float32. For sums over ``K`` the two differ by at most ``γ · |a| · |b|`` with ``γ = 2 · (K + 4) · 2⁻²⁴``: one
 rounding for each operand, product and addition, and for the scales and the bias (Higham, "Accuracy and Stability of
 Numerical Algorithms", 2002, section 3.1).
+
+Under BF16 autocast, ``u = 2⁻⁹`` for a rounding to bfloat16: both operands of FakeQuant are rounded to it, and the
+results of both. That is ``4 · u · |a| · |b|`` besides, and a little for the products of such errors.
 """
 
 import nvdlfw_inspect.api as debug_api
@@ -35,8 +38,8 @@ SHAPE = SIZES["tiny"]
 pytestmark = pytest.mark.filterwarnings("ignore:only .* of the weights")
 
 
-def trainee(recipe):
-    return Trainee(recipe, size=SHAPE, dtype=torch.float32)
+def trainee(recipe, dtype=torch.float32):
+    return Trainee(recipe, size=SHAPE, dtype=dtype)
 
 
 def batches():
@@ -66,8 +69,9 @@ def of_a_step(run):
     return kept
 
 
-def test_each_product_differs_by_rounding_alone(initialize):
-    run = trainee("current")
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 0.0), (None, 2.0**-9)], ids=["float32", "autocast"])
+def test_each_product_differs_by_rounding_alone(initialize, dtype, unit):
+    run = trainee("current", dtype)
     kept = of_a_step(run)
     layers = {layer.name: layer for layer in run.model.modules() if getattr(layer, "recipe", None) is not None}
     assert kept.keys() == layers.keys()
@@ -76,7 +80,8 @@ def test_each_product_differs_by_rounding_alone(initialize):
     for name, layer in layers.items():
         current, x = kept[name].taken, kept[name].taken["fprop", "activation"][0].clone().requires_grad_()
         found = Keeps()
-        with Watch(lambda layer, found=found: found):
+        region = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is None)
+        with region, Watch(lambda layer, found=found: found):
             layer(x).backward(current["dgrad", "gradient"][0])
         for gemm, (left, right, result) in TENSORS.items():
             operands = []
@@ -84,17 +89,24 @@ def test_each_product_differs_by_rounding_alone(initialize):
                 values, quantized = current[gemm, tensor]
                 fake, none = found.taken[gemm, tensor]
                 assert none is None
-                # Bit for bit what the bytes and the scale of the other stand for.
-                assert torch.equal(fake, quantized.dequantize(torch.float32))
+                # Bit for bit what the bytes and the scale of the other stand for, in the dtype of the values.
+                assert torch.equal(fake, quantized.dequantize(torch.float32).to(values.dtype))
                 quant_format = "FP8E5M2" if tensor == "gradient" else "FP8E4M3"
                 assert torch.equal(fake, fake_quantize(values, quant_format))
                 operands.append(fake.double().abs())
             a, b = operands
             a, b = a.t() if gemm == "wgrad" else a, b.t() if gemm == "fprop" else b
             size = a @ b + (layer.bias.abs() if gemm == "fprop" else 0)
-            bound = 2 * (a.shape[1] + 4) * 2.0**-24 * size
+            bound = (2 * (a.shape[1] + 4) * 2.0**-24 + 4 * unit * (1 + 8 * unit)) * size
             difference = (found.taken[gemm, result][0].double() - current[gemm, result][0].double()).abs()
             assert bool((difference <= bound).all()), (name, gemm, (difference / bound).max())
+
+
+def test_losses_under_autocast_stay_together(initialize):
+    expected = losses(trainee("current", None), 15)
+    initialize(FILE)
+    apart = (losses(trainee("current", None), 15) - expected).abs() / expected
+    assert 0 < apart.max() < 3e-4
 
 
 def test_losses_stay_together(initialize):

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from benchmarks.installed import recipes
-from ottava_debug.products import TENSORS, Inspection, Watch
+from ottava_debug.products import OPERANDS, TENSORS, Inspection, Watch
 
 RECIPES = [name for name in recipes() if name != "custom"]
 
@@ -149,17 +149,86 @@ def test_each_tensor_of_each_product_is_seen_once(recipe, call):
 
 
 def test_what_is_modified_is_what_is_multiplied():
-    class Doubles(Inspection):
-        def modify(self, gemm, tensor, values):
-            return values * 2 if (gemm, tensor) in {("fprop", "weight"), ("wgrad", "wgrad")} else values
-
     layer = layer_of("current")
     expected = steps(deepcopy(layer), count=1)
-    with Watch(lambda layer: Doubles()):
+    with Watch(lambda layer: Doubles(("fprop", "weight"), ("wgrad", "wgrad"))):
         found = steps(layer, lambda layer, x: layer(x), count=1)
     bias = layer.bias.detach()
     assert torch.allclose(found[0] - bias, 2 * (expected[0] - bias), rtol=1e-5, atol=1e-5)
     assert not torch.equal(found[2], expected[2])
+
+
+def test_an_operand_may_be_quantized_by_an_inspection():
+    layer, x = layer_of("current"), torch.randn(8, 32)
+
+    class Replaces(Inspection):
+        def modify(self, gemm, tensor, values):
+            quantizer = self.call.state.quantizer("weight", rowwise=True, columnwise=False, recording=False)
+            return quantizer.quantize(values * 2) if (gemm, tensor) == ("fprop", "weight") else values
+
+    bias = layer.bias.detach()
+    expected = layer(x).detach() - bias
+    with Watch(lambda layer: Replaces()):
+        found = layer(x).detach() - bias
+    # A power of two times the scale is all that changes.
+    assert torch.allclose(found, 2 * expected, rtol=1e-5, atol=1e-5)
+
+
+class Doubles(Inspection):
+    def __init__(self, *pairs):
+        self.pairs = pairs
+
+    def modify(self, gemm, tensor, values):
+        return values * 2 if (gemm, tensor) in self.pairs else values
+
+
+def test_what_is_modified_is_not_recorded():
+    layer = layer_of("delayed")
+    other, operands = deepcopy(layer), [pair for pair in OPERANDS if pair != ("dgrad", "gradient")]
+    x, dy = torch.randn(8, 32, requires_grad=True), torch.randn(8, 48)
+    for _ in range(2):
+        with Watch(lambda layer: Doubles(*operands)):
+            modified = layer(x)
+            modified.backward(dy)
+        plain = other(x)
+        plain.backward(dy)
+        assert not torch.equal(modified, plain)
+    states = layer.state_dict(), other.state_dict()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
+    assert any("amax" in key or "extra" in key for key in states[1])
+
+
+def test_a_modified_gradient_of_the_weight_is_added_to_main_grad():
+    layer, dy = layer_of("current"), torch.ones(8, 48)
+    x, added = torch.randn(8, 32), []
+    for pairs in ([], [("wgrad", "wgrad")]):
+        layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.full((48, 32), 0.5), False
+        layer.fuse_wgrad_accumulation = True
+        with Watch(lambda layer, pairs=pairs: Doubles(*pairs)):
+            layer(x).backward(dy)
+        assert layer.weight.grad_added_to_main_grad
+        added.append(layer.weight.main_grad - 0.5)
+    assert torch.allclose(added[1], 2 * added[0], rtol=1e-4, atol=1e-4)
+    assert added[0].any()
+
+
+def test_backward_passes_are_noted(monkeypatch):
+    layer, noted = layer_of("delayed"), []
+    state = type(layer._binding.state)
+    monkeypatch.setattr(state, "note_backward", lambda self: noted.append(self))
+    steps(layer)
+    count = len(noted)
+    with Watch(lambda layer: Looks()):
+        steps(layer)
+    assert len(noted) == 2 * count > 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_of_which_nothing_is_quantized_is_one_in_high_precision_under_autocast(recipe):
+    expected = steps(layer_of(None), under_autocast)
+    with Watch(lambda layer: Plain()):
+        found = steps(layer_of(recipe), under_autocast)
+    assert same(found[: len(expected) - 2], expected[:-2])
 
 
 def test_watches_end():

@@ -87,11 +87,25 @@ def test_two_at_once_and_their_ends():
 
 def test_patterns_that_match_nothing_are_named():
     model = model_of("current")
-    with pytest.warns(UserWarning, match=r"layers 'blocks\.7\.\*' matches no layer"):
+    with pytest.warns(
+        UserWarning, match=r"layers 'blocks\.7\.\*' matches no layer\. Layers of the model: 'blocks\.0\."
+    ):
         ottava_debug.high_precision(model, layers=["blocks.0.*", "blocks.7.*"]).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ottava_debug.high_precision(model, layers=["blocks.0.*"]).close()
+
+
+def test_one_name_may_stand_for_a_list(monkeypatch):
+    model = model_of("current")
+    recorder = Recorder(monkeypatch, model)
+    with ottava_debug.fake_quant(model, "FP8E5M2", gemms="fprop", tensors="weight"):
+        step(model)
+    for name in NAMES:
+        assert torch.equal(
+            recorder.products[name, "fprop"][1], fake_quantize(recorder.plain[name]["weight"], "FP8E5M2")
+        )
+        assert isinstance(recorder.products[name, "wgrad"][0], ottava.QuantizedTensorStorage)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
 """Statistics are what a direct computation gives, change nothing, and cost nothing in steps without them."""
 
 import math
+import warnings
+from functools import partial
 
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 from eight_layers import NAMES, Recorder, layers_of, model_of, step
+from torch.utils.checkpoint import checkpoint
 
 import ottava_debug
 from ottava import QuantizerRole, get_recipe
-from ottava.errors import OptionError
+from ottava.errors import DTypeError, OptionError
 from ottava_debug import measures
 
 FILE = """
@@ -166,8 +169,9 @@ def test_histograms_of_exponents(tmp_path):
 
 def test_microbatches_of_a_step_are_put_together():
     model, stats = model_of("current"), ["min", "max", "mean", "std", "l1_norm", "cur_amax", "mse", "underflows%"]
+    stats += ["scale_inv_min", "scale_inv_max"]
     layer = layers_of(model)[LAYER]
-    xs = [torch.randn(6, 40) * scale for scale in (1.0, 3.0)]
+    xs = [torch.randn(6, 40) * scale for scale in (1.0, 3.0, 2.0)]
     with ottava_debug.statistics(model, stats, layers="blocks.0.fc1", tensors=["activation"]) as run:
         for x in xs:
             layer(x)
@@ -178,6 +182,11 @@ def test_microbatches_of_a_step_are_put_together():
         assert math.isclose(values[stat], both[stat].item(), rel_tol=1e-6), stat
     made = [layer._binding.state.quantizer("input", rowwise=True, columnwise=True).quantize(x).dequantize() for x in xs]
     error = torch.cat(xs).double() - torch.cat(made).double()
+    scales = [layer._binding.state.quantizer("input", rowwise=True, columnwise=True).quantize(x) for x in xs]
+    scales = [made.grid_operand(columnwise=False)[1].float() for made in scales]
+    assert values["scale_inv_min"] == min(scale.min().item() for scale in scales)
+    assert values["scale_inv_max"] == max(scale.max().item() for scale in scales)
+    assert values["scale_inv_min"] < values["scale_inv_max"]
     assert math.isclose(values["mse"], error.square().mean().item(), rel_tol=1e-6)
     assert {each.step for each in run.found} == {0}
     assert len(run.found) == len(stats)
@@ -232,9 +241,9 @@ def test_what_is_not_quantized_has_no_statistics_of_it():
         (["maximum"], "maximum"),
         (["sqnr_rowwise"], "sqnr_rowwise"),
         (["nowhere_sqnr"], "nowhere_sqnr"),
-        (["delayed_sqnr"], "delayed_sqnr"),
+        (["custom_sqnr"], "custom_sqnr"),
         ([], "a list of 0"),
-        ("max", "stats"),
+        ("maximum", "^the arguments: LogTensorStats: stats has 'maximum'"),
     ],
 )
 def test_statistics_that_nobody_knows(stats, told):
@@ -252,8 +261,65 @@ def test_a_logger_that_fails_is_told_and_training_goes_on():
     model = model_of("current")
     with ottava_debug.statistics(model, ["amax"], tb_writer=Broken(), on_error="warn") as run:
         step(model)
-        with pytest.warns(UserWarning, match="disk full"):
+        with pytest.warns(UserWarning, match=r"LogTensorStats: step failed: .*layer 'blocks.*OSError: disk full.*off"):
             run.step()
         step(model)
-        with pytest.warns(UserWarning, match="disk full"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             run.step()
+
+
+def test_statistics_under_checkpointing_are_those_without_it():
+    layer, found = layers_of(model_of("current"))[LAYER], []
+    x = torch.randn(6, 40)
+    for call in (layer, *(partial(checkpoint, layer, use_reentrant=kind) for kind in (False, True))):
+        with ottava_debug.statistics(layer, ["l1_norm", "sqnr", "exponents"]) as run:
+            call(x.clone().requires_grad_()).square().sum().backward()
+            run.step()
+        found.append(run.latest())
+    assert found[0] == found[1] == found[2]
+    assert {tensor for _, tensor, _ in found[0]} == {"activation", "weight", "gradient"}
+
+
+STATE = [f"fp8_delayed_scaling_{stat}" for stat in ("underflows%", "sqnr", "scale_inv_max")]
+
+
+def test_names_of_a_recipe_with_state_are_what_it_made():
+    model, stats = model_of("delayed"), [*STATE, *(name.removeprefix("fp8_delayed_scaling_") for name in STATE)]
+    with ottava_debug.statistics(model, stats, layers="blocks.0.fc1") as run:
+        for seed in range(3):
+            step(model, seed)
+            run.step()
+    found = run.latest()
+    assert len(found) == 3 * len(stats)
+    for layer, tensor, stat in found:
+        assert found[layer, tensor, stat] == found[layer, tensor, stat.removeprefix("fp8_delayed_scaling_")]
+
+
+def test_names_of_a_recipe_with_state_elsewhere_are_told():
+    model = model_of("current")
+    with ottava_debug.statistics(model, "delayed_sqnr", layers="blocks.0.fc1", tensors="weight") as run:
+        with pytest.warns(
+            UserWarning, match=r"weight of layer 'blocks\.0\.fc1' is not quantized along rows by 'delayed'"
+        ):
+            step(model)
+    assert run.found == []
+
+
+def test_places_that_cannot_be_written_to(tmp_path):
+    path, model = tmp_path / "file", model_of("current")
+    path.write_text("")
+    with pytest.raises(OptionError, match=r"log_dir is '.*file': .* cannot be written: .*a folder"):
+        ottava_debug.statistics(model, log_dir=path)
+    with pytest.raises(DTypeError, match="tb_writer is a str"):
+        ottava_debug.statistics(model, log_dir=tmp_path, tb_writer="logs")
+    assert ottava_debug.products._watches == []
+
+
+def test_each_rank_has_a_file(tmp_path, monkeypatch):
+    from ottava_debug.log_files import StatisticsFile
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    StatisticsFile(tmp_path).close()
+    assert [path.name for path in tmp_path.rglob("*.log")] == ["nvdlfw_inspect_globalrank-3.log"]

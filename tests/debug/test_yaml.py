@@ -67,6 +67,36 @@ CASES = {
             if n.endswith(("fc2", "proj"))
         },
     ),
+    "types, structs over what stands around them": (
+        """
+        some:
+          enabled: True
+          layers:
+            layer_types: [fc2]
+          transformer_engine:
+            FakeQuant:
+              enabled: True
+              quant_format: FP8E4M3
+              gemms_struct:
+                - gemm: fprop
+                  tensors: [activation, weight]
+                - gemm: dgrad
+                  quant_format: FP8E5M2
+                  tensors_struct:
+                    - tensor: gradient
+                    - tensor: weight
+                      quant_format: MXFP8E4M3
+        """,
+        {
+            n: {
+                **pairs(["fprop"], ["activation", "weight"], "FP8E4M3"),
+                ("dgrad", "gradient"): "FP8E5M2",
+                ("dgrad", "weight"): "MXFP8E4M3",
+            }
+            for n in NAMES
+            if n.endswith("fc2")
+        },
+    ),
     "exact names, gemms_struct with tensors_struct": (
         """
         exactly:
@@ -186,12 +216,14 @@ def assert_quantized(found, expected, by_column):
         assert same(a, b)
 
 
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("current", torch.float32), ("mxfp8", torch.float32), ("delayed", torch.bfloat16)]
+)
 @pytest.mark.parametrize("case", CASES)
-def test_operands_are_exactly_what_the_file_says(case, recipe, initialize, monkeypatch):
+def test_operands_are_exactly_what_the_file_says(case, recipe, dtype, initialize, monkeypatch):
     text, expected = CASES[case]
     initialize(text)
-    model = model_of(recipe)
+    model = model_of(recipe, dtype)
     debug_api.infer_and_assign_layer_names(model)
     recorder = Recorder(monkeypatch, model)
     step(model)

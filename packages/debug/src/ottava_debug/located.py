@@ -42,6 +42,13 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_map(self, node: Any) -> Any:
         # In two steps, as PyYAML's own: what an alias stands for may still be empty.
         found = Located({}, self.source)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines and name != "<<":
+                what = f"{self.source}, line {line}: {name!r} stands twice, first in line {lines[name]}"
+                raise OptionError(what, expected="each key once: the first would be lost")
+            lines[name] = line
         yield found
         found.update({str(key): value for key, value in self.construct_mapping(node).items()})
         found.lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
@@ -103,7 +110,8 @@ def unknown(where: str, what: str, given: object, known: Iterable[str]) -> Optio
     names = sorted(map(str, known))
     near = difflib.get_close_matches(str(given), names, n=1)
     remedy = f"use {near[0]!r}" if near else ""
-    return OptionError(f"{where}: {what} {given!r}", expected=f"one of {', '.join(names)}", remedy=remedy)
+    what = f"{where}: {what}" if where else what
+    return OptionError(f"{what} {given!r}", expected=f"one of {', '.join(names)}", remedy=remedy)
 
 
 def mapping(parent: Located, key: str, what: str) -> Located:

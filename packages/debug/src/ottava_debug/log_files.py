@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from nvdlfw_inspect.logging import BaseLogger, wrap_tensorboard_writer  # type: ignore[import-untyped]
 
+from ottava.errors import DTypeError, OptionError
+
 _FOLDER = "nvdlfw_inspect_statistics_logs"
 
 
@@ -19,13 +21,20 @@ class StatisticsFile(BaseLogger):  # type: ignore[misc]
 
     Attributes:
         path: the file.
+
+    Raises:
+        OptionError: the file cannot be written.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.path = Path(log_dir) / _FOLDER / f"nvdlfw_inspect_globalrank-{rank}.log"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("w", encoding="utf-8", buffering=1)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", encoding="utf-8", buffering=1)
+        except OSError as error:
+            what = f"log_dir is {str(log_dir)!r}: {self.path} cannot be written: {error.strerror}"
+            raise OptionError(what, expected="a folder, or where one can be made") from error
 
     def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
         """Write a line."""
@@ -39,5 +48,8 @@ class StatisticsFile(BaseLogger):  # type: ignore[misc]
 
 
 def of_tensorboard(writer: Any) -> list[Any]:
-    """A writer of TensorBoard as a logger; none for None."""
+    """A writer of TensorBoard as a logger; none for None. DTypeError: it is none."""
+    if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+        expected = "a torch.utils.tensorboard.SummaryWriter, or what has its add_scalar"
+        raise DTypeError(f"tb_writer is a {type(writer).__name__}", expected=expected)
     return [] if writer is None else [wrap_tensorboard_writer(writer)]

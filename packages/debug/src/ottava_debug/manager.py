@@ -121,15 +121,19 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
         super().step()
 
     def close(self) -> None:
-        if self.session is not None:
-            self.session.close()
-            self.session = None
-        super().close()
-        # Handlers would write what a later run says to the files of this one, too.
-        for logger in map(logging.getLogger, _LOGS):
-            for handler in list(logger.handlers):
-                logger.removeHandler(handler)
-                handler.close()
+        session, self.session = self.session, None
+        try:
+            if session is not None:
+                session.close()
+        finally:
+            super().close()
+            # end_debug() does so itself, but not where a feature raises here: initialize() could not be called again.
+            api.DEBUG_MANAGER = None
+            # Handlers would write what a later run says to the files of this one, too.
+            for logger in map(logging.getLogger, _LOGS):
+                for handler in list(logger.handlers):
+                    logger.removeHandler(handler)
+                    handler.close()
 
 
 def _take_over() -> None:

@@ -27,7 +27,10 @@ TENSORS = {
 }
 #: What recipes call the operands.
 ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
-_OPERANDS = [(gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors[:2]]
+#: Operands of the three products, as ``(gemm, tensor)``.
+OPERANDS = tuple((gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors[:2])
+#: Operands of which products take the data along columns; they take the others by rows.
+BY_COLUMN = frozenset({("dgrad", "weight"), ("wgrad", "gradient"), ("wgrad", "activation")})
 
 
 class Inspection:
@@ -49,7 +52,8 @@ class Inspection:
 
     def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor | QuantizedTensorStorage:
         """The values that a product takes, or gives, instead: ``values``, or others of their shape and dtype. An
-        operand may be quantized, with data for the usage that the product makes of it."""
+        operand may be quantized, with data for the usage that the product makes of it. ``values`` themselves must not
+        be changed in place: they may be the parameter."""
         return values
 
     def failed(self, gemm: str, tensor: str, values: torch.Tensor, error: Exception) -> None:
@@ -162,7 +166,7 @@ class _Products:
         for inspection in inspections:
             inspection.call = call
         # Decided once, because what is saved for the backward pass depends on it.
-        self.quantized_operands = {pair: self._quantizes(*pair) for pair in _OPERANDS}
+        self.quantized_operands = {pair: self._quantizes(*pair) for pair in OPERANDS}
         every = [(gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors]
         self.modified = {pair for pair in every if any(found.modifies(*pair) for found in inspections)}
 
@@ -200,10 +204,9 @@ class _Products:
         elif isinstance(taken, QuantizedTensorStorage):
             quantized, taken = taken, plain
         elif taken is not plain:
-            by_column = gemm_type == "wgrad" or (gemm_type == "dgrad" and tensor == "weight")
-            quantizer = self.state.quantizer(
-                ROLES[tensor], rowwise=not by_column, columnwise=by_column, recording=False
-            )
+            by_column = (gemm_type, tensor) in BY_COLUMN
+            usage = {"rowwise": not by_column, "columnwise": by_column}
+            quantizer = self.state.quantizer(ROLES[tensor], **usage, recording=False)
             quantized = quantizer.quantize_impl(taken, self.dtype)
         if observed:
             self.observe(gemm_type, tensor, taken, quantized)

@@ -22,6 +22,10 @@ from ottava_debug.session import Enabled, Session
 Layers = str | Iterable[str] | Callable[[str, Any], bool] | None
 
 
+def _listed(names: str | Iterable[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
 class Chosen:
     """The layers of a model that patterns match; in the place of a section's selector."""
 
@@ -34,10 +38,11 @@ class Chosen:
         if not every:
             raise OptionError("the model has no layer of Ottava", remedy="call ottava.convert(model, recipe) before")
         self.unmatched: dict[str, str] = {}
+        self.of_model = list(every.values())
         if layers is None or callable(layers):
             found = {m: name for m, name in every.items() if layers is None or layers(name, m)}
         else:
-            patterns = [layers] if isinstance(layers, str) else list(layers)
+            patterns = _listed(layers)
             found = {m: name for m, name in every.items() if any(fnmatchcase(name, p) for p in patterns)}
             self.unmatched = {
                 f"layers {p!r}": "the model"
@@ -67,14 +72,12 @@ class Run:
         self.iteration, enabled = 0, []
         for feature, given in features:
             config = {key: value for key, value in given.items() if value is not None}
-            targets, title = (
-                feature.targets(Located(config, "the arguments"), type(feature).__name__),
-                type(feature).__name__,
-            )
+            title = type(feature).__name__
+            targets = feature.targets(Located(config, "the arguments"), title)
             policy = str(given.get("on_error", "raise"))
             enabled.append(Enabled(title, "ottava", feature, config, chosen, targets, policy))
         self._session = Session(enabled, lambda: self.iteration, chosen.names.get, chosen.own_names.__contains__)
-        self._session.warn_of_unmatched()
+        self._session.warn_of_unmatched("Layers of the model", chosen.of_model)
 
     def step(self) -> None:
         """The next step begins. Ranges of steps count these calls."""
@@ -97,8 +100,8 @@ def fake_quant(
     quant_format: str,
     *,
     layers: Layers = None,
-    gemms: Sequence[str] = GEMMS,
-    tensors: Sequence[str] = ("activation", "weight", "gradient"),
+    gemms: str | Sequence[str] = GEMMS,
+    tensors: str | Sequence[str] = ("activation", "weight", "gradient"),
     on_error: str = "raise",
     **steps: Any,
 ) -> Run:
@@ -119,7 +122,7 @@ def fake_quant(
     Raises:
         OptionError: a name or a value is not allowed, or the model has no layers of Ottava.
     """
-    given = {"gemms": list(gemms), "tensors": list(tensors), "quant_format": quant_format}
+    given = {"gemms": _listed(gemms), "tensors": _listed(tensors), "quant_format": quant_format}
     return Run(model, layers, [(FakeQuant(), given | steps | {"on_error": on_error})])
 
 
@@ -127,12 +130,12 @@ def high_precision(
     model: torch.nn.Module,
     *,
     layers: Layers = None,
-    gemms: Sequence[str] = GEMMS,
+    gemms: str | Sequence[str] = GEMMS,
     on_error: str = "raise",
     **steps: Any,
 ) -> Run:
     """Compute products in high precision; arguments and errors as of :func:`fake_quant`."""
-    return Run(model, layers, [(DisableFP8GEMM(), {"gemms": list(gemms)} | steps | {"on_error": on_error})])
+    return Run(model, layers, [(DisableFP8GEMM(), {"gemms": _listed(gemms)} | steps | {"on_error": on_error})])
 
 
 class Statistics(Run):
@@ -140,9 +143,11 @@ class Statistics(Run):
 
     Attributes:
         found: all of them so far, a list of :class:`Statistic`.
+        file: what they are written to; None without ``log_dir``.
     """
 
     found: list[Statistic]
+    file: StatisticsFile | None
 
     def latest(self) -> dict[tuple[str, str, str], float | dict[int, int]]:
         """``(layer, tensor, stat)`` -> the last value."""
@@ -150,20 +155,19 @@ class Statistics(Run):
 
     def close(self) -> None:
         """The layers are as they were; what was collected since the last step is found."""
-        super().close()
-        for writer in self._writers:
-            if isinstance(writer, StatisticsFile):
-                writer.close()
-
-    _writers: Sequence[Any] = ()
+        try:
+            super().close()
+        finally:
+            if self.file is not None:
+                self.file.close()
 
 
 def statistics(
     model: torch.nn.Module,
-    stats: Sequence[str] = ("cur_amax", "underflows%", "saturation%", "sqnr"),
+    stats: str | Sequence[str] = ("cur_amax", "underflows%", "saturation%", "sqnr"),
     *,
     layers: Layers = None,
-    tensors: Sequence[str] = ("activation", "weight", "gradient"),
+    tensors: str | Sequence[str] = ("activation", "weight", "gradient"),
     freq: int = 1,
     log_dir: str | os.PathLike[str] | None = None,
     tb_writer: Any = None,
@@ -180,18 +184,22 @@ def statistics(
         model, layers, tensors, on_error, steps: as of :func:`fake_quant`.
 
     Raises:
-        OptionError: as of :func:`fake_quant`.
+        OptionError: as of :func:`fake_quant`, and if the file cannot be written.
+        DTypeError: ``tb_writer`` has no ``add_scalar``.
     """
     found: list[Statistic] = []
-    writers = [*([StatisticsFile(log_dir)] if log_dir is not None else []), *of_tensorboard(tb_writer)]
+    names = _listed(stats)
+    writers: list[Any] = of_tensorboard(tb_writer)
+    file = None if log_dir is None else StatisticsFile(log_dir)
+    writers += [] if file is None else [file]
 
     def sink(each: Statistic) -> None:
         found.append(each)
         write(each, writers)
 
-    of_quantized = [name for name in stats if name.removesuffix("_columnwise").endswith(tuple(QUANTIZED))]
-    of_values = [name for name in stats if name not in of_quantized]
-    common = {"tensors": list(tensors), "freq": freq, "on_error": on_error} | steps
+    of_quantized = [name for name in names if name.removesuffix("_columnwise").endswith(tuple(QUANTIZED))]
+    of_values = [name for name in names if name not in of_quantized]
+    common = {"tensors": _listed(tensors), "freq": freq, "on_error": on_error} | steps
     chosen: list[tuple[Feature, dict[str, Any]]] = []
     if of_values or not of_quantized:
         chosen.append((LogTensorStats(sink), {"stats": of_values, **common}))
@@ -200,8 +208,8 @@ def statistics(
     try:
         run = Statistics(model, layers, chosen)
     except BaseException:
-        for writer in writers:
-            getattr(writer, "close", lambda: None)()
+        if file is not None:
+            file.close()
         raise
-    run.found, run._writers = found, writers
+    run.found, run.file = found, file
     return run

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ottava.errors import OptionError
-from ottava_debug.features.base import ON_ERROR, Feature
-from ottava_debug.located import Located, kind_of, mapping, plain, truth, unknown
+from ottava_debug.features.base import COMMON, Feature, checked
+from ottava_debug.located import Located, mapping, plain, truth, unknown
 from ottava_debug.selectors import Selector
 from ottava_debug.session import Enabled
 
@@ -22,7 +22,7 @@ def enabled_in(root: Located, known: Known, others: Mapping[str, Any], on_error:
     Args:
         known: the features of :data:`NAMESPACES` and of other namespaces.
         others: features of nvdlfw-inspect's own, which stand in a section without a namespace.
-        on_error: what holds where a section and a feature say nothing, see :data:`ON_ERROR`.
+        on_error: what holds where a section and a feature say nothing, as of :func:`ottava_debug.on_error`.
 
     Raises:
         OptionError: something is not allowed; the message names the section, the key and the line.
@@ -71,12 +71,7 @@ def _features(
 
 
 def _policy(given: Located, what: str, default: str) -> str:
-    value = given.get("on_error", default)
-    if value not in ON_ERROR:
-        raise OptionError(
-            f"{given.where('on_error')}: {what}: on_error is {kind_of(value)}", expected=" or ".join(ON_ERROR)
-        )
-    return str(value)
+    return str(checked(given, "on_error", COMMON["on_error"], what)) if "on_error" in given else default
 
 
 def for_nvdlfw(root: Located) -> dict[str, Any]:

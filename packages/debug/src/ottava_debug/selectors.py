@@ -51,7 +51,6 @@ class Selector:
             for label in tests
             if label != _ALL
         }
-        self._types = self._tests.get("layer_types", {})
 
     def matches(self, name: str) -> bool:
         """Whether a layer of the name is selected; what it matches is no longer unmatched."""

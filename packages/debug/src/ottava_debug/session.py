@@ -5,13 +5,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 
 from ottava.errors import OptionError, PluginError, text_of
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.features.base import Feature, Target
-from ottava_debug.products import Inspection, Watch
+from ottava_debug.products import BY_COLUMN, Inspection, Watch
 from ottava_debug.selectors import Selector
 
 
@@ -24,6 +25,7 @@ class Enabled:
         selector: the layers that it is for.
         targets: what of them; None where the feature is not of :class:`Feature`, and reads ``config`` itself.
         off: names of layers for which it is switched off, because it raised.
+        stopped: whether it is switched off for all, because it raised after a step.
     """
 
     title: str
@@ -34,6 +36,7 @@ class Enabled:
     targets: list[Target] | None
     on_error: str = "warn"
     off: set[str] = field(default_factory=set)
+    stopped: bool = False
     _configs: dict[Any, Any] = field(default_factory=dict)
     _active: tuple[int, list[Target]] = -1, []
 
@@ -44,7 +47,7 @@ class Enabled:
 
     def active(self, step: int) -> bool:
         """Whether it does anything in a step."""
-        return self.targets is None or bool(self._in_step(step))
+        return not self.stopped and (self.targets is None or bool(self._in_step(step)))
 
     def _in_step(self, step: int) -> list[Target]:
         if self._active[0] != step:
@@ -88,6 +91,7 @@ class Enabled:
 
 # What the forward pass has shown before.
 _AGAIN = {("dgrad", "weight"), ("wgrad", "activation")}
+_GO_ON = "on_error: warn switches the feature off, and goes on"
 
 
 def truth_of(answer: Any, default: bool) -> bool:
@@ -115,6 +119,8 @@ class Session:
     ) -> None:
         self.enabled, self.step, self._name_of = list(enabled), step, name_of
         self._plans: dict[str, list[Enabled]] = {}
+        self._layers: dict[str, ref[Any]] = {}
+        self._namesakes: set[str] = set()
         self._told = False
         self._watch = (
             Watch(self.inspection, may_select or (lambda name: bool(self.plan(name)))) if self.enabled else None
@@ -142,13 +148,26 @@ class Session:
         plan = None if name is None else self.plan(name)
         if not plan:
             return None
+        self._tell_of_namesake(str(name), layer)
         step = self.step()
         active = [enabled for enabled in plan if enabled.active(step) and name not in enabled.off]
         return LayerInspection(self, str(name), active, step) if active else None
 
+    def _tell_of_namesake(self, name: str, layer: Any) -> None:
+        other = self._layers.setdefault(name, ref(layer))()
+        if other is not layer:
+            self._layers[name] = ref(layer)
+            if other is not None and name not in self._namesakes:
+                self._namesakes.add(name)
+                what = (
+                    f"several layers are called {name!r}: sections cannot tell them apart, statistics take them as one"
+                )
+                remedy = "nvdlfw_inspect.api.infer_and_assign_layer_names(model) names them"
+                warnings.warn(f"{what}. {remedy}", UserWarning, stacklevel=2)
+
     def attempt(self, enabled: Enabled, layer_name: str, method: str, step: int, **given: Any) -> Any:
         """What a feature answers. Where it raises, it is switched off for the layer, or the error is raised."""
-        if layer_name in enabled.off:
+        if enabled.stopped or layer_name in enabled.off:
             return None
         try:
             return enabled.call(method, step, layer_name, iteration=step, **given)
@@ -160,42 +179,48 @@ class Session:
         """A warning, and the feature is switched off for the layer; or the error."""
         text = f"{enabled.title}: {method} failed in layer {layer_name!r}: {type(error).__name__}: {text_of(error)}"
         if enabled.on_error == "raise":
-            raise PluginError(
-                text, remedy="on_error: warn switches the feature off for the layer, and goes on"
-            ) from error
+            raise PluginError(text, remedy=_GO_ON) from error
         enabled.off.add(layer_name)
         warnings.warn(f"{text}. It is switched off for this layer", UserWarning, stacklevel=2)
 
     def after_step(self) -> None:
         """What features do after a step; after the first, patterns that matched no layer are warned of."""
         self._end_step()
-        if not self._told:
-            self._told = True
-            self.warn_of_unmatched()
+        self.warn_of_unmatched("Layers that ran", self._plans)
 
-    def warn_of_unmatched(self) -> None:
-        """Warn of patterns that matched no layer so far."""
+    def warn_of_unmatched(self, known: str, names: Iterable[str]) -> None:
+        """Warn, the first time, of patterns that matched no layer so far; and tell some names that are ``known``."""
+        if self._told:
+            return
+        self._told = True
+        some = ", ".join(map(repr, list(names)[:5])) or "none"
         for pattern, where in {p: w for enabled in self.enabled for p, w in enabled.selector.unmatched.items()}.items():
-            seen = ", ".join(map(repr, list(self._plans)[:5])) or "none"
-            what = f"{where}: {pattern} matches no layer. Layers that ran: {seen}"
-            warnings.warn(what, UserWarning, stacklevel=2)
+            warnings.warn(f"{where}: {pattern} matches no layer. {known}: {some}", UserWarning, stacklevel=3)
 
     def close(self) -> None:
-        """No feature is in force from here on."""
+        """No feature is in force from here on; what :meth:`after_step` does is done once more."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-            self._end_step()
+            self.after_step()
 
     def _end_step(self) -> None:
-        for enabled in {id(enabled.feature): enabled for enabled in self.enabled}.values():
-            if isinstance(enabled.feature, Feature):
-                try:
-                    enabled.feature.step()
-                except (Exception, SystemExit) as error:
-                    if enabled.on_error == "raise":
-                        raise
-                    warnings.warn(f"{enabled.title}: step failed: {error}", UserWarning, stacklevel=3)
+        # The sections of a feature share the object.
+        shared: dict[int, list[Enabled]] = {}
+        for enabled in self.enabled:
+            if isinstance(enabled.feature, Feature) and not enabled.stopped:
+                shared.setdefault(id(enabled.feature), []).append(enabled)
+        for sections in shared.values():
+            try:
+                sections[0].feature.step()
+            except (Exception, SystemExit) as error:
+                titles = " and ".join(enabled.title for enabled in sections)
+                text = f"{titles}: step failed: {type(error).__name__}: {text_of(error)}"
+                if any(enabled.on_error == "raise" for enabled in sections):
+                    raise PluginError(text, remedy=_GO_ON) from error
+                for enabled in sections:
+                    enabled.stopped = True
+                warnings.warn(f"{text}. It is switched off", UserWarning, stacklevel=3)
 
 
 class LayerInspection(Inspection):
@@ -223,7 +248,8 @@ class LayerInspection(Inspection):
         for enabled in self._enabled:
             if self._modifies(enabled, gemm, tensor):
                 plain = found.dequantize() if isinstance(found, QuantizedTensorStorage) else found
-                given = {"gemm": gemm, "tensor_name": tensor, "tensor": plain}
+                # A copy, so that a feature may change it in place: it may be the parameter itself.
+                given = {"gemm": gemm, "tensor_name": tensor, "tensor": plain.clone()}
                 made = self._ask(enabled, "modify_tensor", default_quantizer=None, out=None, dtype=plain.dtype, **given)
                 found = self._fitting(enabled, made, plain) if made is not None else found
         return found  # type: ignore[no-any-return]
@@ -238,20 +264,22 @@ class LayerInspection(Inspection):
         return plain
 
     def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
-        by_column = gemm == "wgrad" or (gemm == "dgrad" and tensor == "weight")
         # What a backward pass takes of the forward pass has been seen, if not by this object: of recomputed passes.
         first = (gemm, tensor) not in _AGAIN and tensor not in self._seen
         self._seen.add(tensor)
+        recipe = None if self.call.recipe is None else self.call.recipe.name
         usages = {"rowwise": False, "columnwise": False} if quantized is None else quantized.get_usages()
         both = {f"{usage}_quantized_tensor": quantized if held else None for usage, held in usages.items()}
         for enabled in self._enabled:
             given = {"tensor_name": tensor, "tp_group": None}
             if first and truth_of(self._ask(enabled, "inspect_tensor_enabled", **given), enabled.has("inspect_tensor")):
                 quantizer = getattr(quantized, "_quantizer", None)
-                self._ask(enabled, "inspect_tensor", tensor=values, quantizer=quantizer, **both, **given)
+                self._ask(
+                    enabled, "inspect_tensor", tensor=values, quantizer=quantizer, recipe_name=recipe, **both, **given
+                )
             given["gemm"] = gemm
             method = "inspect_tensor_postquantize"
             if quantized is not None and truth_of(
                 self._ask(enabled, f"{method}_enabled", **given), enabled.has(method)
             ):
-                self._ask(enabled, method, tensor=quantized, rowwise=not by_column, **given)
+                self._ask(enabled, method, tensor=quantized, rowwise=(gemm, tensor) not in BY_COLUMN, **given)

@@ -1,13 +1,21 @@
 """What sections of a configuration switch on: first-party features, and the base class of others."""
 
 from ottava_debug.features.base import Feature
-from ottava_debug.features.fake_quant import DisableFP8GEMM, DisableFP8Layer, FakeQuant
+from ottava_debug.features.fake_quant import (
+    DisableFP8GEMM,
+    DisableFP8Layer,
+    DisableQuantizationGEMM,
+    DisableQuantizationLayer,
+    FakeQuant,
+)
 from ottava_debug.features.statistics import LogFp8TensorStats, LogTensorStats
 
 __all__ = [
     "FEATURES",
     "DisableFP8GEMM",
     "DisableFP8Layer",
+    "DisableQuantizationGEMM",
+    "DisableQuantizationLayer",
     "FakeQuant",
     "Feature",
     "LogFp8TensorStats",
@@ -15,4 +23,12 @@ __all__ = [
 ]
 
 #: The first-party features.
-FEATURES: tuple[type[Feature], ...] = (FakeQuant, DisableFP8GEMM, DisableFP8Layer, LogTensorStats, LogFp8TensorStats)
+FEATURES: tuple[type[Feature], ...] = (
+    FakeQuant,
+    DisableFP8GEMM,
+    DisableFP8Layer,
+    DisableQuantizationGEMM,
+    DisableQuantizationLayer,
+    LogTensorStats,
+    LogFp8TensorStats,
+)

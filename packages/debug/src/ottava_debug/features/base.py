@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from nvdlfw_inspect.base import BaseConfigAPIMapper  # type: ignore[import-untyped]
 from nvdlfw_inspect.logging import enable_logging_at_current_step  # type: ignore[import-untyped]
 
 from ottava.errors import OptionError, OttavaError
@@ -61,6 +59,15 @@ COMMON: dict[str, Check] = {
 }
 
 
+def checked(given: Located, key: str, check: Check, what: str) -> Any:
+    """What the value at a key means. OptionError: it is not allowed; the message names ``what``, key and line."""
+    try:
+        return check(given[key])
+    except OttavaError as error:
+        text = f"{given.where(key)}: {what}: {key} {error.what}"
+        raise OptionError(text, expected=error.expected, remedy=error.remedy) from error
+
+
 @dataclass(frozen=True)
 class Target:
     """A tensor of a product, or any (None), with the options that hold for it."""
@@ -77,7 +84,7 @@ class Target:
         return bool(enable_logging_at_current_step(step, *steps))
 
 
-class Feature(BaseConfigAPIMapper):  # type: ignore[misc]
+class Feature:
     """A feature: what is done to the tensors of some layers, or seen of them.
 
     A class of one's own may derive from it. It has any of the methods below, marked by
@@ -95,6 +102,8 @@ class Feature(BaseConfigAPIMapper):  # type: ignore[misc]
       ``inspect_tensor_postquantize(config, layer_name, gemm, tensor_name, tensor, rowwise, iteration)``: each quantized
       operand of a product.
     - ``step()``: after each step.
+
+    A tensor that ``modify_tensor`` is given is a copy. Those that others are given must not be changed in place.
     """
 
     #: Whether a configuration names products, and tensors.
@@ -149,36 +158,26 @@ class Feature(BaseConfigAPIMapper):  # type: ignore[misc]
             for name in names(given, several, what, known):
                 yield name, given.over(Located({}), several)
         else:
+            self._check_keys(given, what)
             expected = f"{several}: [{', '.join(known)}], or {structure}"
             raise OptionError(f"{given.where()}: {what} names no {several}", expected=expected)
 
+    def _check_keys(self, given: Located, what: str) -> None:
+        levels = ["gemms", "gemms_struct"] if self.by_gemm else []
+        levels += ["tensors", "tensors_struct"] if self.by_tensor else []
+        known = [*COMMON, *self.options, "enabled", *levels]
+        for key in given:
+            if key not in known:
+                raise unknown(given.where(key), f"{what} has no key", key, known)
+
     def _checked(self, given: Located, what: str) -> dict[str, Any]:
+        self._check_keys(given, what)
         checks = {**COMMON, **self.options}
-        found = {}
-        for key, value in given.items():
-            if key == "enabled":
-                continue
-            if key not in checks:
-                every = [*checks, "enabled", *(["gemms", "gemms_struct"] if self.by_gemm else [])]
-                every += ["tensors", "tensors_struct"] if self.by_tensor else []
-                raise unknown(given.where(key), f"{what} has no key", key, every)
-            try:
-                found[key] = checks[key](value)
-            except OttavaError as error:
-                text = f"{given.where(key)}: {what}: {key} {error.what}"
-                raise OptionError(text, expected=error.expected, remedy=error.remedy) from error
+        found = {key: checked(given, key, checks[key], what) for key in given if key in checks}
         for key in self.required:
             if key not in found:
                 raise OptionError(f"{given.where()}: {what} has no {key}", expected=f"{key}: …")
         return found
-
-    def parse_config_and_api(self, config: Any, **call: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Whether a call is about what a configuration names, and the options that hold for it."""
-        for target in self.targets(config, type(self).__name__):
-            named = (target.gemm, call.get("gemm")), (target.tensor, call.get("tensor_name"))
-            if all(None in pair or pair[0] == pair[1] for pair in named):
-                return True, dict(target.options)
-        return False, None
 
     def step(self) -> None:
         """Called after each step."""
@@ -186,8 +185,3 @@ class Feature(BaseConfigAPIMapper):  # type: ignore[misc]
 
 def _pairs() -> str:
     return "; ".join(f"of {gemm} {', '.join(tensors)}" for gemm, tensors in TENSORS.items())
-
-
-def of_tensor(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether a tensor can take the place of another."""
-    return tensor.shape == like.shape and tensor.device == like.device and tensor.is_floating_point()

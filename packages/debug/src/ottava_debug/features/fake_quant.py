@@ -77,3 +77,11 @@ class DisableFP8Layer(Feature):
     def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int = 0) -> bool:
         """False: the product is computed in high precision."""
         return False
+
+
+class DisableQuantizationGEMM(DisableFP8GEMM):
+    """:class:`DisableFP8GEMM` by its newer name."""
+
+
+class DisableQuantizationLayer(DisableFP8Layer):
+    """:class:`DisableFP8Layer` by its newer name."""

@@ -11,7 +11,7 @@ from nvdlfw_inspect.logging import MetricLogger  # type: ignore[import-untyped]
 from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
 
 from ottava import QuantizerRole, get_recipe, list_recipes
-from ottava.errors import OptionError
+from ottava.errors import OptionError, PluginError, text_of
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_debug.features.base import Check, Feature
 from ottava_debug.features.sums import QUANTIZED, VALUES, QuantizedSums, ValueSums
@@ -98,7 +98,14 @@ class _Statistics(Feature):
             for asked in stats:
                 value = held[asked[2:]].value(asked.stat) if asked[2:] in held else None
                 if value is not None:
-                    self._sink(Statistic(step, layer, tensor, asked.text, value))
+                    self._log(Statistic(step, layer, tensor, asked.text, value))
+
+    def _log(self, found: Statistic) -> None:
+        try:
+            self._sink(found)
+        except Exception as error:
+            what = f"{found.stat} of {found.tensor} of layer {found.layer!r} cannot be logged"
+            raise PluginError(f"{what}: {type(error).__name__}: {text_of(error)}") from error
 
 
 def _plain_stats(value: Any) -> tuple[_Stat, ...]:
@@ -123,13 +130,14 @@ def _parsed(text: str) -> _Stat:
     if not before:
         return _Stat(text, stat, None, columnwise)
     recipe = _RECIPES.get(before.removesuffix("_"), before.removesuffix("_"))
-    known = [spec.name for spec in list_recipes() if not spec.stateful and spec.name != "custom"]
+    known = [spec.name for spec in list_recipes() if spec.name != "custom"]
     if not before.endswith("_") or recipe not in known:
         raise _unknown(text, [*QUANTIZED, *(f"{name}_{stat}" for name in known)])
     return _Stat(text, stat, recipe, columnwise)
 
 
 def _names(value: Any) -> list[Any]:
+    value = [value] if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)) or not value:
         raise OptionError(f"is {kind_of(value)}", expected="a list of statistics")
     return list(value)
@@ -166,7 +174,8 @@ class LogFp8TensorStats(_Statistics):
     Options: ``tensors`` or ``tensors_struct``, ``stats``: of ``underflows%`` (of the values that are not zero),
     ``saturation%`` (``overflows%``), ``sqnr`` in dB, ``cosine``, ``mse``, ``scale_inv_min``, ``scale_inv_max`` and
     ``scale``, the largest; ``freq`` and ranges of steps. Before a name may stand that of a recipe, as in
-    ``mxfp8_sqnr``: what it would make of the tensor; after it ``_columnwise``, for the data along columns.
+    ``mxfp8_sqnr``: what it would make of the tensor; of a recipe with state what it made of it, in layers that run
+    under it. After it may stand ``_columnwise``, for the data along columns.
     """
 
     options: ClassVar[dict[str, Check]] = {"stats": _quantized_stats}
@@ -186,30 +195,43 @@ class LogFp8TensorStats(_Statistics):
         iteration: int = 0,
         rowwise_quantized_tensor: QuantizedTensorStorage | None = None,
         columnwise_quantized_tensor: QuantizedTensorStorage | None = None,
+        recipe_name: str | None = None,
     ) -> None:
         """Collect the statistics that ``config`` has as ``stats``."""
         held = {False: rowwise_quantized_tensor, True: columnwise_quantized_tensor}
         for recipe, columnwise in dict.fromkeys(asked[2:] for asked in config["stats"]):
-            made = held[columnwise] if recipe is None else self._by(recipe, tensor_name, tensor, columnwise)
+            made = held[columnwise] if recipe in (None, recipe_name) else None
+            if recipe is not None:
+                made = self._by(recipe, tensor_name, tensor, columnwise, made)
             if made is None:
-                self._tell(layer_name, tensor_name, columnwise)
+                self._tell(layer_name, tensor_name, columnwise, recipe)
                 continue
             key, make = (iteration, layer_name, tensor_name), partial(QuantizedSums, columnwise)
             self._sums(key, config["stats"], (recipe, columnwise), make).add(tensor, made)
 
-    def _by(self, recipe: str, tensor_name: str, tensor: torch.Tensor, columnwise: bool) -> QuantizedTensorStorage:
-        """What a recipe makes of a tensor; of results, as of inputs."""
+    def _by(
+        self,
+        recipe: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        columnwise: bool,
+        taken: QuantizedTensorStorage | None,
+    ) -> QuantizedTensorStorage | None:
+        """What a recipe makes of a tensor, of results as of inputs; of one with state what it made, and was taken."""
         role = ROLES.get(tensor_name, "input")
         if (recipe, role) not in self._quantizers:
-            self._quantizers[recipe, role] = get_recipe(recipe).make_quantizer(QuantizerRole("linear", role)).copy()
+            made_by = get_recipe(recipe)
+            if made_by.stateful:
+                return taken
+            self._quantizers[recipe, role] = made_by.make_quantizer(QuantizerRole("linear", role)).copy()
         quantizer = self._quantizers[recipe, role]
         quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
         made: QuantizedTensorStorage = quantizer.quantize(tensor)
         return made
 
-    def _tell(self, layer: str, tensor: str, columnwise: bool) -> None:
+    def _tell(self, layer: str, tensor: str, columnwise: bool, recipe: str | None) -> None:
         if (layer, tensor) not in self._told:
             self._told.add((layer, tensor))
-            along = "along columns" if columnwise else "along rows"
+            along = ("along columns" if columnwise else "along rows") + (f" by {recipe!r}" if recipe else "")
             what = f"{tensor} of layer {layer!r} is not quantized {along}: there are no statistics of that"
             warnings.warn(what, UserWarning, stacklevel=2)
