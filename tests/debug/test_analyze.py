@@ -19,7 +19,8 @@ from ottava.errors import CheckpointError, DTypeError, OptionError, RecipeNotFou
 from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe
 from ottava_debug.analysis.measuring import Candidate, Series
-from ottava_debug.analysis.report import Analysis, most_underflow
+from ottava_debug.analysis.report import Analysis, Noise, TensorReport, most_underflow
+from ottava_debug.measures import Measures
 from tests.debug.checkpoints import demo_checkpoint, direct, real_checkpoint
 
 
@@ -124,7 +125,13 @@ def test_every_source_gives_the_same_report(tmp_path):
         save_plain({k: v for k, v in state.items() if k != "a.weight"}, place / "part-2.safetensors")
     files = {name: f"part-{1 if name == 'a.weight' else 2}.safetensors" for name in state}
     (indexed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    for source in ("one.safetensors", "one.pt", "own.safetensors", "sharded", "indexed", "folder"):
+    several = {"-1": ["a.weight"], "-2": ["b.c.weight", "d.weight"]}
+    for place, parts in (("by-torch", {"": list(state)}), ("parts", several)):
+        (tmp_path / place).mkdir()
+        torch.save({"never": "read"}, tmp_path / place / "training_args.bin")
+        for part, names in parts.items():
+            torch.save({name: state[name] for name in names}, tmp_path / place / f"pytorch_model{part}.bin")
+    for source in ("one.safetensors", "one.pt", "own.safetensors", "sharded", "indexed", "folder", "by-torch", "parts"):
         found = ottava_debug.analyze(tmp_path / source, recipes=["mxfp8"])
         assert {t.layer: t for t in found.tensors} == {t.layer: t for t in expected.tensors}
     assert expected.layers == ("a", "b.c", "d")
@@ -139,6 +146,7 @@ def test_what_is_no_weight_of_a_product_is_left_out_by_name(tmp_path):
         "quantized.weight": quantized,
         "fp8.weight": weight.to(torch.float8_e4m3fn),
         "packed.weight": torch.zeros(32, 32, dtype=torch.uint8),
+        "double.weight": weight.double(),
         "layer.bias": torch.zeros(32),
         "norm.weight": torch.ones(64),
         "expert.weight": torch.zeros(2, 4, 4),
@@ -159,6 +167,7 @@ def test_what_is_no_weight_of_a_product_is_left_out_by_name(tmp_path):
         "quantized.weight": "quantized already, as MXFP8Tensor",
         "fp8.weight": "float8_e4m3fn is no high precision",
         "packed.weight": "uint8 is no high precision",
+        "double.weight": "float64, which no recipe quantizes",
         "layer.bias": "1 dimension",
         "conv.weight": "4 dimensions",
         "lora_a": "not named weight",
@@ -187,7 +196,12 @@ def test_what_cannot_be_read_is_an_error_and_nothing_is_written(tmp_path):
     twice.mkdir()
     for number in "12":
         (twice / f"{number}.safetensors").write_bytes(data)
+    model = ottava.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "current")
+    captured = ottava_debug.capture(model, tmp_path / "step.safetensors")
+    with captured:
+        model(torch.randn(4, 32)).sum().backward()
     for path, words in (
+        (tmp_path / "step.safetensors", "is a captured step"),
         (damaged, "damaged"),
         (pickled, "code to be run"),
         (empty, "has no safetensors file"),
@@ -209,7 +223,7 @@ def test_what_cannot_be_read_is_an_error_and_nothing_is_written(tmp_path):
         ((), "neither a source nor a model"),
         (("--data", "torch:get_num_threads"), "neither a source nor a model"),
         (("FILE", "--recipe", "nothing-such"), "nothing-such"),
-        (("FILE", "--recipe-file", "kept.toml"), "a name with .yaml or .yml"),
+        (("FILE", "--recipe-file", "kept.toml"), "a name that ends in .yaml or .yml"),
         (("FILE", "--base", "mxfp8", "--recipe", "current"), "--base 'mxfp8'"),
         (("FILE", "--base", "nothing-such"), "not in the report"),
         (("FILE", "--json", "none/report.json"), "cannot be written"),
@@ -264,13 +278,81 @@ def test_a_recipe_that_fails_is_named_and_the_others_go_on():
     assert json.loads(json.dumps(report.to_json()))["tensors"][0]["noise"]["broken"]["rowwise"] is None
 
 
-def test_weights_that_are_not_finite_break_a_recipe_and_are_counted():
-    weight = torch.randn(64, 64)
-    weight[0, 0] = float("inf")
-    report = ottava_debug.analyze({"a.weight": weight}, recipes=["current", "mxfp8"])
-    assert report.tensors[0].not_finite == 1
-    assert report.tensors[0].amax == weight[weight.isfinite()].abs().max().item()
-    assert json.loads(json.dumps(report.to_json()))["recipes"] == ["current", "mxfp8"]
+@pytest.mark.parametrize(("value", "count"), [(math.nan, 4096), (math.inf, 1), (-math.inf, 3), (math.nan, 1)])
+def test_values_that_are_not_finite_are_a_complaint_everywhere(value, count, tmp_path):
+    torch.manual_seed(0)
+    weight, good = torch.randn(64, 64), torch.randn(64, 64) * torch.logspace(-7, 0, 64)
+    weight.view(-1)[:count] = value
+    state = {"good.weight": good, "a.weight": weight}
+    save_plain(state, tmp_path / "file.safetensors")
+    report = ottava_debug.analyze(state, recipes=["current", "mxfp8"])
+    tensor, finite = report.tensors[1], weight[weight.isfinite()]
+    assert tensor.not_finite == count
+    assert tensor.amax == (finite.abs().max().item() if finite.numel() else 0)
+    words = f"weight: {count} of 4096 values are NaN or infinite"
+    for recipe in report.recipes:
+        assert report.complaints(recipe)["a"] == [words]
+    assert report.worst(1)[0][0] is tensor
+    # What no recipe can mend does not hide which one is better.
+    assert report.best_recipe() == "mxfp8"
+    files = [tmp_path / name for name in ("report.json", "report.html", "kept.yaml")]
+    options = ["--recipe", "current", "--recipe", "mxfp8", "--json", files[0], "--html", files[1]]
+    done = run(tmp_path / "file.safetensors", *options, "--recipe-file", files[2])
+    assert f"a (weight): {count} of 4096 values are NaN or infinite, in high precision too." in done.output
+    assert "Suggested: mxfp8, with 1 of 2 layers" in done.output
+    assert "broken !" in done.output
+    told = json.loads(files[0].read_text())
+    assert told["suggestion"]["kept"] == [{"layer": "a", "reason": words}]
+    assert told["complaints"]["mxfp8"] == {"a": [words]}
+    assert 'data-t="broken|' in files[1].read_text()
+    assert f"a (weight): {count} of 4096 values are NaN or infinite" in files[1].read_text()
+    assert words in files[2].read_text()
+
+
+def measured(sqnr, underflow=0.0):
+    return Noise(Measures(100, 0, 1.0, underflow, 0.0, sqnr, 0.99))
+
+
+def tensor_of(layer, role, count=100, **noise):
+    return TensorReport(layer, role, (10, count // 10), "float32", count, 0, 1.0, {}, noise)
+
+
+def test_every_reason_of_a_layer_is_told():
+    tensors = (
+        tensor_of("a", "weight", current=measured(10.0, 20.0)),
+        tensor_of("a", "input", current=measured(30.0)),
+        tensor_of("a", "grad_output", current=measured(5.0)),
+        tensor_of("b", "grad_output", current=measured(30.0, 50.0)),
+    )
+    report = Analysis("x", ("current",), tensors)
+    expected = {
+        "a": [
+            "weight: SQNR 10.0 dB < 20 dB, underflow 20.0 % > 13.8 %",
+            "grad_output: SQNR 5.0 dB < 20 dB",
+        ],
+        "b": ["grad_output: underflow 50.0 % > 13.8 %"],
+    }
+    assert report.complaints("current") == expected
+    assert [(keep.layer, keep.reason) for keep in report.keeps("current")] == [
+        (layer, "; ".join(reasons)) for layer, reasons in expected.items()
+    ]
+
+
+def test_of_recipes_that_keep_as_much_the_best_is_the_one_whose_worst_tensor_is_better():
+    small, large = {"x": measured(25.0), "y": measured(28.0)}, {"x": measured(40.0), "y": measured(29.0)}
+    tensors = (tensor_of("a", "weight", **small), tensor_of("b", "weight", **large))
+    for recipes_in_order in (("x", "y"), ("y", "x")):
+        assert Analysis("x", recipes_in_order, tensors).best_recipe() == "y"
+    # What was not finite before is so under both.
+    broken = Noise(Measures(100, 1, 1.0, 0.0, 0.0, 30.0, 0.99))
+    tensors += (TensorReport("broken", "weight", (10, 10), "float32", 100, 1, 1.0, {}, {"x": broken, "y": broken}),)
+    assert Analysis("x", ("x", "y"), tensors).best_recipe() == "y"
+    # The fewest elements in high precision come first, and equal recipes are as they are named.
+    tensors += (tensor_of("c", "weight", x=measured(5.0), y=measured(30.0)),)
+    tensors += (tensor_of("d", "weight", 200, x=measured(30.0), y=measured(19.0)),)
+    assert Analysis("x", ("y", "x"), tensors).best_recipe() == "x"
+    same = (tensor_of("a", "weight", x=measured(25.0), y=measured(25.0)),)
+    assert [Analysis("x", names, same).best_recipe() for names in (("x", "y"), ("y", "x"))] == ["x", "y"]
 
 
 def test_files_are_not_read_into_memory(tmp_path):

@@ -12,6 +12,7 @@ import ottava_debug
 from ottava.checkpoint import save_file
 from ottava.cli.main import app
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
+from ottava.nn import TransposedLinear
 from ottava_debug.analysis.measuring import Candidate, Series
 
 MODULE = """
@@ -158,11 +159,52 @@ def test_the_checkpoint_is_loaded_into_the_model(tmp_path):
         ottava_debug.analyze(other.state_dict() | {"first.bias": torch.zeros(3)}, model=model)
 
 
-def test_bfloat16_and_transposed_layers():
+def test_bfloat16():
     model = Model().bfloat16()
     batches = [(x.bfloat16(), y) for x, y in data()]
     report = ottava_debug.analyze(model=model, data=batches, loss="cross_entropy", recipes=["current"])
     assert {tensor.dtype for tensor in report.tensors} == {"bfloat16"}
+
+
+class Transposed(torch.nn.Module):
+    """As in GPT-2: ``x · weight + bias``."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.nx, self.nf = linear.in_features, linear.out_features
+        self.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
+        self.bias = None if linear.bias is None else torch.nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x):
+        return x @ self.weight + (0 if self.bias is None else self.bias)
+
+
+ottava.register_converter(Transposed, TransposedLinear.from_linear)
+
+
+def test_transposed_layers_are_those_of_their_twins():
+    model = Model()
+    with torch.no_grad():
+        model.first.weight.mul_(torch.logspace(-8, 0, 64))
+    stored = deepcopy(model)
+    stored.first, stored.second = Transposed(model.first), Transposed(model.second)
+    both = [
+        ottava_debug.analyze(model=m, data=data(), loss=loss, recipes=["current", "rowwise"], steps=2)
+        for m in (model, stored)
+    ]
+    for usual, found in zip(*(report.tensors for report in both), strict=True):
+        assert (found.layer, found.role, found.shape) == (usual.layer, usual.role, usual.shape)
+        for recipe in found.noise:
+            assert found.noise[recipe].sqnr == pytest.approx(usual.noise[recipe].sqnr, abs=0.02)
+
+
+def ends(*anything):
+    raise SystemExit(4)
+
+
+def ending():
+    yield torch.randn(2, 64)
+    raise SystemExit(4)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +213,9 @@ def test_bfloat16_and_transposed_layers():
         ({"data": []}, UsageError, "no batch"),
         ({"data": [torch.randn(3, 3)]}, UsageError, "a step fails"),
         ({"data": [(torch.randn(2, 64), torch.zeros(3))], "loss": "mse"}, UsageError, "a step fails"),
+        ({"data": 3}, UsageError, "the data fail: TypeError"),
+        ({"data": ending()}, UsageError, "the data fail: SystemExit: 4"),
+        ({"data": [torch.randn(2, 64)], "loss": ends}, UsageError, "a step fails: SystemExit: 4"),
         ({"data": data(), "loss": "x"}, OptionError, "loss is 'x'"),
         ({"model": 3}, DTypeError, "the model is a int"),
         ({"model": torch.nn.Embedding(3, 4)}, UsageError, "no linear layer"),
@@ -196,3 +241,14 @@ def test_the_command_takes_a_model_and_data(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, [*model, "--data", "batch.pt", "--loss", "mse"])
     assert done.exit_code == 0, done.output
     assert "grad_output" in done.output
+
+
+@pytest.mark.parametrize("reference", ["ends:model", "ends_at_once:model"])
+def test_a_module_that_ends_the_process_is_an_error(reference, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ends.py").write_text("def model():\n    raise SystemExit(3)\n")
+    (tmp_path / "ends_at_once.py").write_text("raise SystemExit(3)\n")
+    done = CliRunner().invoke(app, ["analyze", "--model", reference])
+    assert done.exit_code == 2
+    assert f"--model '{reference}'" in done.output
+    assert "SystemExit: 3" in done.output

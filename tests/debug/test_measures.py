@@ -50,10 +50,11 @@ def test_measures_are_those_of_the_definitions(recipe, dtype):
 def test_each_measure_by_itself():
     x = torch.tensor([1.0, -0.25, 0.0, 4.0])
     q = torch.tensor([1.0, 0.0, 0.0, 3.0])
-    assert measures.amax(x) == 4.0
-    assert measures.underflow(x, q) == pytest.approx(100 / 3)
-    assert measures.sqnr(x, q) == pytest.approx(10 * math.log10(17.0625 / 1.0625))
-    assert measures.cosine(x, q) == pytest.approx(13 / math.sqrt(17.0625 * 10))
+    found = compare(x, q)
+    assert found.amax == 4.0
+    assert found.underflow == pytest.approx(100 / 3)
+    assert found.sqnr == pytest.approx(10 * math.log10(17.0625 / 1.0625))
+    assert found.cosine == pytest.approx(13 / math.sqrt(17.0625 * 10))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_saturation_counts_what_rounding_would_not_have_made_the_largest(fp8_for
     x = torch.tensor([largest, half, -half * 1.001, next_one, 10 * largest, 1.0, 0.0, float("nan")])
     quantized = quantizer.quantize(x)
     assert (quantized.dequantize().abs() == largest).sum() == 5
-    assert measures.saturation(x, quantized) == pytest.approx(100 * 3 / 7)
+    assert compare(x, quantized).saturation == pytest.approx(100 * 3 / 7)
     # Of a plain tensor it cannot be told, unless nothing is lost.
     assert measures.compare(x, quantized.dequantize()).saturation is None
     assert measures.compare(x, x.nan_to_num()).saturation == 0

@@ -86,31 +86,6 @@ def compare(
     return comparison.measures()
 
 
-def amax(values: torch.Tensor) -> float:
-    """Largest finite magnitude, 0.0 where there is none. DTypeError: no tensor of high precision."""
-    return compare(values, values).amax
-
-
-def underflow(values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage) -> float:
-    """Percent of the nonzero values that become zero; arguments and errors as of :func:`compare`."""
-    return compare(values, quantized).underflow
-
-
-def saturation(values: torch.Tensor, quantized: QuantizedTensorStorage) -> float | None:
-    """Percent of the values that are clamped; None where it cannot be told; as of :func:`compare`."""
-    return compare(values, quantized).saturation
-
-
-def sqnr(values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage) -> float:
-    """Signal-to-quantization-noise ratio in dB; arguments and errors as of :func:`compare`."""
-    return compare(values, quantized).sqnr
-
-
-def cosine(values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage) -> float:
-    """Cosine between values and what they become; arguments and errors as of :func:`compare`."""
-    return compare(values, quantized).cosine
-
-
 def exponents(values: torch.Tensor) -> dict[int, int]:
     """Exponent ``⌊log2 |x|⌋`` -> how many values have it, ascending, those that occur.
 
@@ -151,7 +126,7 @@ class Comparison:
         check_high_precision(values)
         elements: _Elements | None = None
         if isinstance(quantized, QuantizedTensorStorage):
-            direction = _direction(quantized, columnwise)
+            direction = direction_of(quantized, columnwise)
             quantized, elements = direction.dequantize(torch.float32), _elements(direction)
         if not isinstance(quantized, torch.Tensor):
             raise DTypeError(f"quantized is a {type(quantized).__name__}", expected="a tensor or a storage")
@@ -214,8 +189,8 @@ def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from tensor.detach().reshape(-1).split(size) if tensor.numel() else ()
 
 
-def _direction(quantized: QuantizedTensorStorage, columnwise: bool | None) -> QuantizedTensorStorage:
-    """The storage with the data of one direction."""
+def direction_of(quantized: QuantizedTensorStorage, columnwise: bool | None) -> QuantizedTensorStorage:
+    """The storage with the data of one direction; None: rows where they are held. UsageError: it is not held."""
     held = quantized.get_usages()
     if columnwise is None:
         columnwise = not held["rowwise"]

@@ -19,6 +19,7 @@ from ottava_custom import CustomRecipe, HybridQuantizer, IdentityQuantizer
 from ottava_custom.files import FileFactory
 from ottava_custom.hybrid import side_of
 from ottava_custom.hybrid_tensors import SIDES
+from ottava_debug.output import check_suffix, write_text
 
 #: GEMM and operand, as nvdlfw-inspect calls them -> what recipes call the operand, and the direction that is read.
 OPERANDS = {
@@ -29,8 +30,6 @@ OPERANDS = {
     ("wgrad", "gradient"): ("grad_output", "columnwise"),
     ("wgrad", "activation"): ("input", "columnwise"),
 }
-#: What the names of recipe files in YAML end in.
-SUFFIXES = (".yaml", ".yml")
 _WIDTH = 110
 # Text that YAML reads as text without quotes, unless it is one of its words.
 _PLAIN = re.compile(r"(?!(?i:null|true|false)\Z)[A-Za-z_][\w.-]*", re.A)
@@ -86,16 +85,9 @@ def write_recipe_file(
             :func:`recipe_text`.
         RecipeNotFoundError, PluginError: as of :func:`ottava.get_recipe`.
     """
-    name = os.fspath(path)
-    if not name.lower().endswith(SUFFIXES):
-        raise OptionError(f"the recipe file is {name}", expected=f"a name that ends in {' or '.join(SUFFIXES)}")
-    text = recipe_text(keeps, default, options, about=about)
-    try:
-        with open(name, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-    except OSError as error:
-        raise OptionError(f"{name} cannot be written: {error.strerror}", expected="a path in a folder") from error
-    return CustomRecipe.from_file(name)
+    check_suffix(path)
+    write_text(path, recipe_text(keeps, default, options, about=about))
+    return CustomRecipe.from_file(path)
 
 
 def recipe_text(

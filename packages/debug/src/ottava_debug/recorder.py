@@ -6,6 +6,7 @@ import torch
 
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.bundle import digest
+from ottava_debug.measures import direction_of
 from ottava_debug.products import TENSORS, Inspection
 
 #: Products that take columnwise data of an operand; fprop takes rows of both.
@@ -16,14 +17,7 @@ OPERANDS = tuple((gemm, tensor) for gemm, names in TENSORS.items() for tensor in
 
 def taken(quantized: QuantizedTensorStorage, gemm: str, tensor: str) -> torch.Tensor:
     """The values, in float32, that a product takes of a quantized operand: of its direction."""
-    columnwise = (gemm, tensor) in BY_COLUMN
-    held = quantized.get_usages()
-    if held["rowwise"] and held["columnwise"]:
-        tensors, spec = quantized.flatten_storage()
-        with torch.no_grad():
-            quantized = spec.build(tensors)
-            quantized.update_usage(rowwise_usage=not columnwise, columnwise_usage=columnwise)
-    return quantized.dequantize(torch.float32)
+    return direction_of(quantized, (gemm, tensor) in BY_COLUMN).dequantize(torch.float32)
 
 
 class Pass:

@@ -8,6 +8,9 @@ from typing import Any
 
 from ottava.errors import OptionError, UsageError, named, translated
 
+#: What anybody's code may raise: a script may end the process.
+ANYTHING = (Exception, SystemExit)
+
 
 def resolve(option: str, reference: str) -> Callable[..., Any]:
     """The callable that ``module:callable`` names; modules of the working directory are found, as of ``python -m``.
@@ -18,7 +21,7 @@ def resolve(option: str, reference: str) -> Callable[..., Any]:
     what = f"{option} {reference!r}"
     sys.path.insert(0, os.getcwd())
     try:
-        with translated(f"{what} cannot be had", "module:callable", to=OptionError):
+        with translated(f"{what} cannot be had", "module:callable", to=OptionError, of=ANYTHING):
             found: Any = pkgutil.resolve_name(reference) if ":" in reference else None
             if not callable(found):
                 raise ValueError("it names no callable")
@@ -35,5 +38,5 @@ def made(option: str, reference: str) -> Any:
         UsageError: it fails.
     """
     what, make = f"{option} {reference!r}", resolve(option, reference)
-    with named(what), translated(f"{what} fails", "a callable without arguments", to=UsageError):
+    with named(what), translated(f"{what} fails", "a callable without arguments", to=UsageError, of=ANYTHING):
         return make()

@@ -9,7 +9,7 @@ import torch
 from ottava.errors import OptionError, UsageError
 from ottava_debug.analysis import sources
 from ottava_debug.analysis.measuring import Series, candidates
-from ottava_debug.analysis.report import THRESHOLD, Analysis, Skipped
+from ottava_debug.analysis.report import THRESHOLD, Analysis
 from ottava_debug.losses import LOSSES, Loss
 
 #: ``progress(what, done, total)``: what is counted, ``"elements"`` of weights or ``"steps"``.
@@ -86,11 +86,8 @@ def analyze(
         tensors.sort(key=lambda tensor: place.get(tensor.layer, len(place)))
     named = type(model).__name__ if source is None else "a state dict" if isinstance(source, Mapping) else str(source)
     names = tuple(candidate.name for candidate in tried)
-    return Analysis(named, names, tuple(tensors), _unique(skipped), tuple(unavailable), taken, threshold)
-
-
-def _unique(skipped: list[Skipped]) -> tuple[Skipped, ...]:
-    return tuple(dict.fromkeys(skipped))
+    left = tuple(dict.fromkeys(skipped))
+    return Analysis(named, names, tuple(tensors), left, tuple(unavailable), taken, threshold)
 
 
 def _check(source: Any, model: Any, data: Any, loss: Any, steps: int, threshold: float) -> None:

@@ -3,14 +3,14 @@
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 import ottava
-from ottava.errors import CheckpointError, DTypeError, UsageError, listed, text_of
+from ottava.errors import CheckpointError, DTypeError, UsageError, listed, text_of, translated
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn import Linear, conversion_report
 from ottava.tensors import QuantizedTensorStorage
@@ -19,6 +19,7 @@ from ottava_debug.analysis.measuring import Candidate, Series
 from ottava_debug.analysis.report import Skipped
 from ottava_debug.losses import LOSSES, Loss, loss_in
 from ottava_debug.products import ROLES, Inspection, Watch
+from ottava_debug.references import ANYTHING
 
 
 def in_high_precision(model: torch.nn.Module, state: Mapping[str, Any] | None) -> torch.nn.Module:
@@ -121,7 +122,7 @@ def captured(
 
     done, backward = 0, False
     with torch.enable_grad():
-        for done, batch in enumerate(itertools.islice(batches, steps), 1):
+        for done, batch in enumerate(_taken(batches, steps), 1):
             with Watch(watcher):
                 backward |= _step(model, batch, loss)
             while gradients:
@@ -137,6 +138,11 @@ def captured(
     return found, done, skipped
 
 
+def _taken(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    with translated("the data fail", "an iterable of batches", to=UsageError, of=ANYTHING):
+        yield from itertools.islice(batches, steps)
+
+
 def _step(model: torch.nn.Module, batch: Any, loss: Loss | str | None) -> bool:
     """One forward pass, and a backward pass if there is a loss; whether there was one."""
     function = LOSSES[loss] if isinstance(loss, str) else loss
@@ -146,7 +152,7 @@ def _step(model: torch.nn.Module, batch: Any, loss: Loss | str | None) -> bool:
         value = loss_in(output) if function is None else function(output, targets)
         if value is not None:
             value.backward()
-    except Exception as error:
+    except ANYTHING as error:
         what = f"a step fails: {type(error).__name__}: {text_of(error)}"
         raise UsageError(what, expected="batches that the model and the loss take") from error
     finally:

@@ -2,25 +2,23 @@
 
 import json
 import os
-from pathlib import Path
 
-from ottava.errors import OptionError
 from ottava.filesystem import AnyPath
 from ottava_custom import CustomRecipe
 from ottava_debug.analysis.page import page
 from ottava_debug.analysis.report import Analysis, most_underflow
-from ottava_debug.recipe_file import SUFFIXES as SUFFIXES
+from ottava_debug.output import write_text
 from ottava_debug.recipe_file import recipe_text, write_recipe_file
 
 
 def write_json(report: Analysis, path: AnyPath) -> None:
     """Write what :meth:`Analysis.to_json` gives. OptionError: the file cannot be written."""
-    _write(path, json.dumps(report.to_json(), indent=1))
+    write_text(path, json.dumps(report.to_json(), indent=1))
 
 
 def write_html(report: Analysis, path: AnyPath) -> None:
     """Write the report as one page, which asks for nothing else. OptionError: the file cannot be written."""
-    _write(path, page(report, suggestion(report)))
+    write_text(path, page(report, suggestion(report)))
 
 
 def suggestion(report: Analysis, recipe: str | None = None) -> str:
@@ -46,10 +44,3 @@ def _about(report: Analysis) -> str:
         f"Suggested by `ottava analyze` for {os.path.basename(report.source) or report.source}.\n"
         f"Kept in high precision: layers with an SQNR below {report.threshold:g} dB or underflow above {limit:.1f} %."
     )
-
-
-def _write(path: AnyPath, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"{path} cannot be written: {error.strerror}", expected="a path in a folder") from error

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import jinja2
-
 from ottava.formats import E4M3
 from ottava_debug.analysis.report import Analysis, Noise, TensorReport, most_underflow
 from ottava_debug.analysis.terminal import decibels, notes, percent
+from ottava_debug.output import rendered
 
 # How much smaller than the amax a value may be that one scale of E4M3 does not make zero, in powers of two: what is not
 # above half of the smallest number becomes zero.
@@ -91,14 +90,8 @@ def page(report: Analysis, suggestion: str) -> str:
         }
         for s in report.summaries()
     ]
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ottava_debug.analysis", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("page.html").render(
+    return rendered(
+        __package__,
         report=report,
         rows=rows,
         metrics=shown,

@@ -8,6 +8,7 @@ from typing import Any
 
 from ottava.errors import OptionError
 from ottava_debug.measures import Measures
+from ottava_debug.output import plain
 from ottava_debug.recipe_file import Keep
 
 #: Decibels. Rounding alone leaves normally distributed values 31.5 dB in E4M3 and 25.5 dB in E5M2. Below 20 dB, an
@@ -52,9 +53,14 @@ class Noise:
         return [side for side in (self.rowwise, self.columnwise) if side is not None]
 
     @property
+    def not_finite(self) -> int:
+        """How many values of the tensor were NaN or infinite already."""
+        return max((side.not_finite for side in self.sides), default=0)
+
+    @property
     def sqnr(self) -> float:
-        """dB, of the worse direction; ``-inf`` where the recipe failed."""
-        return min((side.sqnr for side in self.sides), default=-math.inf)
+        """dB, of the worse direction; ``-inf`` where the recipe failed, or values were not finite before."""
+        return -math.inf if self.not_finite else min((side.sqnr for side in self.sides), default=-math.inf)
 
     @property
     def underflow(self) -> float:
@@ -69,8 +75,8 @@ class Noise:
 
     @property
     def cosine(self) -> float:
-        """Of the worse direction; 0 where the recipe failed."""
-        return min((side.cosine for side in self.sides), default=0.0)
+        """Of the worse direction; 0 where the SQNR is ``-inf``."""
+        return 0.0 if self.not_finite else min((side.cosine for side in self.sides), default=0.0)
 
     @property
     def quality(self) -> float:
@@ -82,7 +88,9 @@ class Noise:
         if self.error:
             return f"fails: {self.error}"
         limit, said = most_underflow(threshold), []
-        if self.sqnr < threshold:
+        if self.not_finite:
+            said.append(f"{self.not_finite} of {self.sides[0].count} values are NaN or infinite")
+        elif self.sqnr < threshold:
             said.append(f"SQNR {self.sqnr:.1f} dB < {threshold:g} dB")
         if self.underflow > limit:
             said.append(f"underflow {self.underflow:.1f} % > {limit:.1f} %")
@@ -207,9 +215,12 @@ class Analysis:
         tensor has the highest quality, then the first."""
         weights = {tensor.layer: tensor.count for tensor in self.tensors if tensor.role == "weight"}
 
+        # Recipes do not differ in what was NaN or infinite before.
+        finite = [tensor for tensor in self.tensors if not tensor.not_finite]
+
         def rank(recipe: str) -> tuple[int, float]:
             kept = sum(weights.get(layer, 0) for layer in self.complaints(recipe))
-            return kept, -min(tensor.noise[recipe].quality for tensor in self.tensors)
+            return kept, -min((tensor.noise[recipe].quality for tensor in finite), default=0.0)
 
         return min(self.recipes, key=rank)
 
@@ -224,15 +235,9 @@ class Analysis:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON has it: what is not finite is the text ``"inf"``, ``"-inf"`` or ``"nan"``."""
-        body = asdict(self)
         best = self.best_recipe()
         suggestion = {"recipe": best, "kept": [{"layer": k.layer, "reason": k.reason} for k in self.keeps(best)]}
-        return _plain(body | {"summaries": [asdict(s) for s in self.summaries()], "suggestion": suggestion})  # type: ignore[no-any-return]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+        complaints = {recipe: self.complaints(recipe) for recipe in self.recipes}
+        summaries = [asdict(summary) for summary in self.summaries()]
+        more = {"summaries": summaries, "complaints": complaints, "suggestion": suggestion}
+        return plain(asdict(self) | more)  # type: ignore[no-any-return]

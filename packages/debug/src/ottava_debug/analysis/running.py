@@ -1,21 +1,19 @@
 """Runs ``ottava analyze``: what is named by options is made, and the report is shown and written."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn
 
 from ottava.checkpoint.convert import read_state
 from ottava.cli.output import console, say
 from ottava.errors import OptionError
-from ottava.filesystem import check_file_target
 from ottava_debug.analysis import output
-from ottava_debug.analysis.analyze import Progress as Tell
 from ottava_debug.analysis.analyze import analyze
 from ottava_debug.analysis.terminal import sentences, summary_table, tensor_table
 from ottava_debug.losses import LOSSES
+from ottava_debug.output import check_targets, progress_bar
 from ottava_debug.references import made, resolve
 
 _TARGETS = "targets"
@@ -34,15 +32,19 @@ def run(
     **options: Any,
 ) -> None:
     """Analyze, show and write; raises as of :func:`ottava_debug.analyze`, before anything is written."""
-    for path in filter(None, files.values()):
-        check_file_target(path)
     recipe_file = files["recipe"]
-    if recipe_file is not None and recipe_file.suffix not in output.SUFFIXES:
-        raise OptionError(f"--recipe-file {recipe_file}", expected=f"a name with {' or '.join(output.SUFFIXES)}")
+    check_targets(recipe_file, files["json"], files["html"])
     if base is not None and options["recipes"] and base not in options["recipes"]:
         raise OptionError(f"--base {base!r}", expected=f"one of {', '.join(options['recipes'])}")
-    function = resolve("--loss", loss) if loss is not None and loss not in LOSSES else loss
-    with _progress() as tell:
+    function = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
+    with progress_bar(TaskProgressColumn()) as bar:
+        tasks = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(_WORDS[what], total=total)
+            bar.update(tasks[what], completed=done)
+
         report = analyze(
             checkpoint,
             model=None if model is None else made("--model", model),
@@ -75,19 +77,3 @@ def _batches(data: str, pairs: bool) -> Any:
         return made("--data", data)
     batch = dict(read_state(Path(data))[0])
     return [(batch, batch.pop(_TARGETS))] if pairs and _TARGETS in batch else [batch]
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Tell]:
-    # On standard error, so that the tables alone can be kept.
-    bar = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=bar, disable=not bar.is_terminal, transient=True) as progress:
-        tasks: dict[str, Any] = {}
-
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(_WORDS[what], total=total)
-            progress.update(tasks[what], completed=done)
-
-        yield tell

@@ -21,6 +21,10 @@ from ottava_debug.analysis.report import Skipped
 _LOOKED_UP = re.compile(r"embed|(^|\.)(emb|wte|wpe|tok|tokens?|pos|positions?)\.weight$", re.IGNORECASE)
 _WEIGHT = "weight"
 _WHOLE = ("model.safetensors", "model.safetensors.index.json", INDEX_NAME)
+# In folders of Transformers before safetensors; other files of theirs with this suffix hold no weights.
+_BY_TORCH = "pytorch_model*.bin"
+# Of a captured step: each has the operands of its first call.
+_OPERAND = "operands/0.activation"
 _MANY = 5
 
 
@@ -28,8 +32,9 @@ def read(source: Any) -> Mapping[str, Any]:
     """The tensors of a source by name, mapped where files allow that.
 
     Args:
-        source: a safetensors file; a folder of such, with an index of which tensor is where or without; a file of
-            ``torch.save`` with a state dict, of which no code is run; a sharded checkpoint of Ottava; or a state dict.
+        source: a safetensors file; a folder of such, with an index of which tensor is where or without, or of
+            ``pytorch_model*.bin``; a file of ``torch.save`` with a state dict, of which no code is run; a sharded
+            checkpoint of Ottava; or a state dict.
 
     Raises:
         CheckpointError: it is damaged, or nothing of all this.
@@ -41,16 +46,19 @@ def read(source: Any) -> Mapping[str, Any]:
                 raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
         return source
     path = as_path(source)
-    if not path.is_dir() or any((path / name).exists() for name in _WHOLE):
-        return read_state(path)[0]
-    return _read_folder(path)
+    whole = not path.is_dir() or any((path / name).exists() for name in _WHOLE)
+    state = read_state(path)[0] if whole else _read_folder(path)
+    if _OPERAND in state:
+        remedy = "`ottava bisect` reads it; torch.save a model's state dict, say"
+        raise CheckpointError(f"{path} is a captured step", expected="a checkpoint", remedy=remedy)
+    return state
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob(_BY_TORCH))
     if not files:
         remedy = "name the folder that holds them, or a file"
-        raise CheckpointError(f"{folder} has no safetensors file", expected="a folder of such", remedy=remedy)
+        raise CheckpointError(f"{folder} has no safetensors file", f"such files, or {_BY_TORCH}", remedy)
     found: dict[str, Any] = {}
     for file in files:
         state = read_state(file)[0]
@@ -97,6 +105,8 @@ def _reason(name: str, value: Any, looked_up: Mapping[Any, str]) -> str:
         return f"quantized already, as {type(value).__name__}"
     if value.dim() != 2:
         return f"{value.dim()} dimension{'s' * (value.dim() != 1)}"
+    if value.dtype == torch.float64:
+        return "float64, which no recipe quantizes: float32, bfloat16 and float16 are"
     if value.dtype not in HIGH_PRECISION:
         what = str(value.dtype).removeprefix("torch.")
         return f"{what} is no high precision: indices, or quantized by another tool"

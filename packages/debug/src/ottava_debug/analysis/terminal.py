@@ -77,7 +77,11 @@ def sentences(report: Analysis, rows: int) -> Iterator[str]:
 
 
 def notes(report: Analysis) -> Iterator[str]:
-    """What was left out, in groups, and recipes that failed."""
+    """What no recipe mends, what was left out, in groups, and recipes that failed."""
+    for tensor in report.tensors:
+        if tensor.not_finite:
+            what = f"{tensor.layer or '(root)'} ({tensor.role})"
+            yield f"{what}: {tensor.not_finite} of {tensor.count} values are NaN or infinite, in high precision too."
     for reason, count in Counter(skip.reason for skip in report.skipped).items():
         names = grouped([skip.name for skip in report.skipped if skip.reason == reason])
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

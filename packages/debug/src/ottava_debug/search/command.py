@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from ottava.cli.output import Json, console, say, show_json, table
-from ottava.errors import OptionError, UsageError, translated
-from ottava.filesystem import check_file_target
+from ottava_debug.output import check_targets, progress_bar, write_text
 from ottava_debug.references import made, resolve
 
 
@@ -44,21 +43,12 @@ def bisect(
     from ottava_debug.search.bisect import bisect as search
     from ottava_debug.search.page import page
 
-    for path in (recipe_file, html):
-        if path is not None:
-            check_file_target(path)
-    if recipe_file is not None and recipe_file.suffix not in (".yaml", ".yml"):
-        raise OptionError(f"--recipe-file {recipe_file}", expected="a name that ends in .yaml or .yml")
+    check_targets(recipe_file, html)
     step = Bundle.read(BUNDLE)
     function: Any = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
     model_made = None if model is None else made("--model", model)
-    # On standard error, so that the table alone can be kept.
-    bar = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # The number of replays is an estimate, which gets better as the search goes on.
-    with Progress(
-        *columns, TimeRemainingColumn(), console=bar, disable=not bar.is_terminal, transient=True
-    ) as progress:
+    with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task("Products" if model_made is None else "Replays, about", total=None)
         report = search(
             step,
@@ -72,8 +62,7 @@ def bisect(
         )
     for path, text in ((recipe_file, report.recipe_file), (html, page(report, BUNDLE.name) if html else "")):
         if path is not None and text:
-            with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError, of=OSError):
-                path.write_text(text, encoding="utf-8")
+            write_text(path, text)
     if as_json:
         show_json(report.as_json())
     else:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ottava_debug.measures import Measures
+from ottava_debug.output import plain
 from ottava_debug.search.measure import loss_of_operand
 from ottava_debug.search.operands import Comparison, Operand
 
@@ -96,8 +97,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """What :func:`json.dumps` takes; numbers that are not finite are the texts ``"nan"``, ``"inf"``, ``"-inf"``."""
-        made: dict[str, Any] = _plain(asdict(self) | {"solved": self.solved})
-        return made
+        return plain(asdict(self) | {"solved": self.solved})  # type: ignore[no-any-return]
 
     def rows(self) -> list[tuple[str, ...]]:
         """The findings as texts, by :data:`COLUMNS`."""
@@ -175,11 +175,3 @@ def _cause(operand: Operand, found: Comparison) -> str:
     if not made.sqnr >= 15:
         return f"{lost}, and the values are within range: the quantizer gives others"
     return f"it loses little by itself ({lost}), which is too much here"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
