@@ -7,12 +7,7 @@ import torch
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.bundle import digest
 from ottava_debug.measures import direction_of
-from ottava_debug.products import TENSORS, Inspection
-
-#: Products that take columnwise data of an operand; fprop takes rows of both.
-BY_COLUMN = {("dgrad", "weight"), ("wgrad", "gradient"), ("wgrad", "activation")}
-#: Operands of the three products, as ``(gemm, tensor)``.
-OPERANDS = tuple((gemm, tensor) for gemm, names in TENSORS.items() for tensor in names[:2])
+from ottava_debug.products import BY_COLUMN, OPERANDS, Inspection
 
 
 def taken(quantized: QuantizedTensorStorage, gemm: str, tensor: str) -> torch.Tensor:

@@ -11,8 +11,8 @@ from ottava.recipes.binding import Call
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.bundle import Bundle, digest
 from ottava_debug.measures import Measures, compare
-from ottava_debug.products import ROLES
-from ottava_debug.recorder import BY_COLUMN, Recorder, Recording, taken
+from ottava_debug.products import BY_COLUMN, ROLES
+from ottava_debug.recorder import Recorder, Recording, taken
 from ottava_debug.search.measure import loss_of_operand
 
 _NUDGE = 2.0**-9

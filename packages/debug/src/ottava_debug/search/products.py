@@ -12,9 +12,8 @@ from ottava.checkpoint.files import DTYPES, dtype_name
 from ottava.errors import CheckpointError, UsageError, translated
 from ottava.recipes import Recipe
 from ottava_debug.bundle import Bundle
-from ottava_debug.products import TENSORS, Inspection, Watch
+from ottava_debug.products import OPERANDS, TENSORS, Inspection, Watch
 from ottava_debug.recipe_data import build
-from ottava_debug.recorder import OPERANDS
 from ottava_debug.search.operands import Comparison, Operand
 
 
