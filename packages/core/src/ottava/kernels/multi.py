@@ -138,22 +138,26 @@ def grid_multi_cast(
     if not checked:
         _check_lengths(len(xs), rowwise=rowwise, columnwise=columnwise)
         counts, taken = _check_shards(xs, dtypes, shapes, starts, layouts), set[int]()
+        device: Any = xs[0].device if len(xs) else None
         for name, pairs in (("rowwise", rowwise), ("columnwise", columnwise)):
-            for i, pair in enumerate(pairs):
+            grids: dict[Any, tuple[int, int]] = {}
+            for i, (pair, count, shape, layout) in enumerate(zip(pairs, counts, shapes, layouts, strict=True)):
                 if pair is None:
                     continue
                 if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                     raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
-                (scales, out), layout, device = pair, layouts[i], xs[i].device
-                grid = layout.grid(shapes[i], name == "columnwise")
-                checks.check_out(scales, grid, layout.stored_scale, device, f"the scales of {name}[{i}]")
-                checks.check_out(out, None, torch.uint8, device, f"{name}[{i}]")
-                if out.numel() != counts[i]:
-                    what = f"{name}[{i}] has {out.numel()} elements"
-                    raise ShapeError(what, expected=f"{counts[i]}, as its tensor has")
-                if counts[i] and out.data_ptr() in taken:
+                (scales, out), stored, key = pair, layout.stored_scale, (*shape, layout.text)
+                grid = grids.get(key) or grids.setdefault(key, layout.grid(shape, name == "columnwise"))
+                if not _is_buffer(scales, stored, device) or scales.shape != grid:
+                    checks.check_out(scales, grid, stored, device, f"the scales of {name}[{i}]")
+                if not _is_buffer(out, torch.uint8, device):
+                    checks.check_out(out, None, torch.uint8, device, f"{name}[{i}]")
+                if out.numel() != count:
+                    raise ShapeError(f"{name}[{i}] has {out.numel()} elements", expected=f"{count}, as its tensor has")
+                address = out.data_ptr()
+                if count and address in taken:
                     raise OptionError(f"{name}[{i}] is a buffer of another result", expected="a buffer of its own")
-                taken.add(out.data_ptr())
+                taken.add(address)
     if not len(xs):
         return
     shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
@@ -171,15 +175,30 @@ def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
             raise ShapeError(f"{len(values)} {name} for {count} tensors", expected="one for each tensor")
 
 
+# There may be hundreds of tensors, so that what is right is to be found so with few operations.
+
+
+def _is_buffer(tensor: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether it is what :func:`check_out` takes, of any shape."""
+    right = isinstance(tensor, Tensor) and tensor.dtype is dtype and tensor.device == device
+    return right and tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
+
+
 def _check_shards(xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[int], layouts: Layouts) -> list[int]:
     """How many elements each has."""
     _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
+    allowed, strided, counts = checks.HIGH_PRECISION, torch.strided, list[int]()
+    device: Any = getattr(xs[0], "device", None) if len(xs) else None
     for i, (x, dtype, shape, start, layout) in enumerate(zip(xs, dtypes, shapes, starts, layouts, strict=True)):
-        what = f"xs[{i}]"
-        checks.check_high_precision(x, what)
-        checks.check_device(x, xs[0].device, what)
-        checks.check_dtype(dtype, f"dtypes[{i}] is")
+        if not isinstance(x, Tensor) or x.dtype not in allowed or x.layout is not strided or x.is_nested:
+            checks.check_high_precision(x, f"xs[{i}]")
+        if x.device != device:
+            checks.check_device(x, device, f"xs[{i}]")
+        if dtype not in allowed:
+            checks.check_dtype(dtype, f"dtypes[{i}] is")
         checks.check_layout(layout)
+        count = x.numel()
+        counts.append(count)
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="(rows, columns)")
         rows, cols = shape
@@ -187,7 +206,7 @@ def _check_shards(xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[
             raise DTypeError(f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers")
         if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
-        if not 0 <= start <= rows * cols - x.numel():
-            found = f"{what} has {x.numel()} elements from {start} on, its matrix {rows} x {cols}"
+        if not 0 <= start <= rows * cols - count:
+            found = f"xs[{i}] has {count} elements from {start} on, its matrix {rows} x {cols}"
             raise ShapeError(found, expected="a range within the matrix")
-    return [x.numel() for x in xs]
+    return counts
