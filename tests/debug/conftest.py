@@ -6,6 +6,7 @@ from pathlib import Path
 
 import nvdlfw_inspect.api as debug_api
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -22,3 +23,18 @@ def initialize(tmp_path):
 
     yield begin
     debug_api.end_debug()
+
+
+@pytest.fixture
+def one_thread():
+    """Threads cost small tensors more than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where a step is captured."""
+    return tmp_path / "step.safetensors"

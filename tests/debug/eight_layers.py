@@ -16,6 +16,20 @@ PARTS = ("qkv", "proj", "fc1", "fc2")
 NAMES = [f"model.blocks.{block}.{part}" for block in range(2) for part in PARTS]
 ROWS = 12
 
+#: A configuration in which nothing is wrong.
+GOOD = """
+it:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: .*
+  transformer_engine:
+    FakeQuant:
+      enabled: True
+      gemms: [fprop]
+      tensors: [weight]
+      quant_format: FP8E4M3
+"""
+
 
 class Block(torch.nn.Module):
     def __init__(self, sizes):

@@ -1,39 +1,18 @@
-"""What ``bisect`` tells: faults that need each other, a hundred layers, what it cannot find; its command and page."""
-
-import json
-import re
-import sys
-from types import SimpleNamespace
+"""What ``bisect`` finds: faults that need each other, a hundred layers, and what it cannot find."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
+from bisect_steps import Stack, data, of, outlier, stored
 
 import ottava
-import ottava_debug
-from ottava.cli.main import app
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava_custom import CurrentScalingQuantizerRef, CustomRecipe, HybridQuantizer
 from ottava_custom.factories import current_scaling_ref_quantizer_factory as reference_factory
-from ottava_debug import Bundle, bisect, capture
+from ottava_debug import bisect, capture
 from ottava_debug.search.loading import fitting_state
 
-
-class Stack(torch.nn.Module):
-    """Many layers beside each other's residuals."""
-
-    def __init__(self, layers=100, width=16):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
-        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(layers))
-        self.register_buffer("used", torch.full((layers, width), layers**-0.5))
-
-    def forward(self, x):
-        for layer, norm, used in zip(self.layers, self.norms, self.used, strict=True):
-            x = x + torch.tanh(layer(norm(x))) * used
-        return x
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Both(torch.nn.Module):
@@ -48,49 +27,6 @@ class Both(torch.nn.Module):
     def forward(self, x):
         wrong = (self.a(x) - self.exact[0]) * (self.b(x) - self.exact[1])
         return self.c(x) + wrong
-
-
-def data(width=16, outputs=None):
-    torch.manual_seed(5)
-    return torch.randn(8, width), torch.randn(8, outputs or width)
-
-
-def stored(model, path, recipe="current", width=16, outputs=None, loss="mse"):
-    x, y = data(width, outputs)
-    ottava.convert(model, recipe)
-    with capture(model, path, targets=y, loss=loss) as step:
-        step.loss = F.mse_loss(model(x), y)
-        step.loss.backward()
-    return path
-
-
-def outlier(model, layer):
-    """A weight that is much larger than the others, where nothing enters and nothing comes out."""
-    with torch.no_grad():
-        norm, linear = model.norms[layer], model.layers[layer]
-        norm.weight[3] = norm.bias[3] = 0
-        linear.weight[:, 3] = 0
-        model.used[layer, 5] = 0
-        linear.weight[5, 3] = 2.0**20
-    return model
-
-
-def of(report):
-    return {(layer, f.gemm, f.tensor) for f in report.findings for layer in f.layers}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost these small tensors more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "step.safetensors"
 
 
 @pytest.mark.parametrize("layer", [57, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 99))])
@@ -324,204 +260,3 @@ def test_the_slots_of_a_state_are_carried(tmp_path) -> None:
     assert torch.equal(state["layers.1.recipe_state.delayed.scale"], scales[[0, 2]])
     assert torch.equal(state["layers.1.recipe_state.delayed.amax_history"], history[:, [0, 2]])
     assert torch.equal(state["layers.0.recipe_state.delayed.scale"], captured["layers.0.recipe_state.scale"])
-
-
-# -- the command --
-
-MODULE = """
-import torch
-torch.manual_seed(0)
-def make():
-    from tests.debug.test_bisect import Stack
-    return Stack(6)
-def loss(output, targets):
-    return torch.nn.functional.mse_loss(output, targets)
-def words(output, targets):
-    return output + "text"
-def fails():
-    raise ValueError("no model today")
-"""
-
-
-@pytest.fixture
-def run(path, tmp_path, monkeypatch):
-    stored(outlier(Stack(6), 2), path, loss=None)
-    (tmp_path / "of_a_user.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
-    return lambda *arguments: CliRunner().invoke(app, ["bisect", str(path), *arguments])
-
-
-def test_the_command(run, tmp_path) -> None:
-    done = run("--model", "of_a_user:make", "--recipe-file", "fixed.yaml", "--html", "page.html")
-    assert done.exit_code == 0, done.output
-    assert "layers.2" in done.output
-    assert "weight in fprop" in done.output
-    text = (tmp_path / "fixed.yaml").read_text()
-    assert "match: layers.2" in text
-    fixed = run("--model", "of_a_user:make", "--recipe", "fixed.yaml")
-    assert fixed.exit_code == 0
-    assert "Nothing to find" in fixed.output
-    page = (tmp_path / "page.html").read_text()
-    assert "layers.2" in page
-    assert not re.search(r"<script|<link|src=|https?:|@import|url\(", page)
-
-
-def test_the_command_in_json(run) -> None:
-    done = run(
-        "--model", "of_a_user:make", "--loss", "of_a_user:loss", "--measure", "loss", "--tolerance", "1e-3", "--json"
-    )
-    told = json.loads(done.stdout)
-    assert told["solved"] is True
-    assert told["findings"][0]["layers"] == ["layers.2"]
-    assert told["findings"][0]["statistics"]["underflow"] > 90
-    assert run("--json").exit_code == 0
-
-
-def test_the_command_with_what_is_wrong(run, path) -> None:
-    for arguments, told in (
-        (["--model", "nowhere:make"], "--model 'nowhere:make' cannot be had"),
-        (["--model", "of_a_user:fails"], "no model today"),
-        (["--measure", "beauty", "--model", "of_a_user:make"], "measure is 'beauty'"),
-        (["--recipe-file", "fixed.txt"], "ends in .yaml"),
-        (["--html", "nowhere/page.html"], "cannot be written"),
-        (["--recipe", "nonesuch"], "nonesuch"),
-    ):
-        done = run(*arguments)
-        assert done.exit_code == 2, done.output
-        assert told in done.output
-    path.write_bytes(b"nothing")
-    done = run()
-    assert done.exit_code == 2
-    assert "safetensors" in done.output
-
-
-def test_a_step_that_is_not_explained_is_an_exit_code(run) -> None:
-    assert run("--model", "of_a_user:make", "--tolerance", "1e-5").exit_code == 1
-
-
-def test_names_are_escaped_in_the_page(path) -> None:
-    from ottava_debug.search.page import page
-
-    report = bisect(stored(outlier(Stack(2), 1), path))
-    finding = report.findings[0]
-    report.findings = [type(finding)(("<script>alert(1)</script>",), *list(vars(finding).values())[1:])]
-    report.notes.append("<img src=x>")
-    text = page(report, "<b>")
-    assert "<script>" not in text
-    assert "<img" not in text
-    assert "<b>" not in text
-
-
-def test_public_names() -> None:
-    assert ottava_debug.capture is capture
-    assert ottava_debug.bisect is bisect
-    assert ottava_debug.Bundle is Bundle
-
-
-# -- reasons, and what the numbers are of --
-
-
-def lost(values, quantizer, *, stateful=False):
-    from ottava_debug.search.operands import Comparison, Operand
-    from ottava_debug.search.report import reason
-
-    operand, found = Operand("a", "fprop", "weight"), Comparison()
-    state = SimpleNamespace(quantizer=lambda *_, **__: SimpleNamespace(stateful=stateful))
-    call = SimpleNamespace(state=state, recipe=SimpleNamespace(stateful=False))
-    found.note(call, operand, values, quantizer.quantize(values), None)
-    return reason([operand], found)
-
-
-def delayed(scale):
-    made = ottava.get_recipe("delayed").quantizer("weight")
-    made.scale.fill_(scale)
-    return made
-
-
-def gaussian(**changed):
-    values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    for place, value in changed.items():
-        values.view(-1)[int(place[1:])] = value
-    return values
-
-
-@pytest.mark.parametrize(
-    ("values", "scale", "expected"),
-    [
-        # One value is nearly all of the signal, so that the cosine is nearly 1.
-        (gaussian(_7=2.0**20), 1.0, "0.0244 % of the values are clamped"),
-        (gaussian() * 2.0**9, 1.0, "of the values are clamped"),
-        (gaussian() * 2.0**-12, 1.0, "the scale is too small"),
-        (gaussian(_7=2.0**40), 448 * 2.0**-40, "an outlier, 1.1e+12, takes the range"),
-        (gaussian(_7=float("nan")), 1.0, "1 of its 4096 values are NaN"),
-        (gaussian(), 16.0, "it loses little by itself"),
-    ],
-)
-def test_reasons(values, scale, expected) -> None:
-    assert expected in lost(values, delayed(scale))
-
-
-def test_scales_are_of_earlier_steps_where_the_quantizer_says_so() -> None:
-    assert "the scale is of earlier steps, and too large" in lost(gaussian() * 2.0**9, delayed(1.0), stateful=True)
-    assert "earlier" not in lost(gaussian() * 2.0**9, delayed(1.0))
-
-
-class Again(torch.nn.Module):
-    """A layer that runs twice, the first time with an outlier in what it takes."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a = torch.nn.Linear(16, 16)
-
-    def forward(self, x):
-        outlier = torch.zeros(16)
-        outlier[3] = 2.0**20
-        return self.a(x + outlier) * 0 + self.a(x)
-
-
-def test_of_several_calls_the_worst_counts(path) -> None:
-    model = Again()
-    with torch.no_grad():
-        model.a.weight[:, 3] = 0
-    report = bisect(stored(model, path))
-    assert of(report) >= {("a", "fprop", "activation")}
-    (finding,) = (f for f in report.findings if f.gemm == "fprop")
-    assert finding.alone > 0.9
-    assert finding.statistics.amax > 2.0**19
-
-
-@pytest.mark.parametrize("with_model", [True, False])
-def test_bytes_that_are_not_the_captured_ones_are_told(with_model, path) -> None:
-    step = Bundle.read(stored(Stack(2), path))
-    step.calls[0].digests["fprop.weight"] = "0" * 32
-    report = bisect(step, (lambda: Stack(2)) if with_model else None)
-    assert report.operands["other_bytes"] == ["layers.0: weight in fprop"]
-    assert any("bytes" in note and "captured" in note for note in report.notes)
-
-
-def test_a_gradient_that_is_zero_in_high_precision_does_not_count() -> None:
-    from ottava_debug.search.measure import Outcome, relative_distances
-
-    right = Outcome(0.0, {"a": torch.zeros(2), "b": torch.ones(2)})
-    assert relative_distances(Outcome(0.0, {"a": torch.ones(2), "b": torch.ones(2)}), right) == {"b": 0.0}
-
-
-def test_without_the_model_scales_of_another_recipe_start_afresh(path) -> None:
-    stored(outlier(Stack(2), 1), path)
-    assert any("start afresh" in note for note in bisect(path, recipe="delayed").notes)
-    report = bisect(path)
-    assert not any("start afresh" in note for note in report.notes)
-    report.findings = report.findings[:1]
-    assert report.sentence().startswith("1 operand moves the result of its product")
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--loss", "cross_entropy"), ("--loss", "of_a_user:fails"), ("--loss", "of_a_user:words")]
-)
-def test_the_command_with_a_loss_that_fails(arguments, run, path) -> None:
-    done = run("--model", "of_a_user:make", *arguments)
-    assert done.exit_code == 2
-    assert "the step cannot be replayed" in done.output
-    assert "Traceback" not in done.output

@@ -19,6 +19,8 @@ from ottava_demo.model import GPT, Size
 SIZE = Size(layers=2, width=64, heads=2, length=16, batch=4)
 BLOCK_LAYERS = [f"blocks.{n}.{name}" for n in range(2) for name in ("qkv", "proj", "up", "down")]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def gpt():
     torch.manual_seed(0)
@@ -105,15 +107,6 @@ def replaced(quantizer, tensor_type, layer="", *, side=None):
         return other if side is None else HybridQuantizer(*([other, made] if side == "rowwise" else [made, other]))
 
     return CustomRecipe(factory)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost these small tensors more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def hidden():

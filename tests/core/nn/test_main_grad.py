@@ -128,6 +128,8 @@ def test_it_can_be_turned_on_after_conversion() -> None:
 
 
 def test_it_compiles() -> None:
+    # What other tests of the process compiled counts against the limit of recompilations.
+    torch._dynamo.reset()
     fused, plain = layers(Rows(), torch.float32)
     x = torch.randn(5, 8)
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")

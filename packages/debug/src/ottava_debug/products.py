@@ -14,7 +14,7 @@ from ottava import debug, prepare_for_saving, restore_from_saved
 from ottava.gemm import as_matrix, gemm
 from ottava.kernels.products import without_autocast
 from ottava.nn.checks import autocast_dtype
-from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
+from ottava.nn.function import IntoMainGrad, high_precision_linear, note_added, quantized_linear
 from ottava.recipes.binding import Call
 from ottava.tensors import QuantizedTensorStorage
 from ottava.torch_private import is_view, unsafe_view
@@ -119,6 +119,7 @@ def _inspector(layer: Any) -> Callable[..., torch.Tensor] | None:
         # What a watcher says may be another thing in the next step, so that it is asked when the code runs.
         return partial(_inspected_when_run, layer) if _may_be_inspected(layer.name, _generation) else None
     found = []
+    # Not in a comprehension: every layer asks in each of its forward passes, whether or not it is watched.
     for watch in _watches:
         inspection = watch.watcher(layer)
         if inspection is not None:
@@ -348,6 +349,4 @@ def _add_to_main_grad(products: _Products, left: Any, right: Any, dw: torch.Tens
         main_grad.add_(dw)
     else:
         gemm(left, right, "wgrad", out_dtype=products.dtype, out=main_grad, accumulate=True)
-    for owner in (parameter, parameter._base):
-        if hasattr(owner, "grad_added_to_main_grad"):
-            owner.grad_added_to_main_grad = True
+    note_added(parameter)

@@ -127,7 +127,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
                 dw = dw if dtype is w_dtype else dw.to(w_dtype)
             else:
                 gemm(dy_columns, qx, "wgrad", out_dtype=dtype, out=main_grad, accumulate=True)
-                _note_added(weight)
+                note_added(weight)
     if b_dtype is not None:
         # A GPU sums bfloat16 in float32 and rounds once, up to 2 GiB; elsewhere the float32 sum has to be asked for.
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
@@ -146,7 +146,7 @@ _once = once_differentiable(_gradients)
 _apply: Any = super(torch.autograd.Function, LinearFunction).apply
 
 
-def _note_added(weight: Any) -> None:
+def note_added(weight: Any) -> None:
     """Tell those who ask the weight that its gradient is in ``main_grad`` already."""
     # A weight that is stored transposed comes as a view of the parameter.
     for parameter in (weight, weight._base):
@@ -165,7 +165,7 @@ class IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.target[0].add_(grads[0])
-        _note_added(ctx.weight)
+        note_added(ctx.weight)
         return None, None
 
 
