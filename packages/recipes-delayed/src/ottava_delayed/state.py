@@ -89,29 +89,26 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         return buffers["scale"], buffers["amax_history"]
 
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
-        given = self.given.get(tensor_type)
-        if given is not None:
-            made: Quantizer = given.with_usage(rowwise, columnwise).copy()
-            made.internal = True
-            return made
-        wanted = tensor_type, rowwise, columnwise, recording
-        buffers: dict[str, Any] = self._buffers
+        buffers: Any = self._buffers
         scale = buffers["scale"]
-        if _is_compiling() or type(scale) is not torch.Tensor or torch.is_inference_mode_enabled():
-            return self._internal(*wanted)
-        # Those of buffers that lay elsewhere, on another device say, are dropped.
-        at = scale.data_ptr(), buffers["amax_history"].data_ptr(), buffers["saturated"].data_ptr()
-        if at != self._kept_at:
-            self._kept.clear()
-            self.__dict__["_kept_at"] = at
-        kept = self._kept.get(wanted)
-        if kept is None:
-            kept = self._kept[wanted] = self._internal(*wanted)
-        return kept
-
-    def _internal(self, tensor_type: str, rowwise: bool, columnwise: bool, recording: bool) -> Float8Quantizer:
-        made = self._own(tensor_type, recording, rowwise, columnwise)
+        keeps = not _is_compiling() and type(scale) is torch.Tensor
+        if keeps:
+            at = scale.data_ptr(), buffers["amax_history"].data_ptr(), buffers["saturated"].data_ptr()
+            if at != self._kept_at:
+                # Those of buffers that lay elsewhere, on another device say, are dropped.
+                self.__dict__.update(_kept={}, _kept_at=at)
+            kept = self._kept.get((tensor_type, rowwise, columnwise, recording))
+            if kept is not None:
+                return kept
+        given = self.given.get(tensor_type)
+        made: Quantizer
+        if given is None:
+            made = self._own(tensor_type, recording, rowwise, columnwise)
+        else:
+            made = given.with_usage(rowwise, columnwise).copy()
         made.internal = True
+        if keeps and given is None and not torch.is_inference_mode_enabled():
+            self._kept[tensor_type, rowwise, columnwise, recording] = made
         return made
 
     def _own(self, tensor_type: str, recording: bool, rowwise: bool, columnwise: bool) -> Float8Quantizer:

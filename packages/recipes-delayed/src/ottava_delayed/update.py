@@ -21,11 +21,16 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) 
     Raises:
         ShapeError, DTypeError: a function of the recipe returned something else than one float32 for each slot.
     """
-    last, reduces = None, bool(states) and recipe.reduce_amax and spans_ranks(group)
-    if len(states) == 1 and not reduces:
-        _update_on_device(recipe, states, None)
+    reduces = recipe.reduce_amax and spans_ranks(group)
+    by_functions = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
+    if len(states) == 1 and not (reduces or by_functions):
+        # In few steps: a layer that is alone comes here in each forward pass.
+        (state,) = states
+        buffers, most_recent = state._buffers, recipe.amax_compute_algo == "most_recent"
+        kernels.update_scales((buffers["scale"],), (buffers["amax_history"],), state.maxima, most_recent=most_recent)
         return
-    if reduces:
+    last = None
+    if reduces and states:
         # Amaxes of all devices go to one, so that one collective serves all layers.
         device = states[0].scale.device
         last = reduce_amax(torch.cat([state.amax_history[0].to(device) for state in states]), group)
@@ -45,13 +50,8 @@ def _update_on_device(recipe: Settings, states: Sequence[DelayedScalingState], l
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _update_by_functions(recipe, states, last)
         return
-    held: list[tuple[torch.Tensor, torch.Tensor]] = []
-    maxima: list[float] = []
-    # Not in comprehensions: a layer that is alone comes here in each forward pass.
-    for state in states:
-        held.append(state.scale_and_history())
-        maxima += state.maxima
-    scales, histories = zip(*held, strict=True)
+    scales, histories = zip(*(state.scale_and_history() for state in states), strict=True)
+    maxima = [maximum for state in states for maximum in state.maxima]
     kernels.update_scales(scales, histories, maxima, most_recent=recipe.amax_compute_algo == "most_recent", last=last)
 
 
