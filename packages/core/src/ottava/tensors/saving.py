@@ -37,10 +37,8 @@ class Pattern:
         held["_quantizer"], held["_writes"] = quantizer, GemmCache()
         if self._derives and tensors[self.rows] is not None:
             made._put_inner(tensors)
-            return made
-        for place, tensor in zip(self._places, tensors, strict=True):
-            if tensor is not None:
-                held[place] = tensor
+        else:
+            held.update(zip(self._places, tensors, strict=True))
         return made
 
 
