@@ -13,7 +13,7 @@ from ottava.recipes.base import QuantizerRequest, Recipe
 from ottava.recipes.region import Region, begin_ahead, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState, by_recipe
-from ottava.recipes.step import Step, backward_task, begin, is_taken_apart
+from ottava.recipes.step import Step, backward_task, is_taken_apart
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
@@ -117,6 +117,11 @@ class Call(NamedTuple):
     first: bool | None = None  # the weight is quantized and kept (True), was kept (False), is quantized for this call
     recomputed: bool = False  # whether activation checkpointing runs this forward pass again
     of_block: bool | None = None  # what a microbatch block said of first, and the call did not
+
+
+# Of the state of a layer outside of any region.
+_ALONE: dict[str, Any] = {"step": None, "_pending": True}
+_BEGUN = _ALONE | {"_backward_ran": False, "_unseen": False}
 
 
 class Binding:
@@ -285,10 +290,11 @@ class Binding:
     def _take_part(self, layer: Any, state: Any, region: Region | None, training: bool, compiling: bool) -> None:
         """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
         if region is None:
-            if training:
-                begin([state], None, compiling)
-            if not compiling and (state.step is not None or not state._pending):
-                state.__dict__.update(step=None, _pending=True)
+            # In few steps, because such a layer begins one with each of its calls.
+            for part in state.parts() if training else ():
+                part.recipe.update_states([part], None)
+            if not compiling:
+                state.__dict__.update(_BEGUN if training else _ALONE)
             return
         if compiling and region.model is not None:
             # The model begins a step with all its layers, and compiled code had better change nothing.

@@ -32,23 +32,17 @@ def backward_task() -> int:
     return -1 if torch.compiler.is_compiling() else graph_task_id()
 
 
-def begin(states: Sequence[RecipeState], amax_reduction_group: Any, compiling: bool = False) -> None:
-    """Update the states, those of equal recipes in one call. They hold nothing of the step before afterwards."""
+def begin(states: Sequence[RecipeState], group: Any, compiling: bool = False, pending: bool = False) -> None:
+    """Update the states, those of equal recipes in one call. They hold nothing of the step before afterwards, and begin
+    the next one, too, if they are ``pending``."""
     # A state that consists of several may be found by itself and as a part.
-    parts: list[RecipeState] = []
-    for state in states:
-        parts += state.parts()
-    # A layer that is alone begins a step with each of its calls.
-    if len(parts) == 1:
-        parts[0].recipe.update_states(parts, amax_reduction_group)
-    else:
-        unique = {id(part): part for part in parts}.values()
-        for recipe, together in by_recipe([(part.recipe, part) for part in unique]):
-            recipe.update_states(together, amax_reduction_group)
+    parts = {id(part): part for state in states for part in state.parts()}.values()
+    for recipe, together in by_recipe([(part.recipe, part) for part in parts]):
+        recipe.update_states(together, group)
     if not compiling:
-        for state in (*states, *parts):
+        for state in states:
             # Not by assignments, which modules make slow.
-            state.__dict__.update(_pending=False, _backward_ran=False, _unseen=False)
+            state.__dict__.update(_pending=pending, _backward_ran=False, _unseen=False)
 
 
 def _line(state: RecipeState) -> str:
@@ -146,11 +140,8 @@ class Step:
         if states and not (compiling or self._compared):
             _check_alike(states, group)
             self._compared = True
-        begin(states, group, compiling)
-        if calibrated:
-            for state in states:
-                state._pending = True
-        elif not compiling:
+        begin(states, group, compiling, calibrated)
+        if not (calibrated or compiling):
             # After an interrupt on the way here, the next step begins with them.
             self._ran = []
             _awaited.discard(self)
