@@ -76,7 +76,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         # The amax that the last gather of a high-precision weight observed.
         self.register_buffer("gathered_amax", None, persistent=False)
         self.register_buffer("gathered_saturated", None, persistent=False)
-        self._kept: dict[tuple[str, bool, bool, bool], Float8Quantizer] = {}
+        self._kept: dict[tuple[str, bool, bool, bool], Quantizer] = {}
         self._kept_at: tuple[int, int, int] | None = None
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
@@ -97,11 +97,10 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             if at != self._kept_at:
                 # Those of buffers that lay elsewhere, on another device say, are dropped.
                 self.__dict__.update(_kept={}, _kept_at=at)
-            kept = self._kept.get((tensor_type, rowwise, columnwise, recording))
-            if kept is not None:
-                return kept
+            made: Quantizer | None = self._kept.get((tensor_type, rowwise, columnwise, recording))
+            if made is not None:
+                return made
         given = self.given.get(tensor_type)
-        made: Quantizer
         if given is None:
             made = self._own(tensor_type, recording, rowwise, columnwise)
         else:

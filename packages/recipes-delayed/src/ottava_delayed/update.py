@@ -26,8 +26,9 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) 
     if len(states) == 1 and not (reduces or by_functions):
         # In few steps: a layer that is alone comes here in each forward pass.
         (state,) = states
-        buffers, most_recent = state._buffers, recipe.amax_compute_algo == "most_recent"
-        kernels.update_scales((buffers["scale"],), (buffers["amax_history"],), state.maxima, most_recent=most_recent)
+        buffers: dict[str, Any] = state._buffers
+        scale, most_recent = buffers["scale"], recipe.amax_compute_algo == "most_recent"
+        kernels.update_scales((scale,), (buffers["amax_history"],), state.maxima, most_recent=most_recent)
         return
     last = None
     if reduces and states:
