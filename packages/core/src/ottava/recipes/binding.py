@@ -274,7 +274,14 @@ class Binding:
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
             training = training and (compiling or not (observed and is_taken_apart(False)))
-            self._take_part(layer, state, region, training, compiling)
+            if region is not None:
+                self._take_part(layer, state, region, training, compiling)
+            else:
+                # Outside of any region a layer begins a step of its own with each call, in as few steps as can be.
+                for part in state.parts() if training else ():
+                    part.recipe.update_states([part], None)
+                if not compiling:
+                    state.__dict__.update(_BEGUN if training else _ALONE)
             if training and not grad_enabled:
                 state._unseen = True
             elif training and not compiling and state._backward_ran and KNOWS_BACKWARD:
@@ -287,15 +294,8 @@ class Binding:
             self._last = call._replace(recipe=None) if calibrating else call
         return call
 
-    def _take_part(self, layer: Any, state: Any, region: Region | None, training: bool, compiling: bool) -> None:
-        """See that a stateful state begins its steps with the region; outside any, the layer is its own."""
-        if region is None:
-            # In few steps, because such a layer begins one with each of its calls.
-            for part in state.parts() if training else ():
-                part.recipe.update_states([part], None)
-            if not compiling:
-                state.__dict__.update(_BEGUN if training else _ALONE)
-            return
+    def _take_part(self, layer: Any, state: Any, region: Region, training: bool, compiling: bool) -> None:
+        """See that a stateful state begins its steps with the region."""
         if compiling and region.model is not None:
             # The model begins a step with all its layers, and compiled code had better change nothing.
             return
