@@ -12,7 +12,6 @@ from ottava.errors import OptionError
 from ottava.formats import Format
 from ottava.recipes.base import Recipe
 from ottava.recipes.role import QuantizerRole
-from ottava.recipes.state import RecipeState
 from ottava_delayed.quantizer import Float8Quantizer
 from ottava_delayed.state import DelayedScalingState
 from ottava_delayed.update import update
@@ -92,6 +91,5 @@ class DelayedScaling(Recipe):
     def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> DelayedScalingState:
         return DelayedScalingState(self, roles, amax_reduction_group=amax_reduction_group)
 
-    def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
-        """Reduce and update all slots of all layers, in one collective and one operation."""
-        update(self, states, amax_reduction_group)  # type: ignore[arg-type]
+    # All slots of all layers, in one collective and one operation.
+    update_states = update  # type: ignore[assignment]

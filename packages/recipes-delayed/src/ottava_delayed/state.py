@@ -89,15 +89,17 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         return buffers["scale"], buffers["amax_history"]
 
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
-        buffers: Any = self._buffers
+        # In few steps, because each forward pass looks twice: a module searches several places for an attribute.
+        own = self.__dict__
+        buffers = own["_buffers"]
         scale = buffers["scale"]
         keeps = not _is_compiling() and type(scale) is torch.Tensor
         if keeps:
             at = scale.data_ptr(), buffers["amax_history"].data_ptr(), buffers["saturated"].data_ptr()
-            if at != self._kept_at:
+            if at != own["_kept_at"]:
                 # Those of buffers that lay elsewhere, on another device say, are dropped.
-                self.__dict__.update(_kept={}, _kept_at=at)
-            made: Quantizer | None = self._kept.get((tensor_type, rowwise, columnwise, recording))
+                own.update(_kept={}, _kept_at=at)
+            made: Quantizer | None = own["_kept"].get((tensor_type, rowwise, columnwise, recording))
             if made is not None:
                 return made
         given = self.given.get(tensor_type)
