@@ -123,32 +123,33 @@ const DecodeTable& bare_table(Fp8 format, Dtype dtype) {
     return tables[static_cast<int>(format)][static_cast<int>(dtype)];
 }
 
+// Takes each element from the row after it where it `moves`, whose bits are all set then, and raises the `largest`.
+void move_rows(const float* __restrict before, size_t slots, size_t count, const uint32_t* __restrict moves,
+               float* __restrict largest, float* __restrict out) {
+    const float* const older = before + slots;
+    for (size_t i = 0; i < count; ++i) {
+        const auto kept = bits_as<uint32_t>(before[i]);
+        out[i] = bits_as<float>(kept ^ ((kept ^ bits_as<uint32_t>(older[i])) & moves[i]));
+        largest[i] = largest[i] < older[i] ? older[i] : largest[i];
+    }
+}
+
 // Moves up by one the columns of a history whose step has `seen` something, and gives the largest of each column, `seen`
 // included; NaN counts in `seen` alone. Loops run over whole rows, a few at a time, so that they become vectors.
 std::vector<float> move_up(const HistorySlots& t, int64_t length, const std::vector<float>& seen) {
-    constexpr int64_t kRows = 16;
-    const auto width = static_cast<size_t>(kRows * t.slots), slots = static_cast<size_t>(t.slots);
-    std::vector<float> memory(4 * width);
-    float *__restrict const largest = memory.data(), *__restrict const older = largest + width;
-    float *__restrict const kept = older + width, *__restrict const first = kept + width;
-    for (size_t i = 0; i < width; i += slots) {
-        std::copy_n(seen.data(), slots, largest + i);
-        std::copy_n(seen.data(), slots, first + i);
-    }
-    for (int64_t row = 1; row < length; row += kRows) {
-        const auto count = static_cast<size_t>(std::min(kRows, length - row) * t.slots);
-        float* const to = t.history + (row - 1) * t.slots;
-        std::copy_n(to + t.slots, count, older);
-        std::copy_n(to, count, kept);
-        for (size_t i = 0; i < count; ++i) {
-            largest[i] = largest[i] < older[i] ? older[i] : largest[i];
-            kept[i] = first[i] != 0.0f ? older[i] : kept[i];
-        }
-        std::copy_n(kept, count, to);
-    }
-    for (size_t i = slots; i < width; ++i) largest[i % slots] = std::max(largest[i % slots], largest[i]);
-    memory.resize(slots);
-    return memory;
+    constexpr size_t kRows = 16;
+    const size_t slots = seen.size(), total = static_cast<size_t>(length - 1) * slots, width = kRows * slots;
+    std::vector<float> largest(width), before(t.history, t.history + total + slots);
+    std::vector<uint32_t> moves(width);
+    for (size_t i = 0; i < width; i += slots) std::copy_n(seen.data(), slots, largest.data() + i);
+    for (size_t i = 0; i < width; ++i) moves[i] = largest[i] != 0.0f ? ~0u : 0u;
+    for (size_t row = 0; row < total; row += width)
+        move_rows(before.data() + row, slots, std::min(width, total - row), moves.data(), largest.data(),
+                  t.history + row);
+    for (size_t row = slots; row < width; row += slots)
+        for (size_t i = 0; i < slots; ++i) largest[i] = std::max(largest[i], largest[row + i]);
+    largest.resize(slots);
+    return largest;
 }
 
 }  // namespace
