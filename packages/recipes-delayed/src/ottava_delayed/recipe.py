@@ -43,6 +43,8 @@ class DelayedScaling(Recipe):
 
     name: ClassVar[str] = "delayed"
     stateful: ClassVar[bool] = True
+    #: Whether a function of the recipe gives amaxes or scales; it follows from the fields.
+    by_functions = True
 
     margin: float = 0
     fp8_format: Format = Format.HYBRID
@@ -73,6 +75,9 @@ class DelayedScaling(Recipe):
             )
         if not isinstance(self.reduce_amax, bool):
             raise OptionError(f"reduce_amax is {self.reduce_amax!r}", expected="True or False")
+        by_functions = callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
+        # Frozen, so that this is the way to set it.
+        object.__setattr__(self, "by_functions", by_functions)
 
     @property
     def reduces_amaxes(self) -> bool:  # type: ignore[override]

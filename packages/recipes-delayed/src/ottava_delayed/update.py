@@ -21,14 +21,13 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) 
     Raises:
         ShapeError, DTypeError: a function of the recipe returned something else than one float32 for each slot.
     """
-    algorithm, reduces = recipe.amax_compute_algo, recipe.reduce_amax and spans_ranks(group)
-    by_functions = callable(algorithm) or recipe.scaling_factor_compute_algo is not None
-    if len(states) == 1 and not (reduces or by_functions):
+    reduces = recipe.reduce_amax and spans_ranks(group)
+    if len(states) == 1 and not (reduces or recipe.by_functions):
         # In few steps: a layer that is alone comes here in each forward pass.
         (state,) = states
         buffers: dict[str, Any] = state._buffers
-        scale, history = buffers["scale"], buffers["amax_history"]
-        kernels.update_scales((scale,), (history,), state.maxima, most_recent=algorithm == "most_recent")
+        scale, most_recent = buffers["scale"], recipe.amax_compute_algo == "most_recent"
+        kernels.update_scales((scale,), (buffers["amax_history"],), state.maxima, most_recent=most_recent)
         return
     last = None
     if reduces and states:
@@ -48,7 +47,7 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) 
 
 
 def _update_on_device(recipe: Settings, states: Sequence[DelayedScalingState], last: torch.Tensor | None) -> None:
-    if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
+    if recipe.by_functions:
         _update_by_functions(recipe, states, last)
         return
     scales, histories = zip(*(state.scale_and_history() for state in states), strict=True)
