@@ -96,5 +96,5 @@ class DelayedScaling(Recipe):
     def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> DelayedScalingState:
         return DelayedScalingState(self, roles, amax_reduction_group=amax_reduction_group)
 
-    # All slots of all layers, in one collective and one operation.
+    # The parameters are named as the base class names them.
     update_states = update  # type: ignore[assignment]

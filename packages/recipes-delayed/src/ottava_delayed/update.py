@@ -15,13 +15,13 @@ from ottava.formats import fp8_format
 from ottava_delayed.state import DelayedScalingState, Settings
 
 
-def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) -> None:
+def update(recipe: Settings, states: Sequence[DelayedScalingState], amax_reduction_group: Any) -> None:
     """Begin a step for the layers of ``states``: one all-reduce if there is a group, then one operation.
 
     Raises:
         ShapeError, DTypeError: a function of the recipe returned something else than one float32 for each slot.
     """
-    reduces = recipe.reduce_amax and spans_ranks(group)
+    reduces = recipe.reduce_amax and spans_ranks(amax_reduction_group)
     if len(states) == 1 and not (reduces or recipe.by_functions):
         # In few steps: a layer that is alone comes here in each forward pass.
         (state,) = states
@@ -33,7 +33,8 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], group: Any) 
     if reduces and states:
         # Amaxes of all devices go to one, so that one collective serves all layers.
         device = states[0].scale.device
-        last = reduce_amax(torch.cat([state.amax_history[0].to(device) for state in states]), group)
+        amaxes = torch.cat([state.amax_history[0].to(device) for state in states])
+        last = reduce_amax(amaxes, amax_reduction_group)
     by_device: dict[torch.device, list[int]] = {}
     for position, state in enumerate(states):
         by_device.setdefault(state.scale_and_history()[0].device, []).append(position)
