@@ -19,7 +19,8 @@ from ottava.filesystem import AnyPath, Partial, as_path, check_file_target
 from ottava.recipes.registry import import_offered
 from ottava.tensors.declaration import InnerTensor, as_data, native_dtype
 from ottava.tensors.quantizer import as_device
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec, storage_classes
+from ottava.tensors.saving import StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage, storage_classes
 
 #: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are
 #: held, and the static fields by argument.

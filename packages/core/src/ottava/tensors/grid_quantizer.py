@@ -14,8 +14,8 @@ from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.grid import GridTensorStorage, empty, in_order, inner_tensors_of
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.saving import Pattern
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.saving import Pattern, StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 # By the class and what it is told.

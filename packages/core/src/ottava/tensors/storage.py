@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -13,35 +12,7 @@ from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
 from ottava.tensors import declaration
 from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, check_flag, checked, native_dtype
-
-
-@dataclass(frozen=True)
-class StorageSpec:
-    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
-
-    cls: type[QuantizedTensorStorage]
-    static: tuple[Any, ...]
-    quantizer: Any
-    whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
-    # What made the storage, in eager code: an ``ottava.tensors.saving.Pattern``.
-    pattern: Any = field(default=None, compare=False, repr=False)
-
-    def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
-        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
-        built = self.cls(**self.cls._arguments(tensors, self.static), quantizer=self.quantizer)
-        built._whole = self.whole
-        return built
-
-    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
-        """:meth:`build` around the tensors that were taken out, which need no second look."""
-        if self.pattern is not None:
-            return self.pattern.make(tensors, self.quantizer)  # type: ignore[no-any-return]
-        if self.whole is not None or not self.cls.declares_all:
-            return self.build(tensors)
-        made = object.__new__(self.cls)
-        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
-        return made
-
+from ottava.tensors.saving import StorageSpec
 
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
