@@ -50,6 +50,8 @@ class QuantizedTensorStorage:
     rebuilds_derived: bool = True
     #: The text of the layout of :meth:`grid_operand`.
     layout_text: str = ""
+    #: The same for columns, where it is another one.
+    column_layout_text: str = ""
     _quantizer: Any
     _dtype: torch.dtype
     # What made a bare storage in eager code, by which it is taken apart.
@@ -120,7 +122,9 @@ class QuantizedTensorStorage:
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Take this storage's share from the front of ``tensors`` and return the rest, or raise ShapeError."""
         count = len(self.inner_tensors)
-        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, declaration.HELD) for t in tensors[:count]):
+        if not isinstance(tensors, (list, tuple)) or not all(
+            isinstance(t, torch.Tensor | None) for t in tensors[:count]
+        ):
             raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
         if len(tensors) < count:
             raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
@@ -339,11 +343,6 @@ class QuantizedTensorStorage:
         """
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
-
-    @property
-    def column_layout_text(self) -> str:
-        """The text of the layout of columns, where it is another one."""
-        return self.layout_text
 
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The bytes of the elements as a matrix, and scales, as they are stored for the usage (or UsageError). None,
