@@ -99,7 +99,7 @@ class HybridTensorStorage(QuantizedTensorStorage):
             for field in kind.static_fields
         )
         quantizer: Any = getattr(self._quantizer, f"{side}_quantizer", None)
-        return StorageSpec(kind, static, quantizer).build(tensors)
+        return StorageSpec(kind, static, quantizer).build(tensors)  # type: ignore[no-any-return]
 
     def size(self, dim: int | None = None) -> Any:
         shape = torch.Size(self._shape)  # type: ignore[attr-defined]

@@ -205,7 +205,7 @@ def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor])
             native = fields[declared.native] if isinstance(declared.native, str) else declared.native
             tensor = held.get(declared.argument)
             inner.append(tensor if native is None else as_data(tensor, native, repr(declared.argument)))
-        return StorageSpec(cls, tuple(fields.values()), None).build(inner)
+        return StorageSpec(cls, tuple(fields.values()), None).build(inner)  # type: ignore[no-any-return]
 
 
 def _encode_static(value: Any) -> Any:

@@ -181,7 +181,7 @@ class QuantizedTensorStorage:
         tensors, spec = self.flatten_storage()
         with torch.no_grad():
             changed = [None if t is None else function(t) for t in tensors]
-            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)
+            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)  # type: ignore[no-any-return]
 
     def _copied_quantizer(self) -> Any:
         return None if self._quantizer is None else self._quantizer.copy()
