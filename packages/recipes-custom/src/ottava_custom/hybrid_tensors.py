@@ -99,7 +99,7 @@ class HybridTensorStorage(QuantizedTensorStorage):
             for field in kind.static_fields
         )
         quantizer: Any = getattr(self._quantizer, f"{side}_quantizer", None)
-        return StorageSpec(kind, static, quantizer).build(tensors)
+        return StorageSpec(kind, static, quantizer).build(tensors)  # type: ignore[no-any-return]
 
     def size(self, dim: int | None = None) -> Any:
         shape = torch.Size(self._shape)  # type: ignore[attr-defined]
@@ -128,8 +128,9 @@ class HybridTensorStorage(QuantizedTensorStorage):
         return self.side(columnwise=False).layout_text
 
     @property
-    def column_layout_text(self) -> str:
-        return self.side(columnwise=True).column_layout_text
+    def column_layout_text(self) -> str:  # type: ignore[override]
+        side = self.side(columnwise=True)
+        return side.column_layout_text or side.layout_text
 
 
 def _follows_layout(kind: _Kind) -> bool:

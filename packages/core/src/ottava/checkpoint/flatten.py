@@ -19,7 +19,8 @@ from ottava.filesystem import AnyPath, Partial, as_path, check_file_target
 from ottava.recipes.registry import import_offered
 from ottava.tensors.declaration import InnerTensor, as_data, native_dtype
 from ottava.tensors.quantizer import as_device
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec, storage_classes
+from ottava.tensors.saving import StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage, storage_classes
 
 #: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are
 #: held, and the static fields by argument.
@@ -204,7 +205,7 @@ def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor])
             native = fields[declared.native] if isinstance(declared.native, str) else declared.native
             tensor = held.get(declared.argument)
             inner.append(tensor if native is None else as_data(tensor, native, repr(declared.argument)))
-        return StorageSpec(cls, tuple(fields.values()), None).build(inner)
+        return StorageSpec(cls, tuple(fields.values()), None).build(inner)  # type: ignore[no-any-return]
 
 
 def _encode_static(value: Any) -> Any:

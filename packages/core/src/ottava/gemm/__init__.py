@@ -138,7 +138,8 @@ def _on_grid(x: _Matrix, columnwise: bool) -> Operand | None:
     """Elements with scales, if it is a storage that has such."""
     if not isinstance(x, QuantizedTensorStorage) or (found := x.grid_operand(columnwise=columnwise)) is None:
         return None
-    return operand_of((*found, x.column_layout_text if columnwise else x.layout_text, columnwise, x))
+    text = (columnwise and x.column_layout_text) or x.layout_text
+    return operand_of((*found, text, columnwise, x))
 
 
 def _dense(x: _Matrix, columnwise: bool, dtype: torch.dtype) -> Operand:

@@ -13,8 +13,8 @@ from ottava.tensors.grid import GridTensorStorage, inner_tensors_of
 from ottava.tensors.grid_quantizer import GridQuantizer
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer, as_device
-from ottava.tensors.saving import prepare_for_saving, restore_from_saved
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.saving import StorageSpec, prepare_for_saving, restore_from_saved
+from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor, implements
 
 __all__ = [

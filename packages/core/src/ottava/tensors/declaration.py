@@ -71,10 +71,6 @@ class StaticField:
     default: Any = ...
 
 
-#: What an inner tensor may be.
-HELD = (torch.Tensor, type(None))
-
-
 def checked(cls: Any, given: dict[str, Any], **also: Any) -> dict[str, Any]:
     """What the constructor of a storage class was given, and what was left out, as ``check_declared`` returns it."""
     known = dict.fromkeys((inner.argument for inner in cls.inner_tensors), None)
@@ -85,7 +81,7 @@ def checked(cls: Any, given: dict[str, Any], **also: Any) -> dict[str, Any]:
         raise OptionError(f"{cls.__name__} was given {wrong[0]}", expected=", ".join(sorted(known)))
     declared: dict[str, Any] = cls.check_declared(known | given | also)
     for name, tensor in ((inner.argument, declared[inner.argument]) for inner in cls.inner_tensors):
-        if not isinstance(tensor, HELD):
+        if not isinstance(tensor, torch.Tensor | None):
             raise DTypeError(f"{name!r} is a {type(tensor).__name__}", expected="a tensor or None")
     return declared
 

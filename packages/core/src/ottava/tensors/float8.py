@@ -122,7 +122,7 @@ class Float8TensorStorage(GridTensorStorage):
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
 
     @property
-    def column_layout_text(self) -> str:
+    def column_layout_text(self) -> str:  # type: ignore[override]
         return _LAYOUTS[self._fp8_dtype, self._kept_transpose is not None and self._transpose is not None].text
 
     def grid_operand(self, *, columnwise: bool) -> Direction | None:

@@ -14,7 +14,8 @@ from ottava.kernels.checks import check_dtype
 from ottava.kernels.reference import spread
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import DerivedTensor, InnerTensor, StaticField, as_data, check_flag, check_values_dtype
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.saving import StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage
 
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]

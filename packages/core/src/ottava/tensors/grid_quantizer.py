@@ -14,8 +14,8 @@ from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.grid import GridTensorStorage, empty, in_order, inner_tensors_of
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.saving import Pattern
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+from ottava.tensors.saving import Pattern, StorageSpec
+from ottava.tensors.storage import QuantizedTensorStorage
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 # By the class and what it is told.
@@ -110,9 +110,9 @@ class GridQuantizer(Quantizer):
             known = fields | {"dtype": dtype, "values_from_columns": False}
             static = tuple([known[field.argument] for field in self.storage_class.static_fields])
             if compiling:
-                return StorageSpec(self.storage_class, static, self).rebuild(tensors)
+                return StorageSpec(self.storage_class, static, self).rebuild(tensors)  # type: ignore[no-any-return]
             pattern = _patterns[key] = Pattern(self.storage_class, static)
-        return pattern.make(tensors, self)
+        return pattern.make(tensors, self)  # type: ignore[no-any-return]
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         made: list[torch.Tensor | None] = []

@@ -1,6 +1,7 @@
 """Saving by value: nothing is mutated, so that compiled code can carry the specs to the backward pass."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -8,7 +9,34 @@ import torch
 
 from ottava.errors import DTypeError, ShapeError
 from ottava.tensors.declaration import GemmCache
-from ottava.tensors.storage import QuantizedTensorStorage, StorageSpec
+
+
+@dataclass(frozen=True)
+class StorageSpec:
+    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
+
+    cls: type[Any]
+    static: tuple[Any, ...]
+    quantizer: Any
+    whole: Any = field(default=None, compare=False, repr=False)
+    # What made the storage, in eager code: a :class:`Pattern`.
+    pattern: Any = field(default=None, compare=False, repr=False)
+
+    def build(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
+        built = self.cls(**self.cls._arguments(tensors, self.static), quantizer=self.quantizer)
+        built._whole = self.whole
+        return built
+
+    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """:meth:`build` around the tensors that were taken out, which need no second look."""
+        if self.pattern is not None:
+            return self.pattern.make(tensors, self.quantizer)
+        if self.whole is not None or not self.cls.declares_all:
+            return self.build(tensors)
+        made = object.__new__(self.cls)
+        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
+        return made
 
 
 class Pattern:
@@ -17,7 +45,7 @@ class Pattern:
     ``fetch`` gives what such a storage holds for each inner tensor; ``rows`` of them, the first ones, serve rows alone.
     """
 
-    def __init__(self, cls: type[QuantizedTensorStorage], static: Sequence[Any]) -> None:
+    def __init__(self, cls: type[Any], static: Sequence[Any]) -> None:
         empty: Any = StorageSpec(cls, tuple(static), None).rebuild((None,) * len(cls.inner_tensors))
         held = vars(empty)
         self._cls, self._attributes = cls, {k: v for k, v in held.items() if k != "_writes"} | {"_pattern": self}
@@ -30,7 +58,7 @@ class Pattern:
         #: The attributes of a spec but for the quantizer.
         self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
 
-    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> QuantizedTensorStorage:
+    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> Any:
         """A storage around what fits together because a kernel made it."""
         made = object.__new__(self._cls)
         made.__dict__ = held = self._attributes.copy()
@@ -43,7 +71,7 @@ class Pattern:
 
 
 def prepare_for_saving(
-    *tensors: torch.Tensor | QuantizedTensorStorage | None,
+    *tensors: Any,
 ) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
     """Flatten any mix of storages, quantized tensors, plain tensors and None.
 
@@ -55,7 +83,7 @@ def prepare_for_saving(
     """
     pairs: list[tuple[list[torch.Tensor | None], StorageSpec | None]] = []
     for tensor in tensors:
-        if isinstance(tensor, QuantizedTensorStorage):
+        if hasattr(tensor, "flatten_storage"):
             pairs.append(tensor.flatten_storage())
         elif tensor is None or isinstance(tensor, torch.Tensor):
             pairs.append(([tensor], None))

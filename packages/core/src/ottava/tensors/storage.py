@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -13,35 +12,7 @@ from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
 from ottava.tensors import declaration
 from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, check_flag, checked, native_dtype
-
-
-@dataclass(frozen=True)
-class StorageSpec:
-    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
-
-    cls: type[QuantizedTensorStorage]
-    static: tuple[Any, ...]
-    quantizer: Any
-    whole: QuantizedTensorStorage | None = field(default=None, compare=False, repr=False)
-    # What made the storage, in eager code: an ``ottava.tensors.saving.Pattern``.
-    pattern: Any = field(default=None, compare=False, repr=False)
-
-    def build(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
-        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
-        built = self.cls(**self.cls._arguments(tensors, self.static), quantizer=self.quantizer)
-        built._whole = self.whole
-        return built
-
-    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> QuantizedTensorStorage:
-        """:meth:`build` around the tensors that were taken out, which need no second look."""
-        if self.pattern is not None:
-            return self.pattern.make(tensors, self.quantizer)  # type: ignore[no-any-return]
-        if self.whole is not None or not self.cls.declares_all:
-            return self.build(tensors)
-        made = object.__new__(self.cls)
-        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
-        return made
-
+from ottava.tensors.saving import StorageSpec
 
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
@@ -79,6 +50,8 @@ class QuantizedTensorStorage:
     rebuilds_derived: bool = True
     #: The text of the layout of :meth:`grid_operand`.
     layout_text: str = ""
+    #: The same for columns, where it is another one.
+    column_layout_text: str = ""
     _quantizer: Any
     _dtype: torch.dtype
     # What made a bare storage in eager code, by which it is taken apart.
@@ -149,7 +122,9 @@ class QuantizedTensorStorage:
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Take this storage's share from the front of ``tensors`` and return the rest, or raise ShapeError."""
         count = len(self.inner_tensors)
-        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, declaration.HELD) for t in tensors[:count]):
+        if not isinstance(tensors, (list, tuple)) or not all(
+            isinstance(t, torch.Tensor | None) for t in tensors[:count]
+        ):
             raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
         if len(tensors) < count:
             raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
@@ -206,7 +181,7 @@ class QuantizedTensorStorage:
         tensors, spec = self.flatten_storage()
         with torch.no_grad():
             changed = [None if t is None else function(t) for t in tensors]
-            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)
+            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)  # type: ignore[no-any-return]
 
     def _copied_quantizer(self) -> Any:
         return None if self._quantizer is None else self._quantizer.copy()
@@ -368,11 +343,6 @@ class QuantizedTensorStorage:
         """
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
-
-    @property
-    def column_layout_text(self) -> str:
-        """The text of the layout of columns, where it is another one."""
-        return self.layout_text
 
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The bytes of the elements as a matrix, and scales, as they are stored for the usage (or UsageError). None,

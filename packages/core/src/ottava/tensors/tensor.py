@@ -21,6 +21,14 @@ _TABLES: dict[type, dict[Any, Callable[..., Any]]] = {}
 _EXTRA_ATTRIBUTES = ("_is_param", "_high_precision_init_val")
 
 
+def _dequantizing(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    def dequantize(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Dequantize to the dtype of that name."""
+        return self.dequantize(dtype)  # type: ignore[no-any-return]
+
+    return dequantize
+
+
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     """Base class of quantized tensors.
 
@@ -135,17 +143,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             return StraightThrough.apply(self, type(self).dequantize_impl, dtype or self.dtype)  # type: ignore[no-any-return,no-untyped-call]
         return self.dequantize_impl(dtype or self.dtype)
 
-    def float(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Dequantize to float32."""
-        return self.dequantize(torch.float32)
-
-    def half(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Dequantize to float16."""
-        return self.dequantize(torch.float16)
-
-    def bfloat16(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Dequantize to bfloat16."""
-        return self.dequantize(torch.bfloat16)
+    float, half, bfloat16 = map(_dequantizing, (torch.float32, torch.float16, torch.bfloat16))
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """The same quantized values (shared) presented as another nominal dtype; differentiable."""
