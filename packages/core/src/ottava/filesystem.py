@@ -76,19 +76,6 @@ def opened(path: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def folders_made(path: Path) -> Iterator[None]:
-    """Make a folder and those above it that are missing; what was made goes at the end if nothing is in it."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        yield
-    finally:
-        for folder in missing:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-
-
-@contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C waits for the end of the block; only the main thread of a process is interrupted."""
     before = signal.getsignal(signal.SIGINT)

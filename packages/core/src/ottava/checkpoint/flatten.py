@@ -104,9 +104,7 @@ def unflatten_state_dict(
     state: dict[str, Any] = dict(tensors)
     for alias, stored in aliases.items():
         if stored not in tensors or alias in tensors:
-            where = "stored beside it" if stored in tensors else "missing"
-            what = f"damaged metadata: {alias!r} is said to be {stored!r}, which is {where}"
-            raise CheckpointError(what, "one of the two")
+            raise CheckpointError(f"damaged metadata: {alias!r} is said to be {stored!r}", "one of the two, stored")
         state[alias] = tensors[stored]
     made = {name: _unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
     if both := state.keys() & made.keys():

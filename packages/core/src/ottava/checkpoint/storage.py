@@ -31,7 +31,7 @@ from ottava.checkpoint.files import CHECKSUM_KEY, DTYPES, INDEX_NAME, RESAVE, dt
 from ottava.checkpoint.flatten import check_entry, described
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
-from ottava.filesystem import AnyPath, Partial, as_path, folders_made, opened, sync
+from ottava.filesystem import AnyPath, Partial, as_path, opened, sync
 
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
 _VERSION = 2
@@ -196,7 +196,7 @@ class FolderWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with _written(self.path):
             check_target(self.path, self.overwrite)
-            self._stack.enter_context(folders_made(Path(os.path.abspath(self.path)).parent))
+            Path(os.path.abspath(self.path)).parent.mkdir(parents=True, exist_ok=True)
             self.partial: Partial = self._stack.enter_context(Partial(self.path))
         # Names of their own: a checkpoint that is replaced keeps its files until the index says otherwise.
         token, world = secrets.token_hex(4), len(plans)
@@ -273,17 +273,10 @@ class FolderReader:
     def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of one file, mapped, which is the one that the index speaks of."""
         if verify or name not in self._files:
-            try:
-                self._files[name], metadata = read_tensors(self.path / name, verify=verify)
-                if metadata.get(CHECKSUM_KEY) != self.index.files[name][1]:
-                    raise CheckpointError(f"{self.path / name} is another file than was written", expected="that one")
-            except CheckpointError as error:
-                now = self.index
-                with contextlib.suppress(CheckpointError):
-                    now = read_index(self.path)
-                if now.crc32 == self.index.crc32:
-                    raise
-                raise CheckpointError(f"{self.path} was replaced while it was read", remedy="load it again") from error
+            self._files[name], metadata = read_tensors(self.path / name, verify=verify)
+            if metadata.get(CHECKSUM_KEY) != self.index.files[name][1]:
+                what = f"{self.path / name} is another file than was written"
+                raise CheckpointError(what, "that one", "load it again, if it was replaced meanwhile, or another one")
         return self._files[name]
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:

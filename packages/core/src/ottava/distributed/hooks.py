@@ -291,9 +291,7 @@ class HighPrecisionWeight(torch.Tensor):
         kind = torch.Tensor if plan is None else plan.spec.cls
         if out is not None and (isinstance(out, QuantizedTensor) == (plan is None) or not isinstance(out, kind)):
             what = f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}"
-            raise UsageError(
-                what, "one kind of weight", "bind the recipe before fully_shard, and do not change it then"
-            )
+            raise UsageError(what, "one kind of weight", "bind the recipe before fully_shard, and keep it then")
         if plan is not None:
             return post_all_gather(plan, outputs, param_dtype, out)  # type: ignore[arg-type]
         # FSDP fills the same memory at every gather, so that one view of it stays the weight.
