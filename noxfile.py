@@ -18,7 +18,7 @@ import nox
 ROOT = Path(__file__).parent
 PACKAGES = ROOT / "packages"
 RECIPES = sorted(p.name.removeprefix("recipes-") for p in PACKAGES.glob("recipes-*") if (p / "pyproject.toml").exists())
-EVERY_PACKAGE = [*(f"recipes-{recipe}" for recipe in RECIPES), "testing", "demo", "debug"]
+EVERY_PACKAGE = [*(f"recipes-{recipe}" for recipe in RECIPES), "testing", "demo", "integrations", "debug"]
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 # Below 9.2, where pytest-xdist 3.8 sees no groups, and each process would make what the tests of a group share.
 TEST_TOOLS = ["pytest<9.2", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
@@ -152,8 +152,9 @@ def tests_recipe(session: nox.Session, recipe: str) -> None:
 
 @nox.session
 def tests_integration(session: nox.Session) -> None:
-    """What needs several packages, and the tests of the kit, the demo and the debugging tools, with everything."""
-    _test(session, EVERY_PACKAGE, "tests/integration", "tests/testing", "tests/demo", "tests/debug")
+    """What needs several packages, and the tests of those that are no recipe, with everything."""
+    folders = ["integration", "testing", "demo", "integrations", "debug"]
+    _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders))
 
 
 @nox.session

@@ -15,7 +15,7 @@ from sampling import some
 from torch.distributed.device_mesh import DeviceMesh
 
 from ottava.checkpoint import is_complete, latest_checkpoint
-from ottava.checkpoint.convert import read_state
+from ottava_integrations import read_state
 
 STEPS = some(24, 40)
 WORLD = 2

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 
 import ottava
 from ottava.checkpoint import is_complete, load_sharded, save_sharded
-from ottava.checkpoint.convert import read_state
 from ottava.errors import CheckpointError, ShapeError
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
+from ottava_integrations import read_state
 
 #: Of each recipe: its options, and the rows of the first weight. 33 are uneven on 4 ranks; 128 are whole blocks.
 RECIPES: dict[str, tuple[str, dict[str, Any], int]] = {

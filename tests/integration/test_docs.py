@@ -16,6 +16,7 @@ import ottava_current
 import ottava_custom
 import ottava_debug
 import ottava_delayed
+import ottava_integrations
 import ottava_mxfp8
 import ottava_rowwise
 import ottava_testing
@@ -80,6 +81,7 @@ PUBLIC = sorted(
         *exported(ottava_custom),
         *exported(ottava_debug),
         *exported(ottava_delayed),
+        *exported(ottava_integrations),
         *exported(ottava_mxfp8),
         *exported(ottava_rowwise),
         *exported(ottava_testing),

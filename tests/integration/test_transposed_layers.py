@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ottava
 from ottava.nn import Linear, TransposedLinear
+from ottava_integrations import convert_file
 from tests import ranks
 
 RECIPES = ["blockwise", "current", "delayed", "mxfp8", "rowwise"]
@@ -143,7 +144,7 @@ def test_no_file_is_made_with_a_quantized_weight_that_is_stored_transposed(tmp_p
     stored, _ = twins("current")
     mixed = torch.nn.Sequential(stored[0], torch.nn.GELU(), torch.nn.Linear(96, 32).bfloat16())
     ottava.checkpoint.save_model(mixed, tmp_path / "in.safetensors")
-    ottava.checkpoint.convert_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "current", model=mixed)
+    convert_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "current", model=mixed)
     loaded = ottava.checkpoint.load_file(tmp_path / "out.safetensors")
     assert isinstance(loaded["2.weight"], ottava.QuantizedTensor)
     assert type(loaded["0.weight"]) is torch.Tensor

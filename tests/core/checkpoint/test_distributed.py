@@ -23,9 +23,8 @@ from ottava.checkpoint import (
     load_sharded,
     save_sharded,
     save_step,
-    unflatten_state_dict,
+    storage,
 )
-from ottava.checkpoint.convert import read_state
 from ottava.checkpoint.flatten import sharded_rows
 from ottava.errors import CheckpointError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import InnerTensor
@@ -124,8 +123,8 @@ def test_anything_saved_is_loaded_bit_for_bit(
     loaded = load_sharded({"values": 3, "tensors": shaped[0], "nested": [{"values": None}, shaped[1]]}, path)
     assert contents(loaded) == contents(state)
     assert all(loaded["tensors"][name] is shaped[0][name] for name in parts)
-    read, _ = read_state(path)
-    assert {name: raw(value) for name, value in read.items()} == {
+    reader = storage.FolderReader(path)
+    assert {name: raw(reader.whole(name)) for name in reader.index.tensors} == {
         f"{prefix}.{name}": raw(part) for prefix in ("tensors", "nested.1") for name, part in parts.items()
     }
 
@@ -163,16 +162,6 @@ def test_writes_reach_the_layer_and_what_derives_from_it(recipe: Any, tmp_path: 
     load_sharded(dict(b.named_parameters()), tmp_path / "a")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_a_source_gives_what_unflatten_takes(recipe: Any, tmp_path: Path) -> None:
-    net = model(recipe)
-    save_sharded(net.state_dict(), tmp_path / "saved")
-    state, _ = read_state(tmp_path / "saved")
-    assert contents(state) == contents(dict(net.state_dict()))
-    tensors, metadata = flatten_state_dict(net.state_dict())
-    assert flatten_state_dict(state)[1] == metadata
-    assert contents(unflatten_state_dict(tensors, metadata)) == contents(state)
 
 
 def test_files_are_safetensors(recipe: Any, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pickle
 import random
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import safetensors.torch
 import torch
 
 from ottava import checkpoint
-from ottava.checkpoint.convert import read_state
 from ottava.errors import OttavaError
 
 Attack = Callable[[bytes], str]
@@ -303,34 +301,10 @@ def test_pickles_run_nothing(tmp_path: Path, attack: Attack) -> None:
     for raw in kinds:
         attack(raw)
         attack(len(raw).to_bytes(8, "little") + raw)
-        for read in (read_state, lambda path: checkpoint.convert_file(path, tmp_path / "out", "bf16")):
-            (tmp_path / "pickle.pt").write_bytes(raw)
-            with pytest.raises(OttavaError, match=r"pickle\.pt"):
-                read(tmp_path / "pickle.pt")
         assert not trace.exists()
-        assert not (tmp_path / "out").exists()
     # The test could fail.
     pickle.loads(kinds[0])
     assert trace.exists()
-
-
-def test_damaged_files_of_torch_save(tmp_path: Path) -> None:
-    path, chance = tmp_path / "state.pt", random.Random(2)
-    torch.save({"a": torch.arange(6), "b.weight": torch.randn(4, 4)}, path)
-    raw = path.read_bytes()
-    refused = 0
-    for _ in range(400):
-        changed = bytearray(raw)
-        for _ in range(chance.choice((1, 1, 8))):
-            changed[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
-        path.write_bytes(changed[: chance.choice((len(raw), chance.randrange(len(raw))))])
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                assert all(isinstance(value, torch.Tensor) for value in read_state(path)[0].values())
-        except OttavaError:
-            refused += 1
-    assert refused > 100
 
 
 LIMITED = """

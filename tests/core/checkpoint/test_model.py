@@ -228,9 +228,6 @@ def test_a_class_that_checks_nothing(contents: Any, tmp_path: Path) -> None:
             described["quantized"]["weight"]["static"][field] = value
             (tmp_path / "x").unlink(missing_ok=True)
             write_tensors(tmp_path / "x", tensors, {"ottava": json.dumps(described)})
-            # It has no nominal dtype: converting it is refused, whatever the values are.
-            with pytest.raises(OttavaError, match=r"x: 'weight'"):
-                checkpoint.convert_file(tmp_path / "x", tmp_path / "never", "fp32")
             try:
                 checkpoint.load_model(model, tmp_path / "x")
             except OttavaError as error:

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 import ottava
 from ottava.checkpoint import is_complete, load_sharded, save_sharded, storage
-from ottava.checkpoint.convert import read_state
 from ottava.errors import CheckpointError, UsageError
 
 
@@ -84,8 +83,6 @@ def test_every_file_cut_extended_flipped_removed_or_replaced(training: Any, tmp_
             shutil.copytree(original, path)
             (path / file).write_bytes(way)
             refused(path, target, file)
-            with pytest.raises(CheckpointError, match=file):
-                read_state(path)
         (path / file).unlink()
         refused(path, target, file)
         assert not is_complete(path)
@@ -231,7 +228,7 @@ def test_sizes_and_names_that_no_tensor_has(name: str, tmp_path: Path) -> None:
     (path / "ottava.json").write_bytes(start % zlib.crc32(forged) + forged)
     assert not is_complete(path)
     with pytest.raises(CheckpointError, match=r"ottava\.json"):
-        read_state(path)
+        load_sharded({"x": torch.ones(0, 3)}, path)
 
 
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,11 +262,13 @@ def test_a_command_of_a_package_that_is_not_installed_says_how_to_get_it(monkeyp
         ("demo", []),
         ("analyze", ["model.safetensors"]),
         ("bisect", []),
+        ("export", ["in", "out", "--recipe", "bf16"]),
     ):
         done = CliRunner().invoke(main.app, [name, *arguments])
         assert done.exit_code == 2
         assert done.output.startswith(f"error: the command {name!r} is not installed")
         assert "pip install ottava-" in done.output
+    assert "pip install ottava-integrations" in done.output
     assert CliRunner().invoke(main.app, ["nonesuch"]).exit_code == 2
 
 

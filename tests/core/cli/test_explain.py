@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from enum import Enum
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from typer.testing import CliRunner
 
 import ottava
 from ottava import checkpoint
+from ottava.cli import recipes
 from ottava.cli.main import app
 from ottava.cli.options import OptionDefaults
-from ottava.cli.recipes import DEMO_LAYERS, checkpoint_layers
-from ottava.errors import OptionError, UsageError
+from ottava.cli.recipes import DEMO_LAYERS, READERS
+from ottava.errors import OptionError
 from ottava.recipes import registry
 from ottava.recipes.explanation import Explanation
+from ottava.recipes.plugins import PluginStatus
 from ottava.recipes.role import QuantizerRole
 
 PLUGIN = (
@@ -150,24 +153,22 @@ def test_the_table() -> None:
     assert "│ -" in ask("--explain", "plain", "--layer", "b").output.replace("         ", " ")
 
 
-def test_the_layers_of_a_checkpoint(tmp_path: Path, recipe: Any) -> None:
-    """Matrices named weight: those that are quantized, and those that share another's values, as well."""
-    with ottava.quantized_model_init(recipe):
-        quantized = ottava.nn.Linear(32, 16, recipe=recipe)
-    plain = torch.nn.Linear(16, 8)
-    tied = torch.nn.Linear(16, 8)
-    tied.weight = plain.weight
-    body = {"first.up": quantized, "norm": torch.nn.LayerNorm(8), "second": plain, "tied": tied}
-    state = {f"{name}.{key}": tensor for name, module in body.items() for key, tensor in module.state_dict().items()}
-    state |= {"table": torch.zeros(4, 4), "third.weight_scale": torch.zeros(2, 2)}
-    checkpoint.save_file(state, tmp_path / "model.safetensors")
-    for place in (tmp_path / "model.safetensors", tmp_path):
-        assert sorted(checkpoint_layers(place)) == ["first.up", "second", "tied"]
-    found = told("--explain", "plain", "--checkpoint", tmp_path, "--layer", "more")
-    assert sorted({row["layer"] for row in found["layers"]}) == ["first.up", "more", "second", "tied"]
-    checkpoint.save_file({"a.bias": torch.zeros(3)}, tmp_path / "none.safetensors")
-    with pytest.raises(UsageError, match=r"none.safetensors has no matrix named \*.weight"):
-        checkpoint_layers(tmp_path / "none.safetensors")
+def test_the_layers_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a package reads that core does not have."""
+    (tmp_path / "read_by_tests.py").write_text(
+        "import ottava\n\n\ndef read(path):\n    return ottava.checkpoint.load_file(path), {}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "x.safetensors"
+    checkpoint.save_file({"a.weight": torch.ones(2, 2), "a.bias": torch.ones(2), "b.weight": torch.ones(2)}, file)
+    entry = EntryPoint("x", "read_by_tests:read", READERS)
+    monkeypatch.setattr(recipes, "discover", lambda group: [PluginStatus("aaa", "1", "x", entry)])
+    found = told("--explain", "plain", "--checkpoint", file, "--layer", "more")
+    assert {row["layer"] for row in found["layers"]} == {"a", "more"}
+    monkeypatch.setattr(recipes, "discover", lambda group: [])
+    done = ask("--explain", "plain", "--checkpoint", file)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: --checkpoint is not installed. Expected: ottava-integrations. Remedy: pip ")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,6 @@ def test_the_layers_of_a_checkpoint(tmp_path: Path, recipe: Any) -> None:
         (["--explain", "model.other"], "error: no installed recipe reads the file 'model.other'"),
         (["--explain", "bad.rules", "--json"], "error: bad.rules, line 3: bad."),
         (["--explain", "plain", "--layer", ""], "error: --layer ''. Expected: the qualified name of a layer."),
-        (["--explain", "plain", "--checkpoint", "absent"], "error: absent cannot be read"),
     ],
 )
 def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:

@@ -14,7 +14,6 @@ from typer.core import TyperGroup
 
 import ottava
 from ottava.cli.doctor import doctor
-from ottava.cli.export import export
 from ottava.cli.recipes import recipes
 from ottava.errors import OttavaError, PluginError, UsageError, text_of, translated
 from ottava.recipes.plugins import PluginStatus, discover
@@ -23,7 +22,7 @@ from ottava.recipes.plugins import PluginStatus, discover
 COMMANDS = "ottava.commands"
 # Commands of Ottava's own packages, and the package that a user who types one may have to install.
 _ELSEWHERE = {"check-recipe": "ottava-testing", "demo": "ottava-demo", "new-recipe": "ottava-testing"}
-_ELSEWHERE |= dict.fromkeys(("analyze", "bisect"), "ottava-debug")
+_ELSEWHERE |= {"analyze": "ottava-debug", "bisect": "ottava-debug", "export": "ottava-integrations"}
 
 
 def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
@@ -82,7 +81,7 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch.")
-for _function in (recipes, doctor, export):
+for _function in (recipes, doctor):
     app.command()(_function)
 
 

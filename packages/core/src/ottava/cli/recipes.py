@@ -10,10 +10,12 @@ from ottava.cli.output import Json, console, say, show_json, table
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import get_recipe
 from ottava.recipes.explanation import Explanation, RecipeRule
-from ottava.recipes.plugins import FACTORY, RECIPE, PluginStatus
+from ottava.recipes.plugins import FACTORY, RECIPE, PluginStatus, discover
 from ottava.recipes.registry import plugin_statuses, unknown_disabled
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 
+#: The group of entry points by which a package reads checkpoints: a function from a path to a state dict and texts.
+READERS = "ottava.readers"
 _WEIGHT = ".weight"
 #: The layers that the demo converts in its model, a GPT of four blocks.
 DEMO_LAYERS = tuple(f"blocks.{block}.{layer}" for block in range(4) for layer in ("qkv", "proj", "up", "down"))
@@ -21,9 +23,11 @@ DEMO_LAYERS = tuple(f"blocks.{block}.{layer}" for block in range(4) for layer in
 
 def checkpoint_layers(path: Path) -> list[str]:
     """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or not."""
-    from ottava.checkpoint.convert import read_state
-
-    state, _ = read_state(path)
+    readers = [found.entry for found in discover(READERS) if found.entry is not None]
+    if not readers:
+        package = "ottava-integrations"
+        raise UsageError("--checkpoint is not installed", expected=package, remedy=f"pip install {package}")
+    state, _ = readers[0].load()(path)
     found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
     if not found:
         raise UsageError(f"{path} has no matrix named *{_WEIGHT}", "a checkpoint of a model with linear layers")

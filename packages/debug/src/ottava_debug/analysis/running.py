@@ -6,7 +6,6 @@ from typing import Any
 
 from rich.progress import TaskProgressColumn
 
-from ottava.checkpoint.convert import read_state
 from ottava.cli.output import console, say
 from ottava.errors import OptionError
 from ottava_debug.analysis import output
@@ -15,6 +14,7 @@ from ottava_debug.analysis.terminal import sentences, summary_table, tensor_tabl
 from ottava_debug.losses import LOSSES
 from ottava_debug.output import check_targets, progress_bar
 from ottava_debug.references import made, resolve
+from ottava_integrations import read_state
 
 _TARGETS = "targets"
 _WORDS = {"elements": "Weights", "steps": "Steps"}

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.convert import read_state
 from ottava.checkpoint.files import INDEX_NAME
 from ottava.checkpoint.flatten import place_of
 from ottava.errors import CheckpointError, DTypeError, UsageError
@@ -16,6 +15,7 @@ from ottava.kernels import HIGH_PRECISION
 from ottava.nn.loading import OF_STATE
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.analysis.report import Skipped
+from ottava_integrations import read_state
 
 #: Layers that look their weights up: by any part of their names, or by the last one.
 _LOOKED_UP = re.compile(r"embed|(^|\.)(emb|wte|wpe|tok|tokens?|pos|positions?)\.weight$", re.IGNORECASE)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from ottava.cli.export import grouped
 from ottava.cli.output import table
 from ottava_debug.analysis.report import Analysis, Noise, most_underflow
+from ottava_integrations.command import grouped
 
 #: In a cell: what needs high precision.
 MARK = "!"

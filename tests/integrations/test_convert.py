@@ -1,4 +1,4 @@
-"""Conversion between recipes and to high precision, and what tensors are read from."""
+"""Conversion between recipes and to high precision."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 
-import ottava
 from ottava import checkpoint
-from ottava.checkpoint.convert import read_state
 from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, RecipeNotFoundError, UsageError
 from ottava.tensors import Float8Tensor
+from ottava_integrations import Conversion, convert_file
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def quantized_names(path: Path) -> set[str]:
 
 
 def test_a_foreign_file(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
-    done = checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe)
+    done = convert_file(tmp_path / "in", tmp_path / "out", recipe)
     read = checkpoint.load_file(tmp_path / "out")
     chosen = {"layer.weight", "weight"}
     assert done.skipped == ("embed.weight",)
@@ -74,12 +73,12 @@ def test_a_foreign_file(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path:
 
 
 def test_the_same_recipe_makes_the_same_bytes(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
-    checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe)
-    checkpoint.convert_file(tmp_path / "out", tmp_path / "again", recipe)
+    convert_file(tmp_path / "in", tmp_path / "out", recipe)
+    convert_file(tmp_path / "out", tmp_path / "again", recipe)
     same_tensors(tmp_path / "out", tmp_path / "again")
     # In place, and of a loaded state dict that was saved again.
     checkpoint.save_file(checkpoint.load_file(tmp_path / "out"), tmp_path / "saved")
-    checkpoint.convert_file(tmp_path / "saved", tmp_path / "saved", recipe)
+    convert_file(tmp_path / "saved", tmp_path / "saved", recipe)
     same_tensors(tmp_path / "out", tmp_path / "saved")
     described = []
     for name in ("out", "saved"):
@@ -91,7 +90,7 @@ def test_the_same_recipe_makes_the_same_bytes(foreign: dict[str, torch.Tensor], 
 
 def test_another_option_quantizes_again(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
     """The class, its fields and the name of the recipe are the same: only the option is another."""
-    checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe)
+    convert_file(tmp_path / "in", tmp_path / "out", recipe)
 
     class Halved(type(recipe.quantizer("weight"))):  # type: ignore[misc]
         def __init__(self, factor: float) -> None:
@@ -105,7 +104,7 @@ def test_another_option_quantizes_again(foreign: dict[str, torch.Tensor], recipe
         def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Any:
             return Halved(0.5)
 
-    done = checkpoint.convert_file(tmp_path / "out", tmp_path / "half", Option())
+    done = convert_file(tmp_path / "out", tmp_path / "half", Option())
     assert set(done.quantized) == {"layer.weight", "weight"}
     before, after = checkpoint.load_file(tmp_path / "out"), checkpoint.load_file(tmp_path / "half")
     assert torch.equal(
@@ -119,9 +118,9 @@ def test_another_option_quantizes_again(foreign: dict[str, torch.Tensor], recipe
 def test_to_high_precision(
     foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
-    checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe)
+    convert_file(tmp_path / "in", tmp_path / "out", recipe)
     quantized = checkpoint.load_file(tmp_path / "out")
-    done = checkpoint.convert_file(tmp_path / "out", tmp_path / "plain", name)
+    done = convert_file(tmp_path / "out", tmp_path / "plain", name)
     # Any tool reads it.
     plain = safetensors.torch.load_file(tmp_path / "plain")
     assert set(done.dequantized) == {"layer.weight", "weight"}
@@ -134,25 +133,25 @@ def test_to_high_precision(
         else:
             assert torch.equal(plain[key], value)
             assert key in done.copied
-    assert not checkpoint.convert_file(tmp_path / "plain", tmp_path / "x", name).cast
+    assert not convert_file(tmp_path / "plain", tmp_path / "x", name).cast
 
 
 def test_patterns(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
     source, out = tmp_path / "in", tmp_path / "out"
 
     def chosen(start: Path = source, **patterns: Any) -> set[str]:
-        checkpoint.convert_file(start, out, recipe, **patterns)
+        convert_file(start, out, recipe, **patterns)
         return quantized_names(out)
 
     assert chosen(include=["layer.*"]) == {"layer.weight", "layer.bias", "layer.weights"}
     assert chosen(include=["layer.*"], exclude=["*.bias"]) == {"layer.weight", "layer.weights"}
     assert chosen(include=["conv.weight", "norm.*"]) == {"conv.weight", "norm.weight"}
     assert chosen(exclude=["embed*", "layer*"]) == {"weight"}
-    checkpoint.convert_file(source, tmp_path / "quantized", recipe)
+    convert_file(source, tmp_path / "quantized", recipe)
     # What was quantized and is not to be converted: high precision of its nominal dtype.
     assert chosen(tmp_path / "quantized", exclude=["embed*"]) == {"layer.weight", "weight"}
     assert checkpoint.load_file(out)["embed.weight"].dtype == torch.bfloat16
-    checkpoint.convert_file(tmp_path / "quantized", out, "fp16", include=["layer.*"])
+    convert_file(tmp_path / "quantized", out, "fp16", include=["layer.*"])
     dtypes = {name: value.dtype for name, value in checkpoint.load_file(out).items()}
     assert quantized_names(out) == set()
     assert (dtypes["layer.weight"], dtypes["layer.bias"]) == (torch.float16, torch.float16)
@@ -169,7 +168,7 @@ def test_scaling_state_of_another_recipe_is_dropped(recipe: Any, tmp_path: Path)
     state = {"l.weight": torch.randn(2, 4), "l.recipe_state.scale": torch.ones(3), "recipe_state.scale": torch.ones(3)}
     checkpoint.save_file(state, tmp_path / "in")
     for target in (recipe, "bf16"):
-        done = checkpoint.convert_file(tmp_path / "in", tmp_path / "out", target)
+        done = convert_file(tmp_path / "in", tmp_path / "out", target)
         assert set(done.dropped) == {"l.recipe_state.scale", "recipe_state.scale"}
         assert set(checkpoint.load_file(tmp_path / "out")) == {"l.weight"}
 
@@ -178,79 +177,20 @@ def test_tied_tensors_stay_tied(recipe: Any, tmp_path: Path) -> None:
     weight = torch.randn(4, 8)
     checkpoint.save_file({"a.weight": weight, "b.weight": weight, "c": weight}, tmp_path / "in")
     for target, stored in ((recipe, 2 + 1), ("bf16", 1)):
-        checkpoint.convert_file(tmp_path / "in", tmp_path / "out", target)
+        convert_file(tmp_path / "in", tmp_path / "out", target)
         assert len(safetensors.torch.load_file(tmp_path / "out")) == stored
         read = checkpoint.load_file(tmp_path / "out")
         assert set(read) == {"a.weight", "b.weight", "c"}
         assert torch.equal(read["a.weight"].float(), read["b.weight"].float())
         assert torch.equal(read["c"], weight if target is recipe else weight.bfloat16())
-    checkpoint.convert_file(tmp_path / "in", tmp_path / "q", recipe, include=["a.weight", "b.weight", "c"])
+    convert_file(tmp_path / "in", tmp_path / "q", recipe, include=["a.weight", "b.weight", "c"])
     assert len(safetensors.torch.load_file(tmp_path / "q")) == 2
-    checkpoint.convert_file(tmp_path / "q", tmp_path / "out", recipe, exclude=["b.weight"])
+    convert_file(tmp_path / "q", tmp_path / "out", recipe, exclude=["b.weight"])
     assert quantized_names(tmp_path / "out") == {"a.weight", "c"}
 
 
-def test_a_folder_of_shards(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    names = sorted(foreign)
-    where = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(names)}
-    for file in set(where.values()):
-        shard = {name: foreign[name] for name in names if where[name] == file}
-        safetensors.torch.save_file(shard, folder / file)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
-    checkpoint.convert_file(folder, tmp_path / "sharded", recipe)
-    checkpoint.convert_file(tmp_path / "in", tmp_path / "whole", recipe)
-    same_tensors(tmp_path / "sharded", tmp_path / "whole")
-    for text, said in (
-        ("{", r"index\.json cannot be read"),
-        ("[]", r"index\.json cannot be read"),
-        ('{"weight_map": []}', r"index\.json cannot be read"),
-        ('{"weight_map": {"a": 3}}', r"index\.json cannot be read"),
-        ("[" * 100_000, r"index\.json cannot be read"),
-        ('{"weight_map": {"a": "../in"}}', "same folder"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "same folder"),
-        ('{"weight_map": {"a": "absent"}}', "absent cannot be read"),
-        (json.dumps({"weight_map": where | {"more": where["weight"]}}), "no tensor 'more'"),
-    ):
-        index.write_text(text)
-        with pytest.raises(CheckpointError, match=said):
-            read_state(folder)
-    index.unlink()
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors, files by tensor in model\.safetensors\.index\.json, or ottava"
-    ):
-        read_state(folder)
-    (tmp_path / "in").rename(folder / "model.safetensors")
-    checkpoint.convert_file(folder, tmp_path / "single", recipe)
-    same_tensors(tmp_path / "single", tmp_path / "whole")
-
-
-def test_files_of_torch_save(foreign: dict[str, torch.Tensor], small: Any, contents: Any, tmp_path: Path) -> None:
-    model = small(0)
-    for new in (True, False):
-        torch.save(model.state_dict(), tmp_path / "state.pt", _use_new_zipfile_serialization=new)
-        checkpoint.convert_file(tmp_path / "state.pt", tmp_path / "out", "fp32")
-        read = checkpoint.load_file(tmp_path / "out")
-        assert torch.equal(read["layer.weight"], model.layer.weight.dequantize())
-        assert read.keys() == model.state_dict().keys()
-        assert len(safetensors.torch.load_file(tmp_path / "out")) == len(read) - 1
-    for value, said in (
-        ([torch.ones(1)], "holds a list"),
-        ({"model": model.state_dict(), "epoch": 3}, "'model' is a"),
-        ({3: torch.ones(1)}, "3 is a Tensor"),
-        ({"x": torch.eye(2).to_sparse()}, "'x' is on meta, sparse, nested or expanded"),
-        (model, "weights_only|state dict of tensors"),
-    ):
-        torch.save(value, tmp_path / "state.pt")
-        with pytest.raises(CheckpointError, match=said):
-            checkpoint.convert_file(tmp_path / "state.pt", tmp_path / "never", "fp32")
-    assert not (tmp_path / "never").exists()
-
-
 def test_damage_is_found_on_the_way(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
-    checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe)
+    convert_file(tmp_path / "in", tmp_path / "out", recipe)
     raw = bytearray((tmp_path / "out").read_bytes())
     (tmp_path / "target").write_bytes(b"old")
     for place in range(len(raw) - 200, len(raw)):
@@ -258,7 +198,7 @@ def test_damage_is_found_on_the_way(foreign: dict[str, torch.Tensor], recipe: An
         (tmp_path / "damaged").write_bytes(raw)
         for target in (recipe, "bf16"):
             with pytest.raises(CheckpointError, match=r"damaged is damaged: its checksum"):
-                checkpoint.convert_file(tmp_path / "damaged", tmp_path / "target", target)
+                convert_file(tmp_path / "damaged", tmp_path / "target", target)
         raw[place] ^= 1
     assert (tmp_path / "target").read_bytes() == b"old"
     assert {p.name for p in tmp_path.iterdir()} == {"in", "out", "target", "damaged"}
@@ -274,13 +214,23 @@ def test_what_is_refused(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path
     ]
     for target, more, error in refusals:
         with pytest.raises(error):
-            checkpoint.convert_file(source, out, target, **more)
+            convert_file(source, out, target, **more)
     for wrong in ((None, out), (source, None)):
         with pytest.raises(DTypeError, match="path"):
-            checkpoint.convert_file(*wrong, "bf16")
+            convert_file(*wrong, "bf16")
+    for name, said in (
+        ("folder", "it is a folder"),
+        ("/dev/null", "no regular file"),
+        ("absent/x", "absent is no|absent'"),
+    ):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        # Before anything is read.
+        with pytest.raises(UsageError, match=rf"cannot be written: .*({said})") as caught:
+            convert_file(tmp_path / "no source", tmp_path / name, "bf16")
+        assert "partial" not in str(caught.value)
     checkpoint.save_file({"w.weight": torch.ones(2, 2), "w.weight.data": torch.ones(1)}, tmp_path / "twice")
     with pytest.raises(UsageError, match=r"two tensors would have the name 'w\.weight\.data'"):
-        checkpoint.convert_file(tmp_path / "twice", out, recipe)
+        convert_file(tmp_path / "twice", out, recipe)
 
     class Broken(type(recipe.quantizer("weight"))):  # type: ignore[misc]
         def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -289,7 +239,7 @@ def test_what_is_refused(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path
     bad = type(recipe)()
     bad.set_quantizer_factory(lambda role: Broken(torch.float8_e4m3fn))
     with pytest.raises(UsageError, match="cannot be quantized: ZeroDivisionError: inside"):
-        checkpoint.convert_file(source, out, bad)
+        convert_file(source, out, bad)
     assert not out.exists()
 
 
@@ -297,11 +247,10 @@ def test_progress(recipe: Any, tmp_path: Path) -> None:
     tensors = {f"{n}.weight": torch.randn(100, 100) for n in range(20)}
     safetensors.torch.save_file(tensors, tmp_path / "in")
     seen: list[tuple[int, int]] = []
-    checkpoint.convert_file(tmp_path / "in", tmp_path / "out", recipe, progress=lambda *bytes: seen.append(bytes))
+    convert_file(tmp_path / "in", tmp_path / "out", recipe, progress=lambda *bytes: seen.append(bytes))
     assert seen == [(40_000 * n, 800_000) for n in range(21)]
 
 
 def test_the_summary_is_data() -> None:
-    fields = {field.name for field in dataclasses.fields(checkpoint.Conversion)}
+    fields = {field.name for field in dataclasses.fields(Conversion)}
     assert {"quantized", "dequantized", "cast", "copied", "dropped", "bytes_before", "bytes_after"} < fields
-    assert ottava.checkpoint is checkpoint

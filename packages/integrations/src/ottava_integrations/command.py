@@ -64,7 +64,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Convert the tensors of a file to another recipe, or to high precision."""
-    from ottava.checkpoint.convert import HIGH_PRECISION_NAMES, KINDS, convert_file
+    from ottava_integrations.converting import HIGH_PRECISION_NAMES, KINDS, convert_file
 
     if OUT.exists() and not force:
         raise UsageError(f"{OUT} exists", expected="a new file", remedy="--force replaces it")

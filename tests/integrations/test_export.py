@@ -9,20 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forking
 import pytest
 import safetensors.torch
 import torch
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-
-import forking
 
 import ottava
 from ottava import checkpoint
 from ottava.cli.main import app
 from ottava.errors import CheckpointError
 from ottava.tensors import QuantizedTensor
+from ottava_integrations import convert_file
 
 RECIPES = ["blockwise", "current", "delayed", "mxfp8", "rowwise"]
 
@@ -172,15 +170,15 @@ def test_what_a_recipe_keeps_in_high_precision_is_not_quantized(tmp_path: Path) 
         assert isinstance(read["0.weight"], QuantizedTensor)
         assert type(read["1.weight"]) is torch.Tensor
         assert torch.equal(read["1.weight"], values["1.weight"])
-    again = checkpoint.convert_file(tmp_path / "out", tmp_path / "again", str(mixed), include=["*.weight"])
+    again = convert_file(tmp_path / "out", tmp_path / "again", str(mixed), include=["*.weight"])
     assert (again.quantized, sorted(again.copied)) == ((), ["0.weight", "1.weight"])
-    checkpoint.convert_file(tmp_path / "in", tmp_path / "all", "current")
-    again = checkpoint.convert_file(tmp_path / "all", tmp_path / "again", str(mixed))
+    convert_file(tmp_path / "in", tmp_path / "all", "current")
+    again = convert_file(tmp_path / "all", tmp_path / "again", str(mixed))
     assert (again.dequantized, again.copied) == (("1.weight",), ("0.weight",))
     (tmp_path / "plain.yaml").write_text("default: identity")
     own = model(str(tmp_path / "plain.yaml"), 0)
     checkpoint.save_model(own, tmp_path / "own")
-    kept = checkpoint.convert_file(tmp_path / "own", tmp_path / "kept", str(tmp_path / "plain.yaml"))
+    kept = convert_file(tmp_path / "own", tmp_path / "kept", str(tmp_path / "plain.yaml"))
     assert (kept.quantized, kept.dequantized) == ((), ("0.weight", "1.weight"))
     other = model(str(tmp_path / "plain.yaml"), 1)
     checkpoint.load_model(other, tmp_path / "kept")
@@ -292,7 +290,7 @@ def test_the_model_of_a_training(tmp_path: Path) -> None:
     assert "'model.', 'optimizer.'" in wrong.output
     shared = torch.randn(4)
     checkpoint.save_file({"a.x": shared, "b.x": shared, "b.y": shared}, tmp_path / "shared")
-    checkpoint.convert_file(tmp_path / "shared", tmp_path / "b", "fp32", prefix="b.")
+    convert_file(tmp_path / "shared", tmp_path / "b", "fp32", prefix="b.")
     assert {name: value.tolist() for name, value in checkpoint.load_file(tmp_path / "b").items()} == {
         "x": shared.tolist(),
         "y": shared.tolist(),
@@ -302,7 +300,7 @@ def test_the_model_of_a_training(tmp_path: Path) -> None:
 def test_a_pickle_with_code_is_refused_in_our_words(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(CheckpointError, match=r"it needs code to be run \(torch.nn.modules.linear.Linear\)") as caught:
-        checkpoint.convert_file(tmp_path / "module.pt", tmp_path / "out", "bf16")
+        convert_file(tmp_path / "module.pt", tmp_path / "out", "bf16")
     assert "weights_only" not in str(caught.value)
 
 
@@ -311,7 +309,7 @@ def test_a_small_file_with_a_large_tensor_is_refused(value: torch.Tensor, tmp_pa
     torch.save({"w.weight": value}, tmp_path / "x.pt")
     assert (tmp_path / "x.pt").stat().st_size < 4000
     with pytest.raises(CheckpointError, match=r"'w.weight' is on meta, sparse, nested or expanded"):
-        checkpoint.convert_file(tmp_path / "x.pt", tmp_path / "out", "bf16")
+        convert_file(tmp_path / "x.pt", tmp_path / "out", "bf16")
 
 
 # -- what is chosen --

@@ -1,0 +1,30 @@
+"""Checkpoints of other tools and of Ottava, read and converted; the command ``ottava export``.
+
+Public names are resolved on first use, so that listing the commands imports no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {"Conversion": "converting", "convert_file": "converting", "read_state": "reading"}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'ottava_integrations' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"ottava_integrations.{_EXPORTS[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from ottava_integrations.converting import Conversion as Conversion
+    from ottava_integrations.converting import convert_file as convert_file
+    from ottava_integrations.reading import read_state as read_state
