@@ -162,7 +162,6 @@ _LOCAL = "distributed.tensor.DTensor._local_tensor"
 PRIVATE |= {
     "schema_of": ("_ops.OpOverload._schema", "nothing: ops that core does not know are refused with an error"),
     "version_of": ("Tensor._version", "what is derived from tensors is made anew for each use: slower"),
-    "is_view": ("Tensor._is_view", "every output of a layer is taken for a view: slower"),
     "local_tensor": (_LOCAL, "DTensor.to_local"),
     "set_local_tensor": (_LOCAL, "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused"),
 }
@@ -198,12 +197,6 @@ def version_of(tensor: torch.Tensor) -> int:
     """How many writes autograd knows of, to a tensor that was not made in inference mode."""
     found = getattr(tensor, "_version", None)
     return next(_numbers) if found is None else found
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view for autograd."""
-    ask = getattr(tensor, "_is_view", None)
-    return ask is None or ask()
 
 
 def may_refuse_to_load(module: torch.nn.Module) -> bool:

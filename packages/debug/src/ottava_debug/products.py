@@ -13,11 +13,10 @@ import torch
 from ottava import debug, prepare_for_saving, restore_from_saved
 from ottava.gemm import as_matrix, gemm
 from ottava.kernels.products import without_autocast
-from ottava.nn.checks import autocast_dtype
+from ottava.nn.binding import Call, autocast_dtype
 from ottava.nn.function import IntoMainGrad, high_precision_linear, note_added, quantized_linear
-from ottava.recipes.binding import Call
 from ottava.tensors import QuantizedTensorStorage
-from ottava.torch_private import is_view, unsafe_view
+from ottava.torch_private import unsafe_view
 
 #: GEMM -> its operands and its result. They are called as in the configurations of nvdlfw-inspect.
 TENSORS = {
@@ -312,7 +311,7 @@ class _InspectedLinear(torch.autograd.Function):
         bias_dtype = bias.dtype if bias is not None and b_needs else None
         ctx.rest = products, (x.shape, x.dtype, weight.dtype, bias_dtype), weight
         # The output must not be a view, because an activation, say, may modify it in place.
-        return unsafe_view(y, [*x.shape[:-1], y.shape[-1]]) if x.dim() != 2 or is_view(y) else y
+        return unsafe_view(y, [*x.shape[:-1], y.shape[-1]]) if x.dim() != 2 or y._base is not None else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -13,11 +13,11 @@ from ottava.gemm import multiply as gemm
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.products import mm, product_dtype
 from ottava.kernels.table import rounded, sum_rows
-from ottava.recipes.binding import Call
+from ottava.nn.binding import Call
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import rebuild_saved
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.torch_private import forward_ad, is_view, tracing, transforms, unsafe_view
+from ottava.torch_private import forward_ad, tracing, transforms, unsafe_view
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 # Up to this number of rows torch's own bfloat16 loops are faster (measured with AVX2 and weights of 1024 rows).
@@ -57,7 +57,7 @@ def _product(
     # An exported program would give the bias a gradient, and nothing else one.
     bias = bias.detach() if observed and bias is not None else bias
     y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
-    if matrix is not x or (observed and torch.compiler.is_compiling()) or is_view(y):
+    if matrix is not x or (observed and torch.compiler.is_compiling()) or y._base is not None:
         # The output must not be a view, because an activation, say, may modify it in place.
         y = unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
     return y, qx, qw

@@ -10,7 +10,7 @@ import torch
 import ottava
 from ottava.errors import OttavaError, text_of
 from ottava.recipes import QuantizerRole, Recipe
-from ottava.recipes.binding import layer_state
+from ottava.recipes.mixed import layer_state
 from ottava.recipes.registry import list_recipes
 from ottava.recipes.step import begin
 from ottava_debug.analysis.report import Noise, Skipped, TensorReport

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ottava.errors import CheckpointError
-from ottava.recipes.binding import Call
+from ottava.nn.binding import Call
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.bundle import Bundle, digest
 from ottava_debug.measures import Measures, compare

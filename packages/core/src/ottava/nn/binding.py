@@ -1,109 +1,34 @@
-"""What a layer runs under: the recipe that is bound to it, the states that it keeps, and the call that is asked for."""
+"""What a layer runs under: the recipe that is bound to it, the states that it keeps, and the call that is asked for;
+and what a layer refuses."""
 
 import warnings
-from collections.abc import Sequence
-from itertools import chain, count
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ottava.errors import CheckpointError, UsageError
+from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels.backends import backend_for
-from ottava.recipes.base import QuantizerRequest, Recipe
+from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_device, check_high_precision
+from ottava.kernels.direct import has_tangent, transform
+from ottava.recipes.base import Recipe
+from ottava.recipes.mixed import layer_state
 from ottava.recipes.region import Region, begin_ahead, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
-from ottava.recipes.state import RecipeState, by_recipe
+from ottava.recipes.state import RecipeState
 from ottava.recipes.step import Step, backward_task, is_taken_apart
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import KNOWS_BACKWARD, graph_task_id, is_distributed, local_tensor
+from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, is_distributed, local_tensor
+
+# Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
+_KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+_WITH_AUTOCAST = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_available(kind))
 
 
 def label_of(layer: Any) -> str:
     """What errors call a layer."""
     return f"{type(layer).__name__} {layer.name!r}" if layer.name else type(layer).__name__
-
-
-def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any = None) -> RecipeState:
-    """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of other recipes."""
-    given = [(recipe.given(role), role) for role in roles]
-    servers = [(answer.recipe if isinstance(answer, QuantizerRequest) else recipe, role) for answer, role in given]
-    parts: list[tuple[Sequence[QuantizerRole], RecipeState]] = []
-    if any(server is not recipe for server, _ in servers):
-        for server, together in by_recipe(servers):
-            make = _own_state if server is recipe else layer_state
-            parts.append((together, make(server, together, amax_reduction_group)))
-    # Quantizers without state need no parts: they are the recipe's own.
-    mixed = any(part.stateful for _, part in parts)
-    made = MixedState(recipe, parts, amax_reduction_group) if mixed else _own_state(recipe, roles, amax_reduction_group)
-    unquantized = [role.tensor_type for server, role in servers if server.wgrad_high_precision]
-    made.wgrad_unquantized = tuple(name for name in unquantized if name != "weight")
-    return made
-
-
-def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any) -> RecipeState:
-    """The recipe's own state, made under the default dtype float32 and on the CPU if it keeps values."""
-    if not recipe.stateful:
-        return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
-    if torch.compiler.is_compiling():
-        what = f"Linear {roles[0].name!r} has no state for {recipe._label!r} yet, and compiled code cannot make one"
-        expected = "a layer that was converted, or bound to the recipe, or has run under it once"
-        raise UsageError(what, expected=expected, remedy="call ottava.convert(model, recipe) before torch.compile")
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            made = recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
-            made._roles = roles
-            return made
-    finally:
-        torch.set_default_dtype(default)
-
-
-class MixedState(torch.nn.Module, RecipeState):
-    """The states of several recipes that serve one layer, each for some of its roles. Those that keep something are
-    submodules, named after their recipes."""
-
-    stateful: ClassVar[bool] = True
-    __getstate__ = RecipeState.__getstate__  # that of a module would keep the process group
-
-    def __init__(self, recipe: Recipe, parts: Any, amax_reduction_group: Any = None) -> None:
-        super().__init__()
-        self.recipe, self.factory, self.amax_reduction_group = recipe, recipe._factory, amax_reduction_group
-        # By the tensor type. Those without state no checkpoint sees.
-        self.serving: dict[str, RecipeState] = {}
-        for roles, part in parts:
-            self.serving |= {role.tensor_type: part for role in roles}
-            name = part.recipe._label.replace(".", "_")
-            names = chain([name], (f"{name}_{number}" for number in count(2)))
-            if isinstance(part, torch.nn.Module):
-                self.add_module(next(name for name in names if not hasattr(self, name)), part)
-
-    def parts(self) -> list[Any]:
-        return list(self._modules.values())
-
-    def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
-        """Whether this is the state for that recipe, and its parts are for that group."""
-        of_group = all(part.serves(part.recipe, amax_reduction_group) for part in self.serving.values())
-        return of_group and self.is_of(recipe)
-
-    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
-        part = self.serving[tensor_type]
-        return part.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=recording)
-
-    def reset(self) -> None:
-        for part in self.parts():
-            part.reset()
-
-    def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
-        return self.serving["weight"].weight_quantizer(weight)
-
-    def gather_quantizer(self) -> Quantizer:
-        return self.serving["weight"].gather_quantizer()
-
-    def use_gathered(self, weight: Any, *, recording: bool) -> None:
-        self.serving["weight"].use_gathered(weight, recording=recording)
 
 
 class Call(NamedTuple):
@@ -346,3 +271,74 @@ class Binding:
         if quantizer is not None:
             shard.update_quantizer(quantizer)
             shard._shard_group = None
+
+
+def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:
+    """What torch.autocast computes in where ``tensor`` is; None outside of it."""
+    # In eager mode this one cheap question answers for every device; compiled code cannot ask it.
+    if not compiling and not any_autocast_enabled():
+        return None
+    device_type = tensor.device.type
+    enabled = device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
+
+
+def checked_dtype(layer: Any, input: torch.Tensor, weight: torch.Tensor, amp_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a layer computes in; a ShapeError, DTypeError or DeviceError where the input does not fit it."""
+    if not isinstance(input, torch.Tensor):
+        check_high_precision(input)
+    if input.is_nested:
+        check_dense(input, f"input of {label_of(layer)}")
+    if input.dim() == 0 or input.shape[-1] != layer.in_features:
+        what, remedy = f"input of {label_of(layer)} has shape {tuple(input.shape)}", "check the layer before this one"
+        raise ShapeError(what, expected=f"a last dimension of {layer.in_features}", remedy=remedy)
+    if input.device != weight.device:
+        what = f"input of {label_of(layer)} is on {input.device}, its weight on {weight.device}"
+        remedy = f"move one of them, for example input.to({str(weight.device)!r})"
+        raise DeviceError(what, expected="one device", remedy=remedy)
+    dtype = input.dtype
+    same = dtype == weight.dtype
+    if dtype not in HIGH_PRECISION or not (same or weight.dtype in HIGH_PRECISION):
+        check_high_precision(input, f"input of {label_of(layer)}")
+        check_high_precision(weight, f"weight of {label_of(layer)}")
+    if amp_dtype is None and not same:
+        what = f"input of {label_of(layer)} has dtype {dtype}, its weight {weight.dtype}"
+        raise DTypeError(what, expected="one dtype", remedy="convert one of them, or run inside torch.autocast")
+    return dtype if amp_dtype is None else amp_dtype
+
+
+def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
+    """Refuse what takes functions apart to differentiate or to record them, which quantization does not survive: a
+    transform of torch.func, ``torch.jit.trace``, forward-mode derivatives; and to export a layer that makes steps."""
+    if torch.compiler.is_compiling():
+        if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
+            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
+            raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
+        return
+    name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"
+    found = f"{name}, a transform of torch.func," if name else None
+    if name == "trace":
+        found, remedy = "torch.jit.trace", "use torch.export, or trace inside ottava.autocast(enabled=False)"
+    elif has_tangent(*tensors):
+        found = found or "forward-mode derivatives"
+    if found is not None:
+        what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
+        raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
+
+
+def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
+    """What the gradient of the layer's weight is added to, as a matrix ``[out, in]``; None where nothing is added.
+    Refused where it is missing, or is not of the weight's kind."""
+    weight = layer.weight
+    if not layer.fuse_wgrad_accumulation or not grad_enabled or not weight.requires_grad:
+        return None
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+    what = f"main_grad of the weight of {label_of(layer)}"
+    if main_grad is None:
+        remedy = "set weight.main_grad = torch.zeros(weight.shape), or fuse_wgrad_accumulation to False"
+        raise UsageError(f"there is no {what}", expected="a tensor to add to", remedy=remedy)
+    check_high_precision(main_grad, what)
+    if main_grad.shape != weight.shape:
+        raise ShapeError(f"{what} has shape {tuple(main_grad.shape)}", expected=str(tuple(weight.shape)))
+    check_device(main_grad, weight.device, what)
+    return main_grad.t() if layer.weight_is_transposed else main_grad
