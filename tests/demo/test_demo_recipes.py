@@ -57,7 +57,7 @@ def test_what_cannot_be_built_is_left_out_and_told(site: Path, tmp_path: Path) -
     reasons = {one["name"]: one["reason"] for one in results["skipped"]}
     for name, said in (
         ("raises", "ctor"),
-        ("needs", "needs the option 'scale'"),
+        ("needs", "missing a required argument: 'scale'"),
         ("gone", "cannot be imported"),
         ("taken", "bbb-one 1.2"),
         ("ccc-broken:main", "at import"),
@@ -87,7 +87,7 @@ def test_a_recipe_that_fails_in_training_does_not_cost_the_others_theirs(site: P
     ("name", "said"),
     [
         ("raises", "recipe 'raises' of aaa-raises 1.2 cannot be built: ValueError: <b>ctor</b> [/red]"),
-        ("needs", "needs the option 'scale'"),
+        ("needs", "missing a required argument: 'scale'"),
         ("gone", "recipe 'gone' of aaa-gone 1.2 cannot be imported"),
         ("taken", "recipe 'taken' is offered by bbb-one 1.2"),
         ("nonesuch", "no installed package provides recipe 'nonesuch'"),

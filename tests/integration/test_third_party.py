@@ -90,7 +90,7 @@ def test_it_cannot_take_over_a_recipe_of_another(environment: Environment, tmp_p
     code = (
         "import ottava; from ottava.recipes.registry import plugin_statuses;"
         "print(type(ottava.get_recipe('current')).__name__,"
-        "[s.distribution for s in plugin_statuses() if s.problems])"
+        "[s.distribution for s in plugin_statuses() if s.refused])"
     )
     assert environment.python(code, tmp_path, path=tmp_path).strip() == "Float8CurrentScaling ['aaa-stranger']"
 

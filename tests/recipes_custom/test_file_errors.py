@@ -204,7 +204,7 @@ CASES = {
         RecipeNotFoundError,
     ),
     "an option that the recipe does not have": Case(
-        "recipe 'alpha' has no option 'fp8'. Expected: fp8_format, flag, epsilon, shape, rounding.",
+        "recipe 'alpha': got an unexpected keyword argument 'fp8'. Expected: fp8_format, flag, epsilon, shape",
         ("default:\n  recipe: alpha\n  fp8: E4M3", 3, 3),
         ("default = { fp8 = 'E4M3', recipe = 'alpha' }", "default.fp8"),
     ),
@@ -219,7 +219,7 @@ CASES = {
         ("[default]\nrecipe = 'alpha'\nfp8_format = 'E9'", "default.fp8_format"),
     ),
     "a missing option": Case(
-        "recipe 'needy' needs the option 'scale'. Expected: scale.",
+        "recipe 'needy': missing a required argument: 'scale'. Expected: scale.",
         ("default: alpha\nlayers:\n- match: a\n  all: needy", 4, 8),
         ("default = 'alpha'" + RULE + "all = 'needy'", "layers[0].all"),
     ),

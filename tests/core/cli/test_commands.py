@@ -83,15 +83,6 @@ def test_strict_is_told_in_short(plugins: Path, command: list[str]) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_misspelled_name_to_disable_is_told(plugins: Path) -> None:
-    done = run(plugins, "recipes", "--json", OTTAVA_DISABLE_PLUGINS="aaa-goood,bbb-raises")
-    assert "names what is not installed: aaa-goood\n" in done.stderr
-    assert json.loads(done.stdout)["recipes"]
-    doctor = run(plugins, "doctor", "--json", OTTAVA_DISABLE_PLUGINS="aaa-goood")
-    wrong = {check["name"]: check["detail"] for check in json.loads(doctor.stdout)["checks"] if not check["ok"]}
-    assert "aaa-goood" in wrong["OTTAVA_DISABLE_PLUGINS"]
-
-
 def test_quantizer_factories_are_listed(tmp_path: Path) -> None:
     spec = "return [FactorySpec(name='{}', summary='by row', factory='{}')]"
     name = "ottava_quantizer_factories"
@@ -152,7 +143,7 @@ def test_doctor_builds_the_recipes(tmp_path: Path, factory: str, source: str, sa
     assert check["ok"] == (not said)
     assert said in str(check["detail"])
     if "need" in source:
-        assert "options: need" in str(check["detail"])
+        assert "'need'" in str(check["detail"])
 
 
 def test_doctor_says_what_is_wrong(plugins: Path, tmp_path: Path) -> None:

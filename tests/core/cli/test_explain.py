@@ -23,9 +23,8 @@ from ottava.cli.options import OptionDefaults
 from ottava.cli.recipes import DEMO_LAYERS, READERS
 from ottava.errors import OptionError
 from ottava.recipes import registry
-from ottava.recipes.explanation import Explanation
-from ottava.recipes.plugins import PluginStatus
-from ottava.recipes.role import QuantizerRole
+from ottava.recipes.registry import PluginStatus
+from ottava.recipes.role import Explanation, QuantizerRole
 
 PLUGIN = (
     GOOD
@@ -47,7 +46,7 @@ import torch
 import ottava
 from ottava import kernels
 from ottava.errors import OptionError
-from ottava.recipes.explanation import Explanation, RecipeRule
+from ottava.recipes.role import Explanation, RecipeRule
 from ottava.tensors import Float8QuantizerBase
 
 
@@ -177,7 +176,7 @@ def test_the_layers_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--layer", "a"], "error: --layer without --explain. Remedy: say which recipe: --explain NAME."),
         (["--checkpoint", "a", "--layer", "b", "--json"], "error: --layer and --checkpoint without --explain."),
         (["--explain", "nonesuch"], "error: no installed package provides recipe 'nonesuch'"),
-        (["--explain", "model.other"], "error: no installed recipe reads the file 'model.other'"),
+        (["--explain", "model.other"], "error: the file 'model.other' is read by no installed recipe"),
         (["--explain", "bad.rules", "--json"], "error: bad.rules, line 3: bad."),
         (["--explain", "plain", "--layer", ""], "error: --layer ''. Expected: the qualified name of a layer."),
     ],

@@ -28,12 +28,12 @@ def offer(site: Path, factory: str, source: str = "") -> None:
         ("acme_impl:Thing", "import sys; sys.exit(2)", "SystemExit"),
         ("math:pi", "", "type float"),
         ("builtins:object", "", "type object"),
-        ("builtins:dict", "", "type dict"),
+        ("builtins:dict", "", "cannot be built"),
         ("acme_impl:build", "def build(): return Thing", "an object of type ABCMeta"),
-        ("acme_impl:build", "def build(): raise ValueError('ctor')", "ValueError: ctor ("),
+        ("acme_impl:build", "def build(): raise ValueError('ctor')", "ValueError: ctor"),
         ("acme_impl:build", "def build(): raise SystemExit(2)", "SystemExit"),
         ("acme_impl:build", "def build(): [].nonesuch(a=1)", "AttributeError"),
-        ("acme_impl:build", "def build(x, /): return Thing()", "TypeError"),
+        ("acme_impl:build", "def build(**k): return (lambda scale=1: Thing())(margin=2)", "TypeError"),
     ],
 )
 def test_a_factory_that_fails_is_told_with_its_package(site: Path, factory: str, source: str, said: str) -> None:
@@ -54,16 +54,14 @@ def test_the_cause_is_kept(site: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "options", "said"),
     [
-        ("def build(scale=1.0): return Thing()", {"margin": 2}, r"no option 'margin'.*Expected: scale"),
-        ("def build(): return Thing()", {"margin": 2}, r"no option 'margin'.*no options"),
-        ("def build(): return Thing()", {"margin": 2, "b": 3}, r"no option 'margin', 'b'"),
-        ("def build(scale): return Thing()", {}, r"needs the option 'scale'"),
-        ("def build(**k): return (lambda scale=1: Thing())(**k)", {"margin": 2}, r"no option 'margin'"),
         (
-            "def build(a=1, *args, **k): return inner(a, **k)\ndef inner(a): ...",
-            {"b": 2},
-            r"no option 'b'.*Expected: a\.",
+            "def build(scale=1.0): return Thing()",
+            {"margin": 2},
+            r"'mine': got an unexpected.* 'margin'.*Expected: scale",
         ),
+        ("def build(): return Thing()", {"margin": 2}, r"unexpected .*'margin'.*no options"),
+        ("def build(scale): return Thing()", {}, r"'mine': missing .*'scale'"),
+        ("def build(x, /): return Thing()", {}, r"'mine': missing .*'x'"),
         ("from ottava.errors import OptionError\ndef build(a=1): raise OptionError('a is bad')", {"a": 2}, "^a is bad"),
     ],
 )
@@ -71,14 +69,6 @@ def test_wrong_options_are_the_users(site: Path, build: str, options: dict[str, 
     offer(site, "acme_impl:build", build)
     with pytest.raises(OptionError, match=said):
         ottava.get_recipe("mine", **options)
-
-
-def test_of_many_unknown_options_the_first_are_named(site: Path) -> None:
-    """A file may have thousands, and the error is to be read."""
-    offer(site, "acme_impl:build", "def build(a=1): return Thing()")
-    with pytest.raises(OptionError, match=r"'k0', 'k1', 'k2', 'k3', 'k4' and 9995 more") as caught:
-        ottava.get_recipe("mine", **{f"k{number}": 1 for number in range(10_000)})
-    assert len(str(caught.value)) < 200
 
 
 def test_right_options_arrive(site: Path) -> None:
@@ -94,8 +84,7 @@ def test_an_unknown_name_is_answered_with_what_is_near_or_what_to_install(site: 
             ottava.get_recipe(name)
         assert remedy in str(caught.value)
         # What may be a misspelling of something installed does not become a command.
-        assert ("pip install" in str(caught.value)) == (name == "zzzz")
-        assert ("(nearest: mine)" in str(caught.value)) == ("'mine'" in remedy)
+        assert ("pip install" in str(caught.value)) == (name in ("", "zzzz"))
 
 
 def test_what_is_disabled_or_broken_is_part_of_the_answer(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +93,7 @@ def test_what_is_disabled_or_broken_is_part_of_the_answer(site: Path, monkeypatc
     monkeypatch.setenv("OTTAVA_DISABLE_PLUGINS", "ottava_recipes.mine")
     with pytest.raises(RecipeNotFoundError) as caught:
         ottava.get_recipe("mine")
-    assert "out of OTTAVA_DISABLE_PLUGINS: ottava-recipes-mine:main" in str(caught.value)
-    assert "aaa-broken:main" in str(caught.value)
-    assert "NAME" not in str(caught.value)  # it is installed: nothing more is to be
+    assert "aaa-broken:main (broken), ottava-recipes-mine:main (disabled)" in str(caught.value)
 
 
 def test_a_quantizer_factory_is_found_by_name(site: Path) -> None:
@@ -118,7 +105,7 @@ def test_a_quantizer_factory_is_found_by_name(site: Path) -> None:
     assert "acme_impl" not in sys.modules
     factory = ottava.get_quantizer_factory("rows")
     assert factory is sys.modules["acme_impl"].rows
-    with pytest.raises(RecipeNotFoundError, match=r"quantizer factory 'row'.*\(nearest: rows\).*use 'rows'"):
+    with pytest.raises(RecipeNotFoundError, match=r"quantizer factory 'row'.*use 'rows'"):
         ottava.get_quantizer_factory("row")
     with pytest.raises(RecipeNotFoundError, match="recipe 'rows'"):
         ottava.get_recipe("rows")

@@ -9,9 +9,9 @@ import pytest
 from fake_plugins import GOOD, RECIPE, hook, offers, plugin
 
 import ottava
-from ottava.errors import DuplicateRecipeError, OptionError, PluginError
+from ottava.errors import DuplicateRecipeError, PluginError
 from ottava.recipes import registry
-from ottava.recipes.plugins import PluginStatus
+from ottava.recipes.registry import PluginStatus
 
 SPEC = "RecipeSpec(name='x', summary='s', factory='a:B'{})"
 
@@ -33,10 +33,9 @@ def healthy(site: Path, dist: str, *recipes: str) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("raise ZeroDivisionError('at [/red]')", "ZeroDivisionError: at [/red] ("),
-        ("\n\nraise ValueError('a\\n  b')", "ValueError: a b (.*broken_one.py:3)"),
+        ("raise ZeroDivisionError('at [/red]')", "ZeroDivisionError: at [/red]"),
+        ("\n\nraise ValueError('a\\n  b')", "ValueError: a b"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
-        ("class Odd(BaseException): pass\nraise Odd", "Odd"),
         ("class E(Exception):\n    def __str__(self): raise E\nraise E", "E: an error whose text cannot be shown"),
         (
             "class E(Exception):\n    def __str__(self): raise SystemExit(4)\nraise E",
@@ -44,23 +43,21 @@ def healthy(site: Path, dist: str, *recipes: str) -> None:
         ),
         ("this is no Python", "SyntaxError"),
         ("", "no hook"),
-        ("def ottava_recipes(): return []", "ottava_recipes is not marked"),
-        (hook("return []") + "def ottava_quantizer_factories(): return []\n", "ottava_quantizer_factories is not m"),
-        (hook("return None"), "returned None"),
+        ("def ottava_recipes(): return []", "not marked. Expected: ottava_recipes or ottava_quantizer_factories"),
+        (hook("return []") + "def ottava_quantizer_factories(): return []\n", "not marked"),
         (hook("return 'abc'"), "type str"),
-        (hook("return 3"), "type int"),
-        (hook("return " + SPEC.format("")), "type RecipeSpec"),
+        (hook("return 3"), "'int' object is not iterable"),
+        (hook("return " + SPEC.format("")), "'RecipeSpec' object is not iterable"),
         (hook("return [{'name': 'x'}]"), "type dict"),
         (hook("return [FactorySpec(name='x', summary='s', factory='a:B')]"), "type FactorySpec"),
-        (hook("raise ValueError('boom')"), "boom (.*broken_one.py:5)"),
+        (hook("raise ValueError('boom')"), "ValueError: boom"),
         (hook("yield " + SPEC.format("") + "\n    raise ValueError('boom')"), "boom"),
-        (hook("return [" + SPEC.format(", formats=None") + "]"), "formats None (.*broken_one.py:5)"),
+        (hook("return [" + SPEC.format(", formats=None") + "]"), "formats None of recipe 'x'"),
         (hook("return [" + SPEC.format(", block_size=32") + "]"), "block_size 32"),
-        (hook("return [" + SPEC.format("") + "] * 2"), "twice"),
+        (hook("return [" + SPEC.format(", api_version=2") + "]"), "api_version 2 of recipe 'x'. Expected: 1"),
         (GOOD + "@h.hookimpl\ndef ottava_recipes(wrong): return []\n", "wrong"),
         (GOOD + "@h.hookimpl\ndef ottava_recipe(): return []\n", "ottava_recipe"),
         (hook("raise ValueError('in factories')", "ottava_quantizer_factories"), "in factories"),
-        (hook("return None", "ottava_quantizer_factories"), "ottava_quantizer_factories returned None"),
         (hook("return [" + SPEC.format("") + "]", "ottava_quantizer_factories"), "type RecipeSpec"),
         ("import ottava\nottava.list_recipes()", "asked for while plugins are read"),
     ],
@@ -70,9 +67,7 @@ def test_what_is_broken_is_said_and_harms_no_other(site: Path, source: str, said
     healthy(site, "bbb-good", "mine")
     broken = status("aaa-broken")
     assert broken.status == "broken"
-    text, _, place = said.partition(" (")
-    assert text in broken.error
-    assert place.removeprefix(".*") in broken.error
+    assert said in broken.error
     assert "\n" not in broken.error
     assert "mine" in names()
 
@@ -91,8 +86,9 @@ def test_a_recipe_that_fails_without_a_text_is_named(site: Path) -> None:
         ottava.get_recipe("mute")
 
 
-def test_an_empty_offer_is_no_error(site: Path) -> None:
-    plugin(site, "aaa-empty", "empty_one", hook("return []"))
+@pytest.mark.parametrize("offer", ["[]", "()", "None"])
+def test_an_empty_offer_is_no_error(site: Path, offer: str) -> None:
+    plugin(site, "aaa-empty", "empty_one", hook(f"return {offer}"))
     assert status("aaa-empty").status == "ok"
 
 
@@ -115,15 +111,15 @@ def test_what_plugins_print_is_no_output(site: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("metadata", "entry_points", "said"),
+    ("metadata", "entry_points"),
     [
-        (None, "[ottava]\nmain = odd", "no name or no version"),
-        ("Metadata-Version: 2.1\n", "[ottava]\nmain = odd", "no name or no version"),
-        ("Metadata-Version: 2.1\nName: odd\n", "[ottava]\nmain = odd", "no name or no version"),
-        ("Metadata-Version: 2.1\nName: odd\nVersion: 1\n", "[ottava]\nthis is garbage", "entry_points.txt"),
+        (None, "[ottava]\nmain = odd"),
+        ("Metadata-Version: 2.1\n", "[ottava]\nmain = odd"),
+        ("Metadata-Version: 2.1\nName: odd\n", "[ottava]\nmain = odd"),
+        ("Metadata-Version: 2.1\nName: odd\nVersion: 1\n", "[ottava]\nthis is garbage"),
     ],
 )
-def test_a_damaged_installation_is_reported(site: Path, metadata: str | None, entry_points: str, said: str) -> None:
+def test_a_damaged_installation_is_reported(site: Path, metadata: str | None, entry_points: str) -> None:
     healthy(site, "bbb-good", "mine")
     info = site / "odd-1.dist-info"
     info.mkdir()
@@ -131,8 +127,8 @@ def test_a_damaged_installation_is_reported(site: Path, metadata: str | None, en
     if metadata is not None:
         (info / "METADATA").write_text(metadata)
     broken = [s for s in registry.plugin_statuses() if s.status == "broken"]
-    assert [s.distribution.startswith("odd") for s in broken] == [True]
-    assert said in broken[0].error
+    assert [s.distribution for s in broken] == ["odd-1.dist-info"]
+    assert "its metadata is damaged" in broken[0].error
     assert "mine" in names()
 
 
@@ -150,10 +146,15 @@ def test_a_name_belongs_to_the_package_that_is_named_so(site: Path, stranger: st
     recipe = ottava.get_recipe("some-name")
     assert type(recipe).__module__.startswith("Ottava_Recipes")
     assert type(ottava.get_recipe("own")).__module__.startswith(stranger[:3])
-    assert not status("Ottava_Recipes.some-name").problems
-    (problem,) = status(stranger).problems
-    for part in ("'some-name'", f"{stranger} 1.2", "belongs to Ottava_Recipes.some-name 1.2"):
-        assert part in problem
+    assert not status("Ottava_Recipes.some-name").refused
+    (problem,) = status(stranger).refused.values()
+    for part in (
+        "'some-name'",
+        f"{stranger} 1.2",
+        "Ottava_Recipes.some-name 1.2",
+        "or ottava-recipes-some-name, to which",
+    ):
+        assert part in str(problem)
 
 
 @pytest.mark.parametrize("third", [[], ["ccc-third"]])
@@ -167,7 +168,7 @@ def test_of_two_strangers_none_gets_the_name(site: Path, third: list[str]) -> No
             ottava.get_recipe("taken")
         for dist in ["aaa-first", "bbb-second", *third]:
             assert f"{dist} 1.2" in str(caught.value)
-            assert status(dist).refused[0].name == "taken"
+            assert [spec.name for spec in status(dist).refused] == ["taken"]
     assert ottava.get_recipe("own-aaa-first")
 
 
@@ -177,13 +178,12 @@ def test_disabling_one_settles_it(site: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OTTAVA_DISABLE_PLUGINS", " BBB_Second, nonesuch ")
     assert type(ottava.get_recipe("taken")).__module__ == "aaa_first_impl"
     assert status("bbb.second").status == "disabled"
-    assert registry.unknown_disabled() == ["nonesuch"]
 
 
 def test_a_broken_package_keeps_its_name(site: Path) -> None:
     healthy(site, "aaa-stranger", "some-name")
     plugin(site, "ottava-recipes-some-name", "broken_owner", "raise ValueError")
-    with pytest.raises(DuplicateRecipeError, match=r"which is broken.*mend or uninstall ottava-recipes-some-name"):
+    with pytest.raises(DuplicateRecipeError, match=r"or ottava-recipes-some-name, to which it belongs"):
         ottava.get_recipe("some-name")
 
 
@@ -195,7 +195,15 @@ def test_two_entry_points_of_one_package_are_told_apart(site: Path) -> None:
         ottava.get_recipe("mine")
 
 
-@pytest.mark.parametrize("value", ["1", "true", "YES", "on"])
+def test_a_name_that_is_offered_twice_by_one_hook_is_nobodys(site: Path) -> None:
+    healthy(site, "ottava-recipes-mine", "mine", "mine", "other")
+    with pytest.raises(DuplicateRecipeError, match="'mine' is offered by ottava-recipes-mine"):
+        ottava.get_recipe("mine")
+    assert "mine" not in names()
+    assert "other" in names()
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
 def test_strict_turns_broken_and_taken_into_errors(site: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("OTTAVA_STRICT_PLUGINS", value)
     plugin(site, "aaa-broken", "broken_one", "raise ValueError('boom')")
@@ -209,14 +217,11 @@ def test_strict_turns_broken_and_taken_into_errors(site: Path, monkeypatch: pyte
         ottava.list_recipes()
 
 
-def test_strict_is_yes_or_no(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", ["", "0"])
+def test_strict_is_off(site: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     plugin(site, "aaa-broken", "broken_one", "raise ValueError('boom')")
-    monkeypatch.setenv("OTTAVA_STRICT_PLUGINS", "off")
+    monkeypatch.setenv("OTTAVA_STRICT_PLUGINS", value)
     assert status("aaa-broken").status == "broken"
-    registry.reload()
-    monkeypatch.setenv("OTTAVA_STRICT_PLUGINS", "maybe")
-    with pytest.raises(OptionError, match="OTTAVA_STRICT_PLUGINS=maybe"):
-        ottava.list_recipes()
 
 
 def test_reading_imports_no_recipe(site: Path) -> None:

@@ -14,8 +14,7 @@ import ottava
 from ottava.cli.output import console, say
 from ottava.errors import DeviceError, OptionError, OttavaError, UsageError, text_of
 from ottava.kernels.products import product_dtype
-from ottava.recipes.plugins import RECIPE
-from ottava.recipes.registry import plugin_statuses
+from ottava.recipes.registry import RECIPE, plugin_statuses
 from ottava_demo.data import load_corpus
 from ottava_demo.model import SIZES
 from ottava_demo.report import Skipped, check_libraries, table, write

@@ -54,14 +54,16 @@ class CustomRecipe(Recipe):
 
         return cls(load_factory(path))
 
-    def given(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
+    def given(
+        self, role: QuantizerRole, of: Callable[[QuantizerRole], Any] | None = None
+    ) -> Quantizer | QuantizerRequest:
         """What the factory gives; a factory put over this recipe comes first.
 
         Raises:
             DTypeError: a factory gave something else.
         """
-        over = super().given(role)
-        made = self._checked_answer(self.qfactory(role), role) if over is None else over
+        over = super().given(role, of)
+        made = super().given(role, self.qfactory) if over is None else over
         if made is None:
             raise DTypeError(
                 f"the quantizer factory returned None for {role}",

@@ -12,10 +12,9 @@ import typer
 
 import ottava
 from ottava.cli.output import Json, console, show_json, table
-from ottava.errors import BackendError, OttavaError, text_of
+from ottava.errors import BackendError, OptionError, OttavaError, text_of
 from ottava.recipes.base import get_recipe
-from ottava.recipes.plugins import FACTORY
-from ottava.recipes.registry import Provided, plugin_statuses, unknown_disabled
+from ottava.recipes.registry import FACTORY, get_quantizer_factory, plugin_statuses
 from ottava.recipes.spec import Spec
 
 
@@ -109,12 +108,12 @@ def _self_test(device: str) -> Check:
 
 def _offer(spec: Spec) -> str:
     """A recipe is built with its defaults; one that needs options only has to resolve, as a quantizer factory has."""
-    provided = Provided(spec.kind, spec.name)
     if spec.kind == FACTORY:
-        return "imported"
-    if required := provided.options()[1]:
-        return f"not built, it needs options: {', '.join(required)}"
-    return f"built, a {type(get_recipe(spec.name)).__name__}"
+        return f"imported, a {type(get_quantizer_factory(spec.name)).__name__}"
+    try:
+        return f"built, a {type(get_recipe(spec.name)).__name__}"
+    except OptionError as error:
+        return f"not built, it needs options: {error}"
 
 
 def _plugins() -> list[Check]:
@@ -126,12 +125,11 @@ def _plugins() -> list[Check]:
     for status in statuses:
         offers = ", ".join(spec.name for spec in status.offers) or "nothing"
         detail = f"{status.distribution} {status.version}, {status.status}, offers: {offers}"
-        checks.append(Check(f"plugin {status.name}", not status.problems, "\n".join(status.problems) or detail))
+        problems = [text for text in (status.error, *map(str, status.refused.values())) if text]
+        checks.append(Check(f"plugin {status.name}", not problems, "\n".join(problems) or detail))
         checks += [_examined(f"{spec.kind} {spec.name}", partial(_offer, spec)) for spec in status.offers]
     if not statuses:
         checks.append(Check("plugins", True, "none; try: pip install ottava-recipes-current"))
-    if unknown := unknown_disabled():
-        checks.append(Check("OTTAVA_DISABLE_PLUGINS", False, f"names what is not installed: {', '.join(unknown)}"))
     return checks
 
 

@@ -16,7 +16,7 @@ import ottava
 from ottava.cli.doctor import doctor
 from ottava.cli.recipes import recipes
 from ottava.errors import OttavaError, PluginError, UsageError, text_of, translated
-from ottava.recipes.plugins import PluginStatus, discover
+from ottava.recipes.registry import PluginStatus, discover
 
 #: The group of entry points by which packages add commands.
 COMMANDS = "ottava.commands"

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from ottava.errors import OptionError, OttavaError
-from ottava.recipes.registry import build_recipe
+from ottava.recipes.base import get_recipe
 
 
 class OptionDefaults:
@@ -17,7 +17,7 @@ class OptionDefaults:
     def __init__(self, recipe: str) -> None:
         self._recipe: Any = None
         with contextlib.suppress(OttavaError):
-            self._recipe = build_recipe(recipe, object, {})
+            self._recipe = get_recipe(recipe)
 
     def adapt(self, option: str, value: Any) -> Any:
         """``value`` as the recipe takes it: the member of an enumeration for its name, a tuple for a list."""

@@ -9,10 +9,8 @@ import typer
 from ottava.cli.output import Json, console, say, show_json, table
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import get_recipe
-from ottava.recipes.explanation import Explanation, RecipeRule
-from ottava.recipes.plugins import FACTORY, RECIPE, PluginStatus, discover
-from ottava.recipes.registry import plugin_statuses, unknown_disabled
-from ottava.recipes.role import OF_LINEAR, QuantizerRole
+from ottava.recipes.registry import FACTORY, RECIPE, PluginStatus, discover, plugin_statuses
+from ottava.recipes.role import OF_LINEAR, Explanation, QuantizerRole, RecipeRule
 
 #: The group of entry points by which a package reads checkpoints: a function from a path to a state dict and texts.
 READERS = "ottava.readers"
@@ -70,7 +68,7 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
 def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
     """One row for each that the plugin offers or is refused; a plugin without any has one among the recipes."""
     found = [(s.name, s.summary, getattr(s, "capabilities", ()), "ok", "") for s in status.offers if s.kind == kind]
-    found += [(r.name, "", (), "refused", str(r.error)) for r in status.refused if r.kind == kind]
+    found += [(s.name, "", (), "refused", str(error)) for s, error in status.refused.items() if s.kind == kind]
     if kind == RECIPE and not (status.offers or status.refused):
         empty = status.status == "ok"
         word, error = ("empty", "it offers nothing") if empty else (status.status, status.error)
@@ -96,8 +94,6 @@ def recipes(
         raise UsageError(f"{' and '.join(given)} without --explain", remedy="say which recipe: --explain NAME")
     statuses = plugin_statuses()
     found, factories = ([row for status in statuses for row in _rows(status, kind)] for kind in (RECIPE, FACTORY))
-    if unknown := unknown_disabled():
-        say(f"OTTAVA_DISABLE_PLUGINS names what is not installed: {', '.join(unknown)}", stderr=True)
     if as_json:
         return show_json({"recipes": found, "quantizer_factories": factories})
     if not found:

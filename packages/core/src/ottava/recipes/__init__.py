@@ -1,14 +1,11 @@
 """Recipes: what they are, where they come from, and the regions they run in."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from ottava.recipes.base import QuantizerRequest, Recipe, get_recipe
-from ottava.recipes.explanation import Explanation, RecipeRule
 from ottava.recipes.hookspecs import hookimpl
 from ottava.recipes.registry import get_quantizer_factory, list_quantizer_factories, list_recipes, plugin_statuses
-from ottava.recipes.role import QuantizerRole
+from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule
 from ottava.recipes.spec import FactorySpec, RecipeSpec
 from ottava.recipes.state import RecipeState
 

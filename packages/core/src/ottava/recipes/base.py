@@ -1,15 +1,15 @@
 """``Recipe``: which quantizer serves which tensor; and recipes by name."""
 
+import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ottava.errors import DTypeError, OptionError
-from ottava.recipes.explanation import Explanation, RecipeRule, words
-from ottava.recipes.registry import build_recipe, get_quantizer_factory
-from ottava.recipes.role import QuantizerRole
+from ottava.errors import DTypeError, OptionError, PluginError, translated
+from ottava.recipes.registry import RECIPE, get_quantizer_factory, is_path, provided, reader_of
+from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule, words
 from ottava.recipes.state import RecipeState
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class Recipe(ABC):
 
     @property
     def _label(self) -> str:
-        """What the recipe is called: its name, or that of its class."""
         return self.name or type(self).__name__
 
     @abstractmethod
@@ -57,8 +56,7 @@ class Recipe(ABC):
         if isinstance(factory, str):
             factory = get_quantizer_factory(factory)
         if factory is not None and not callable(factory):
-            expected = "a callable factory(role), or a name"
-            raise DTypeError(f"the factory is a {type(factory).__name__}", expected=expected)
+            raise DTypeError(f"the factory is a {type(factory).__name__}", "a callable factory(role), or a name")
         # Recipes may be frozen dataclasses: their fields say what they do, the factory is set over them.
         object.__setattr__(self, "_factory", factory)
 
@@ -74,24 +72,21 @@ class Recipe(ABC):
             return given.recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
         return self.make_quantizer(role, amax_reduction_group=amax_reduction_group) if given is None else given
 
-    def given(self, role: QuantizerRole) -> "Quantizer | QuantizerRequest | None":
-        """What a factory that was put over this recipe gives for ``role``; None where the recipe's own serves.
+    def given(self, role: QuantizerRole, of: QuantizerFactory | None = None) -> "Quantizer | QuantizerRequest | None":
+        """What a factory, or else the one put over this recipe, gives for ``role``; None where the recipe's own serves.
 
         Other kinds of answers are a DTypeError, a request for this recipe, which would lead back to it, an OptionError.
         """
-        return None if self._factory is None else self._checked_answer(self._factory(role), role)
-
-    def _checked_answer(self, answer: Any, role: QuantizerRole) -> "Quantizer | QuantizerRequest | None":
-        """What a factory answered, which may be a quantizer, a request for another recipe, or None."""
         from ottava.tensors import Quantizer
 
+        factory = self._factory if of is None else of
+        answer = None if factory is None else factory(role)
         if answer is not None and not isinstance(answer, (Quantizer, QuantizerRequest)):
             what = f"the quantizer factory returned a {type(answer).__name__} for {role}"
             raise DTypeError(what, expected="an ottava.Quantizer, an ottava.QuantizerRequest or None")
         if isinstance(answer, QuantizerRequest) and answer.recipe.same_as(self):
             what = f"the quantizer factory of {self._label!r} asks for that recipe, for {role}"
-            remedy = "return None where the recipe's own quantizer is to serve"
-            raise OptionError(what, expected="a request for another recipe", remedy=remedy)
+            raise OptionError(what, expected="None, where the recipe's own quantizer is to serve")
         return answer
 
     def fake_quantizer(self, fp8_format: str) -> "Quantizer | None":
@@ -119,8 +114,7 @@ class Recipe(ABC):
 
     def has_factory(self, factory: QuantizerFactory | None) -> bool:
         """Whether ``factory``, or an equal one (a copy of one that is an object), is the one put over this recipe."""
-        mine = self._factory
-        return mine is factory or (type(mine) is type(factory) and bool(mine == factory))
+        return self._factory is factory or bool(self._factory == factory)
 
     def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
         """Begin a step: called with every stateful state of this recipe that takes part.
@@ -163,7 +157,21 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
         OptionError: an option that the recipe does not take, one that is missing, or a value that it refuses.
         PluginError: the package that provides it cannot be imported, or does not build a recipe.
     """
-    return build_recipe(name, Recipe, options)  # type: ignore[no-any-return]
+    name = os.fspath(name) if isinstance(name, os.PathLike) else name
+    if is_path(name):
+        path = os.path.expanduser(name)
+        name, options = reader_of(path), {"file": path, **options}
+    what, factory = provided(RECIPE, name)
+    with translated(f"{what} cannot be built", "", "tell its authors", to=PluginError, of=(Exception, SystemExit)):
+        signature = inspect.signature(factory)
+        try:
+            signature.bind(**options)
+        except TypeError as error:
+            raise OptionError(f"recipe {name!r}: {error}", ", ".join(signature.parameters) or "no options") from None
+        made = factory(**options)
+        if not isinstance(made, Recipe):
+            raise TypeError(f"an object of type {type(made).__name__} is no ottava.Recipe")
+    return made
 
 
 def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
@@ -172,6 +180,5 @@ def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
         return get_recipe(recipe)
     if not isinstance(recipe, Recipe):
         what = f"recipe is a {type(recipe).__name__}: {recipe!r}"
-        remedy = "pass an instance, for example Float8CurrentScaling(), or a name that `ottava recipes` lists"
-        raise DTypeError(what, expected="an ottava.Recipe or the name of an installed one", remedy=remedy)
+        raise DTypeError(what, expected="an ottava.Recipe, or the name of one that `ottava recipes` lists")
     return recipe

@@ -8,8 +8,7 @@ import pluggy
 
 from ottava.recipes.spec import FactorySpec, RecipeSpec
 
-PROJECT = "ottava"
-ENTRY_POINT_GROUP = "ottava"
+PROJECT = "ottava"  # of the hooks, and the group of the entry points
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 #: Marks a plugin's implementation of a hook.

@@ -1,20 +1,150 @@
-"""What the installed packages offer, by name: listed, found and built. Nothing here knows what a recipe or a quantizer
-is, so that :mod:`ottava.recipes.base`, which does, can ask."""
+"""What the installed packages offer, by name: found by their entry points, read, listed and imported.
+
+What is wrong with one is reported, not raised. Of several that claim a name none gets it, so that no stranger takes a
+name over, with one exception: the distribution ``ottava-recipes-NAME`` owns NAME.
+"""
 
 import contextlib
 import difflib
 import importlib
-import inspect
+import itertools
 import os
 import pkgutil
 import re
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, distributions
 from typing import Any
 
-from ottava.errors import DuplicateRecipeError, OptionError, OttavaError, PluginError, RecipeNotFoundError, listed
-from ottava.recipes.plugins import FACTORY, OWNER_PREFIX, RECIPE, PluginStatus, canonical, describe, disabled, load
-from ottava.recipes.spec import FactorySpec, RecipeSpec, is_name
+import pluggy
+
+from ottava.errors import DuplicateRecipeError, PluginError, RecipeNotFoundError, text_of, translated
+from ottava.recipes import hookspecs
+from ottava.recipes.spec import FactorySpec, RecipeSpec, Spec, is_name
+
+RECIPE, FACTORY = RecipeSpec.kind, FactorySpec.kind
+OWNER_PREFIX = "ottava-recipes-"
+# Hook -> what it gives.
+_HOOKS: dict[str, type[Spec]] = {"ottava_recipes": RecipeSpec, "ottava_quantizer_factories": FactorySpec}
+
+
+def _canonical(name: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+
+
+@dataclass(eq=False)
+class PluginStatus:
+    """One entry point of a distribution and what became of it.
+
+    Attributes:
+        name: ``"distribution:entry"``.
+        entry: the entry point itself; None where what is wrong is the distribution.
+        status: ``"ok"``, ``"broken"`` or ``"disabled"``.
+        error: why it is broken.
+        offers: the specs of recipes and of named quantizer factories that it offers.
+        refused: specs whose names are another's, or that two packages claim, each with the error that says so.
+    """
+
+    distribution: str
+    version: str
+    entry_point: str = "?"
+    entry: EntryPoint | None = field(default=None, repr=False)
+    status: str = "ok"
+    error: str = ""
+    offers: list[Spec] = field(default_factory=list)
+    refused: dict[Spec, DuplicateRecipeError] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.distribution}:{self.entry_point}"
+
+
+def discover(group: str = hookspecs.PROJECT) -> list[PluginStatus]:
+    """All entry points of the group, by distribution and name; none of them is loaded."""
+    every: dict[tuple[str, str], PluginStatus] = {}
+    # Only files with our group are parsed: a malformed one of a stranger to Ottava is not Ottava's business.
+    heading = re.compile(rf"^\s*\[{re.escape(group)}\]\s*$", re.M)
+    for dist in distributions():
+        try:
+            if not heading.search(dist.read_text("entry_points.txt") or ""):
+                continue
+            name, version = (dist.metadata[key].strip() for key in ("Name", "Version"))
+            found = [PluginStatus(name, version, e.name, e) for e in dist.entry_points if e.group == group]
+        except Exception:  # which one it is differs from one Python to the next
+            found = [PluginStatus(os.path.basename(str(getattr(dist, "_path", "a distribution"))), "?")]
+        for status in found:
+            # The first on sys.path is the one that an import finds.
+            every.setdefault((_canonical(status.distribution), status.entry_point), status)
+    return [every[key] for key in sorted(every)]
+
+
+def _offers(found: PluginStatus) -> Iterator[Spec]:
+    """What the hooks of a plugin give. A manager of its own keeps to itself whatever it does."""
+    if found.entry is None:
+        raise PluginError("its metadata is damaged, as an interrupted installation leaves it", remedy="reinstall it")
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    plugin = found.entry.load()
+    manager.register(plugin, found.name)
+    manager.check_pending()
+    marked = {caller.name for caller in manager.get_hookcallers(plugin) or ()}
+    if not marked or any(hook not in marked and hasattr(plugin, hook) for hook in _HOOKS):
+        what = f"{found.entry.value} has no hook, or one that is not marked"
+        raise PluginError(what, expected=" or ".join(_HOOKS), remedy="put @ottava.hookimpl before each")
+    for hook, kind in _HOOKS.items():
+        for spec in itertools.chain(*getattr(manager.hook, hook)()):
+            # A subclass could leave out the checks of the fields.
+            if type(spec) is not kind:
+                raise PluginError(f"{hook} yielded an object of type {type(spec).__name__}", f"{kind.__name__} objects")
+            yield spec
+
+
+def _settle(statuses: list[PluginStatus]) -> None:
+    """Take each name from all that claim it but its owner."""
+    claims: dict[tuple[str, str], list[tuple[PluginStatus, Spec]]] = {}
+    for status in statuses:
+        for spec in status.offers:
+            claims.setdefault((spec.kind, spec.name), []).append((status, spec))
+    for (kind, name), claimed in claims.items():
+        claimants = [status for status, _ in claimed]
+        titled = [s for s in statuses if _canonical(s.distribution) == OWNER_PREFIX + _canonical(name)]
+        # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
+        owners = [s for s in claimants if s in titled] or [s for s in titled if s.status == "broken"] or claimants
+        what = " and by ".join(f"{s.distribution} {s.version} (entry point {s.entry_point})" for s in claimants)
+        expected = f"one package for each name, or {OWNER_PREFIX}{name}, to which it belongs"
+        remedy = "uninstall one, or name it in OTTAVA_DISABLE_PLUGINS"
+        error = DuplicateRecipeError(f"{kind} {name!r} is offered by {what}", expected, remedy)
+        for status, spec in claimed:
+            if len(owners) > 1 or status is not owners[0]:
+                status.offers.remove(spec)
+                status.refused[spec] = error
+
+
+def _load() -> list[PluginStatus]:
+    strict = os.environ.get("OTTAVA_STRICT_PLUGINS", "") not in ("", "0")
+    disabled = {_canonical(name) for name in os.environ.get("OTTAVA_DISABLE_PLUGINS", "").split(",")}
+    statuses = discover()
+    for found in statuses:
+        if _canonical(found.distribution) in disabled:
+            found.status = "disabled"
+            continue
+        try:
+            # What plugins print must not get between the lines of a listing that is read by a program.
+            with contextlib.redirect_stdout(sys.stderr):
+                found.offers = list(_offers(found))
+        except (Exception, SystemExit) as error:
+            found.status, found.error = "broken", f"{type(error).__name__}: {' '.join(text_of(error).split())}"
+            if strict:
+                what = f"plugin {found.name} {found.version} is broken: {found.error}"
+                raise PluginError(what, remedy="unset OTTAVA_STRICT_PLUGINS to go on") from error
+    _settle(statuses)
+    for refused in [error for status in statuses for error in status.refused.values() if strict]:
+        raise refused
+    return statuses
+
 
 # Recipes that were built with their defaults, for code that names a recipe again and again (a region in a loop), each
 # with what tells its file from one that was written since.
@@ -41,7 +171,7 @@ def plugin_statuses() -> list[PluginStatus]:
         if _loaded is None:
             _loading = True
             try:
-                _loaded = load()
+                _loaded = _load()
             finally:
                 _loading = False
         return list(_loaded)
@@ -50,8 +180,7 @@ def plugin_statuses() -> list[PluginStatus]:
 def reload() -> None:
     """Forget what was loaded; the next question looks again."""
     global _loaded
-    with _lock:
-        _loaded = None
+    _loaded = None
     defaults.clear()
 
 
@@ -71,11 +200,6 @@ def list_quantizer_factories() -> list[FactorySpec]:
     return specs(FACTORY)
 
 
-def unknown_disabled() -> list[str]:
-    """The names in ``OTTAVA_DISABLE_PLUGINS`` that no installed plugin has: most often misspelled."""
-    return sorted(disabled() - {canonical(status.distribution) for status in plugin_statuses()})
-
-
 def import_offered(module: str) -> Any:
     """A module that a file names, if it is of a package with recipes and can be imported, else None. Nothing else is
     imported because a file says so."""
@@ -85,121 +209,48 @@ def import_offered(module: str) -> Any:
     return None
 
 
-def build_recipe(name: str | os.PathLike[str], kind: type, options: dict[str, Any]) -> Any:
-    """As :func:`ottava.get_recipe`; ``kind`` is the class of recipes."""
-    name = os.fspath(name) if isinstance(name, os.PathLike) else name
-    if is_path(name):
-        path = os.path.expanduser(name)
-        name, options = _reader(path), {"file": path, **options}
-    provided = Provided(RECIPE, name)
-    accepted, required, takes_any = provided.options()
-    expected = ", ".join(accepted) or ("" if takes_any else "no options")
-    unknown = [option for option in options if option not in accepted and not takes_any]
-    missing = [option for option in required if option not in options]
-    for word, wrong in (("has no option", unknown), ("needs the option", missing)):
-        if wrong:
-            raise OptionError(f"{provided} {word} {listed(wrong)}", expected=expected)
-    try:
-        made = provided.resolved(**options)
-    except OttavaError:
-        raise  # the recipe's own word on its options
-    except (Exception, SystemExit) as error:
-        said = describe(error)
-        # A factory that takes any keyword may hand them to one that does not.
-        refused = re.match(r"TypeError: .*unexpected keyword argument '(\w+)'", said)
-        if refused and refused[1] in options:
-            raise OptionError(f"{provided} has no option {refused[1]!r}", expected=expected) from error
-        raise provided.error(f"cannot be built: {said}") from error
-    if not isinstance(made, kind):
-        raise provided.error(f"gives an object of type {type(made).__name__}", expected="an ottava.Recipe")
-    return made
-
-
 def is_path(name: object) -> bool:
     """Whether this is the path of a recipe file and no name: it has a suffix or a folder."""
-    return isinstance(name, str) and not is_name(name) and ("." in name or os.sep in name)
+    return isinstance(name, str) and ("." in name or os.sep in name)
 
 
-def _reader(path: str) -> str:
+def reader_of(path: str) -> str:
     """The recipe that reads files like this one."""
     suffix = os.path.splitext(path)[1].lower()
-    offered = specs(RECIPE)
-    readers: list[str] = [spec.name for spec in offered if suffix in spec.file_suffixes]
-    if len(readers) == 1:
-        return readers[0]
-    if readers:
-        what = f"the recipes {' and '.join(readers)} read files like {path!r}"
-        remedy = f"build one by name: get_recipe({readers[0]!r}, file={path!r})"
-        raise DuplicateRecipeError(what, expected="one reader for each suffix", remedy=remedy)
-    suffixes = ", ".join(sorted({suffix for spec in offered for suffix in spec.file_suffixes}))
-    expected = f"a suffix out of {suffixes}" if suffixes else "a package that reads recipe files"
-    remedy = "" if suffixes else f"install one; Ottava's own is {OWNER_PREFIX}custom"
-    raise RecipeNotFoundError(f"no installed recipe reads the file {path!r}", expected=expected, remedy=remedy)
+    readers: list[str] = [spec.name for spec in specs(RECIPE) if suffix in spec.file_suffixes]
+    if len(readers) != 1:
+        what = f"the file {path!r} is read by {' and by '.join(readers) or 'no installed recipe'}"
+        remedy = f"for .yaml and .toml {OWNER_PREFIX}custom; of several name one: get_recipe(NAME, file={path!r})"
+        raise RecipeNotFoundError(what, "one recipe that reads its suffix", remedy)
+    return readers[0]
 
 
 def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
     """The quantizer factory registered as ``name``: a ``qfactory(role)``, imported now; refused as by
     :func:`ottava.get_recipe`."""
-    return Provided(FACTORY, name).resolved
+    return provided(FACTORY, name)[1]
 
 
-class Provided:
-    """What a package provides under a name, with its reference resolved."""
-
-    def __init__(self, kind: str, name: str) -> None:
-        statuses, asked = plugin_statuses(), (kind, name)
-        found = [(spec, of) for of in statuses for spec in of.offers if (spec.kind, spec.name) == asked]
-        if not found:
-            refused = [lost.error for of in statuses for lost in of.refused if (lost.kind, lost.name) == asked]
-            raise refused[0].with_traceback(None) if refused else _not_found(kind, name)
-        self.spec, self.status = found[0]
-        try:
-            made: Any = pkgutil.resolve_name(self.spec.factory)
-        except (Exception, SystemExit) as error:
-            what = f"cannot be imported from {self.spec.factory}: {describe(error)}"
-            raise self.error(what, remedy="reinstall the package") from error
-        if not callable(made):
-            raise self.error(f"is of type {type(made).__name__}, {self.spec.factory}", expected="something to call")
-        self.resolved: Callable[..., Any] = made
-
-    def __str__(self) -> str:
-        return f"{self.spec.kind} {self.spec.name!r}"
-
-    def error(self, what: str, expected: str = "", remedy: str = "report it to the package's authors") -> PluginError:
-        """An error that names the package."""
-        package = f"{self.status.distribution} {self.status.version}"
-        return PluginError(f"{self} of {package} {what}", expected=expected, remedy=remedy)
-
-    def options(self) -> tuple[list[str], list[str], bool]:
-        """The names of the options, of those without a default, and whether any other is taken as well."""
-        try:
-            parameters = inspect.signature(self.resolved).parameters.values()
-        except (TypeError, ValueError):  # some builtins have none
-            return [], [], True
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        required = [p.name for p in named if p.default is p.empty]
-        return [p.name for p in named], required, any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _not_found(kind: str, name: object) -> RecipeNotFoundError:
+def provided(kind: str, name: object) -> tuple[str, Callable[..., Any]]:
+    """What a package provides under a name, imported, after words for errors about it."""
+    statuses, asked = plugin_statuses(), (kind, name)
+    for status, spec in [(of, spec) for of in statuses for spec in of.offers if (spec.kind, spec.name) == asked]:
+        what = f"{kind} {name!r} of {status.distribution} {status.version}"
+        where = f"{what} cannot be imported from {spec.factory}"
+        with translated(where, "", "reinstall the package", to=PluginError, of=(Exception, SystemExit)):
+            made: Any = pkgutil.resolve_name(spec.factory)
+            if not callable(made):
+                raise TypeError(f"an object of type {type(made).__name__} cannot be called")
+        return what, made
+    for error in [lost for of in statuses for s, lost in of.refused.items() if (s.kind, s.name) == asked]:
+        raise error.with_traceback(None)
     known = [spec.name for spec in specs(kind)]
-    near = difflib.get_close_matches(str(name).lower(), known, n=3)
-    expected = f"one of {', '.join(known)}" if known else f"a package with a {kind} to be installed"
-    idle = [status for status in plugin_statuses() if status.status != "ok"]
-    remedies = []
     # The name may be misspelled: it must not become a command that installs whatever has that name.
-    if near:
-        expected += f" (nearest: {', '.join(near)})"
-        remedies.append(f"use {near[0]!r}, or install the package that has {name!r}")
-    elif OWNER_PREFIX + canonical(str(name)) not in (canonical(status.distribution) for status in idle):
-        own = f"were it one of Ottava's own: pip install {OWNER_PREFIX}{name}"
-        named = own if is_name(name) else f"Ottava's own are named {OWNER_PREFIX}NAME"
-        remedies.append(f"install the package that has it; {named}")
-    for word, hint in (
-        ("disabled", "take the one that has it out of OTTAVA_DISABLE_PLUGINS"),
-        ("broken", "mend the one that has it, `ottava recipes` says what is broken"),
-    ):
-        if plugins := [status.name for status in idle if status.status == word]:
-            remedies.append(f"{hint}: {', '.join(plugins)}")
+    if near := difflib.get_close_matches(str(name).lower(), known):
+        remedy = f"use {' or '.join(map(repr, near))}, or install the package that has {name!r}"
+    else:
+        remedy = f"install its package; of Ottava's own: pip install {OWNER_PREFIX}{name if is_name(name) else 'NAME'}"
+    if idle := ", ".join(f"{status.name} ({status.status})" for status in statuses if status.status != "ok"):
+        remedy += f"; it may be in one that is not used: {idle}"
     what = f"no installed package provides {kind} {name!r}"
-    return RecipeNotFoundError(what, expected=expected, remedy="; ".join(remedies))
+    raise RecipeNotFoundError(what, f"one of {', '.join(known)}" if known else f"an installed {kind}", remedy)

@@ -1,7 +1,7 @@
-"""``QuantizerRole``: what a quantizer is for."""
+"""``QuantizerRole``: what a quantizer is for; and what serves it, in words, for people who ask."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from ottava.errors import DTypeError
 
@@ -36,3 +36,46 @@ class QuantizerRole:
     def is_gradient(self) -> bool:
         """Whether the tensor flows in the backward pass."""
         return self.tensor_type in ("grad_output", "grad_input")
+
+
+@dataclass(frozen=True)
+class RecipeRule:
+    """One rule of a recipe that has rules, such as one that was read from a file.
+
+    Attributes:
+        text: what it matches, for listings.
+        line: where it begins, from 1; None where the language of the file tells no lines.
+        place: the same in words: ``"line 4"``, or the path of its key, ``"layers[0]"``.
+    """
+
+    text: str
+    line: int | None = None
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What serves one role of one layer.
+
+    Attributes:
+        rowwise: what is read along rows, in words: ``"current E4M3"``.
+        columnwise: the same along columns.
+        line: the line of the recipe's file that says so; None without a file, and where its language tells no lines.
+        rule: the rule that it belongs to; None for a default, and for recipes without rules.
+        place: the place in the recipe's file in words: ``"line 4"``, or the path of a key, ``"layers[0].all"``.
+    """
+
+    rowwise: str
+    columnwise: str
+    line: int | None = None
+    rule: RecipeRule | None = None
+    place: str = ""
+
+
+def words(quantizer: object, name: str = "") -> str:
+    """A quantizer in words: ``name``, or that of its class, and its element format if it has one."""
+    from ottava.formats import ELEMENTS
+
+    text = name or type(quantizer).__name__
+    dtype: Any = getattr(quantizer, "fp8_dtype", None) or getattr(quantizer, "dtype", None)
+    return f"{text} {ELEMENTS[dtype].name}" if dtype in ELEMENTS else text

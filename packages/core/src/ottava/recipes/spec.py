@@ -3,55 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, ClassVar
 
 from ottava.errors import OptionError
 
 #: The version of the extension points; a spec for another version is reported and not used.
 API_VERSION = 1
-
-
-def _is_text(value: Any, pattern: str = ".*") -> bool:
-    return isinstance(value, str) and value.isprintable() and re.fullmatch(pattern, value) is not None
-
-
-def _are_texts(value: Any, pattern: str = ".+") -> bool:
-    return isinstance(value, tuple) and all(_is_text(each, pattern) for each in value)
-
-
-def _are_positive(values: Any) -> bool:
-    return all(type(value) is int and value > 0 for value in values)
-
-
-def _is_block(value: Any) -> bool:
-    sizes = [size for size in value if size is not None] if isinstance(value, tuple) and len(value) == 2 else []
-    return value is None or (sizes != [] and _are_positive(sizes))
+_NAME = "[a-z][a-z0-9_-]*"
+# A field, or the type of fields -> the pattern of its `repr`, and the same in words. Values of any type are checked,
+# since what a spec holds is printed and compared by code that no plugin's failure may reach.
+_PATTERNS = {
+    "name": (f"'{_NAME}'", "lower-case letters, digits, - and _, a letter first"),
+    "factory": (r"'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*'", 'a reference "package.module:Object"'),
+    "api_version": (str(API_VERSION), f"{API_VERSION}: install a release of the package that fits this ottava"),
+    "block_size": (r"None|(?!\(None, N)\((None|[1-9]\d*), (None|[1-9]\d*)\)", "None or two sizes, one may be None"),
+    "file_suffixes": (r"\(('\.[a-z0-9]+',? ?)*\)", 'a tuple of suffixes, for example (".yaml",)'),
+    "str": (r"""(['"])([^\\]|\\[\\'])*\1""", "one line of printable text"),
+    "tuple[str, ...]": (r"\(('[^'\\]+',? ?)*\)", 'a tuple of names, for example ("E4M3",)'),
+    "float": (r"(?!0(\.0)?$)\d+(\.\d+)?(e[+-]\d+)?", "a positive number"),
+    "bool": ("True|False", "True or False"),
+}
 
 
 def is_name(name: object) -> bool:
     """Whether a recipe or a factory may have this name."""
-    return _is_text(name, r"[a-z][a-z0-9_-]*")
-
-
-_FLAG = (lambda value: isinstance(value, bool), "True or False")
-_FORMATS = (_are_texts, 'a tuple of names, for example ("E4M3",)')
-_REFERENCE = partial(_is_text, pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-# Field -> what it has to be. Values of any type are checked: a plugin's author need not run a type checker, and what a
-# spec holds is printed and compared by code that no plugin's failure may reach.
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "name": (is_name, "lower-case letters, digits, - and _, a letter first"),
-    "summary": (_is_text, "one line of printable text"),
-    "factory": (_REFERENCE, 'a reference "package.module:Object"'),
-    "api_version": (lambda value: _are_positive([value]), "a positive integer"),
-    "block_size": (_is_block, "None or a tuple of two, positive integers or one None"),
-    "relative_error": (lambda value: type(value) in (int, float) and 0 < value < float("inf"), "a positive number"),
-    "file_suffixes": (partial(_are_texts, pattern=r"\.[a-z0-9]+"), 'a tuple of suffixes, for example (".yaml",)'),
-    **dict.fromkeys(("formats", "fake_quant_formats"), _FORMATS),
-    **dict.fromkeys(("stateful", "needs_reduction", "quantized_weights", "deterministic", "compiles"), _FLAG),
-}
+    return isinstance(name, str) and re.fullmatch(_NAME, name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +44,9 @@ class Spec:
     def __post_init__(self) -> None:
         for field in fields(self):
             value: object = getattr(self, field.name)
-            is_right, expected = _CHECKS[field.name]
-            if not is_right(value):
-                owner = "" if field.name == "name" else f" of {self.kind} {self.name!r}"
-                raise OptionError(f"{field.name} {value!r}{owner}", expected=expected)
+            pattern, expected = _PATTERNS.get(field.name) or _PATTERNS[str(field.type)]
+            if not re.fullmatch(pattern, repr(value)):
+                raise OptionError(f"{field.name} {value!r} of {self.kind} {self.name!r}", expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +92,7 @@ class RecipeSpec(Spec):
     def capabilities(self) -> tuple[str, ...]:
         """The flags as words, for listings."""
         named: dict[Any, str] = {None: "per tensor", (1, None): "per row", (None, 1): "per column"}
-        sizes = ["all" if size is None else str(size) for size in self.block_size or ()]
-        shared = named.get(self.block_size, f"block {'x'.join(sizes)}")
+        shared = named.get(self.block_size, "block " + "x".join(str(size or "all") for size in self.block_size or ()))
         kept = "stateful" if self.stateful else "stateless"
         return (*self.formats, shared, kept, *(["reduces amax"] if self.needs_reduction else []))
 

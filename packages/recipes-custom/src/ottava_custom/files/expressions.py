@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from ottava.errors import OptionError
 from ottava.recipes.base import QuantizerRequest, Recipe
-from ottava.recipes.explanation import words
-from ottava.recipes.role import QuantizerRole
+from ottava.recipes.role import QuantizerRole, words
 from ottava.tensors import Quantizer
 from ottava_custom.files.source import Place, Source
 from ottava_custom.hybrid import HybridQuantizer, side_of

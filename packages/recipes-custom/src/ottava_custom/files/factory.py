@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ottava.errors import DTypeError, OptionError
-from ottava.recipes.explanation import Explanation, RecipeRule
-from ottava.recipes.role import QuantizerRole
+from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule
 from ottava_custom.files.expressions import Served
 from ottava_custom.files.rules import Rules
 from ottava_custom.files.schema import Schema

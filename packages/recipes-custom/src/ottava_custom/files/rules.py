@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ottava.recipes.explanation import RecipeRule
-from ottava.recipes.role import OF_LINEAR, QuantizerRole
+from ottava.recipes.role import OF_LINEAR, QuantizerRole, RecipeRule
 from ottava_custom.factories import TENSOR_TYPES, matches
 from ottava_custom.files.expressions import Expression, Served
 from ottava_custom.files.source import Place, Source

@@ -11,8 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from ottava.errors import OptionError, UsageError
-from ottava.recipes.plugins import OWNER_PREFIX, RECIPE
-from ottava.recipes.registry import plugin_statuses
+from ottava.recipes.registry import OWNER_PREFIX, RECIPE, plugin_statuses
 
 #: Characters that a name may have at most: it is a part of file names, and of lines that people read.
 LONGEST = 40
