@@ -220,7 +220,7 @@ def reader_of(path: str) -> str:
     readers: list[str] = [spec.name for spec in specs(RECIPE) if suffix in spec.file_suffixes]
     if len(readers) != 1:
         what = f"the file {path!r} is read by {' and by '.join(readers) or 'no installed recipe'}"
-        remedy = f"install {OWNER_PREFIX}custom for .yaml or .toml; name one of several: get_recipe(NAME, file={path!r})"
+        remedy = f"install {OWNER_PREFIX}custom for .yaml, .toml; name one of several: get_recipe(NAME, file={path!r})"
         raise RecipeNotFoundError(what, "one recipe that reads its suffix", remedy)
     return readers[0]
 
