@@ -1,5 +1,6 @@
 #include "exchange.h"
 
+#include <cstdlib>
 #include <initializer_list>
 
 namespace ottava {
@@ -14,15 +15,11 @@ int says(PyObject* function) {
     return answer.get() == nullptr ? -1 : PyObject_IsTrue(answer.get());
 }
 
+constexpr uintptr_t kLine = 64;  // bytes of a cache line, to which torch aligns data, too
+
 bool fails() {
     PyErr_Clear();
     return false;
-}
-
-void set_error(void*, const char*, const char* message) {
-    const PyGILState_STATE held = PyGILState_Ensure();
-    PyErr_SetString(PyExc_RuntimeError, message);
-    PyGILState_Release(held);
 }
 
 bool complete(View& view) {
@@ -100,15 +97,26 @@ dlpack::Type type_of(Dtype dtype) {
 }
 
 PyObject* allocate(const int64_t* shape, int32_t ndim, const dlpack::Type& type, View& out) {
-    dlpack::Tensor like{nullptr, {dlpack::kCpu, 0}, ndim, type, const_cast<int64_t*>(shape), nullptr, 0};
-    dlpack::Managed* managed = nullptr;
-    if (torch.exchange->allocate(&like, &managed, nullptr, set_error) != 0) return nullptr;
-    void* object = nullptr;
-    if (torch.exchange->to_object(managed, &object) != 0) return nullptr;
-    Owned made(static_cast<PyObject*>(object));
-    if (torch.exchange->view(made.get(), &out) != 0) return nullptr;
-    complete(out);
-    return made.release();
+    int64_t count = 1;
+    for (int32_t dim = 0; dim < ndim; ++dim) count *= shape[dim];
+    // One piece of memory: the header, shape and strides, and the data from the next cache line on.
+    const size_t head = sizeof(dlpack::Managed) + 2 * sizeof(int64_t) * static_cast<size_t>(ndim) + kLine;
+    void* const piece = malloc(head + static_cast<size_t>(count) * (type.bits / 8));
+    if (piece == nullptr) return PyErr_NoMemory();
+    auto* const managed = static_cast<dlpack::Managed*>(piece);
+    auto* const sizes = reinterpret_cast<int64_t*>(managed + 1);
+    for (int64_t dim = ndim - 1, stride = 1; dim >= 0; stride *= shape[dim--]) {
+        sizes[dim] = shape[dim];
+        sizes[ndim + dim] = stride;
+    }
+    const auto free_from = reinterpret_cast<uintptr_t>(sizes + 2 * ndim);
+    void* const data = reinterpret_cast<void*>((free_from + kLine - 1) / kLine * kLine);
+    const dlpack::Tensor tensor{data, {dlpack::kCpu, 0}, ndim, type, sizes, sizes + ndim, 0};
+    *managed = {torch.exchange->version, nullptr, [](dlpack::Managed* self) { free(self); }, 0, tensor};
+    static_cast<dlpack::Tensor&>(out) = tensor;
+    out.size = count;
+    void* object = nullptr;  // owns the memory, even where making it fails
+    return torch.exchange->to_object(managed, &object) == 0 ? static_cast<PyObject*>(object) : nullptr;
 }
 
 }  // namespace ottava

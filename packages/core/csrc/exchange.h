@@ -1,4 +1,4 @@
-// Torch's tensors without libtorch: read and allocated through DLPack's exchange functions, a table of C functions that
+// Torch's tensors without libtorch: read and made through DLPack's exchange functions, a table of C functions that
 // `torch.Tensor` carries. Everything here is called with the GIL held.
 #pragma once
 
@@ -32,12 +32,17 @@ struct Tensor {
 struct Version {
     uint32_t major, minor;
 };
-struct Managed;
-using SetError = void (*)(void* context, const char* kind, const char* message);
+struct Managed {
+    Version version;
+    void* context;
+    void (*free)(Managed* self);
+    uint64_t flags;
+    Tensor tensor;
+};
 struct Exchange {
     Version version;
     void* previous;
-    int (*allocate)(Tensor* like, Managed** out, void* context, SetError set_error);
+    void* allocate;  // not used: a tensor that owns memory of ours is made in about half the time
     int (*managed_from)(void* object, Managed** out);
     int (*to_object)(Managed* tensor, void** out);
     int (*view)(void* object, Tensor* out);

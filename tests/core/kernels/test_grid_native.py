@@ -298,6 +298,14 @@ def test_large_matrices(pair: str) -> None:
     check_quantize(matrix(519, 2099, torch.float32, 1), INT8, Rule(e8m0=True), PAIRS[pair], offset=1)
 
 
+@pytest.mark.parametrize("pair", ["mx", "blockwise rows", "rowwise", "row only", "wide row only"])
+def test_long_rows(pair: str) -> None:
+    """Rows of which few fill a cache: the scales of each are found just before it is cast."""
+    for (dtype, rule), element in zip(itertools.product(DTYPES, RULES), itertools.cycle([E4M3, E5M2, INT8, E4M3])):
+        for cols in (1000, 1024):
+            check_quantize(matrix(40, cols, dtype, 1), element, rule, PAIRS[pair], (1,))
+
+
 @pytest.mark.parametrize("offset", [0, 1])
 def test_stores_around_the_caches(offset: int) -> None:
     """What is larger than the caches is stored in whole lines, where they are aligned."""

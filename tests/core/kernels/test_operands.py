@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,18 @@ def test_results_are_tensors_like_others() -> None:
     assert torch.equal(torch.utils._pytree.tree_map(torch.clone, {"data": data})["data"], before)
     data.add_(1)
     assert data._version == 1
+
+
+def test_memory_of_results() -> None:
+    """It is aligned as torch's own, whatever the number of dimensions, and given back with the tensor."""
+    for ndim in range(1, 7):
+        assert not any(made.data_ptr() % 64 for made in on_grid(torch.ones((1,) * (ndim - 1) + (40,))))
+    x = torch.ones(1024, 1024)
+    quantize(x)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(100):
+        assert quantize(x)[1].data_ptr() % 64 == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB; a step makes 2 MiB
 
 
 LAYOUTS = [

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "../numerics.h"
@@ -20,6 +21,7 @@ namespace {
 constexpr int64_t kRegionElements = 128 << 10;
 constexpr int64_t kPanelRows = 128;
 constexpr int64_t kHalfLine = 32;  // elements
+constexpr int64_t kNearElements = 32 << 10;  // are still in the caches when they are read again
 
 struct Rectangle {
     int64_t row, col, rows, cols;
@@ -67,7 +69,8 @@ struct Matrix {
 class SharedBlocks {
     int64_t rows_, cols_;  // of a block, 0 being all
     int64_t down_ = 0, across_ = 0;
-    std::vector<float> amaxes_, multipliers_, scales_;
+    std::vector<float> memory_;
+    float *amaxes_ = nullptr, *multipliers_ = nullptr, *scales_ = nullptr;  // each with room for kGridLanes more
 
    public:
     explicit SharedBlocks(const GridSide& side) : rows_(side.shared_rows), cols_(side.shared_cols) {}
@@ -76,22 +79,22 @@ class SharedBlocks {
         down_ = blocks_in(in.rows, rows_);
         across_ = blocks_in(in.cols, cols_);
         const auto room = static_cast<size_t>(down_ * across_ + kGridLanes);
-        amaxes_.assign(room, 0.0f);
-        multipliers_.resize(room);
-        scales_.resize(room);
+        memory_.resize(3 * room);
+        amaxes_ = memory_.data(), multipliers_ = amaxes_ + room, scales_ = multipliers_ + room;
+        std::fill_n(amaxes_, room, 0.0f);
     }
 
-    GridBlocks blocks(const Rectangle& in, std::vector<float>& values) const {
-        return {extent(in.rows, rows_), extent(in.cols, cols_), values.data(), across_};
+    GridBlocks blocks(const Rectangle& in, float* values) const {
+        return {extent(in.rows, rows_), extent(in.cols, cols_), values, across_};
     }
     GridBlocks amaxes(const Rectangle& in) { return blocks(in, amaxes_); }
     GridBlocks multipliers(const Rectangle& in) { return blocks(in, multipliers_); }
-    uint8_t* scales() { return reinterpret_cast<uint8_t*>(scales_.data()); }
+    uint8_t* scales() { return reinterpret_cast<uint8_t*>(scales_); }
 
-    // Whether scales can be found row by row (see GridRows) in a region.
+    // Whether scales can be found row by row (see GridRows), in a region that is not cheap to read twice.
     bool by_row(const Rectangle& in) const {
         const int64_t width = extent(in.cols, cols_);
-        return in.rows > 0 && in.cols > 0 && in.cols <= kPanelCols && extent(in.rows, rows_) == 1 &&
+        return in.rows * in.cols > kNearElements && in.cols <= kPanelCols && extent(in.rows, rows_) == 1 &&
                (width % kHalfLine == 0 || width >= in.cols);
     }
 
@@ -100,17 +103,16 @@ class SharedBlocks {
         const int64_t n = down_ * across_, each = rule.e8m0 ? 1 : sizeof(float);
         in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
             const int64_t from = begin * kUnit, count = std::min(end * kUnit, n) - from;
-            kernels.grid_scales(amaxes_.data() + from, count, element, rule, multipliers_.data() + from,
-                                scales() + from * each);
+            kernels.grid_scales(amaxes_ + from, count, element, rule, multipliers_ + from, scales() + from * each);
         });
     }
 
     // The scales of a side's blocks in the rectangle. T is what they are stored as.
     template <class T>
     void put_scales(const GridSide& side, const Matrix& matrix, const Rectangle& in) const {
-        const auto* scales = reinterpret_cast<const T*>(scales_.data());
+        const auto* scales = reinterpret_cast<const T*>(scales_);
         auto* out = static_cast<T*>(side.scales);
-        const int64_t down = blocks_in(in.rows, side.block_rows), across = blocks_in(in.cols, side.block_cols);
+        int64_t down = blocks_in(in.rows, side.block_rows), across = blocks_in(in.cols, side.block_cols);
         const int64_t first_row = in.row / extent(matrix.rows, side.block_rows);
         const int64_t first_col = in.col / extent(matrix.cols, side.block_cols);
         const int64_t all_down = blocks_in(matrix.rows, side.block_rows);
@@ -118,6 +120,8 @@ class SharedBlocks {
         // Blocks of a shared block.
         const int64_t high = rows_ == 0 ? std::max<int64_t>(down, 1) : rows_ / side.block_rows;
         const int64_t wide = cols_ == 0 ? std::max<int64_t>(across, 1) : cols_ / side.block_cols;
+        // All of them are one run.
+        if (high == 1 && wide == 1 && !side.turned && across == all_across) across *= std::exchange(down, 1);
         for (int64_t i = 0; i < down; ++i) {
             const T* from = scales + (high == 1 ? i : i / high) * across_;
             const int64_t step = side.turned ? all_down : 1;
@@ -171,6 +175,7 @@ class Quantization {
 
     Workspace workspace() const {
         Workspace made;
+        made.blocks.reserve(2), made.casts.reserve(2);
         for (int k = 0; k < (same_ ? 1 : count_); ++k) made.blocks.emplace_back(sides_[k]);
         const bool at_once = same_ && !(sides_[0].turned && sides_[1].turned);
         for (int k = 0; k < (at_once ? 1 : count_); ++k)
@@ -189,17 +194,17 @@ class Quantization {
         for (SharedBlocks& blocks : work.blocks) blocks.begin(in);
         for (const Cast& cast : work.casts)
             if (by_row == nullptr && !whole && cast.blocks->by_row(in)) by_row = &cast;
-        std::vector<GridBlocks> amaxes;
-        if (by_row != nullptr) amaxes.push_back(by_row->blocks->amaxes(in));
+        GridBlocks amaxes[2];
+        int count = 0;
+        if (by_row != nullptr) amaxes[count++] = by_row->blocks->amaxes(in);
         for (SharedBlocks& blocks : work.blocks)
-            if (by_row == nullptr || by_row->blocks != &blocks) amaxes.push_back(blocks.amaxes(in));
-        const int count = static_cast<int>(amaxes.size());
+            if (by_row == nullptr || by_row->blocks != &blocks) amaxes[count++] = blocks.amaxes(in);
         over_panels(in, threads, [&](const Rectangle& at) {
             GridPanel panel = matrix_.panel(in, at);
             panel.ahead = matrix_.cols;
-            if (by_row == nullptr) return kernels.grid_amax(panel, matrix_.dtype, amaxes.data(), count, whole);
+            if (by_row == nullptr) return kernels.grid_amax(panel, matrix_.dtype, amaxes, count, whole);
             SharedBlocks& blocks = *by_row->blocks;
-            const GridRows rows{amaxes.data(), count, blocks.multipliers(in), blocks.scales(), &rule_};
+            const GridRows rows{amaxes, count, blocks.multipliers(in), blocks.scales(), &rule_};
             kernels.grid_rows(panel, matrix_.dtype, rows, element_, out(*by_row, at));
         });
         for (SharedBlocks& blocks : work.blocks)
@@ -296,7 +301,7 @@ void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t
     const Matrix matrix{src, dtype, rows, cols};
     const int64_t across = blocks_in(cols, block_cols);
     const auto count = static_cast<size_t>(blocks_in(rows, block_rows) * across);
-    std::vector<float> amaxes(count + kGridLanes);
+    std::vector<float> amaxes(count);
     const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), amaxes.data(), across};
     over_panels(matrix.all(), threads, [&](const Rectangle& at) {
         kernels.grid_amax(matrix.panel(matrix.all(), at), dtype, &blocks, 1, threads > 1);

@@ -29,6 +29,11 @@ OTTAVA_INLINE int64_t row_of_blocks(const GridPanel& panel, const GridBlocks& bl
     return blocks.rows == 1 ? panel.row + r : (panel.row + r) / blocks.rows;
 }
 
+// The panel's row that follows a row of blocks.
+OTTAVA_INLINE int64_t end_of_blocks(const GridPanel& panel, const GridBlocks& blocks, int64_t row) {
+    return (row + 1) * blocks.rows - panel.row;
+}
+
 OTTAVA_INLINE void raise(float* to, float seen, bool atomic) {
     if (!atomic) {
         *to = seen > *to ? seen : *to;
@@ -48,7 +53,9 @@ class PanelAmax {
         const GridBlocks* blocks;
         bool by_column;  // blocks of several rows
         bool by_halves;  // blocks end where half-lines end: `count` of them, before the whole half-lines `ends`
+        int64_t first;  // block of a row
         int64_t count;
+        int64_t end;  // the row that follows those of the blocks, counted from the panel's first
         uint16_t ends[kHalves];
         alignas(64) Storage columns[kPanelCols];  // if `by_column`
     };
@@ -127,14 +134,15 @@ class PanelAmax {
             const Storage last = largest_lane(observe_rest(src, columns));
             found[count - 1] = last > found[count - 1] ? last : found[count - 1];
         }
-        raise_run(values(grid, r) + panel_.col / grid.blocks->cols, found, count);
+        raise_run(values(grid, r) + grid.first, found, count);
     }
 
-    // Amaxes of `count` blocks in a row, in whole vectors: `from` has zeros after them.
+    // Amaxes of `count` blocks in a row. Few of them one by one: a vector would wait until their stores are done.
     OTTAVA_INLINE void raise_run(float* to, const Storage* from, int64_t count) const {
-        for (int64_t k = 0; !atomic_ && k < count; k += kLanes)
+        int64_t k = 0;
+        for (; !atomic_ && k + kLanes <= count; k += kLanes)
             store(to + k, larger(load<f32v>(to + k), Element::load_floats(from + k)));
-        for (int64_t k = 0; atomic_ && k < count; ++k) raise(to + k, Element::widen(from[k]), true);
+        for (; k < count; ++k) raise(to + k, Element::widen(from[k]), atomic_);
     }
 
     // The largest of any run of magnitudes.
@@ -164,9 +172,14 @@ class PanelAmax {
 
     // After the last row of the panel or of its blocks.
     void finish_blocks(Grid& grid, int64_t r) const {
-        if (!grid.by_column || (r + 1 < panel_.rows && (panel_.row + r + 1) % grid.blocks->rows != 0)) return;
+        if (!grid.by_column || (r + 1 < panel_.rows && r + 1 < grid.end)) return;
         raise_blocks(grid, r, grid.columns);
-        memset(grid.columns, 0, sizeof(grid.columns));
+        forget_columns(grid);
+        grid.end += grid.blocks->rows;
+    }
+
+    void forget_columns(Grid& grid) const {
+        memset(grid.columns, 0, static_cast<size_t>((panel_.cols + kHalf - 1) / kHalf * kHalf) * sizeof(Storage));
     }
 
    public:
@@ -177,8 +190,12 @@ class PanelAmax {
             grid.blocks = grids + k;
             grid.by_column = grids[k].rows > 1;
             grid.by_halves = ends_with_halves(panel, grids[k].cols);
+            grid.first = panel.col / grids[k].cols;
             grid.count = 0;
-            if (grid.by_column) memset(grid.columns, 0, sizeof(grid.columns));
+            if (grid.by_column) {
+                forget_columns(grid);
+                grid.end = end_of_blocks(panel, grids[k], row_of_blocks(panel, grids[k], 0));
+            }
             if (!grid.by_halves) continue;
             over_blocks(panel, grids[k].cols, [&](int64_t, int64_t, int64_t last) {
                 grid.ends[grid.count++] = static_cast<uint16_t>(last / kHalf);

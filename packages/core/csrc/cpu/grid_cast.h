@@ -25,7 +25,8 @@ class HalvesOfRow {
     const GridPanel& panel_;
     const GridBlocks& blocks_;
     const int64_t first_;  // block of a row
-    int64_t known_ = -1;
+    int64_t end_ = 0;      // the row that follows those whose multipliers are known
+    RowLines known_{};
     // Of each half-line, and of the one that follows the last: its block, counted from `first_`, and the block's value.
     uint16_t index_[kHalves + 1];
     float values_[kHalves + 1];
@@ -38,14 +39,16 @@ class HalvesOfRow {
                 index_[half] = static_cast<uint16_t>(block - first_);
         });
     }
+    // Rows are asked for in their order.
     OTTAVA_INLINE RowLines begin(int64_t r) {
+        if (r < end_) return known_;
         const int64_t row = row_of_blocks(panel_, blocks_, r);
         const float* values = blocks_.values + row * blocks_.stride + first_;
-        if (blocks_.cols == kHalf) return {values};
-        if (row == known_) return {values_};
-        known_ = row;
+        end_ = end_of_blocks(panel_, blocks_, row);
+        if (blocks_.cols == kHalf) return known_ = {values};
+        known_ = {values_};
         for (int64_t half = 0; half <= (panel_.cols + kHalf - 1) / kHalf; ++half) values_[half] = values[index_[half]];
-        return {values_};
+        return known_;
     }
 };
 
@@ -54,19 +57,20 @@ template <class Arrange>
 class EachOfRow {
     const GridPanel& panel_;
     const GridBlocks& blocks_;
-    int64_t known_ = -1;
+    int64_t end_ = 0;
+    ColumnLines known_{};
     alignas(64) float in_order_[kPanelCols];
     alignas(64) float arranged_[kPanelCols];
 
    public:
     EachOfRow(const GridPanel& panel, const GridBlocks& blocks) : panel_(panel), blocks_(blocks) {}
     OTTAVA_INLINE ColumnLines begin(int64_t r) {
+        if (r < end_) return known_;
         const int64_t row = row_of_blocks(panel_, blocks_, r);
         const float* values = blocks_.values + row * blocks_.stride;
-        if (!Arrange::arranges && blocks_.cols == 1) return {values + panel_.col, values + panel_.col};
-        const ColumnLines made{in_order_, Arrange::arranges ? arranged_ : in_order_};
-        if (row == known_) return made;
-        known_ = row;
+        end_ = end_of_blocks(panel_, blocks_, row);
+        known_ = {in_order_, Arrange::arranges ? arranged_ : in_order_};
+        if (!Arrange::arranges && blocks_.cols == 1) return known_ = {values + panel_.col, values + panel_.col};
         if (blocks_.cols == 1)
             memcpy(in_order_, values + panel_.col, static_cast<size_t>(panel_.cols) * sizeof(float));
         else
@@ -77,7 +81,7 @@ class EachOfRow {
         for (; end % kLine != 0; ++end) in_order_[end] = 1.0f;
         for (int64_t col = 0; Arrange::arranges && col < end; col += kLine)
             Arrange::arrange(in_order_ + col, arranged_ + col);
-        return made;
+        return known_;
     }
 };
 

@@ -4,7 +4,7 @@
 class DecodeScales {
     const GridPanel& panel_;
     const GridScales& scales_;
-    int64_t known_ = -1;
+    int64_t end_ = 0;  // the row that follows those whose scales are known
     alignas(64) float columns_[kPanelCols];
 
     float value(int64_t at) const {
@@ -15,9 +15,9 @@ class DecodeScales {
     DecodeScales(const GridPanel& panel, const GridScales& scales) : panel_(panel), scales_(scales) {}
     const float* of_row(int64_t r) {
         const GridBlocks& blocks = scales_.blocks;
+        if (r < end_) return columns_;
         const int64_t row = row_of_blocks(panel_, blocks, r);
-        if (row == known_) return columns_;
-        known_ = row;
+        end_ = end_of_blocks(panel_, blocks, row);
         over_blocks(panel_, blocks.cols, [&](int64_t block, int64_t first, int64_t last) {
             const float scale = value(row * blocks.stride + block);
             for (int64_t col = first; col < last; ++col) columns_[col] = scale;

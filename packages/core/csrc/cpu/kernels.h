@@ -79,12 +79,12 @@ struct GridScales {
 // Arrays of values have room for as many more, because the kernels work on whole vectors.
 constexpr int64_t kGridLanes = 16;
 
-// A run of data of one row with their scales: one for kMxBlock data, or one for each.
-struct MxRun {
+// Rows of a matrix whose blocks are kMxBlock data of a row, or of a column. Data and scales are those of all rows.
+struct MxRows {
     const uint8_t* data;
     const uint8_t* scales;
-    int64_t count;
-    bool scale_each;
+    int64_t cols, begin, end;
+    bool columnwise;
 };
 
 struct Kernels {
@@ -102,15 +102,14 @@ struct Kernels {
     void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream);
     void (*mx_scales)(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents);
     // `table` as for decode16, of the bare elements.
-    void (*mx_decode)(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
+    void (*mx_decode)(const MxRows& rows, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
     // Elements count as rounded to `nominal`: for shards of weights whose values are kept in float32.
     void (*cast_rounded)(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
     // Elements of any dtype as float32 values that are rounded to another one.
     void (*round_to)(const void* src, Dtype dtype, int64_t n, Dtype nominal, float* out);
     // What elements are multiplied by, of E8M0 scales.
     void (*e8m0_multipliers)(const uint8_t* scales, int64_t n, float* out);
-    // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks. `atomic`: others do so
-    // meanwhile; otherwise there is room for kGridLanes more values.
+    // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks; `atomic`, while others do so.
     void (*grid_amax)(const GridPanel& panel, Dtype dtype, const GridBlocks* grids, int count, bool atomic);
     // Scales as they are stored, float32 or bytes, and what elements are multiplied by. All arrays have room for whole
     // vectors: n rounded up to kGridLanes.

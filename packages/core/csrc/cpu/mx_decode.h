@@ -59,7 +59,7 @@ OTTAVA_INLINE void mx_decode_block(const uint8_t* data, const uint8_t* scales, b
 }
 
 #if defined(__AVX512BW__)
-// A block of bfloat16: where every result is normal, decoding adds to the exponents of the table's entries.
+// A block of bfloat16 or float32: where every result is normal, decoding adds to the exponents of the table's entries.
 template <class Format>
 class FastBlock {
     // The scales with which all of the format's finite elements are normal bfloat16 values.
@@ -67,10 +67,12 @@ class FastBlock {
     static constexpr int kHigh = 127 + 127 - ((Format::limit >> 23) - 127);
     const Table<uint16_t> table_;
 
+    static OTTAVA_INLINE __m512i widened(__m256i x) { return _mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
+
    public:
     explicit FastBlock(const uint16_t* table) : table_(table) {}
-    template <bool Stream>
-    OTTAVA_INLINE bool operator()(const uint8_t* data, const uint8_t* scales, bool scale_each, uint16_t* out) const {
+    template <bool Stream, class Out>
+    OTTAVA_INLINE bool operator()(const uint8_t* data, const uint8_t* scales, bool scale_each, Out* out) const {
         __m512i shift;
         if (scale_each) {
             const __m256i each = load<__m256i>(scales);
@@ -87,47 +89,58 @@ class FastBlock {
         // Neither zero nor infinity nor NaN: magnitude - 1 < 0x7f7f.
         const __mmask32 finite = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, _mm512_set1_epi16(1)),
                                                          _mm512_set1_epi16(kInfinity / 65536 - 1));
-        put<Stream>(out, _mm512_mask_add_epi16(value, finite, value, shift));
+        const __m512i result = _mm512_mask_add_epi16(value, finite, value, shift);
+        if constexpr (sizeof(Out) == 2) {
+            put<Stream>(out, result);
+        } else {
+            put<Stream>(out, widened(_mm512_castsi512_si256(result)));
+            put<Stream>(out + kMxBlock / 2, widened(_mm512_extracti64x4_epi64(result, 1)));
+        }
         return true;
     }
 };
 #endif
 
 template <class Format, class Out>
-void mx_decode_typed(const MxRun& run, const uint16_t* table, Out* out, Dtype dtype, bool stream) {
-    const int64_t per_block = run.scale_each ? kMxBlock : 1;
+void mx_decode_typed(const MxRows& rows, const uint16_t* table, Out* out, Dtype dtype, bool stream) {
+    const int64_t per_block = rows.columnwise ? kMxBlock : 1;
 #if defined(__AVX512BW__)
     const FastBlock<Format> fast(table);
-    const bool narrow = dtype == Dtype::bfloat16;
-    const bool streams = stream && (reinterpret_cast<uintptr_t>(out) & (kLine - 1)) == 0;
+    const bool exact = dtype != Dtype::float16;
 #else
     (void)table, (void)stream;
 #endif
-    const uint8_t* scales = run.scales;
-    for (int64_t i = 0; i < run.count; i += kMxBlock, scales += per_block) {
-        const int64_t count = run.count - i < kMxBlock ? run.count - i : kMxBlock;
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+        const uint8_t* data = rows.data + row * rows.cols;
+        const uint8_t* scales = rows.scales + (rows.columnwise ? row / kMxBlock * rows.cols
+                                                               : row * ((rows.cols + kMxBlock - 1) / kMxBlock));
+        Out* const to = out + row * rows.cols;
 #if defined(__AVX512BW__)
-        if constexpr (sizeof(Out) == 2) {
-            if (narrow && count == kMxBlock &&
-                (streams ? fast.template operator()<true>(run.data + i, scales, run.scale_each, out + i)
-                         : fast.template operator()<false>(run.data + i, scales, run.scale_each, out + i)))
-                continue;
-        }
+        const bool streams = stream && (reinterpret_cast<uintptr_t>(to) & (kLine - 1)) == 0;
 #endif
-        mx_decode_block<Format>(run.data + i, scales, run.scale_each, count, out + i, dtype);
+        for (int64_t i = 0; i < rows.cols; i += kMxBlock, scales += per_block) {
+            const int64_t count = rows.cols - i < kMxBlock ? rows.cols - i : kMxBlock;
+#if defined(__AVX512BW__)
+            if (exact && count == kMxBlock &&
+                (streams ? fast.template operator()<true>(data + i, scales, rows.columnwise, to + i)
+                         : fast.template operator()<false>(data + i, scales, rows.columnwise, to + i)))
+                continue;
+#endif
+            mx_decode_block<Format>(data + i, scales, rows.columnwise, count, to + i, dtype);
+        }
     }
 #if defined(__AVX512BW__)
-    if (streams) finish_streaming();
+    if (stream) finish_streaming();
 #endif
 }
 
-void mx_decode_run(const MxRun& run, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream) {
+void mx_decode_run(const MxRows& rows, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream) {
     auto* const wide = static_cast<uint32_t*>(out);
     auto* const narrow = static_cast<uint16_t*>(out);
     if (format == Fp8::e4m3)
-        dtype == Dtype::float32 ? mx_decode_typed<E4M3>(run, table, wide, dtype, stream)
-                                : mx_decode_typed<E4M3>(run, table, narrow, dtype, stream);
+        dtype == Dtype::float32 ? mx_decode_typed<E4M3>(rows, table, wide, dtype, stream)
+                                : mx_decode_typed<E4M3>(rows, table, narrow, dtype, stream);
     else
-        dtype == Dtype::float32 ? mx_decode_typed<E5M2>(run, table, wide, dtype, stream)
-                                : mx_decode_typed<E5M2>(run, table, narrow, dtype, stream);
+        dtype == Dtype::float32 ? mx_decode_typed<E5M2>(rows, table, wide, dtype, stream)
+                                : mx_decode_typed<E5M2>(rows, table, narrow, dtype, stream);
 }

@@ -285,16 +285,10 @@ void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, u
 void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
                void* out, Dtype dtype, int threads) {
     const Kernels& kernels = active_kernels();
-    const int64_t row_blocks = ceil_div(cols, kMxBlock);
     const bool stream = rows * cols * static_cast<int64_t>(element_bytes(dtype)) >= kStreamBytes;
     const DecodeTable& table = bare_table(format, Dtype::bfloat16);
     in_parallel(rows, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
-        for (int64_t row = begin; row < end; ++row) {
-            const uint8_t* row_scales = columnwise ? scales + row / kMxBlock * cols : scales + row * row_blocks;
-            const MxRun run{data + row * cols, row_scales, cols, columnwise};
-            uint8_t* to = static_cast<uint8_t*>(out) + static_cast<size_t>(row * cols) * element_bytes(dtype);
-            kernels.mx_decode(run, format, table.narrow, to, dtype, stream);
-        }
+        kernels.mx_decode({data, scales, cols, begin, end, columnwise}, format, table.narrow, out, dtype, stream);
     });
 }
 
