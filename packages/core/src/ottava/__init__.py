@@ -12,10 +12,10 @@ __version__ = "0.1.0"
 _NAMES = {
     "formats": "E4M3 E5M2 E8M0 HYBRID Format",
     "layout": "Layout",
-    "nn": "HEADS ConversionReport conversion_report convert quantized_model_init register_converter",
+    "nn": "HEADS ConversionReport conversion_report convert microbatch quantized_model_init register_converter",
     "recipes.base": "QuantizerRequest Recipe get_recipe",
     "recipes.hookspecs": "hookimpl",
-    "recipes.region": "autocast microbatch",
+    "recipes.region": "autocast",
     "recipes.registry": "get_quantizer_factory list_quantizer_factories list_recipes",
     "recipes.role": "QuantizerRole",
     "recipes.spec": "FactorySpec RecipeSpec",

@@ -19,6 +19,7 @@ from ottava.nn import HEADS as HEADS
 from ottava.nn import ConversionReport as ConversionReport
 from ottava.nn import conversion_report as conversion_report
 from ottava.nn import convert as convert
+from ottava.nn import microbatch as microbatch
 from ottava.nn import quantized_model_init as quantized_model_init
 from ottava.nn import register_converter as register_converter
 from ottava.recipes.base import QuantizerRequest as QuantizerRequest
@@ -26,7 +27,6 @@ from ottava.recipes.base import Recipe as Recipe
 from ottava.recipes.base import get_recipe as get_recipe
 from ottava.recipes.hookspecs import hookimpl as hookimpl
 from ottava.recipes.region import autocast as autocast
-from ottava.recipes.region import microbatch as microbatch
 from ottava.recipes.registry import get_quantizer_factory as get_quantizer_factory
 from ottava.recipes.registry import list_quantizer_factories as list_quantizer_factories
 from ottava.recipes.registry import list_recipes as list_recipes

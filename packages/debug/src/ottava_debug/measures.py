@@ -198,7 +198,7 @@ def direction_of(quantized: QuantizedTensorStorage, columnwise: bool | None) -> 
         return quantized
     tensors, spec = quantized.flatten_storage()
     with torch.no_grad():
-        made = spec.build(tensors)
+        made: QuantizedTensorStorage = spec.build(tensors)
         made.update_usage(rowwise_usage=not columnwise, columnwise_usage=columnwise)
     return made
 

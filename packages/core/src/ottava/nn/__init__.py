@@ -4,7 +4,7 @@ from ottava.nn.conversion import HEADS, convert
 from ottava.nn.converters import TransposedLinear, register_converter
 from ottava.nn.linear import Linear
 from ottava.nn.report import ConversionReport, conversion_report
-from ottava.nn.weight import quantized_model_init
+from ottava.nn.weight import microbatch, quantized_model_init
 
 __all__ = [
     "HEADS",
@@ -13,6 +13,7 @@ __all__ = [
     "TransposedLinear",
     "conversion_report",
     "convert",
+    "microbatch",
     "quantized_model_init",
     "register_converter",
 ]

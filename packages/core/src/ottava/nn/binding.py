@@ -10,9 +10,11 @@ from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, 
 from ottava.kernels.backends import backend_for
 from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_device, check_high_precision
 from ottava.kernels.direct import has_tangent, transform
+from ottava.nn.converted import begin_ahead
+from ottava.nn.weight import microbatches
 from ottava.recipes.base import Recipe
 from ottava.recipes.mixed import layer_state
-from ottava.recipes.region import Region, begin_ahead, current_region, regions
+from ottava.recipes.region import Region, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
 from ottava.recipes.step import Step, backward_task, is_taken_apart
@@ -177,7 +179,7 @@ class Binding:
         region = regions.stack[-1] if regions.stack else None
         of_block = None
         if first is None:
-            first = of_block = regions.first[-1] if task == -1 else self._last and self._last.of_block
+            first = of_block = microbatches.first[-1] if task == -1 else self._last and self._last.of_block
         recipe, group, calibrating = self.recipe, None, False
         if task != -1 and (region is None or region.graph_task != task or (region.recipe is None and region.enabled)):
             # What is recomputed runs under the recipe of the forward pass, whatever region surrounds the backward pass.

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 
 from ottava.errors import DTypeError, OptionError, UsageError, listed
+from ottava.nn.converted import ConvertedModel, begins_steps
 from ottava.nn.converters import converted, is_convertible, refusal
 from ottava.nn.linear import Linear
 from ottava.nn.loading import OF_STATE, fill_in_states
 from ottava.nn.report import LEFT_ALONE, ConversionReport, conversion_report
 from ottava.nn.weight import quantized_parameter
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.recipes.region import ConvertedModel, begins_steps
 from ottava.tensors import QuantizedTensor
 from ottava.tensors.declaration import check_flag
 from ottava.torch_private import is_distributed

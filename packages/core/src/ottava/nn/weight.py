@@ -1,21 +1,52 @@
-"""A layer's weight: kept quantized from the beginning, moved, and replaced."""
+"""A layer's weight: kept quantized for microbatches or from the beginning, moved, and replaced."""
 
 import os
+import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ContextDecorator, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ottava.errors import DTypeError
+from ottava.errors import DTypeError, OptionError
 from ottava.kernels import HIGH_PRECISION
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 from ottava.torch_private import local_tensor, set_local_tensor
+
+
+class _Microbatches(threading.local):
+    """What the ``microbatch`` blocks say that a thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.first: list[bool | None] = [None]
+
+
+microbatches = _Microbatches()
+
+
+class microbatch(ContextDecorator):
+    """A block in which every layer takes ``is_first_microbatch=first``, unless its call says otherwise.
+
+    With ``first=True`` the layers quantize their weights and keep them; with False they use what they kept. What is no
+    bool is refused with an OptionError.
+    """
+
+    def __init__(self, first: bool) -> None:
+        if not isinstance(first, bool):
+            raise OptionError(f"microbatch(first={first!r})", expected="True or False")
+        self._first = first
+
+    def __enter__(self) -> "microbatch":
+        microbatches.first.append(self._first)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        microbatches.first.pop()
 
 
 class _Block:

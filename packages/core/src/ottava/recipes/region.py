@@ -3,19 +3,17 @@
 import contextlib
 import os
 import threading
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ottava.collectives import check_group
-from ottava.errors import OptionError
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
 from ottava.recipes.step import Step, backward_task, is_taken_apart, step_for
 from ottava.tensors.declaration import check_flag
-from ottava.torch_private import constant_to_compiler, graph_task_id
+from ottava.torch_private import constant_to_compiler
 
 
 @dataclass(eq=False, slots=True)
@@ -34,11 +32,10 @@ class Region:
 
 
 class _Regions(threading.local):
-    """The regions that a thread is in, innermost last, and what ``microbatch`` blocks say."""
+    """The regions that a thread is in, innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Region] = []
-        self.first: list[bool | None] = [None]
 
 
 regions = _Regions()
@@ -47,26 +44,6 @@ regions = _Regions()
 def current_region() -> Region | None:
     """The innermost region of this thread, or None."""
     return regions.stack[-1] if regions.stack else None
-
-
-class microbatch(contextlib.ContextDecorator):
-    """A block in which every layer takes ``is_first_microbatch=first``, unless its call says otherwise.
-
-    With ``first=True`` the layers quantize their weights and keep them; with False they use what they kept. What is no
-    bool is refused with an OptionError.
-    """
-
-    def __init__(self, first: bool) -> None:
-        if not isinstance(first, bool):
-            raise OptionError(f"microbatch(first={first!r})", expected="True or False")
-        self._first = first
-
-    def __enter__(self) -> "microbatch":
-        regions.first.append(self._first)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        regions.first.pop()
 
 
 class autocast(contextlib.ContextDecorator):
@@ -150,84 +127,6 @@ class autocast(contextlib.ContextDecorator):
         if region.calibrating and error is None and region.graph_task == -1:
             # What was observed serves the next step, and evaluation, which begins none.
             region.step.begin(region.group, region.model, calibrated=True)
-
-
-class ConvertedModel(torch.nn.Module):
-    """What the class of a converted model derives from besides: its forward pass, hooks included, is a region, at whose
-    entry all layers below it begin a step. A forward pass inside of another's that contains it is no region."""
-
-    #: None of another object of the class, such as the slice of a ``Sequential``: it is as one that was not converted.
-    _ottava_step: Step | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stack = regions.stack
-        depth = len(stack)
-        try:
-            _enter(self, args)
-            return super().__call__(*args, **kwargs)
-        finally:
-            # Not by a function, at whose beginning an interrupt could come first.
-            del stack[depth:]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *rest = reduced
-        # A pickle names classes, and the one that was converted has a name.
-        own, named = type(self), type(self).__bases__[1]
-        return _as_converted, tuple(named if one is own else one for one in (make, *arguments)), *rest
-
-
-def begins_steps(model: Any) -> Step:
-    """Have the forward pass of a model be a region, at whose entry all layers below it begin a step; gives the step."""
-    step: Step = model.__dict__.setdefault("_ottava_step", Step())
-    step.model = weakref.ref(_converted(model))
-    return step
-
-
-def _converted(model: Any) -> Any:
-    """The model, of a class that derives from :class:`ConvertedModel` and looks like the one that it was of."""
-    cls: Any = type(model)
-    if not isinstance(model, ConvertedModel):
-        known = [made for made in cls.__subclasses__() if made.__bases__ == (ConvertedModel, cls)]
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        model.__class__ = known[0] if known else type(cls)(cls.__name__, (ConvertedModel, cls), names)
-    return model
-
-
-def _as_converted(make: Any, *arguments: Any) -> Any:
-    """A converted model as a pickle or a copy makes it."""
-    return _converted(make(*arguments))
-
-
-def _enter(module: Any, args: tuple[Any, ...]) -> None:
-    """Enter the region of a converted model, unless it is inside of one."""
-    stack = regions.stack
-    inside = stack and any(r.owner is not None or any(m is module for m in r.model.modules()) for r in stack)
-    if inside or module._ottava_step is None:
-        return
-    compiling = torch.compiler.is_compiling()
-    step, task = module._ottava_step, -1 if compiling else graph_task_id()
-    training = torch.is_grad_enabled()
-    if not training and module.training:
-        # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
-        training = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    began = task == -1 and training and not is_taken_apart(compiling)
-    if not compiling:
-        step.model = step.model or weakref.ref(module)  # of a copy
-    if began and (compiling or not step.ahead):
-        step.begin(None, module)
-    elif began:
-        step.ahead = False
-    stack.append(Region(None, True, None, False, step, began, task, None, module))
-
-
-def begin_ahead(step: Any) -> None:
-    """Begin the step of a converted model, a weight of which is gathered before its forward pass begins: not in a
-    region, in a backward pass, or in evaluation. (FSDP turns gradients off, so that these cannot tell.)"""
-    model = None if step is None or step.model is None else step.model()
-    if not (model is None or regions.stack or step.ahead) and model.training and backward_task() == -1:
-        step.begin(None, model)
-        step.ahead = True
 
 
 # A compiled function may name its recipe: the registry is asked once, while the function is traced.
