@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError
+from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels.backends import backend_for
 from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_device, check_high_precision
 from ottava.kernels.direct import has_tangent, transform
@@ -58,8 +58,6 @@ class Binding:
     recipe: Recipe | None = None
     state: RecipeState | None = None  # in use; it is made again when a region asks for another recipe or group
     step: Step | None = None  # of the converted model that the layer is in, if it is in any
-    #: The state that a checkpoint held, until a region brings the recipe that it belongs to.
-    loaded: dict[str, Any] | None = None
     #: The weight as it was quantized in the first microbatch; None when the weight or the recipe changes.
     quantized: QuantizedTensorStorage | None = None
     _quantized_by: RecipeState | None = None
@@ -92,41 +90,31 @@ class Binding:
             # a region that brings its recipe.)
             del layer._modules["recipe_state"]
             kept._pending = False
-        self._warn_of_mismatch(layer, None, prepared)
+        self._warn_of_mismatch(layer, prepared)
         self._use(layer, prepared)
 
     def _use(self, layer: Any, state: RecipeState | None) -> None:
         self.state = state
-        if not isinstance(state, torch.nn.Module):
-            return
-        if self.loaded is not None:
-            try:
-                state.load_state_dict(self.loaded)
-            except RuntimeError as error:
-                what = f"the scaling state that was loaded for {label_of(layer)} is not one of {state.recipe!r}"
-                remedy = "load the checkpoint into a model of the recipe that it was saved with"
-                raise CheckpointError(what, expected=", ".join(state.state_dict()), remedy=remedy) from error
-            self.loaded, state._pending = None, True
-        kept = layer._modules.get("recipe_state")
-        if kept is not None and kept is not state:
-            kept._pending = False
-        layer._modules["recipe_state"] = state
+        if isinstance(state, torch.nn.Module):
+            kept: Any = layer._modules.get("recipe_state")
+            if kept is not None and kept is not state:
+                kept._pending = False
+            layer._modules["recipe_state"] = state
 
-    def load(self, layer: Any, state_dict: dict[str, Any], prefix: str, unexpected: list[str]) -> None:
+    def load(self, layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
         """Take note of a layer's state in a state dict, which torch loads where the layer has a state."""
-        found = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         kept: Any = layer._modules.get("recipe_state")
-        if kept is not None and found and not kept._pending:
+        if not any(key.startswith(prefix) for key in state_dict):
+            return
+        if kept is None and self.recipe is None:
+            what = f"the state dict has the state of a recipe for {label_of(layer)}, which has no recipe"
+            errors.append(f"{what}: bind one first, by ottava.convert, or load without_state(state_dict)")
+        elif kept is not None and not kept._pending:
             # It begins the next step with those that it ran with.
             if kept.step is None:
                 kept._pending = True
             else:
-                kept.step.take(layer, kept)
-        elif kept is None and found and self.recipe is None:
-            # The layer has no recipe yet; the region that brings one finds the loaded state here. Copied, because the
-            # caller's tensors may belong to a model that goes on training.
-            self.loaded = {name: value.clone() for name, value in found.items()}
-            unexpected[:] = [key for key in unexpected if not key.startswith(prefix)]
+                kept.step.take(kept)
 
     def state_for(self, layer: Any, recipe: Recipe, group: Any = None) -> RecipeState:
         """The state in use, the stateful one that was in use before, or a new one."""
@@ -145,27 +133,21 @@ class Binding:
                 what = f"the scaling state of {label_of(layer)} is discarded: the recipe changed from"
                 what = f"{what} {kept.recipe!r} to {recipe!r}, and the new one starts afresh"
                 warnings.warn(what, UserWarning, stacklevel=5)
-        self._warn_of_mismatch(layer, self.state, state)
+        self._warn_of_mismatch(layer, state)
         self._use(layer, state)
         return state
 
-    def _warn_of_mismatch(self, layer: Any, before: RecipeState | None, state: RecipeState | None) -> None:
-        """Warn, once, of a weight that another recipe than that of ``state`` keeps quantized, or of a change from
-        ``before`` to another kind of recipe."""
-        if state is None or self._mismatch_told or torch.compiler.is_compiling():
-            return
-        name, label = state.recipe._label, label_of(layer)
+    def _warn_of_mismatch(self, layer: Any, state: RecipeState | None) -> None:
+        """Warn, once, of a weight that another recipe than that of ``state`` keeps quantized."""
         kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
-        own = None if kept is None else state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
-        if type(kept) is not type(own):
-            what = f"the weight of {label} stays as a {type(kept).__name__} quantized it, and the layer runs under"
-            what = f"{what} {name!r}: make the model inside quantized_model_init({name!r})"
-        elif before is None or type(before.recipe) is type(state.recipe) or (before.stateful and state.stateful):
+        if state is None or kept is None or self._mismatch_told or torch.compiler.is_compiling():
             return
-        else:
-            what = f"{label} changes from recipe {before.recipe._label!r} to {name!r}"
-        self._mismatch_told = True
-        warnings.warn(what, UserWarning, stacklevel=6)
+        own = state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
+        if type(kept) is not type(own):
+            name, self._mismatch_told = state.recipe._label, True
+            what = f"the weight of {label_of(layer)} stays as a {type(kept).__name__} quantized it, and the layer runs"
+            what = f"{what} under {name!r}: make the model inside quantized_model_init({name!r})"
+            warnings.warn(what, UserWarning, stacklevel=6)
 
     # -- calls --
 
@@ -202,7 +184,7 @@ class Binding:
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
             training = training and (compiling or not (observed and is_taken_apart(False)))
             if region is not None:
-                self._take_part(layer, state, region, training, compiling)
+                self._take_part(state, region, training, compiling)
             else:
                 # Outside of any region a layer begins a step of its own with each call, in as few steps as can be.
                 for part in state.parts() if training else ():
@@ -221,7 +203,7 @@ class Binding:
             self._last = call._replace(recipe=None) if calibrating else call
         return call
 
-    def _take_part(self, layer: Any, state: Any, region: Region, training: bool, compiling: bool) -> None:
+    def _take_part(self, state: Any, region: Region, training: bool, compiling: bool) -> None:
         """See that a stateful state begins its steps with the region."""
         if compiling and region.model is not None:
             # The model begins a step with all its layers, and compiled code had better change nothing.
@@ -230,7 +212,7 @@ class Binding:
             region.step.begin(region.group, region.model)
             region.began = True
         if training or region.calibrating:
-            region.step.join(layer, state, region.group, region.calibrating, compiling)
+            region.step.join(state, region.group, region.calibrating, compiling)
         elif not (compiling or state._pending):
             state.step = region.step
 
@@ -264,7 +246,7 @@ class Binding:
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # The gather comes before the forward pass, so that a step may begin with it.
                 training = region.began and backward_task() == -1
-                self._take_part(layer, state, region, training, torch.compiler.is_compiling())
+                self._take_part(state, region, training, torch.compiler.is_compiling())
         return state.gather_quantizer()
 
     def own_shard(self, layer: Any, shard: QuantizedTensor) -> None:
@@ -317,14 +299,10 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
             what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
             raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
         return
-    name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"
-    found = f"{name}, a transform of torch.func," if name else None
-    if name == "trace":
-        found, remedy = "torch.jit.trace", "use torch.export, or trace inside ottava.autocast(enabled=False)"
-    elif has_tangent(*tensors):
-        found = found or "forward-mode derivatives"
-    if found is not None:
+    if (name := transform()) is not None or has_tangent(*tensors):
+        found = f"{name}, of torch.func or torch.jit," if name else "forward-mode derivatives"
         what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
+        remedy = "use it inside ottava.autocast(enabled=False), or backward() for gradients, torch.export for a program"
         raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
 
 
