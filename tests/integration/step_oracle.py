@@ -404,17 +404,15 @@ class World(WithinLimits):
         if event.how == "copied":
             self._take(number, copy.deepcopy(old), before)
             return
-        made = self._prepared(number, Bank(len(before)))
+        made = Bank(len(before))
         if event.how == "loaded":
-            # Layers of blocks have no recipe, and take a state all the same that they were bound for.
-            bare = made.layers if self.ways[number] == "block" else ()
-            for layer in bare:
-                layer.bind(self.recipes[RECIPES[number]])
+            made = self._prepared(number, made)
+        if event.how != "fresh":
             # A checkpoint in a file shares nothing with the model.
             state = {name: value.clone() for name, value in old.state_dict().items()}
-            made.load_state_dict(state)
-            for layer in bare:
-                layer.bind(None)
+            made.load_state_dict(state, strict=event.how == "bound" or self.ways[number] != "block")
+        if event.how != "loaded":
+            made = self._prepared(number, made)
         self._take(number, made, None if event.how == "fresh" else before)
 
     def add(self, number: int) -> None:

@@ -83,7 +83,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Replace:
-    """Another model takes the place of one: ``loaded``, ``copied``, or ``fresh``."""
+    """Another model takes the place of one: ``loaded``, loaded before it was ``bound``, ``copied``, or ``fresh``."""
 
     bank: int
     how: str
@@ -158,7 +158,7 @@ def _steps(between: Any) -> Any:
 _simple = _steps(st.none())
 _step = _steps(st.one_of(st.none(), st.none(), _evaluate, _simple))
 _change = st.one_of(
-    st.builds(Replace, bank=_bank, how=st.sampled_from(("loaded", "copied", "fresh"))),
+    st.builds(Replace, bank=_bank, how=st.sampled_from(("loaded", "bound", "copied", "fresh"))),
     st.builds(Add, bank=_bank),
     st.builds(Remove, bank=_bank, layer=st.integers(0, 3)),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from typing import Any
@@ -48,6 +49,16 @@ def run(model: Any, *regions: Any) -> list[str]:
     return told
 
 
+@pytest.mark.parametrize(("bound", "other"), itertools.permutations(RECIPES, 2))
+def test_a_region_of_another_kind(bound: str, other: str) -> None:
+    """Once for each layer, however often it goes to and fro, and not for its copy again."""
+    model = ottava.convert(plain(), bound)
+    assert run(model, ottava.autocast()) == []
+    told = run(model, *[ottava.autocast(other), ottava.autocast()] * 3)
+    assert sorted(told) == [f"Linear '{name}' changes from recipe '{bound}' to '{other}'" for name in "02"]
+    assert run(copy.deepcopy(model), ottava.autocast(other)) == []
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_no_change_of_kind(recipe: str) -> None:
     """High precision, an equal recipe, other options of one that keeps nothing, and binding anew."""
@@ -61,6 +72,13 @@ def test_what_is_no_change_of_kind(recipe: str) -> None:
             ottava.convert(model, other)
             model(torch.ones(4, 32)).sum().backward()
     assert told == []
+
+
+def test_regions_alone() -> None:
+    """Layers without a bound recipe change between regions."""
+    model = torch.nn.Sequential(ottava.nn.Linear(32, 32, name="lone"))
+    told = run(model, ottava.autocast("current"), ottava.autocast("mxfp8"), ottava.autocast("current"))
+    assert told == ["Linear 'lone' changes from recipe 'current' to 'mxfp8'"]
 
 
 def test_state_that_is_discarded_is_told_of_as_ever() -> None:

@@ -112,6 +112,6 @@ def test_all_that_programs_avoid_has_a_test() -> None:
 
 
 def test_models_that_were_loaded() -> None:
-    for how in ("loaded", "copied"):
+    for how in ("loaded", "bound", "copied"):
         for way in ("converted", "block", "bound"):
             World(program(way, Step(0, (ONE, LARGE)), Replace(0, how), Step(0, (ONE,)), Step(0, (LARGE,)))).run()

@@ -114,6 +114,20 @@ def test_a_wrong_number_of_slots_is_an_error() -> None:
         trained(steps=0).load_state_dict(state)
 
 
+def test_loading_before_the_region_that_brings_the_recipe() -> None:
+    recipe = DelayedScaling(amax_history_len=5)
+    net, x = trained(recipe), torch.randn(6, 16)
+    other = ottava.convert(trained(steps=0), recipe)
+    for layer in (other[0], other[2]):
+        layer.bind(None)
+    other.load_state_dict(net.state_dict(), strict=True)
+    # The step that it was saved after is behind it: the region begins the next one, as the converted model does.
+    expected = net(x)
+    with ottava.autocast(DelayedScaling(amax_history_len=5)):
+        assert torch.equal(other(x), expected)
+    assert equal(net, other)
+
+
 def test_a_converted_model_enters_its_first_block() -> None:
     net, x = trained(), torch.randn(6, 16)
     other = copy.deepcopy(net)

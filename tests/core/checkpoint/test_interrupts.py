@@ -119,6 +119,29 @@ def test_load_model_is_interrupted_at_any_line(small: Any, contents: Any, times:
         assert contents(model) in (before, after), line
 
 
+def test_an_interrupt_of_a_load_leaves_state_that_waits_for_a_region(
+    recipe: Any, contents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes while the modules load, and is raised at the end: what they took, they keep."""
+    saved, net = (torch.nn.Sequential(ottava.nn.Linear(4, 4), ottava.nn.Linear(4, 4)) for _ in range(2))
+    state = saved.state_dict() | {"1.recipe_state.scales": torch.full((3,), 7.0)}
+    checkpoint.save_file(state, tmp_path / "saved")
+    before, real = contents(net), torch.nn.Module.load_state_dict
+
+    def interrupted_load(*args: Any, **options: Any) -> Any:
+        made = real(*args, **options)
+        signal.raise_signal(signal.SIGINT)
+        return made
+
+    interrupted_load.__module__ = "torch.nn"
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", interrupted_load)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load_model(net, tmp_path / "saved")
+    assert contents(net) == contents(state) != before
+    assert net[1]._binding.loaded is not None
+    assert net[1]._binding.loaded["scales"].tolist() == [7.0] * 3
+
+
 def test_an_interrupt_inside_of_torch_is_no_damage(small: Any, tmp_path: Path) -> None:
     """A signal at any line that torch comes to while it maps a file; there an exception may become another one."""
     checkpoint.save_model(small(0), tmp_path / "saved")

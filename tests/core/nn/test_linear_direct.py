@@ -77,7 +77,7 @@ def test_a_graph_holds_the_operators(recipe: Any) -> None:
 def test_transforms_are_refused(recipe: Any, gradients: bool) -> None:
     layer, x = Linear(16, 8, recipe=recipe), torch.randn(4, 16)
     with torch.set_grad_enabled(gradients):
-        with pytest.raises(UsageError, match=r"vmap, of torch\.func"):
+        with pytest.raises(UsageError, match=r"vmap, a transform of torch\.func"):
             torch.func.vmap(layer)(torch.randn(3, 4, 16))
         with forward_ad.dual_level(), pytest.raises(UsageError, match="forward-mode"):
             layer(forward_ad.make_dual(x, x))

@@ -12,6 +12,7 @@ from ottava.checkpoint.flatten import held_tensors, load_file, save_file
 from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, listed, named, of_any_class, translated
 from ottava.filesystem import AnyPath, as_path, uninterrupted
 from ottava.kernels import HIGH_PRECISION
+from ottava.nn.linear import Linear
 from ottava.nn.loading import OF_STATE, layers_with_state
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
@@ -58,12 +59,14 @@ def load_model(
             raise UsageError(f"{what} on meta", expected="memory to load into", remedy="call model.to_empty first")
     state: dict[str, Any] = load_file(path, verify=verify)
     modules = dict(model.named_modules(remove_duplicate=False))
-    # Layers make the state that a file has nothing of.
+    # Layers keep the state of a recipe that a region has yet to bring, and make the state that a file has nothing of.
+    bare = {n: m for n, m in modules.items() if isinstance(m, Linear) and m.recipe is None}
+    waiting = tuple(f"{n}.recipe_state.".lstrip(".") for n, m in bare.items() if "recipe_state" not in m._modules)
     afresh = layers_with_state(targets) - layers_with_state(state)
-    waiting = tuple(f"{layer}recipe_state." for layer in afresh if f"{layer}weight" in state)
+    waiting += tuple(f"{layer}recipe_state." for layer in afresh if f"{layer}weight" in state)
     with named(as_path(path)):
         missing = [name for name in targets if name not in state and not name.startswith(waiting)]
-        unexpected = [name for name in state if name not in targets]
+        unexpected = [name for name in state if name not in targets and not name.startswith(waiting)]
         differing = {"the file misses": missing, "the model has no place for": unexpected}
         if strict and (missing or unexpected):
             what = "; ".join(f"{whose} {listed(names)}" for whose, names in differing.items() if names)
@@ -140,6 +143,7 @@ def _fitting(name: str, target: Any, value: Any) -> Any:
 
 def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Have the modules load values that were compared with them, and undo what they loaded where one refuses."""
+    waiting = [(layer._binding, layer._binding.loaded) for layer in model.modules() if isinstance(layer, Linear)]
     # The states of recipes were tried, and bytes that a tensor adopts are copied.
     refusing = any(may_refuse_to_load(module) for module in model.modules() if not isinstance(module, RecipeState))
     for name in state.keys() & targets.keys():
@@ -155,6 +159,8 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
             with torch.no_grad():
                 for tensor, values in before:
                     (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(values)
+            for binding, loaded in waiting:
+                binding.loaded = loaded
             raise
 
 

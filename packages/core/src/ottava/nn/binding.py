@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
+from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels.backends import backend_for
 from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_device, check_high_precision
 from ottava.kernels.direct import has_tangent, transform
@@ -58,6 +58,8 @@ class Binding:
     recipe: Recipe | None = None
     state: RecipeState | None = None  # in use; it is made again when a region asks for another recipe or group
     step: Step | None = None  # of the converted model that the layer is in, if it is in any
+    #: The state that a checkpoint held, until a region brings the recipe that it belongs to.
+    loaded: dict[str, Any] | None = None
     #: The weight as it was quantized in the first microbatch; None when the weight or the recipe changes.
     quantized: QuantizedTensorStorage | None = None
     _quantized_by: RecipeState | None = None
@@ -90,31 +92,41 @@ class Binding:
             # a region that brings its recipe.)
             del layer._modules["recipe_state"]
             kept._pending = False
-        self._warn_of_mismatch(layer, prepared)
+        self._warn_of_mismatch(layer, None, prepared)
         self._use(layer, prepared)
 
     def _use(self, layer: Any, state: RecipeState | None) -> None:
         self.state = state
-        if isinstance(state, torch.nn.Module):
-            kept: Any = layer._modules.get("recipe_state")
-            if kept is not None and kept is not state:
-                kept._pending = False
-            layer._modules["recipe_state"] = state
-
-    def load(self, layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
-        """Take note of a layer's state in a state dict, which torch loads where the layer has a state."""
-        kept: Any = layer._modules.get("recipe_state")
-        if not any(key.startswith(prefix) for key in state_dict):
+        if not isinstance(state, torch.nn.Module):
             return
-        if kept is None and self.recipe is None:
-            what = f"the state dict has the state of a recipe for {label_of(layer)}, which has no recipe"
-            errors.append(f"{what}: bind one first, by ottava.convert, or load without_state(state_dict)")
-        elif kept is not None and not kept._pending:
+        if self.loaded is not None:
+            try:
+                state.load_state_dict(self.loaded)
+            except RuntimeError as error:
+                what = f"the scaling state that was loaded for {label_of(layer)} is not one of {state.recipe!r}"
+                remedy = "load the checkpoint into a model of the recipe that it was saved with"
+                raise CheckpointError(what, expected=", ".join(state.state_dict()), remedy=remedy) from error
+            self.loaded, state._pending = None, True
+        kept = layer._modules.get("recipe_state")
+        if kept is not None and kept is not state:
+            kept._pending = False
+        layer._modules["recipe_state"] = state
+
+    def load(self, layer: Any, state_dict: dict[str, Any], prefix: str, unexpected: list[str]) -> None:
+        """Take note of a layer's state in a state dict, which torch loads where the layer has a state."""
+        found = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        kept: Any = layer._modules.get("recipe_state")
+        if kept is not None and found and not kept._pending:
             # It begins the next step with those that it ran with.
             if kept.step is None:
                 kept._pending = True
             else:
                 kept.step.take(kept)
+        elif kept is None and found and self.recipe is None:
+            # The layer has no recipe yet; the region that brings one finds the loaded state here. Copied, because the
+            # caller's tensors may belong to a model that goes on training.
+            self.loaded = {name: value.clone() for name, value in found.items()}
+            unexpected[:] = [key for key in unexpected if not key.startswith(prefix)]
 
     def state_for(self, layer: Any, recipe: Recipe, group: Any = None) -> RecipeState:
         """The state in use, the stateful one that was in use before, or a new one."""
@@ -133,21 +145,27 @@ class Binding:
                 what = f"the scaling state of {label_of(layer)} is discarded: the recipe changed from"
                 what = f"{what} {kept.recipe!r} to {recipe!r}, and the new one starts afresh"
                 warnings.warn(what, UserWarning, stacklevel=5)
-        self._warn_of_mismatch(layer, state)
+        self._warn_of_mismatch(layer, self.state, state)
         self._use(layer, state)
         return state
 
-    def _warn_of_mismatch(self, layer: Any, state: RecipeState | None) -> None:
-        """Warn, once, of a weight that another recipe than that of ``state`` keeps quantized."""
-        kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
-        if state is None or kept is None or self._mismatch_told or torch.compiler.is_compiling():
+    def _warn_of_mismatch(self, layer: Any, before: RecipeState | None, state: RecipeState | None) -> None:
+        """Warn, once, of a weight that another recipe than that of ``state`` keeps quantized, or of a change from
+        ``before`` to another kind of recipe."""
+        if state is None or self._mismatch_told or torch.compiler.is_compiling():
             return
-        own = state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
+        name, label = state.recipe._label, label_of(layer)
+        kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
+        own = None if kept is None else state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
         if type(kept) is not type(own):
-            name, self._mismatch_told = state.recipe._label, True
-            what = f"the weight of {label_of(layer)} stays as a {type(kept).__name__} quantized it, and the layer runs"
-            what = f"{what} under {name!r}: make the model inside quantized_model_init({name!r})"
-            warnings.warn(what, UserWarning, stacklevel=6)
+            what = f"the weight of {label} stays as a {type(kept).__name__} quantized it, and the layer runs under"
+            what = f"{what} {name!r}: make the model inside quantized_model_init({name!r})"
+        elif before is None or type(before.recipe) is type(state.recipe) or (before.stateful and state.stateful):
+            return
+        else:
+            what = f"{label} changes from recipe {before.recipe._label!r} to {name!r}"
+        self._mismatch_told = True
+        warnings.warn(what, UserWarning, stacklevel=6)
 
     # -- calls --
 
@@ -299,10 +317,14 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
             what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
             raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
         return
-    if (name := transform()) is not None or has_tangent(*tensors):
-        found = f"{name}, of torch.func or torch.jit," if name else "forward-mode derivatives"
+    name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"
+    found = f"{name}, a transform of torch.func," if name else None
+    if name == "trace":
+        found, remedy = "torch.jit.trace", "use torch.export, or trace inside ottava.autocast(enabled=False)"
+    elif has_tangent(*tensors):
+        found = found or "forward-mode derivatives"
+    if found is not None:
         what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
-        remedy = "use it inside ottava.autocast(enabled=False), or backward() for gradients, torch.export for a program"
         raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
 
 

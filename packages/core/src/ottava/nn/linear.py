@@ -184,7 +184,12 @@ class Linear(torch.nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         gather_as(self, before)
         self._binding.quantized = None
-        self._binding.load(self, state_dict, f"{prefix}recipe_state.", errors)
+        self._binding.load(self, state_dict, f"{prefix}recipe_state.", unexpected)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, value in (self._binding.loaded or {}).items():
+            destination[f"{prefix}recipe_state.{name}"] = value
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.recipe is None else f", recipe={self.recipe._label}")
