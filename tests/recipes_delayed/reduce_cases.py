@@ -176,8 +176,7 @@ def one_recipe_two_groups(mesh: Any) -> None:
     """Regions of one recipe, one after the other, each with a group of its own."""
     rank, world = here(mesh)
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
-    # Of another configuration than those that the cases before ran in blocks and gave up.
-    recipe = DelayedScaling(amax_history_len=3, fp8_format=ottava.Format.E4M3)
+    recipe = DelayedScaling(amax_history_len=3)
     wide, narrow = ottava.nn.Linear(16, 16), ottava.nn.Linear(16, 16)
     for step in range(4):
         with Counted() as reductions:
@@ -229,8 +228,9 @@ def given_up(mesh: Any) -> None:
             for step in range(3):
                 train(second, step)
                 same_on(list(range(mesh.size())), None, scales(second))
-            # What was given up takes part in one step more, whenever the collector comes.
-            assert sizes == [3 * 3] * 3, (way, sizes)
+            # What only the collector ends takes part in one step more; what nobody refers to in none.
+            slots = 3 * 3
+            assert sizes == ([slots, slots, slots] if way == "cycle" else [slots, slots]), (way, sizes)
             gc.collect()
     finally:
         dist.all_reduce = original

@@ -121,7 +121,7 @@ class Binding:
             if kept.step is None:
                 kept._pending = True
             else:
-                kept.step.take(kept)
+                kept.step.take(layer, kept)
         elif kept is None and found and self.recipe is None:
             # The layer has no recipe yet; the region that brings one finds the loaded state here. Copied, because the
             # caller's tensors may belong to a model that goes on training.
@@ -202,7 +202,7 @@ class Binding:
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
             training = training and (compiling or not (observed and is_taken_apart(False)))
             if region is not None:
-                self._take_part(state, region, training, compiling)
+                self._take_part(layer, state, region, training, compiling)
             else:
                 # Outside of any region a layer begins a step of its own with each call, in as few steps as can be.
                 for part in state.parts() if training else ():
@@ -221,7 +221,7 @@ class Binding:
             self._last = call._replace(recipe=None) if calibrating else call
         return call
 
-    def _take_part(self, state: Any, region: Region, training: bool, compiling: bool) -> None:
+    def _take_part(self, layer: Any, state: Any, region: Region, training: bool, compiling: bool) -> None:
         """See that a stateful state begins its steps with the region."""
         if compiling and region.model is not None:
             # The model begins a step with all its layers, and compiled code had better change nothing.
@@ -230,7 +230,7 @@ class Binding:
             region.step.begin(region.group, region.model)
             region.began = True
         if training or region.calibrating:
-            region.step.join(state, region.group, region.calibrating, compiling)
+            region.step.join(layer, state, region.group, region.calibrating, compiling)
         elif not (compiling or state._pending):
             state.step = region.step
 
@@ -264,7 +264,7 @@ class Binding:
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
                 # The gather comes before the forward pass, so that a step may begin with it.
                 training = region.began and backward_task() == -1
-                self._take_part(state, region, training, torch.compiler.is_compiling())
+                self._take_part(layer, state, region, training, torch.compiler.is_compiling())
         return state.gather_quantizer()
 
     def own_shard(self, layer: Any, shard: QuantizedTensor) -> None:

@@ -108,7 +108,7 @@ class RecipeState:
         # Not by assignments, which modules make slow.
         self.__dict__["_backward_ran"] = True
         if not self._pending and self.step is not None:
-            self.step.take(self)
+            self.step.take(None, self)
         self.__dict__["_pending"] = True
 
     def reset(self) -> None:

@@ -5,10 +5,11 @@ recipe and process group begin another, at the entry of a block; a layer outside
 the order in which it ran, decides all of it: that is the same on all ranks, as the garbage collector is not.
 """
 
+import gc
 import hashlib
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +75,25 @@ def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
     raise UsageError(what, expected=expected, remedy=remedy)
 
 
-# The steps of blocks that ranks begin together: each keeps its states until it begins, because the garbage collector
-# takes what is given up at another time on each rank.
+_collecting = [False]
+# What other ranks may be about to begin is not for the garbage collector of this one.
 _awaited: set["Step"] = set()
+# Where there are ranks: of which layer a state was taken.
+_layers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    _collecting[0] = phase == "start"
+
+
+def _member(state: Any, layer: Any) -> Callable[[], Any]:
+    """Gives the state as long as its layer lives. One that the garbage collector takes away counts as alive until the
+    next step begins, because it does so at another time on each rank."""
+    if _note_collection not in gc.callbacks:
+        gc.callbacks.append(_note_collection)
+    held = [state]
+    alive = weakref.ref(layer, lambda _: None if _collecting[0] else held.clear())
+    return lambda: held[0] if held and alive is not None else None  # which keeps the reference, and so what it calls
 
 
 def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -129,27 +146,31 @@ class Step:
             self._ran = []
             _awaited.discard(self)
 
-    def join(self, state: Any, group: Any, calibrating: bool, compiling: bool) -> None:
+    def join(self, layer: Any, state: Any, group: Any, calibrating: bool, compiling: bool) -> None:
         """Take in the state of a layer that runs now."""
         if state._pending and state.step is self:
             return
         if state._pending and not calibrating:
             # It still holds amaxes of a step that others began, or that a checkpoint was saved in.
             begin([state], group, compiling)
-        self.take(state, compiling)
+        self.take(layer, state, compiling)
 
-    def take(self, state: Any, compiling: bool = False) -> None:
-        """Have a state begin the next step with the others."""
+    def take(self, layer: Any, state: Any, compiling: bool = False) -> None:
+        """Have the state of a layer, or of the one that it was taken of before, begin the next step with the others."""
         if compiling:
             # Compiled code makes no weak references.
             self._ran.append(state)
             state.step, state._pending = self, True
             return
-        ranks = process_groups_ready()
-        if ranks and self.model is None:
+        entry: Any = weakref.ref(state)
+        if process_groups_ready():
+            of = _layers.get(state) if layer is None else weakref.ref(layer)
+            if of is None or of() is None:
+                return
+            _layers[state], entry = of, _member(state, of())
             _awaited.add(self)
         # In this order, an interrupt in between loses nobody.
-        self._ran.append(state if ranks else weakref.ref(state))
+        self._ran.append(entry)
         state.__dict__.update(step=self, _pending=True)
 
     def __getstate__(self) -> dict[str, Any]:
