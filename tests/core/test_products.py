@@ -238,6 +238,31 @@ def test_a_layer_is_float32s_rounded_once(wide: None, shape: tuple[int, ...], bi
         torch.testing.assert_close(mine.grad, other.grad.bfloat16(), rtol=2**-8, atol=1e-6)
 
 
+def test_bfloat16_is_what_is_saved(wide: None) -> None:
+    ours, _ = layers()
+    kept: list[torch.dtype] = []
+    for x in (torch.randn(5, 24).bfloat16().requires_grad_(), torch.nn.Parameter(torch.randn(5, 24).bfloat16())):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+            ours(x)
+        assert kept == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+def test_bfloat16_is_what_a_compiled_layer_saves(wide: None, backend: str) -> None:
+    torch.compiler.reset()
+    net = torch.nn.Sequential(ottava.nn.Linear(64, 64), torch.nn.GELU(), ottava.nn.Linear(64, 32)).bfloat16()
+    run, x = torch.compile(net, backend=backend, fullgraph=True), torch.randn(16, 64).bfloat16().requires_grad_()
+    kept: list[torch.dtype] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        y = run(x)
+    assert len(kept) >= 4
+    assert set(kept) == {torch.bfloat16}
+    made, expected = (torch.autograd.grad(out.float().square().sum(), [x, *net.parameters()]) for out in (y, net(x)))
+    for one, other in zip(made, expected, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
 def test_dual_numbers_see_a_layer_as_torchs(wide: None) -> None:
     ours, theirs = layers()
     x, tangent = torch.randn(5, 24).bfloat16(), torch.randn(5, 24).bfloat16()
@@ -341,7 +366,8 @@ def test_autocast_rounds_operands_as_torch_does(wide: None) -> None:
     x = torch.randn(5, 24, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16), Products() as seen:
         y = ours(x)
-    y.float().square().sum().backward()
+        # Within the region, where a product of torch's would be rounded again.
+        y.float().square().sum().backward()
     assert set(seen.dtypes) == {torch.float32}
     rounded = [t.detach().bfloat16().float() for t in (x, ours.weight, ours.bias)]
     assert torch.equal(y, torch.nn.functional.linear(*rounded).bfloat16())
