@@ -4,12 +4,11 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ContextDecorator, contextmanager, nullcontext
+from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ottava.errors import DTypeError, OptionError
 from ottava.kernels import HIGH_PRECISION
@@ -49,19 +48,9 @@ class microbatch(ContextDecorator):
         microbatches.first.pop()
 
 
-class _Block:
-    """What is known of a block: its recipe, how many weights it quantized, and how many layers of torch it saw made."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.quantized, self.plain = recipe, 0, 0
-
-    def count(self, module: Any, name: str, parameter: Any) -> None:
-        """Called for each parameter that any module is given, in any thread."""
-        self.plain += _innermost.get() is self and name == "weight" and isinstance(module, torch.nn.Linear)
-
-
-# The innermost block of this thread; None outside any, and in one that is disabled.
-_innermost: ContextVar[_Block | None] = ContextVar("quantized_model_init", default=None)
+# The recipe of the innermost block of this thread, and the names of the layers whose weights it quantized; None outside
+# any, and in one that is disabled.
+_innermost: ContextVar[tuple[Recipe, list[str]] | None] = ContextVar("quantized_model_init", default=None)
 
 
 @contextmanager
@@ -70,28 +59,29 @@ def quantized_model_init(recipe: Recipe | str | os.PathLike[str], *, enabled: bo
 
     The values before quantization stay available on the CPU as ``weight.get_high_precision_init_val()``, for an
     optimizer's master weights, until ``weight.clear_high_precision_init_val()``. Code that makes ``torch.nn.Linear``
-    layers is not affected, and a ``UserWarning`` says so where it makes no others. A ``recipe`` that is none is refused
-    as by :func:`~ottava.get_recipe`.
+    layers is not affected, and a ``UserWarning`` says so where nothing was quantized. A ``recipe`` that is none is
+    refused as by :func:`~ottava.get_recipe`.
     """
-    block = _Block(as_recipe(recipe)) if enabled else None
-    outer = _innermost.set(block)
+    quantized: list[str] = []
+    outer, token = _innermost.get(), _innermost.set((as_recipe(recipe), quantized) if enabled else None)
     try:
-        with register_module_parameter_registration_hook(block.count) if block else nullcontext():
-            yield
+        yield
     finally:
-        _innermost.reset(outer)
-    if block and block.plain and not block.quantized:
-        what = f"quantized_model_init quantized nothing: the code inside made {block.plain} torch.nn.Linear"
-        remedy = "make them ottava.nn.Linear, or call ottava.convert(model, recipe, primary=True) afterwards"
-        warnings.warn(f"{what} and no ottava.nn.Linear; {remedy}", UserWarning, stacklevel=3)
+        _innermost.reset(token)
+    if outer is not None:
+        outer[1].extend(quantized)
+    if enabled and not quantized:
+        what = "quantized_model_init quantized nothing: the code inside made no ottava.nn.Linear"
+        remedy = "make its layers of this class, or call ottava.convert(model, recipe, primary=True) afterwards"
+        warnings.warn(f"{what}; {remedy}", UserWarning, stacklevel=3)
 
 
 def quantize_new_weight(layer: Any) -> None:
     """Replace the weight of a layer that was just made by a quantized one, inside ``quantized_model_init``."""
     block = _innermost.get()
     if block is not None and not layer.weight_is_transposed:
-        layer.weight = quantized_parameter(layer.weight, block.recipe, layer.name, keep_initial_values=True)
-        block.quantized += 1
+        layer.weight = quantized_parameter(layer.weight, block[0], layer.name, keep_initial_values=True)
+        block[1].append(layer.name)
 
 
 def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_values: bool) -> Any:

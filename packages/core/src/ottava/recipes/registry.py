@@ -13,6 +13,7 @@ import pkgutil
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, distributions
@@ -124,9 +125,12 @@ def _settle(statuses: list[PluginStatus]) -> None:
 
 
 def _load() -> list[PluginStatus]:
-    strict = os.environ.get("OTTAVA_STRICT_PLUGINS", "") not in ("", "0")
+    strict = os.environ.get("OTTAVA_STRICT_PLUGINS", "").strip().lower() not in ("", "0", "false", "no", "off")
     disabled = {_canonical(name) for name in os.environ.get("OTTAVA_DISABLE_PLUGINS", "").split(",")}
     statuses = discover()
+    if unknown := disabled - {"", *(_canonical(found.distribution) for found in statuses)}:
+        what = f"OTTAVA_DISABLE_PLUGINS names what is not installed: {', '.join(sorted(unknown))}"
+        warnings.warn(what, UserWarning, stacklevel=3)
     for found in statuses:
         if _canonical(found.distribution) in disabled:
             found.status = "disabled"
