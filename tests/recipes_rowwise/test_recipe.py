@@ -1,23 +1,19 @@
-"""The recipe's options, what the package announces, fake quantization and the command that converts files."""
+"""The recipe's options, what the package announces and fake quantization."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import ottava
-from ottava import checkpoint
-from ottava.cli.main import app
 from ottava.debug import fake_quantize
 from ottava.errors import OptionError
 from ottava.formats import Format
 from ottava_rowwise import Float8RowwiseQuantizer, Float8RowwiseScaling
 from tests.comparing import assert_same
-from tests.grids import E4M3, E5M2, inner, wide
+from tests.grids import E4M3, E5M2, wide
 
 FORMATS = {"ROWWISEE4M3": E4M3, "ROWWISEE5M2": E5M2}
 
@@ -64,15 +60,3 @@ def test_fake_quantization_is_that_of_rows(name: str, dtype: torch.dtype) -> Non
         assert_same(got, Float8RowwiseQuantizer(FORMATS[name], columnwise=False)(x.detach()).dequantize())
         got.sum().backward()
         assert torch.equal(x.grad, torch.ones_like(x))
-
-
-def test_a_file_is_exported_and_read_again(tmp_path: Path) -> None:
-    values = {"0.weight": wide(140, 300, dtype=torch.bfloat16), "0.bias": torch.ones(140, dtype=torch.bfloat16)}
-    checkpoint.save_file(values, tmp_path / "plain.safetensors")
-    command = ["export", f"{tmp_path}/plain.safetensors", f"{tmp_path}/made.safetensors", "--recipe", "rowwise"]
-    told = CliRunner().invoke(app, [*command, "--option", "force_pow_2_scales=true", "--columnwise"])
-    assert told.exit_code == 0, told.output
-    made = checkpoint.load_file(tmp_path / "made.safetensors")
-    expected = Float8RowwiseQuantizer(E4M3, force_pow_2_scales=True)(values["0.weight"])
-    assert_same(inner(made["0.weight"]), inner(expected))
-    assert torch.equal(made["0.bias"], values["0.bias"])
