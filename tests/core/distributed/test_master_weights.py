@@ -208,6 +208,8 @@ def test_parameters_serve_as_weights_and_masters_as_they_are(quantizer: Any) -> 
 
 def test_what_is_no_tensor_is_refused(quantizer: Any) -> None:
     with pytest.raises(DTypeError):
+        post_all_gather_processing([None])  # type: ignore[list-item]
+    with pytest.raises(DTypeError):
         is_custom("x")  # type: ignore[arg-type]
     assert is_custom(quantizer) is False
     assert is_custom(None) is False

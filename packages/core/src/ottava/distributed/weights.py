@@ -155,8 +155,14 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     """Rebuild what derives from the bytes of weights (transposes), once these have been gathered.
 
     Nothing to do for tensors that are not quantized, nor where nothing derives from the bytes.
+
+    Raises:
+        DTypeError: an entry is no tensor.
     """
     weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
+    for weight in weights:
+        if not isinstance(weight, (torch.Tensor, QuantizedTensorStorage)):
+            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a list of tensors")
     with torch.no_grad():
         for local in map(local_tensor, weights):
             if isinstance(local, QuantizedTensorStorage):
