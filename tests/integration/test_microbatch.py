@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -221,3 +223,52 @@ def net_with(weight: torch.Tensor) -> Any:
 def test_what_is_no_bool_is_refused(first: Any) -> None:
     with pytest.raises(OptionError, match=r"microbatch\(first=.*Expected: True or False"):
         ottava.microbatch(first=first)
+
+
+def test_blocks_end_in_any_order_and_in_any_thread() -> None:
+    def block(first: bool) -> Iterator[None]:
+        with ottava.microbatch(first=first):
+            yield
+
+    layer, x = ottava.nn.Linear(32, 32, recipe="current"), torch.randn(16, 32)
+    outer, inner = block(True), block(False)
+    next(outer)
+    next(inner)
+    outer.close()
+    layer(x)
+    kept = layer._binding.quantized
+    assert kept is not None
+    layer(x)
+    assert layer._binding.quantized is kept, "the block that is left says False"
+    failed: list[BaseException] = []
+
+    def elsewhere() -> None:
+        inner.close()
+        try:
+            layer(x)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    # The block was never ended in the thread that it was begun in.
+    del ottava.nn.weight.microbatches.blocks[:]
+    assert not failed
+
+
+def test_a_kept_weight_is_that_of_the_parameter() -> None:
+    layer, x = ottava.nn.Linear(32, 32, recipe="current"), torch.randn(16, 32)
+    layer(x, is_first_microbatch=True)
+    size = io.BytesIO()
+    torch.save(layer, size)
+    assert copy.deepcopy(layer)._binding.quantized is None
+    assert size.tell() < 32 * 32 * 4 + 4096
+    layer.weight, layer.bias = torch.nn.Parameter(torch.zeros(32, 32)), torch.nn.Parameter(torch.zeros(32))
+    assert not layer(x, is_first_microbatch=False).any()
+    layer(x, is_first_microbatch=True)
+    layer.bfloat16()
+    assert layer._binding.quantized is None
+    layer(x.bfloat16(), is_first_microbatch=True)
+    layer.load_state_dict(layer.state_dict())
+    assert layer._binding.quantized is None

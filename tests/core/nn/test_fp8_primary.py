@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ottava
-from ottava.errors import DTypeError, UsageError
+from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.nn import Linear, TransposedLinear, quantized_model_init
 from ottava.tensors import Float8Tensor
 
@@ -278,6 +278,12 @@ def test_what_cannot_be_quantized_leaves_the_model_alone(recipe: Any) -> None:
     ottava.distributed.gather_quantized(ottava.convert(net, recipe))
     with pytest.raises(UsageError, match=r"HighPrecisionWeight.*before gather_quantized"):
         ottava.convert(net, recipe, primary=True)
+
+
+def test_initial_values_are_kept_of_primary_weights_alone(recipe: Any) -> None:
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(OptionError, match="keep_initial_values without primary"):
+        ottava.convert(model, recipe, keep_initial_values=True)
 
 
 def test_a_block_that_quantizes_nothing_says_so(recipe: Any) -> None:

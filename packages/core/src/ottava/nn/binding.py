@@ -67,8 +67,8 @@ class Binding:
     _last: Call | None = None  # of the last forward pass of a step, which activation checkpointing repeats
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group cannot be pickled.
-        return self.__dict__ | {"_last": None}
+        # A process group cannot be pickled, and a file has no need of a weight that can be quantized again.
+        return self.__dict__ | {"_last": None, "quantized": None}
 
     # -- recipes and states --
 
@@ -179,7 +179,9 @@ class Binding:
         region = regions.stack[-1] if regions.stack else None
         of_block = None
         if first is None:
-            first = of_block = microbatches.first[-1] if task == -1 else self._last and self._last.of_block
+            blocks = microbatches.blocks
+            said = blocks[-1].first if blocks else None
+            first = of_block = said if task == -1 else self._last and self._last.of_block
         recipe, group, calibrating = self.recipe, None, False
         if task != -1 and (region is None or region.graph_task != task or (region.recipe is None and region.enabled)):
             # What is recomputed runs under the recipe of the forward pass, whatever region surrounds the backward pass.

@@ -112,6 +112,8 @@ def convert(
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
     check_flag("primary", primary)
     check_flag("keep_initial_values", keep_initial_values)
+    if keep_initial_values and not primary:
+        raise OptionError("keep_initial_values without primary", remedy="pass primary=True, too")
     chosen = as_recipe(recipe)
     left_alone, replacements = _replacements(model, include, exclude)
     # All states and weights are made before the first change, because a quantizer factory may raise.

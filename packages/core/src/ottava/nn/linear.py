@@ -169,6 +169,12 @@ class Linear(torch.nn.Linear):
         apply_to_layer(self, fn, lambda fn: apply(fn, recurse))
         return self
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if "_binding" in self.__dict__:
+            # What was kept for microbatches is of another weight.
+            self._binding.quantized = None
+
     def reset_parameters(self) -> None:
         """Initialize the weight and the bias again, and whatever a stateful recipe has learnt of them."""
         super().reset_parameters()

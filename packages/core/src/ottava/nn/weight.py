@@ -19,10 +19,10 @@ from ottava.torch_private import local_tensor, set_local_tensor
 
 
 class _Microbatches(threading.local):
-    """What the ``microbatch`` blocks say that a thread is in, innermost last."""
+    """The ``microbatch`` blocks that a thread is in, innermost last."""
 
     def __init__(self) -> None:
-        self.first: list[bool | None] = [None]
+        self.blocks: list[microbatch] = []
 
 
 microbatches = _Microbatches()
@@ -38,14 +38,19 @@ class microbatch(ContextDecorator):
     def __init__(self, first: bool) -> None:
         if not isinstance(first, bool):
             raise OptionError(f"microbatch(first={first!r})", expected="True or False")
-        self._first = first
+        self.first = first
 
     def __enter__(self) -> "microbatch":
-        microbatches.first.append(self._first)
+        microbatches.blocks.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        microbatches.first.pop()
+        # Generators end their blocks in any order, and in any thread.
+        blocks = microbatches.blocks
+        for place in reversed(range(len(blocks))):
+            if blocks[place] is self:
+                del blocks[place]
+                return
 
 
 # The recipe of the innermost block of this thread, and the names of the layers whose weights it quantized; None outside
