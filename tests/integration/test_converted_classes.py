@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -202,3 +202,31 @@ def test_compiled_whole() -> None:
         compiled(x).square().mean().backward()
         plain(x).square().mean().backward()
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+
+
+class Registered(torch.nn.Module):
+    """Told of its subclasses, of which it refuses two of one name."""
+
+    known: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, *, family: str) -> None:
+        if cls.__name__ in Registered.known:
+            raise ValueError(f"duplicate {cls.__name__}")
+        Registered.known.append(cls.__name__)
+
+
+class Member(Registered, family="models"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x)
+        return result
+
+
+def test_a_class_that_registers_its_subclasses_is_not_told_of_a_conversion() -> None:
+    model = ottava.convert(Member(), "delayed")
+    model(torch.randn(4, 32)).sum().backward()
+    assert Registered.known == ["Member"]
+    assert isinstance(model, Member)

@@ -17,6 +17,10 @@ class ConvertedModel(torch.nn.Module):
     #: None of another object of the class, such as the slice of a ``Sequential``: it is as one that was not converted.
     _ottava_step: Step | None = None
 
+    def __init_subclass__(cls) -> None:
+        # Not the one of the converted class, which may register its subclasses, or ask for arguments.
+        pass
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack = regions.stack
         depth = len(stack)
