@@ -15,6 +15,7 @@ from ottava import checkpoint
 from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, RecipeNotFoundError, UsageError
 from ottava.tensors import Float8Tensor
 from ottava_integrations import Conversion, convert_file
+from tests.integrations.files import same_tensors
 
 
 @pytest.fixture
@@ -34,14 +35,6 @@ def foreign(tmp_path: Path) -> dict[str, torch.Tensor]:
     }
     safetensors.torch.save_file(tensors, tmp_path / "in", {"tool": "another", "format": "pt"})
     return tensors
-
-
-def same_tensors(a: Path, b: Path) -> None:
-    one, two = (safetensors.torch.load_file(path) for path in (a, b))
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == two[name].dtype
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), two[name].reshape(-1).view(torch.uint8))
 
 
 def quantized_names(path: Path) -> set[str]:

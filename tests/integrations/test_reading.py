@@ -25,6 +25,7 @@ from ottava.cli.recipes import checkpoint_layers
 from ottava.errors import CheckpointError, OttavaError, UsageError
 from ottava.tensors import InnerTensor, QuantizedTensorStorage, StaticField
 from ottava_integrations import convert_file, read_state
+from tests.integrations.files import same_tensors
 
 
 def held(state: Any) -> dict[str, list[torch.Tensor]]:
@@ -37,14 +38,6 @@ def assert_equal(one: Any, two: Any) -> None:
     assert one.keys() == two.keys()
     for name, tensors in held(one).items():
         assert all(torch.equal(a, b) for a, b in zip(tensors, held(two)[name], strict=True)), name
-
-
-def same_tensors(a: Path, b: Path) -> None:
-    one, two = (safetensors.torch.load_file(path) for path in (a, b))
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == two[name].dtype
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), two[name].reshape(-1).view(torch.uint8))
 
 
 def test_a_folder_of_shards(recipe: Any, tmp_path: Path) -> None:
