@@ -12,6 +12,7 @@ a model. Python calls are those that ``sys.setprofile`` sees of one step, torch'
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,8 +33,11 @@ Run = Callable[[], object]
 def bursts(runs: Mapping[str, Run], wait: Run, *, rounds: int, calls: int) -> dict[str, float]:
     """Least seconds of a call of each alternative: of ``rounds`` bursts of ``calls``, after one that is not timed."""
     times: dict[str, list[float]] = {name: [] for name in runs}
+    order, shuffled = list(runs.items()), random.Random(0)
     for turn in range(1 + rounds):
-        for name, run in runs.items():
+        # What ran before leaves more or less of the caches to the next one.
+        shuffled.shuffle(order)
+        for name, run in order:
             wait()
             start = time.perf_counter()
             for _ in range(calls):

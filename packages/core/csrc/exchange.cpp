@@ -73,10 +73,12 @@ bool view_of(PyObject* object, View& out) {
     return torch.exchange->view(object, &out) == 0 ? complete(out) : fails();
 }
 
-bool settled(PyObject* object, bool gradients) {
-    // A negation that is still to be done is seen by torch's operators alone.
-    const Owned negative(PyObject_CallMethodNoArgs(object, torch.is_neg));
-    if (negative.get() != Py_False) return fails();
+bool settled(PyObject* object, const View& view, bool gradients) {
+    // A negation that is still to be done, of complex parts, is seen by torch's operators alone.
+    if (view.type.code >= dlpack::kFloat32.code) {
+        const Owned negative(PyObject_CallMethodNoArgs(object, torch.is_neg));
+        if (negative.get() != Py_False) return fails();
+    }
     if (gradients) {
         const Owned asked(PyObject_GetAttr(object, torch.requires_grad));
         if (asked.get() != Py_False) return fails();

@@ -108,7 +108,7 @@ bool observed();
 // The memory of a tensor of a CPU; nobody notices. False for every other: Python answers for it.
 bool view_of(PyObject* object, View& out);
 // Whether the memory has the values, and no gradient is asked for.
-bool settled(PyObject* object, bool gradients);
+bool settled(PyObject* object, const View& view, bool gradients);
 bool gradients_enabled();
 // Whether torch.autocast is on, for any device.
 bool autocast_enabled();

@@ -5,6 +5,7 @@
 
 #include <exception>
 #include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -58,7 +59,7 @@ public:
         if (torch.exchange == nullptr || !view_of(object, view) || !ottava::dtype_of(view, dtype) || observed())
             return false;
         gradients_ = gradients_enabled();
-        if (!settled(object, gradients_)) return false;
+        if (!settled(object, view, gradients_)) return false;
         if (!view.contiguous()) {
             copy_.reset(PyObject_CallMethodNoArgs(object, torch.contiguous));
             if (copy_.get() == nullptr || !view_of(copy_.get(), view)) return false;
@@ -73,7 +74,8 @@ public:
         out = nullptr;
         if (object == Py_None) return true;
         View found;
-        if (!view_of(object, found) || found.size != 1 || !found.is(type) || !settled(object, gradients_)) return false;
+        if (!view_of(object, found) || found.size != 1 || !found.is(type) || !settled(object, found, gradients_))
+            return false;
         out = static_cast<T*>(found.data);
         return true;
     }
@@ -85,6 +87,18 @@ public:
 private:
     bool gradients_ = true;
     Owned copy_;
+};
+
+// Lets other threads of Python run meanwhile, where the work of this many elements takes longer than to ask for that.
+class Unlocked {
+public:
+    explicit Unlocked(int64_t elements) {
+        if (elements > kFew) unlocked_.emplace();
+    }
+
+private:
+    static constexpr int64_t kFew = 1 << 15;  // a few microseconds
+    std::optional<py::gil_scoped_release> unlocked_;
 };
 
 PyObject* python_does_it() {
@@ -122,11 +136,11 @@ public:
         return static_cast<uint8_t*>(add(place, shape, x.ndim, dlpack::kUint8));
     }
 
-    // Runs a kernel without the GIL, and gives the results.
+    // Runs a kernel over so many elements, and gives the results.
     template <class Kernel>
-    PyObject* after(Kernel kernel) {
+    PyObject* after(int64_t elements, Kernel kernel) {
         if (failed_) return nullptr;
-        const py::gil_scoped_release unlocked;
+        const Unlocked unlocked(elements);
         kernel();
         return tuple_.release();
     }
@@ -155,7 +169,7 @@ PyObject* cast_operand(PyObject* const* given) {
     uint8_t* data = rowwise ? made.add_data(0, x.view, false) : nullptr;
     uint8_t* transposed = turned ? made.add_data(1, x.view, true) : nullptr;
     float* scale_inv = static_cast<float*>(made.add(2, nullptr, 0, dlpack::kFloat32));
-    return made.after([&] {
+    return made.after(x.view.size, [&] {
         cast(x.view.data, x.dtype, x.view.rows(), x.view.cols(), scale, amax, saturated, scale_inv, data, transposed,
              format, x.threads);
     });
@@ -174,7 +188,7 @@ PyObject* quantize_operand(PyObject* const* given) {
     uint8_t* data = rowwise ? made.add_data(0, x.view, false) : nullptr;
     uint8_t* transposed = turned ? made.add_data(1, x.view, true) : nullptr;
     float* scale_inv = static_cast<float*>(made.add(2, nullptr, 0, dlpack::kFloat32));
-    return made.after([&] {
+    return made.after(x.view.size, [&] {
         quantize(x.view.data, x.dtype, x.view.rows(), x.view.cols(), epsilon, force_pow_2, nullptr, nullptr, scale_inv,
                  data, transposed, format, x.threads);
     });
@@ -200,7 +214,7 @@ PyObject* grid_quantize_operand(PyObject* const* given) {
         void* scales = made.add(2 * direction + 1, shape, 2, rule.e8m0 ? dlpack::kUint8 : dlpack::kFloat32);
         sides[count++] = {of.rows, of.cols, of.shared_rows, of.shared_cols, of.turned, data, scales};
     }
-    return made.after([&] {
+    return made.after(x.view.size, [&] {
         grid_quantize(x.view.data, x.dtype, rows, cols, plan.element, rule, sides, count, x.threads);
     });
 }
@@ -256,7 +270,7 @@ private:
 class Read {
 public:
     bool open(PyObject* object, bool gradients) {
-        if (!view_of(object, view) || !settled(object, gradients)) return false;
+        if (!view_of(object, view) || !settled(object, view, gradients)) return false;
         if (view.contiguous()) return true;
         copy_.reset(PyObject_CallMethodNoArgs(object, torch.contiguous));
         return copy_.get() != nullptr && view_of(copy_.get(), view);
@@ -285,7 +299,7 @@ PyObject* planned_product(PyObject* const* given) {
     if (biased && (!bias.open(given[5], gradients) || !dtype_of(bias.view, bias_dtype))) return python_does_it();
     const int threads = torch_threads();
     {
-        const py::gil_scoped_release unlocked;
+        const Unlocked unlocked(data[0].view.size + data[1].view.size);
         for (int i = 0; i < 2; ++i) plan.sides[i].decode(data[i].view.data, scales[i].view.data, threads);
     }
     PyObject* const left = plan.sides[0].values.ptr();
@@ -306,7 +320,7 @@ PyObject* planned_product(PyObject* const* given) {
         return plan.sides[i].folded ? nullptr : static_cast<const float*>(scales[i].view.data);
     };
     {
-        const py::gil_scoped_release unlocked;
+        const Unlocked unlocked(made.size);
         epilogue32(static_cast<const float*>(made.data), made.shape[0], made.shape[1], factor(0), factor(1),
                    biased ? bias.view.data : nullptr, bias_dtype, result.data, plan.out, threads);
     }
@@ -337,8 +351,8 @@ PyObject* update_slots(PyObject* const* given) {
         if (!view_of(scales[i], scale) || !scale.is(dlpack::kFloat32) || scale.ndim != 1 || !scale.contiguous() ||
             !view_of(histories[i], history) || !history.is(dlpack::kFloat32) || history.ndim != 2 ||
             !history.contiguous() || history.shape[1] != scale.size || history.shape[0] < 1 ||
-            (i > 0 && history.shape[0] != length) || !settled(scales[i], gradients) ||
-            !settled(histories[i], gradients))
+            (i > 0 && history.shape[0] != length) || !settled(scales[i], scale, gradients) ||
+            !settled(histories[i], history, gradients))
             return python_does_it();
         length = history.shape[0], total += scale.size;
         slots.push_back({static_cast<float*>(scale.data), static_cast<float*>(history.data), scale.size});
@@ -348,7 +362,7 @@ PyObject* update_slots(PyObject* const* given) {
     for (Py_ssize_t i = 0; i < maxima.size(); ++i) limits.push_back(static_cast<float>(PyFloat_AsDouble(maxima[i])));
     if (PyErr_Occurred() != nullptr) return nullptr;
     {
-        const py::gil_scoped_release unlocked;
+        const Unlocked unlocked(length * total);
         update_scales(slots.data(), scales.size(), length, limits.data(), is_true(given[3]), nullptr);
     }
     Py_RETURN_TRUE;

@@ -21,6 +21,7 @@ namespace {
 #include "grid_cast.h"
 #include "grid_decode.h"
 #include "epilogue.h"
+#include "history.h"
 }  // namespace
 
 const Kernels kAvx2 = {"avx2",
@@ -43,6 +44,7 @@ const Kernels kAvx2 = {"avx2",
     grid_cast_run,
     grid_rows_run,
     grid_decode_run,
-    epilogue_run};
+    epilogue_run,
+    history_run};
 
 }  // namespace ottava

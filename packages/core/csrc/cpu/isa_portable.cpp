@@ -23,6 +23,7 @@ namespace {
 #include "grid_cast.h"
 #include "grid_decode.h"
 #include "epilogue.h"
+#include "history.h"
 }  // namespace
 
 const Kernels kPortable = {"portable",
@@ -45,6 +46,7 @@ const Kernels kPortable = {"portable",
     grid_cast_run,
     grid_rows_run,
     grid_decode_run,
-    epilogue_run};
+    epilogue_run,
+    history_run};
 
 }  // namespace ottava

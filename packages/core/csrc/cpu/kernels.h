@@ -123,6 +123,8 @@ struct Kernels {
     void (*grid_decode)(const GridPanel& panel, Stored element, const GridScales& scales, void* out, Dtype dtype);
     // Sums of one row of a product; `bias` may be null. `out` may be the sums.
     void (*epilogue)(const float* sums, int64_t n, float factor, const float* bias, void* out, Dtype dtype);
+    // Elements of a history take the one `slots` behind them where it `moves`, and raise `largest`; see history.h.
+    void (*history)(float* history, int64_t slots, int64_t n, const uint32_t* moves, float* largest, int64_t width);
 };
 
 extern const Kernels kPortable;

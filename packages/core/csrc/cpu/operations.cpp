@@ -123,29 +123,17 @@ const DecodeTable& bare_table(Fp8 format, Dtype dtype) {
     return tables[static_cast<int>(format)][static_cast<int>(dtype)];
 }
 
-// Takes each element from the row after it where it `moves`, whose bits are all set then, and raises the `largest`.
-void move_rows(const float* __restrict before, size_t slots, size_t count, const uint32_t* __restrict moves,
-               float* __restrict largest, float* __restrict out) {
-    const float* const older = before + slots;
-    for (size_t i = 0; i < count; ++i) {
-        const auto kept = bits_as<uint32_t>(before[i]);
-        out[i] = bits_as<float>(kept ^ ((kept ^ bits_as<uint32_t>(older[i])) & moves[i]));
-        largest[i] = largest[i] < older[i] ? older[i] : largest[i];
-    }
-}
-
 // Moves up by one the columns of a history whose step has `seen` something, and gives the largest of each column, `seen`
-// included; NaN counts in `seen` alone. Loops run over whole rows, a few at a time, so that they become vectors.
+// included; NaN counts in `seen` alone. As many rows at a time as are whole vectors.
 std::vector<float> move_up(const HistorySlots& t, int64_t length, const std::vector<float>& seen) {
     constexpr size_t kRows = 16;
-    const size_t slots = seen.size(), total = static_cast<size_t>(length - 1) * slots, width = kRows * slots;
-    std::vector<float> largest(width), before(t.history, t.history + total + slots);
+    const size_t slots = seen.size(), width = kRows * slots;
+    std::vector<float> largest(width);
     std::vector<uint32_t> moves(width);
     for (size_t i = 0; i < width; i += slots) std::copy_n(seen.data(), slots, largest.data() + i);
     for (size_t i = 0; i < width; ++i) moves[i] = largest[i] != 0.0f ? ~0u : 0u;
-    for (size_t row = 0; row < total; row += width)
-        move_rows(before.data() + row, slots, std::min(width, total - row), moves.data(), largest.data(),
-                  t.history + row);
+    active_kernels().history(t.history, t.slots, (length - 1) * t.slots, moves.data(), largest.data(),
+                             static_cast<int64_t>(width));
     for (size_t row = slots; row < width; row += slots)
         for (size_t i = 0; i < slots; ++i) largest[i] = std::max(largest[i], largest[row + i]);
     largest.resize(slots);

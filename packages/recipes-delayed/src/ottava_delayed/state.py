@@ -14,6 +14,7 @@ from ottava.tensors import Quantizer
 from ottava_delayed.quantizer import Float8Quantizer, largest
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_NONE_KEPT: Any = {}, -1, -1, None
 
 
 class Settings(Protocol):
@@ -79,8 +80,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         # The amax that the last gather of a high-precision weight observed.
         self.register_buffer("gathered_amax", None, persistent=False)
         self.register_buffer("gathered_saturated", None, persistent=False)
-        self._kept: dict[tuple[str, bool, bool, bool], Quantizer] = {}
-        self._kept_at: tuple[int, int, int] | None = None
+        # Quantizers by what they are asked for, and of which buffers they are: two addresses, and the counters.
+        self._kept: tuple[dict[Any, Any], int, int, Any] = _NONE_KEPT
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """The group does not matter here, because only the update reduces."""
@@ -91,28 +92,46 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         buffers: dict[str, Any] = self._buffers
         return buffers["scale"], buffers["amax_history"]
 
-    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
-        # In few steps, because each forward pass looks twice: a module searches several places for an attribute.
+    def _kept_quantizers(self) -> dict[Any, Any] | None:
+        """What was made for the buffers that there are now; None where nothing is to be kept."""
+        # In few steps, because each forward pass looks here: a module searches several places for an attribute.
         own = self.__dict__
         buffers = own["_buffers"]
-        scale = buffers["scale"]
-        keeps = not _is_compiling() and type(scale) is torch.Tensor
-        if keeps:
-            at = scale.data_ptr(), buffers["amax_history"].data_ptr(), buffers["saturated"].data_ptr()
-            if at != own["_kept_at"]:
-                # Those of buffers that lay elsewhere, on another device say, are dropped.
-                own.update(_kept={}, _kept_at=at)
-            made: Quantizer | None = own["_kept"].get((tensor_type, rowwise, columnwise, recording))
-            if made is not None:
-                return made
+        scale, history, saturated = buffers["scale"], buffers["amax_history"], buffers["saturated"]
+        if _is_compiling() or type(scale) is not torch.Tensor:
+            return None
+        kept: dict[Any, Any]
+        kept, scale_at, history_at, counted = own["_kept"]
+        if scale_at != scale.data_ptr() or history_at != history.data_ptr() or counted is not saturated:
+            # Those of buffers that were replaced, or that lay elsewhere, on another device say, are dropped.
+            kept = {}
+            own["_kept"] = kept, scale.data_ptr(), history.data_ptr(), saturated
+        return kept
+
+    def forward_quantizers(
+        self, columnwise_input: bool, columnwise_weight: bool, recording: bool
+    ) -> tuple[Quantizer, Quantizer]:
+        kept = self._kept_quantizers()
+        pair = None if kept is None else kept.get((columnwise_input, columnwise_weight, recording))
+        if pair is None:
+            pair = super().forward_quantizers(columnwise_input, columnwise_weight, recording)
+            if kept is not None and not self.given and not torch.is_inference_mode_enabled():
+                kept[columnwise_input, columnwise_weight, recording] = pair
+        return pair
+
+    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
+        kept, key = self._kept_quantizers(), (tensor_type, rowwise, columnwise, recording)
+        made: Quantizer | None = None if kept is None else kept.get(key)
+        if made is not None:
+            return made
         given = self.given.get(tensor_type)
         if given is None:
             made = self._own(tensor_type, recording, rowwise, columnwise)
         else:
             made = given.with_usage(rowwise, columnwise).copy()
         made.internal = True
-        if keeps and given is None and not torch.is_inference_mode_enabled():
-            self._kept[tensor_type, rowwise, columnwise, recording] = made
+        if kept is not None and given is None and not torch.is_inference_mode_enabled():
+            kept[key] = made
         return made
 
     def _own(self, tensor_type: str, recording: bool, rowwise: bool, columnwise: bool) -> Float8Quantizer:
@@ -197,7 +216,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return RecipeState.__getstate__(self) | {"_kept": {}, "_kept_at": None}
+        return RecipeState.__getstate__(self) | {"_kept": _NONE_KEPT}
 
     def extra_repr(self) -> str:
         return f"slots={list(self.slots)}, amax_history_len={self.amax_history.shape[0]}"

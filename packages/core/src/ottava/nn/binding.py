@@ -2,6 +2,8 @@
 and what a layer refuses."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +48,8 @@ class Call(NamedTuple):
     of_block: bool | None = None  # what a microbatch block said of first, and the call did not
 
 
+# A call of a tuple of all its fields; the constructor is a function of Python.
+_call_of: Callable[[tuple[Any, ...]], Call] = partial(tuple.__new__, Call)
 # Of the state of a layer outside of any region.
 _ALONE: dict[str, Any] = {"step": None, "_pending": True}
 _BEGUN = _ALONE | {"_backward_ran": False, "_unseen": False}
@@ -218,7 +222,7 @@ class Binding:
                 what = f"{label_of(layer)} runs another forward pass after a backward pass, in one region"
                 what = f"{what}: scales are updated at the entry of a region only; enter it anew for every step"
                 warnings.warn(what, UserWarning, stacklevel=4)
-        call = Call(recipe, state, group, grad_enabled, calibrating, first, False, of_block)
+        call = _call_of((recipe, state, group, grad_enabled, calibrating, first, False, of_block))
         if not compiling and (grad_enabled or layer.training):
             self._last = call._replace(recipe=None) if calibrating else call
         return call

@@ -48,12 +48,13 @@ def _product(
     state = call.state
     matrix = x if x.dim() == 2 else as_matrix(x)
     columnwise = w_needs and "input" not in state.wgrad_unquantized
-    quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=call.recording)
+    given = weight if isinstance(weight, QuantizedTensorStorage) else kept
+    if given is None:
+        quantizer, of_weight = state.forward_quantizers(columnwise, x_needs, call.recording)
+    else:
+        quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=call.recording)
     qx = quantizer.quantize_impl(_as_operand(matrix, quantizer), dtype)
-    qw = weight if isinstance(weight, QuantizedTensorStorage) else kept
-    if qw is None:
-        quantizer = state.quantizer("weight", rowwise=True, columnwise=x_needs, recording=call.recording)
-        qw = quantizer.quantize_impl(weight, dtype)
+    qw = of_weight.quantize_impl(weight, dtype) if given is None else given
     # An exported program would give the bias a gradient, and nothing else one.
     bias = bias.detach() if observed and bias is not None else bias
     y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
