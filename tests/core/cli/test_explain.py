@@ -19,7 +19,7 @@ import ottava
 from ottava import checkpoint
 from ottava.cli import recipes
 from ottava.cli.main import app
-from ottava.cli.options import OptionDefaults
+from ottava.cli.output import parse_options
 from ottava.cli.recipes import DEMO_LAYERS, READERS
 from ottava.errors import OptionError
 from ottava.recipes import registry
@@ -203,24 +203,18 @@ def test_what_a_factory_over_a_recipe_gives_is_described(recipe: Any, quantizer:
 
 
 def test_options() -> None:
-    defaults = OptionDefaults("plain")
-    blue = defaults.adapt("colour", "BLUE")
-    assert isinstance(blue, Enum)
-    assert blue.value == 2
-    assert defaults.parse("colour", "BLUE") is defaults.adapt("colour", blue) is blue
-    assert defaults.adapt("sizes", [3, 4]) == defaults.parse("sizes", "[3, 4]") == (3, 4)
-    assert defaults.parse("text", "1") == "1"
-    assert defaults.parse("number", "2.5") == 2.5
-    assert defaults.parse("number", "None") is None
-    assert defaults.parse("number", "True") is defaults.parse("number", "true") is True
-    assert defaults.parse("number", "x=[") == "x=["
-    assert defaults.adapt("unknown", "RED") == "RED"
-    for refused in (defaults.adapt, defaults.parse):
-        with pytest.raises(OptionError, match=r"colour is 'GREEN'. Expected: one of RED, BLUE"):
-            refused("colour", "GREEN")
+    made: Any = ottava.get_recipe("plain", colour="BLUE", sizes=[3, 4], text="1")
+    assert isinstance(made.colour, Enum)
+    assert (made.colour.value, made.sizes, made.text) == (2, (3, 4), "1")
+    assert vars(ottava.get_recipe("plain", colour=made.colour, sizes=(3, 4))) == vars(made) | {"text": "a"}
+    with pytest.raises(OptionError, match=r"colour is 'GREEN'. Expected: one of RED, BLUE"):
+        ottava.get_recipe("plain", colour="GREEN")
 
 
-def test_options_of_a_recipe_that_is_not_there_or_needs_some() -> None:
-    for name in ("nonesuch", "ruled"):
-        assert OptionDefaults(name).parse("a", "[1]") == [1]
-        assert OptionDefaults(name).adapt("a", "b") == "b"
+def test_options_as_texts() -> None:
+    given = {"a": "BLUE", "b": "[3, 4]", "c": "2.5", "d": "None", "e": "True", "f": "false", "g": "x=[", "h": '"1"'}
+    taken = ["BLUE", [3, 4], 2.5, None, True, False, "x=[", "1"]
+    assert list(parse_options([f"{key}={text}" for key, text in given.items()]).values()) == taken
+    for refused in (["a"], ["a b=1"], ["a=1", "a=2"]):
+        with pytest.raises(OptionError, match="key=value, each key once"):
+            parse_options(refused)

@@ -6,7 +6,6 @@ from enum import Enum
 from typing import Any
 
 import ottava
-from ottava.cli.options import OptionDefaults
 from ottava.errors import CheckpointError, OttavaError, UsageError
 from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe
@@ -53,8 +52,7 @@ def build(data: Any) -> Recipe:
         return CustomRecipe(FileFactory(data["file"], data["text"]))
     if "." in data["name"] or "/" in data["name"]:
         raise CheckpointError(f"a recipe has the name {data['name']!r:.80}", expected="the name of a recipe")
-    defaults = OptionDefaults(data["name"])
-    options = {str(name): defaults.adapt(str(name), _number(value)) for name, value in data["options"].items()}
+    options = {str(name): _number(value) for name, value in data["options"].items()}
     return ottava.get_recipe(data["name"], **options)
 
 
