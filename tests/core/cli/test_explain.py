@@ -70,7 +70,7 @@ class Plain(ottava.Recipe):
 
 
 class Ruled(Plain):
-    RULES = (RecipeRule("*.up [red]", 3), RecipeRule("nothing", 7))
+    RULES = (RecipeRule("*.up [red]", "line 3"), RecipeRule("nothing", "line 7"))
 
     def __init__(self, file):
         if "bad" in file:
@@ -78,8 +78,8 @@ class Ruled(Plain):
 
     def explain(self, role):
         if role.name.endswith("up"):
-            return Explanation(f"rows of {role.name}", "columns", 4, self.RULES[0])
-        return Explanation("same", "same", 1)
+            return Explanation(f"rows of {role.name}", "columns", self.RULES[0], "line 4")
+        return Explanation("same", "same", place="line 1")
 
     def rules(self):
         return self.RULES
@@ -120,7 +120,7 @@ def test_the_layers_of_the_demo_by_default() -> None:
     assert [row["role"] for row in rows] == ["input", "weight", "grad_output"] * len(DEMO_LAYERS)
     assert {row["rowwise"] for row in rows if row["role"] != "grad_output"} == {"plain E4M3"}
     assert {row["columnwise"] for row in rows if row["role"] == "grad_output"} == {"plain E5M2"}
-    assert {(row["line"], row["place"], row["rule"]) for row in rows} == {(None, None, None)}
+    assert {(row["place"], row["rule"]) for row in rows} == {("", None)}
 
 
 def test_a_recipe_tells_lines_and_rules() -> None:
@@ -132,13 +132,13 @@ def test_a_recipe_tells_lines_and_rules() -> None:
         "role": "weight",
         "rowwise": "rows of a.up",
         "columnwise": "columns",
-        "line": 4,
         "place": "line 4",
         "rule": "*.up [red]",
     }
-    assert (rows["b", "input"]["line"], rows["b", "input"]["rule"]) == (1, None)
-    assert found["unused"] == [{"line": 7, "place": "line 7", "rule": "nothing"}]
-    assert [rule["line"] for rule in told("--explain", "model.rules", "--layer", "b")["unused"]] == [3, 7]
+    assert (rows["b", "input"]["place"], rows["b", "input"]["rule"]) == ("line 1", None)
+    assert found["unused"] == [{"place": "line 7", "rule": "nothing"}]
+    unused = told("--explain", "model.rules", "--layer", "b")["unused"]
+    assert [rule["place"] for rule in unused] == ["line 3", "line 7"]
 
 
 def test_the_table() -> None:

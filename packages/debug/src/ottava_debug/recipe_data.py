@@ -19,7 +19,7 @@ def describe(recipe: Recipe) -> dict[str, Any]:
     equal one; of a recipe that holds functions only ``{"words"}``."""
     made: dict[str, Any] = {"words": f"{recipe!r:.500}"}
     factory = recipe.qfactory if isinstance(recipe, CustomRecipe) else None
-    if not recipe.has_factory(None):
+    if recipe._factory is not None:
         return made
     if isinstance(factory, FileFactory):
         return {"file": factory.path, "text": factory.text}

@@ -111,11 +111,7 @@ class Recipe(ABC):
 
     def same_as(self, other: "Recipe | None") -> bool:
         """Whether ``other`` says the same: the same object, or an equal one under an equal factory."""
-        return self is other or (other is not None and self.has_factory(other._factory) and bool(self == other))
-
-    def has_factory(self, factory: QuantizerFactory | None) -> bool:
-        """Whether ``factory``, or an equal one (a copy of one that is an object), is the one put over this recipe."""
-        return self._factory is factory or bool(self._factory == factory)
+        return self is other or (other is not None and self._factory == other._factory and bool(self == other))
 
     def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
         """Begin a step: called with every stateful state of this recipe that takes part.
