@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,8 +48,8 @@ def unreplaced(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # What looks like damage may be two files.
-        if _identity(path) != before:
+        # What looks like damage may be two files; an interrupt stays one.
+        if not isinstance(sys.exception(), KeyboardInterrupt) and _identity(path) != before:
             raise CheckpointError(f"{path} was replaced while it was read", "one file", "load it again")
 
 
