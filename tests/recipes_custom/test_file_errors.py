@@ -215,7 +215,7 @@ CASES = {
     ),
     "a format that there is not": Case(
         "fp8_format is 'E9'. Expected: one of E4M3, E5M2, HYBRID.",
-        ("default:\n  recipe: alpha\n  fp8_format: E9", 3, 15),
+        ("default:\n  recipe: alpha\n  fp8_format: E9", 3, 3),
         ("[default]\nrecipe = 'alpha'\nfp8_format = 'E9'", "default.fp8_format"),
     ),
     "a missing option": Case(

@@ -116,8 +116,8 @@ def check_rules(rules: list[tuple[list[str], list[str]]]) -> None:
         return
     for name in NAMES[::7]:
         for role in ROLES:
-            line: Any = factory.explain(QuantizerRole("linear", role, name)).line
-            assert lines[line] == serving(rules, name, role)
+            place = factory.explain(QuantizerRole("linear", role, name)).place
+            assert lines[int(place.removeprefix("line "))] == serving(rules, name, role)
 
 
 @settings(max_examples=60, deadline=None)

@@ -98,10 +98,10 @@ def test_what_serves(factory: Any, name: str, tensor_type: str) -> None:
     toml = factory.path.endswith("toml")
     found = factory.explain(role(name, tensor_type))
     assert (found.rowwise, found.columnwise) == (rowwise, columnwise)
-    assert (found.line, found.place) == ((None, path) if toml else (line, f"line {line}"))
+    assert found.place == (path if toml else f"line {line}")
     assert (found.rule is None) == (rule_line is None)
     if found.rule is not None:
-        assert (found.rule.line, found.rule.place) == ((None, rule_path) if toml else (rule_line, f"line {rule_line}"))
+        assert found.rule.place == (rule_path if toml else f"line {rule_line}")
         assert found.rule in factory.rules()
 
 
@@ -217,8 +217,8 @@ def test_a_recipe_goes_before_a_factory_of_its_name(tmp_path: Path) -> None:
 def test_a_factory_may_leave_a_role_to_the_next_rule(tmp_path: Path) -> None:
     text = "default: identity\nlayers:\n- {match: '*', all: weights}\n- {match: '*', input: asks, weight: alpha}\n"
     made = load_factory(write(tmp_path, text))
-    lines = [made.explain(role("a", t)).line for t in ("weight", "input", "grad_output")]
-    assert lines == [3, 4, 1]
+    places = [made.explain(role("a", t)).place for t in ("weight", "input", "grad_output")]
+    assert places == ["line 3", "line 4", "line 1"]
     assert made.explain(role("a", "input")).rowwise == "asks: alpha E4M3"
 
 
@@ -290,7 +290,7 @@ def test_aliases(tmp_path: Path) -> None:
     text = "layers:\n- {match: a, weight: &x {recipe: alpha, flag: true}}\n- {match: b, input: *x}\ndefault: *x\n"
     made = load_factory(write(tmp_path, text))
     assert made(role("b", "input")).recipe is made(role("a", "weight")).recipe is made(role("c", "input")).recipe
-    assert made.explain(role("b", "input")).line == 3
+    assert made.explain(role("b", "input")).place == "line 3"
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
@@ -306,7 +306,7 @@ def test_line_endings_and_the_byte_order_mark(tmp_path: Path, ending: str, bom: 
 def test_only_line_feeds_count(tmp_path: Path, separator: str) -> None:
     """What editors show as one line is one line."""
     made = load_factory(write(tmp_path, f"# a{separator} # b\ndefault: alpha\n"))
-    assert made.explain("input").line == 2
+    assert made.explain("input").place == "line 2"
 
 
 def test_the_path(tmp_path: Path) -> None:
@@ -328,8 +328,8 @@ def test_a_recipe_from_a_file(tmp_path: Path) -> None:
     recipe = ottava.get_recipe(path)
     assert recipe == ottava.get_recipe("custom", file=path)
     explained = recipe.explain(role("blocks.1.down", "input"))
-    assert (explained.rowwise, explained.columnwise, explained.line) == ("alpha E4M3", "identity", 13)
-    assert [rule.line for rule in recipe.rules()] == [4, 6, 12]
+    assert (explained.rowwise, explained.columnwise, explained.place) == ("alpha E4M3", "identity", "line 13")
+    assert [rule.place for rule in recipe.rules()] == ["line 4", "line 6", "line 12"]
     blocks = [torch.nn.ModuleDict({"up": torch.nn.Linear(32, 32), "down": torch.nn.Linear(32, 32)}) for _ in range(2)]
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(blocks), "head": torch.nn.Linear(32, 16)})
     ottava.convert(model, recipe)

@@ -19,7 +19,7 @@ import ottava
 from ottava import checkpoint
 from ottava.cli import recipes
 from ottava.cli.main import app
-from ottava.cli.options import OptionDefaults
+from ottava.cli.output import parse_options
 from ottava.cli.recipes import DEMO_LAYERS, READERS
 from ottava.errors import OptionError
 from ottava.recipes import registry
@@ -70,7 +70,7 @@ class Plain(ottava.Recipe):
 
 
 class Ruled(Plain):
-    RULES = (RecipeRule("*.up [red]", 3), RecipeRule("nothing", 7))
+    RULES = (RecipeRule("*.up [red]", "line 3"), RecipeRule("nothing", "line 7"))
 
     def __init__(self, file):
         if "bad" in file:
@@ -78,8 +78,8 @@ class Ruled(Plain):
 
     def explain(self, role):
         if role.name.endswith("up"):
-            return Explanation(f"rows of {role.name}", "columns", 4, self.RULES[0])
-        return Explanation("same", "same", 1)
+            return Explanation(f"rows of {role.name}", "columns", self.RULES[0], "line 4")
+        return Explanation("same", "same", place="line 1")
 
     def rules(self):
         return self.RULES
@@ -120,7 +120,7 @@ def test_the_layers_of_the_demo_by_default() -> None:
     assert [row["role"] for row in rows] == ["input", "weight", "grad_output"] * len(DEMO_LAYERS)
     assert {row["rowwise"] for row in rows if row["role"] != "grad_output"} == {"plain E4M3"}
     assert {row["columnwise"] for row in rows if row["role"] == "grad_output"} == {"plain E5M2"}
-    assert {(row["line"], row["place"], row["rule"]) for row in rows} == {(None, None, None)}
+    assert {(row["place"], row["rule"]) for row in rows} == {("", None)}
 
 
 def test_a_recipe_tells_lines_and_rules() -> None:
@@ -132,13 +132,13 @@ def test_a_recipe_tells_lines_and_rules() -> None:
         "role": "weight",
         "rowwise": "rows of a.up",
         "columnwise": "columns",
-        "line": 4,
         "place": "line 4",
         "rule": "*.up [red]",
     }
-    assert (rows["b", "input"]["line"], rows["b", "input"]["rule"]) == (1, None)
-    assert found["unused"] == [{"line": 7, "place": "line 7", "rule": "nothing"}]
-    assert [rule["line"] for rule in told("--explain", "model.rules", "--layer", "b")["unused"]] == [3, 7]
+    assert (rows["b", "input"]["place"], rows["b", "input"]["rule"]) == ("line 1", None)
+    assert found["unused"] == [{"place": "line 7", "rule": "nothing"}]
+    unused = told("--explain", "model.rules", "--layer", "b")["unused"]
+    assert [rule["place"] for rule in unused] == ["line 3", "line 7"]
 
 
 def test_the_table() -> None:
@@ -203,24 +203,18 @@ def test_what_a_factory_over_a_recipe_gives_is_described(recipe: Any, quantizer:
 
 
 def test_options() -> None:
-    defaults = OptionDefaults("plain")
-    blue = defaults.adapt("colour", "BLUE")
-    assert isinstance(blue, Enum)
-    assert blue.value == 2
-    assert defaults.parse("colour", "BLUE") is defaults.adapt("colour", blue) is blue
-    assert defaults.adapt("sizes", [3, 4]) == defaults.parse("sizes", "[3, 4]") == (3, 4)
-    assert defaults.parse("text", "1") == "1"
-    assert defaults.parse("number", "2.5") == 2.5
-    assert defaults.parse("number", "None") is None
-    assert defaults.parse("number", "True") is defaults.parse("number", "true") is True
-    assert defaults.parse("number", "x=[") == "x=["
-    assert defaults.adapt("unknown", "RED") == "RED"
-    for refused in (defaults.adapt, defaults.parse):
-        with pytest.raises(OptionError, match=r"colour is 'GREEN'. Expected: one of RED, BLUE"):
-            refused("colour", "GREEN")
+    made: Any = ottava.get_recipe("plain", colour="BLUE", sizes=[3, 4], text="1")
+    assert isinstance(made.colour, Enum)
+    assert (made.colour.value, made.sizes, made.text) == (2, (3, 4), "1")
+    assert vars(ottava.get_recipe("plain", colour=made.colour, sizes=(3, 4))) == vars(made) | {"text": "a"}
+    with pytest.raises(OptionError, match=r"colour is 'GREEN'. Expected: one of RED, BLUE"):
+        ottava.get_recipe("plain", colour="GREEN")
 
 
-def test_options_of_a_recipe_that_is_not_there_or_needs_some() -> None:
-    for name in ("nonesuch", "ruled"):
-        assert OptionDefaults(name).parse("a", "[1]") == [1]
-        assert OptionDefaults(name).adapt("a", "b") == "b"
+def test_options_as_texts() -> None:
+    given = {"a": "BLUE", "b": "[3, 4]", "c": "2.5", "d": "None", "e": "True", "f": "false", "g": "x=[", "h": '"1"'}
+    taken = ["BLUE", [3, 4], 2.5, None, True, False, "x=[", "1"]
+    assert list(parse_options([f"{key}={text}" for key, text in given.items()]).values()) == taken
+    for refused in (["a"], ["a b=1"], ["a=1", "a=2"]):
+        with pytest.raises(OptionError, match="key=value, each key once"):
+            parse_options(refused)

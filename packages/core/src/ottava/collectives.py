@@ -106,10 +106,8 @@ class Ranks:
     UsageError where a group is given and none is initialized, or this process is not in it."""
 
     def __init__(self, group: Any) -> None:
-        self.group, self.alone = group, not process_groups_ready()
-        if self.alone and group is not None:
-            raise UsageError("a group is given but no process group is initialized", expected="group=None")
-        self.rank, self.world = (0, 1) if self.alone else (dist.get_rank(group), dist.get_world_size(group))
+        self.group, self.alone = find_group(group), not process_groups_ready()
+        self.rank, self.world = (0, 1) if self.alone else (dist.get_rank(self.group), dist.get_world_size(self.group))
         if self.rank < 0:
             raise UsageError("this process is not in the group", expected="a group with all that save or load")
 

@@ -96,8 +96,7 @@ def fp8_format(dtype: torch.dtype) -> FloatFormat:
         DTypeError: ``dtype`` is not ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
     """
     if not isinstance(dtype, torch.dtype) or dtype not in _FP8:
-        what, expected = f"{dtype!r} is not an FP8 element format", "torch.float8_e4m3fn or torch.float8_e5m2"
-        raise DTypeError(what, expected=expected, remedy="pass one of these as fp8_dtype")
+        raise DTypeError(f"{dtype!r} is not an FP8 element format", "torch.float8_e4m3fn or torch.float8_e5m2")
     return _FP8[dtype]
 
 

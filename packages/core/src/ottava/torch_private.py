@@ -61,26 +61,10 @@ class Fallbacks:
         there = torch.backends.mkldnn.is_available()
         return bool(there and torch.backends.cpu.get_cpu_capability().startswith("AVX512"))
 
-    @staticmethod
-    def to_copy(tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        pinned = kwargs.pop("pin_memory", None)
-        given = {name: value for name, value in kwargs.items() if value is not None and name != "layout"}
-        moved = tensor.to(**given, copy=True)
-        return moved.pin_memory() if pinned else moved
-
     @classmethod
     def disabled_torch_function(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def tree_map(cls, function: Callable[[Any], Any], tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return type(tree)((key, cls.tree_map(function, value)) for key, value in tree.items())
-        if not isinstance(tree, (list, tuple)):
-            return function(tree)
-        made = [cls.tree_map(function, value) for value in tree]
-        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
 
 
 def _refuse(path: str) -> NoReturn:
@@ -140,16 +124,14 @@ mkldnn_bf16_supported: Callable[[], bool] = _ask(
 raw_stream: Callable[[int], int] = _ask("raw_stream", "_C._cuda_getCurrentRawStream", "torch.cuda: slower")
 #: A reshaped tensor that is no view for autograd.
 unsafe_view: Callable[..., torch.Tensor] = _ask("unsafe_view", "ops.aten._unsafe_view", "a reshaped copy: slower")
-to_copy: Callable[..., torch.Tensor] = _ask("to_copy", "ops.aten._to_copy", "Tensor.to")
+_PARAMETERS = "nothing: quantized parameters are refused, no others"
 #: A tensor of a subclass, without memory of its own.
-make_wrapper_subclass: Callable[..., Any] = _ask(
-    "make_wrapper_subclass", "Tensor._make_wrapper_subclass", "nothing: quantized parameters are refused, no others"
-)
+make_wrapper_subclass: Callable[..., Any] = _ask("make_wrapper_subclass", "Tensor._make_wrapper_subclass", _PARAMETERS)
+tree_map: Callable[..., Any] = _ask("tree_map", "utils._pytree.tree_map", _PARAMETERS)
 #: ``__torch_function__`` of classes that answer below autograd only.
 disabled_torch_function: Any = _ask(
     "disabled_torch_function", "_C._disabled_torch_function_impl", "torch.DisableTorchFunctionSubclass: slower"
 )
-tree_map: Callable[..., Any] = _ask("tree_map", "utils._pytree.tree_map", "a function of its own")
 #: The process group of a name, which keeps no group alive.
 resolve_process_group: Callable[[str], Any] = _ask(
     "resolve_process_group",

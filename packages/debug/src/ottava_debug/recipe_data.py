@@ -6,7 +6,6 @@ from enum import Enum
 from typing import Any
 
 import ottava
-from ottava.cli.options import OptionDefaults
 from ottava.errors import CheckpointError, OttavaError, UsageError
 from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe
@@ -20,7 +19,7 @@ def describe(recipe: Recipe) -> dict[str, Any]:
     equal one; of a recipe that holds functions only ``{"words"}``."""
     made: dict[str, Any] = {"words": f"{recipe!r:.500}"}
     factory = recipe.qfactory if isinstance(recipe, CustomRecipe) else None
-    if not recipe.has_factory(None):
+    if recipe._factory is not None:
         return made
     if isinstance(factory, FileFactory):
         return {"file": factory.path, "text": factory.text}
@@ -53,8 +52,7 @@ def build(data: Any) -> Recipe:
         return CustomRecipe(FileFactory(data["file"], data["text"]))
     if "." in data["name"] or "/" in data["name"]:
         raise CheckpointError(f"a recipe has the name {data['name']!r:.80}", expected="the name of a recipe")
-    defaults = OptionDefaults(data["name"])
-    options = {str(name): defaults.adapt(str(name), _number(value)) for name, value in data["options"].items()}
+    options = {str(name): _number(value) for name, value in data["options"].items()}
     return ottava.get_recipe(data["name"], **options)
 
 

@@ -12,8 +12,7 @@ import typer
 from rich.filesize import decimal
 from rich.progress import DownloadColumn, Progress
 
-from ottava.cli.options import parse_options
-from ottava.cli.output import console, say, table
+from ottava.cli.output import console, parse_options, say, table
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError, named, translated
 from ottava.filesystem import check_file_target
 from ottava.recipes.registry import list_recipes
@@ -73,7 +72,7 @@ def export(
     # On standard error, so that the table alone can be kept.
     bar, columns = console(stderr=True), (*Progress.get_default_columns(), DownloadColumn())
     try:
-        options = parse_options(None if recipe in HIGH_PRECISION_NAMES else recipe, option or [])
+        options = parse_options(option or [])
         with Progress(*columns, console=bar, disable=not bar.is_terminal, transient=True) as progress:
             task = progress.add_task("Converting", total=None)
             made = None if model is None else make_model(model)

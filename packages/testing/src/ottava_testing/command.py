@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ottava.cli.options import parse_options
-from ottava.cli.output import Json, console, say, show_json, table
+from ottava.cli.output import Json, console, parse_options, say, show_json, table
 from ottava.errors import OptionError, UsageError
 
 
@@ -86,7 +85,7 @@ def check_recipe(
 
     report = runner.check_recipe(
         NAME,
-        options=parse_options(NAME, option or []),
+        options=parse_options(option or []),
         only=check or None,
         skip_slow=fast,
         expected_failures=_expected(expect_failure or []),

@@ -1,5 +1,6 @@
-"""How commands print: tables and sentences for people, JSON for programs."""
+"""What commands have in common: tables and sentences for people, JSON for programs, and the options of recipes."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -8,8 +9,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ottava.errors import OptionError
+
 #: The option of every command that can print for programs.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def parse_options(given: Sequence[str]) -> dict[str, Any]:
+    """Options of a recipe from texts ``key=value``, each value as JSON where that makes sense, else a text."""
+    options: dict[str, Any] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier() or key in options:
+            raise OptionError(f"--option {text!r}", expected="key=value, each key once")
+        options[key] = value
+        with contextlib.suppress(ValueError):
+            options[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
+    return options
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -10,7 +10,7 @@ from ottava.cli.output import Json, console, say, show_json, table
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import get_recipe
 from ottava.recipes.registry import FACTORY, RECIPE, PluginStatus, discover, plugin_statuses
-from ottava.recipes.role import OF_LINEAR, Explanation, QuantizerRole, RecipeRule
+from ottava.recipes.role import OF_LINEAR, QuantizerRole
 
 #: The group of entry points by which a package reads checkpoints: a function from a path to a state dict and texts.
 READERS = "ottava.readers"
@@ -32,11 +32,6 @@ def checkpoint_layers(path: Path) -> list[str]:
     return found
 
 
-def _place(found: Explanation | RecipeRule) -> str | None:
-    """Where a recipe's file says it, in words."""
-    return found.place or (None if found.line is None else f"line {found.line}")
-
-
 def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_json: bool) -> None:
     """Print what each role of each layer, by default those of the demo's model, gets under a recipe, and the rules of
     its file that serve none of them."""
@@ -49,11 +44,11 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
     for layer, tensor_type in itertools.product(dict.fromkeys(asked), OF_LINEAR):
         explained = recipe.explain(QuantizerRole("linear", tensor_type, layer))
         used.add(explained.rule)
-        about = vars(explained) | {"place": _place(explained), "rule": explained.rule and explained.rule.text}
+        about = vars(explained) | {"rule": explained.rule and explained.rule.text}
         rows.append({"layer": layer, "role": tensor_type, **about})
     unused = [rule for rule in recipe.rules() if rule not in used]
     if as_json:
-        left = [{"line": rule.line, "place": _place(rule), "rule": rule.text} for rule in unused]
+        left = [{"place": rule.place, "rule": rule.text} for rule in unused]
         return show_json({"recipe": name, "layers": rows, "unused": left})
     made = table(name, ("layer", "role", "rowwise", "columnwise", "from"), ())
     for number, row in enumerate(rows, 1):
@@ -62,7 +57,7 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
         made.add_row(*cells, end_section=number % len(OF_LINEAR) == 0)
     console().print(made)
     for rule in unused:
-        say(f"unused: the rule in {_place(rule)}, {rule.text}, serves none of these layers")
+        say(f"unused: the rule in {rule.place}, {rule.text}, serves none of these layers")
 
 
 def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:

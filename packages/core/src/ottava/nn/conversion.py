@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from ottava.errors import DTypeError, OptionError, UsageError, listed
+from ottava.nn.binding import OF_STATE, fill_in_states
 from ottava.nn.converted import ConvertedModel, begins_steps
 from ottava.nn.converters import converted, is_convertible, refusal
 from ottava.nn.linear import Linear
-from ottava.nn.loading import OF_STATE, fill_in_states
 from ottava.nn.report import LEFT_ALONE, ConversionReport, conversion_report
 from ottava.nn.weight import quantized_parameter
 from ottava.recipes.base import Recipe, as_recipe
@@ -54,16 +54,14 @@ def _matcher(model: torch.nn.Module, given: Filter | None, what: str) -> Predica
     """A predicate for a filter that was given. Patterns that match no module are mistakes."""
     if given is None or callable(given):
         return given
-    if not isinstance(given, (str, Iterable)):
-        raise DTypeError(f"{what} is a {type(given).__name__}", expected="name patterns or a predicate")
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     matched: set[str] = set()
-    for pattern in [given] if isinstance(given, str) else given:
+    for pattern in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
         if pattern == HEADS:
             matched |= _heads(model)
             continue
         if not isinstance(pattern, str):
-            raise DTypeError(f"{what} holds a {type(pattern).__name__}", expected="name patterns or a predicate")
+            raise DTypeError(f"{what} has a {type(pattern).__name__}", expected="name patterns or a predicate")
         found = [name for name in names if fnmatchcase(name, pattern)]
         if not found:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)

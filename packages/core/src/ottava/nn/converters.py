@@ -71,14 +71,11 @@ def converted(module: torch.nn.Module, name: str) -> Linear | str:
     made = module if isinstance(module, Linear) else _converter_of(type(module))(module, name)
     if isinstance(made, str):
         return made
-    cls = type(made)
-    what = f"the converter for {type(module).__name__} returned for {name!r} a {cls.__module__}.{cls.__qualname__}"
-    if not isinstance(made, Linear):
-        raise DTypeError(what, expected="an ottava.nn.Linear, or the reason for leaving the module alone as a string")
-    if {*map(id, made.parameters())} != {*map(id, module.parameters())}:
-        raise DTypeError(f"{what} with other parameters", expected="the module's own parameter objects")
-    if lacking := [key for key in ("in_features", "out_features", "weight", "bias") if not hasattr(made, key)]:
-        raise DTypeError(f"{what} without {', '.join(lacking)}", expected="what a torch.nn.Linear has")
+    own = isinstance(made, Linear) and {*map(id, made.parameters())} == {*map(id, module.parameters())}
+    if not own or not all(hasattr(made, key) for key in ("in_features", "out_features", "weight", "bias")):
+        what = f"the converter for {type(module).__name__} returned for {name!r} a {type(made).__name__}"
+        expected = "an ottava.nn.Linear of the module's own parameters, with what a torch.nn.Linear has, or a string"
+        raise DTypeError(what, expected=expected, remedy="a string says why the module is left alone")
     return made
 
 

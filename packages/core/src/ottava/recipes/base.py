@@ -5,6 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ottava.errors import DTypeError, OptionError, PluginError, translated
@@ -110,11 +111,7 @@ class Recipe(ABC):
 
     def same_as(self, other: "Recipe | None") -> bool:
         """Whether ``other`` says the same: the same object, or an equal one under an equal factory."""
-        return self is other or (other is not None and self.has_factory(other._factory) and bool(self == other))
-
-    def has_factory(self, factory: QuantizerFactory | None) -> bool:
-        """Whether ``factory``, or an equal one (a copy of one that is an object), is the one put over this recipe."""
-        return self._factory is factory or bool(self._factory == factory)
+        return self is other or (other is not None and self._factory == other._factory and bool(self == other))
 
     def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
         """Begin a step: called with every stateful state of this recipe that takes part.
@@ -151,6 +148,7 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
     """Build the recipe registered as ``name``, or from the recipe file whose path it is.
 
     A path has a suffix, which no name has: the recipe whose spec lists the suffix in ``file_suffixes`` reads the file.
+    Where the default of an option is the member of an enumeration or a tuple, a member's name or a list will do.
 
     Raises:
         RecipeNotFoundError, DuplicateRecipeError: no installed package provides it, or several claim the name.
@@ -168,10 +166,20 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
             signature.bind(**options)
         except TypeError as error:
             raise OptionError(f"recipe {name!r}: {error}", ", ".join(signature.parameters) or "no options") from None
-        made = factory(**options)
+        made = factory(**{key: _taken(signature, key, value) for key, value in options.items()})
         if not isinstance(made, Recipe):
             raise TypeError(f"an object of type {type(made).__name__} is no ottava.Recipe")
     return made
+
+
+def _taken(signature: inspect.Signature, option: str, value: Any) -> Any:
+    """An option, which may be as files and command lines write it, as a recipe takes it."""
+    default = getattr(signature.parameters.get(option), "default", None)
+    if isinstance(default, Enum) and isinstance(value, str) and not isinstance(value, Enum):
+        if value not in (members := type(default).__members__):
+            raise OptionError(f"{option} is {value!r}", expected=f"one of {', '.join(members)}")
+        return members[value]
+    return tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value
 
 
 def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:

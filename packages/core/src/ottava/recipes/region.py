@@ -85,7 +85,7 @@ class autocast(contextlib.ContextDecorator):
             # The same object each time: layers keep the state that it gave them.
             name = os.fspath(recipe)
             _remember_default(name)
-            recipe = registry.defaults[name][0]
+            recipe = _DEFAULTS[name][0]
         self._recipe = None if recipe is None else as_recipe(recipe)
         self._enabled, self._group, self._calibrating = enabled, amax_reduction_group, calibrating
 
@@ -129,15 +129,19 @@ class autocast(contextlib.ContextDecorator):
             region.step.begin(region.group, region.model, calibrated=True)
 
 
+# Recipes that were built with their defaults, each with what tells its file, and the packages, from later ones.
+_DEFAULTS: dict[str, tuple[Recipe, Any]] = {}
+
+
 # A compiled function may name its recipe: the registry is asked once, while the function is traced.
 @constant_to_compiler
 def _remember_default(name: str) -> bool:
-    """See that the registry's ``defaults`` has the recipe ``name``, of a file as it is now; raises as get_recipe."""
-    stamp = None
+    """See that ``_DEFAULTS`` has the recipe ``name``, of a file as it is now; raises as get_recipe."""
+    stamp: list[Any] = registry.plugin_statuses()
     if registry.is_path(name):
         with contextlib.suppress(OSError):
             found = os.stat(name)
-            stamp = found.st_mtime_ns, found.st_size
-    if name not in registry.defaults or registry.defaults[name][1] != stamp:
-        registry.defaults[name] = get_recipe(name), stamp
+            stamp += [found.st_mtime_ns, found.st_size]
+    if name not in _DEFAULTS or _DEFAULTS[name][1] != stamp:
+        _DEFAULTS[name] = get_recipe(name), stamp
     return True

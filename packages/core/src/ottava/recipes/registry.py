@@ -150,10 +150,6 @@ def _load() -> list[PluginStatus]:
     return statuses
 
 
-# Recipes that were built with their defaults, for code that names a recipe again and again (a region in a loop), each
-# with what tells its file from one that was written since.
-defaults: dict[str, tuple[Any, Any]] = {}
-
 _lock = threading.RLock()
 _loaded: list[PluginStatus] | None = None
 _loading = False
@@ -185,7 +181,6 @@ def reload() -> None:
     """Forget what was loaded; the next question looks again."""
     global _loaded
     _loaded = None
-    defaults.clear()
 
 
 def specs(kind: str) -> list[Any]:

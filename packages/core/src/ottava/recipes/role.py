@@ -44,12 +44,10 @@ class RecipeRule:
 
     Attributes:
         text: what it matches, for listings.
-        line: where it begins, from 1; None where the language of the file tells no lines.
-        place: the same in words: ``"line 4"``, or the path of its key, ``"layers[0]"``.
+        place: where it begins, in words: ``"line 4"``, or the path of its key, ``"layers[0]"``.
     """
 
     text: str
-    line: int | None = None
     place: str = ""
 
 
@@ -60,14 +58,12 @@ class Explanation:
     Attributes:
         rowwise: what is read along rows, in words: ``"current E4M3"``.
         columnwise: the same along columns.
-        line: the line of the recipe's file that says so; None without a file, and where its language tells no lines.
         rule: the rule that it belongs to; None for a default, and for recipes without rules.
         place: the place in the recipe's file in words: ``"line 4"``, or the path of a key, ``"layers[0].all"``.
     """
 
     rowwise: str
     columnwise: str
-    line: int | None = None
     rule: RecipeRule | None = None
     place: str = ""
 

@@ -87,8 +87,8 @@ class RecipeState:
         return self.is_of(recipe) and self.amax_reduction_group is amax_reduction_group
 
     def is_of(self, recipe: Any) -> bool:
-        """Whether it was made by an equal recipe, under the factory that the recipe has now."""
-        return self.recipe.same_as(recipe) and recipe.has_factory(self.factory)  # type: ignore[no-any-return]
+        """Whether it was made by an equal recipe, under a factory that equals the one that the recipe has now."""
+        return bool(self.recipe.same_as(recipe) and self.factory == recipe._factory)
 
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> "Quantizer":
         """The quantizer of ``tensor_type`` with these usages.

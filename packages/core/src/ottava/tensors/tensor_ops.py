@@ -17,7 +17,7 @@ from ottava.tensors.grid import Direction, empty
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor, implements
-from ottava.torch_private import aten_overloads, to_copy
+from ottava.torch_private import aten_overloads
 
 _aten, _of_all = torch.ops.aten, partial(implements, QuantizedTensor)
 _VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
@@ -43,8 +43,8 @@ def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     dtype = _new_dtype(tensor, kwargs)
     if dtype is None:
         return NotImplemented
-    given = {name: value for name, value in kwargs.items() if name not in ("dtype", "memory_format")}
-    moved: Any = tensor.apply_to_inner(lambda t: to_copy(t, **given))
+    given = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking") and value is not None}
+    moved: Any = tensor.apply_to_inner(lambda t: t.to(**given, copy=True))
     return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
 
 

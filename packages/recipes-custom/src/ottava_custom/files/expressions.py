@@ -87,7 +87,8 @@ class OfRecipe(Expression):
     def words(self, role: QuantizerRole) -> tuple[str, str]:
         """The recipe's own words, and the options of this place; a format shows in the former."""
         explained = self.recipe.explain(role)
-        options = [f"{key}={value}" for key, value in self.options if not isinstance(value, Enum)]
+        shown = [(key, value) for key, value in self.options if not isinstance(getattr(self.recipe, key, None), Enum)]
+        options = [f"{key}={value}" for key, value in shown]
         return ", ".join([explained.rowwise, *options]), ", ".join([explained.columnwise, *options])
 
 

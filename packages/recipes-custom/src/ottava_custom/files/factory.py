@@ -82,7 +82,7 @@ class FileFactory:
         rule, entry, _ = self._rules.chosen(role)
         rowwise, columnwise = entry.expression.words(role)
         described = None if rule is None else rule.described()
-        return Explanation(rowwise, columnwise, entry.place.line, described, entry.place.short)
+        return Explanation(rowwise, columnwise, described, entry.place.short)
 
     def rules(self) -> tuple[RecipeRule, ...]:
         """The rules, in the order of the file."""

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ottava.cli.options import OptionDefaults
 from ottava.errors import OptionError, RecipeNotFoundError
 from ottava.recipes.base import Recipe, get_recipe
 from ottava.recipes.registry import get_quantizer_factory, list_quantizer_factories, list_recipes
@@ -56,10 +55,9 @@ class Lookup:
         name, place = named.value, named.place
         self._check(place, name, "the name of a recipe")
         taken: dict[str, Any] = {}
-        defaults = OptionDefaults(name) if options else None
         for key, node in options.items():
             with self._source.at(node.place):
-                taken[key] = node.plain() if defaults is None else defaults.adapt(key, node.plain())
+                taken[key] = node.plain()
         built = name, repr(sorted(taken.items(), key=lambda item: item[0]))
         try:
             if "name" in taken:  # the one word that the registry keeps for itself

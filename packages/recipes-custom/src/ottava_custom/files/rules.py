@@ -76,7 +76,7 @@ class Rule:
 
     def described(self) -> RecipeRule:
         """For listings."""
-        return RecipeRule(", ".join(self.patterns), self.place.line, self.place.short)
+        return RecipeRule(", ".join(self.patterns), self.place.short)
 
 
 class _Taken:
