@@ -62,6 +62,8 @@ LAYOUTS = (
     Layout(FP8[0], (128, 128), columnwise="transposed"),
     Layout(torch.int8, (8, 64), rounding="floor"),
 )
+# Kernels of their own, for MX blocks and for one scale a tensor, serve a call that has no others.
+_ALIKE = {"mx": _MX, "tensors": tuple(Layout(f, (None, None)) for f in FP8), "any": ()}
 #: Label, number of dimensions, and what draws the input.
 Source = tuple[str, int, Callable[[Draw], Any]]
 # Many tensors at once. Their dtypes and formats follow from their numbers.
@@ -167,22 +169,18 @@ COMMON: Arguments = {
     "rowwise": partial(_pairs, direction=0),
     "columnwise": partial(_pairs, direction=1),
     "dtypes": lambda d, a, n: [FLOATS[(i // 2) % 3] for i in range(len(a["xs"]))],
-    "fp8_dtypes": lambda d, a, n: [FP8[i % 2] for i in range(len(a["xs"]))],
-    "layouts": lambda d, a, n: list(islice(cycle(_MX if a["_mx"] else LAYOUTS[n % 5 :]), len(a["xs"]))),
+    "layouts": lambda d, a, n: list(islice(cycle(_ALIKE[a["_alike"]] or LAYOUTS[n % 5 :]), len(a["xs"]))),
     "shapes": lambda d, a, n: [_matrix(n + i, x) for i, x in enumerate(a["xs"])],
     "starts": lambda d, a, n: [
         _one_of(n + i, math.prod(a["shapes"][i]) - x.numel() + 1) for i, x in enumerate(a["xs"])
     ],
-    "outs": lambda d, a, n: [d.result(x.shape, U8, i % 3) for i, x in enumerate(a["xs"])],
 }
 #: Kernel -> its arguments that are not as usual. Those that begin with _ are not given to it.
 OWN: dict[str, Arguments] = {
     "for_layers.cast": {"amax": lambda d, a, n: torch.tensor(0.5) if _one_of(n, 2) else None},  # with "saturated"
     "grid_decode": {"dtype": (*FLOATS, torch.float64)},
     "grid_scales": {"dtype": lambda d, a, n: FLOATS[n % 3]},
-    # Kernels of their own for MX blocks serve a call that has no others.
-    **{name: {"_mx": (True, False)} for name in ("grid_multi_amax", "grid_multi_cast")},
-    "multi_cast": {"scales": lambda d, a, n: d.values((len(a["xs"]),), F32)},
+    **{name: {"_alike": tuple(_ALIKE)} for name in ("grid_multi_amax", "grid_multi_cast")},
     "update_scales": {
         "_length": (1, 2, 16, 1024),
         "_counts": ((1,), (3, 1, 5), (0, 2), (3,) * 40, (300,)),
@@ -225,7 +223,7 @@ def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
     """By its name; what it declares of its arguments, and what else is drawn."""
     if not name.endswith(" into"):
         call = getattr(for_layers, name[11:]) if name.startswith("for_layers.") else getattr(kernels, name)
-        return call, {k: p.annotation for k, p in inspect.signature(call).parameters.items() if k != "checked"}, {}
+        return call, {k: p.annotation for k, p in inspect.signature(call).parameters.items()}, {}
     row = OPERATIONS[name.removesuffix(" into")]
     flags = dict.fromkeys(("force_pow_2", "rowwise", "columnwise", "transposed"), "bool")
 

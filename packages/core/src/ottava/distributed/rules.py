@@ -16,6 +16,8 @@ from ottava import kernels
 from ottava.collectives import all_gather, all_reduce_max, process_groups_ready
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError
+from ottava.kernels.backends import backend_module
+from ottava.kernels.checks import Shards
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, Size
 from ottava.tensors.quantizer import Quantizer
@@ -132,8 +134,8 @@ class GridBatch(ShardBatch):
         self._scales: Scales = rule.scales
         self._layout: Layout = quantizer.layout
         layout, matrices = self._layout, [job.matrix for job in jobs]
-        sources = [job.shard for job in jobs], [job.dtype for job in jobs]
-        self._places = (*sources, matrices, [job.start_offset for job in jobs], [layout] * len(jobs))
+        sources, starts = [job.shard for job in jobs], [job.start_offset for job in jobs]
+        self._shards = Shards(sources, [job.dtype for job in jobs], matrices, starts), [layout.text] * len(jobs)
         sides = (False,) if layout.square else (False, True)
         grids = [layout.grid(matrix, side, shared=True) for matrix in matrices for side in sides]
         lengths = [math.prod(grid) for grid in grids]
@@ -161,12 +163,10 @@ class GridBatch(ShardBatch):
                     self._spread += [(o, c, bool(columnwise), matrices[at]) for o, c in zip(own, common, strict=True)]
                 self._pairs[columnwise][at] = own[0], data[usage]
                 self._held += job.output.places(scales[usage] if usage in scales else scales["both"], own[-1])
-        # After a call that raised nothing the same arguments are not looked at again.
-        self._seen, self._cast = False, False
 
     def amaxes(self) -> torch.Tensor:
-        amaxes = kernels.grid_multi_amax(*self._places, checked=self._seen)
-        self._seen = True
+        amaxes = torch.zeros_like(self._made[0], dtype=torch.float32)
+        backend_module(amaxes.device.type).grid_multi_amax(*self._shards, amaxes)
         return amaxes
 
     def cast(self, amaxes: torch.Tensor) -> None:
@@ -177,8 +177,7 @@ class GridBatch(ShardBatch):
             spread.copy_(for_blocks(common, self._layout, columnwise, matrix))
         if self._held:
             foreach_copy_(*map(list, zip(*self._held, strict=True)))
-        kernels.grid_multi_cast(*self._places, *self._pairs, checked=self._cast)
-        self._cast = True
+        backend_module(amaxes.device.type).grid_multi_cast(*self._shards, *self._pairs)
         self.written()
 
 

@@ -19,7 +19,7 @@ from ottava.formats import fp8_format
 from ottava.kernels import backends, checks, products, table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
 from ottava.kernels.checks import HIGH_PRECISION, Maybe, Tensor, check_epsilon, check_grid, check_high_precision
-from ottava.kernels.multi import WHOLE, grid_amax_sizes, grid_multi_amax, grid_multi_cast, multi_amax, multi_cast
+from ottava.kernels.multi import WHOLE, grid_amax_sizes, grid_multi_amax, grid_multi_cast
 from ottava.layout import Layout
 from ottava.torch_private import graph_task_id
 
@@ -44,8 +44,6 @@ __all__ = [
     "grid_multi_cast",
     "grid_quantize",
     "grid_scales",
-    "multi_amax",
-    "multi_cast",
     "quantize",
     "scale_from_amax",
     "scaled_mm",
