@@ -115,14 +115,6 @@ def scales_of_layout(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[to
     return stored if scale is None else scale, stored
 
 
-def scales_by_format(
-    jobs: Sequence[ShardJob], amaxes: torch.Tensor, epsilon: float = 0.0, force_pow_2: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`ottava.kernels.scale_from_amax` of many weights of one FP8 format."""
-    quantizer: Any = jobs[0].quantizer
-    return kernels.scale_from_amax(amaxes, quantizer.fp8_dtype, epsilon, force_pow_2)
-
-
 class GridBatch(ShardBatch):
     """Shards of one layout. The amaxes of each weight are those of the blocks of rowwise data, then of columnwise data
     that are others."""
@@ -218,10 +210,6 @@ class GridShards(ShardRule):
 
     def rows_of_blocks(self, quantizer: Any) -> int:
         return math.lcm(*(rows for rows in self._heights(quantizer) if rows is not None))
-
-
-#: The rule of quantizers with one scale a tensor that a function of their own gives.
-PerTensorShards = GridShards
 
 
 class GatheredBatch:
