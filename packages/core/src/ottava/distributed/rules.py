@@ -19,7 +19,7 @@ from ottava.errors import DTypeError
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import Shards
 from ottava.kernels.reference import for_blocks
-from ottava.layout import Layout, Size
+from ottava.layout import Layout, Size, as_matrix_shape
 from ottava.tensors.quantizer import Quantizer
 from ottava.torch_private import foreach_copy_
 
@@ -125,7 +125,7 @@ class GridBatch(ShardBatch):
         rule: Any = rule_of(quantizer)
         self._scales: Scales = rule.scales
         self._layout: Layout = quantizer.layout
-        layout, matrices = self._layout, [job.matrix for job in jobs]
+        layout, matrices = self._layout, [as_matrix_shape(job.shape) for job in jobs]
         sources, starts = [job.shard for job in jobs], [job.start_offset for job in jobs]
         self._shards = Shards(sources, [job.dtype for job in jobs], matrices, starts), [layout.text] * len(jobs)
         sides = (False,) if layout.square else (False, True)

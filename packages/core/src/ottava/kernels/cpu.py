@@ -27,10 +27,6 @@ except ValueError:
 _cpu.connect(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), QUESTIONS)
 
 
-#: The instruction set that the kernels use.
-isa = _cpu.isa
-
-
 class _CPU(Compiled):
     native = _cpu
 
