@@ -14,7 +14,7 @@ import torch
 from benchmarks.on_gpu.exact import EXACT
 from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors, tensors
 from ottava import Layout, kernels
-from ottava.kernels import for_layers
+from ottava.kernels import for_layers, products
 from ottava.kernels.table import OPERATIONS
 from ottava.layout import grid_of
 
@@ -191,7 +191,7 @@ OWN: dict[str, Arguments] = {
         "last": lambda d, a, n: d.bits((sum(a["_counts"]),), F32).abs() if a["_last"] and not d.plain else None,
     },
     # Small integers, whose sums are exact in any order: the bytes are those of one rounding.
-    "scaled_mm": {
+    "products.product": {
         "_size": ((0, 4, 3), (4, 0, 3), (4, 3, 0), (1, 1, 1), (3, 5, 7), (17, 33, 65), (64, 128, 80)),
         "_operand": FLOATS[:2],
         **dict.fromkeys(("_scaled", "_biased"), (True, False)),
@@ -204,8 +204,9 @@ OWN: dict[str, Arguments] = {
 }
 
 
-#: Every kernel that ``ottava.kernels`` offers, the forms that layers call, and those that write into given outputs.
-_NAMES = {*kernels.__all__, *(f"for_layers.{name}" for name in ("cast", "grid_quantize", "quantize"))}
+#: Every kernel that ``ottava.kernels`` offers, the forms that layers and products call, and those that write into given
+#: outputs.
+_NAMES = {*kernels.__all__, "products.product", "for_layers.cast", "for_layers.grid_quantize", "for_layers.quantize"}
 _NAMES |= {f"{name} into" for name in OPERATIONS}
 _NAMES -= {"available_backends", "backend_for", "use_backend", "grid_amax_sizes", "HIGH_PRECISION"}
 KERNELS = sorted(name for name in _NAMES if not name.startswith("check_"))
@@ -222,7 +223,8 @@ def _asks(name: str, option: Args, dimensions: int) -> bool:
 def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
     """By its name; what it declares of its arguments, and what else is drawn."""
     if not name.endswith(" into"):
-        call = getattr(for_layers, name[11:]) if name.startswith("for_layers.") else getattr(kernels, name)
+        module, _, short = name.rpartition(".")
+        call = getattr({"": kernels, "for_layers": for_layers, "products": products}[module], short)
         return call, {k: p.annotation for k, p in inspect.signature(call).parameters.items()}, {}
     row = OPERATIONS[name.removesuffix(" into")]
     flags = dict.fromkeys(("force_pow_2", "rowwise", "columnwise", "transposed"), "bool")
@@ -276,7 +278,7 @@ def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any 
 
 def byte_cases(small: bool = False) -> dict[str, list[Case]]:
     """Of each kernel, whose bytes are to be the CPU backend's."""
-    oracles, shapes = {"scaled_mm": "reference"}, SMALL_SHAPES if small else SHAPES
+    oracles, shapes = {"products.product": "reference"}, SMALL_SHAPES if small else SHAPES
     return {name: kernel_cases(name, shapes, oracle=oracles.get(name, "cpu")) for name in KERNELS}
 
 
