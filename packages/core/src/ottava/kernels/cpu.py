@@ -4,6 +4,7 @@ The instruction set is chosen at run time; ``OTTAVA_ISA`` (``avx512``, ``avx2``,
 Thread counts follow ``torch.get_num_threads()``.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -33,7 +34,9 @@ class _CPU(Compiled):
     def place(self, x: Tensor) -> tuple[int, ...]:
         return (_threads(),)
 
-    def plan(self, text: str) -> Any:
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def plan(text: str) -> Any:
         """What the module is told of a layout, once."""
         layout, code, rule, sides = known(text)
         return _cpu.GridPlan(code, *rule, layout.finite_as == "input", *sides)
