@@ -44,7 +44,7 @@ def this_kind(threads: int) -> Kind:
     forced = " ".join(f"{name}={os.environ[name]}" for name in _FORCES if os.environ.get(name))
     # What holds oneDNN to fewer instructions may hold it to those without AMX; it stands in the kind's name then.
     amx = not os.environ.get("ONEDNN_MAX_CPU_ISA") and "amx_bf16" in _cpuinfo("flags").split()
-    return Kind(platform.machine(), cpu.isa(), mkldnn_bf16_supported(), threads, forced, amx)
+    return Kind(platform.machine(), cpu.BACKEND.native.isa(), mkldnn_bf16_supported(), threads, forced, amx)
 
 
 def _cpuinfo(field: str, path: Path = Path("/proc/cpuinfo")) -> str:

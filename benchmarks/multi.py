@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.kernels import MX, Buffers, copies, torch_mx
+from benchmarks.kernels import MX, TENSOR, Buffers, copies, torch_mx
 from benchmarks.timing import Row, Run, Timing
 from ottava import kernels
 from ottava.kernels import table as operations
+from ottava.kernels.backends import backend_module
+from ottava.kernels.checks import Shards
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 COUNT, SIZE = 400, 10_000
@@ -35,9 +37,10 @@ def _single(xs: Tensors, outs: Tensors) -> None:
 
 
 def _multi(xs: Tensors, outs: Tensors) -> None:
-    dtypes = [BF16] * len(xs)
-    scales, _ = kernels.scale_from_amax(kernels.multi_amax(xs, dtypes), E4M3)
-    kernels.multi_cast(xs, dtypes, scales, [E4M3] * len(xs), outs)
+    count = len(xs)
+    places = xs, [BF16] * count, [(1, x.numel()) for x in xs], [0] * count, [TENSOR] * count
+    scales, _ = kernels.scale_from_amax(kernels.grid_multi_amax(*places), E4M3)
+    kernels.grid_multi_cast(*places, list(zip(scales.view(-1, 1, 1).unbind(), outs, strict=True)), [None] * count)
 
 
 def _mx_eager(xs: Tensors, rowwise: list[Buffers], columnwise: list[Buffers]) -> None:
@@ -127,12 +130,14 @@ def calls(device: torch.device, count: int = 200, size: int = 1 << 18, steps: in
     xs, outs = torch.randn(count, size, device=device), torch.empty(count, size, dtype=torch.uint8, device=device)
     slots, histories = torch.ones(count, 3, device=device), torch.rand(count, steps, 3, device=device)
     x, out, slot, history = (list(tensor.unbind()) for tensor in (xs, outs, slots, histories))
-    dtypes, formats, scales = [BF16] * count, [E4M3] * count, torch.full((count,), 50.0, device=device)
+    shards = Shards(x, [BF16] * count, [(1, size)] * count, [0] * count)
+    texts, pairs = [TENSOR.text] * count, [(torch.full((1, 1), 50.0, device=device), each) for each in out]
+    amaxes, backend = torch.zeros(count, device=device), backend_module(device.type)
     # As after a reduction over ranks: a history whose first row was taken is all zeros, and nothing moves.
     last, maxima = torch.rand(3 * count, device=device) + 0.5, [448.0] * (3 * count)
     runs: dict[str, tuple[int, Run]] = {
-        "multi_amax": (4 * xs.numel(), lambda: kernels.multi_amax(x, dtypes, checked=True)),
-        "multi_cast": (5 * xs.numel(), lambda: kernels.multi_cast(x, dtypes, scales, formats, out, checked=True)),
+        "multi_amax": (4 * xs.numel(), lambda: backend.grid_multi_amax(shards, texts, amaxes)),
+        "multi_cast": (5 * xs.numel(), lambda: backend.grid_multi_cast(shards, texts, pairs, [None] * count)),
         "update_scales": (8 * histories.numel(), lambda: kernels.update_scales(slot, history, maxima, last=last)),
     }
     return [

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.on_gpu.runner import Tensor, Tensors, fill
+from benchmarks.on_gpu.runner import Tensor, Tensors
 from ottava import Layout
 
 F32, U8 = torch.float32, torch.uint8
@@ -130,10 +130,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "decode": lambda data, scale_inv, fp8_dtype, dtype: _float32(
         torch.mul, data.view(fp8_dtype), _ONE if scale_inv is None else scale_inv
     ).to(dtype),
-    "multi_amax": lambda xs, dtypes: torch.stack([_amax(x.to(dtype)) for x, dtype in zip(xs, dtypes, strict=True)]),
-    "multi_cast": lambda outs, **a: fill(
-        outs, list(map(_cast, map(Tensor.to, a["xs"], a["dtypes"]), a["scales"], a["fp8_dtypes"]))
-    ),
     "grid_decode": _grid_decode,
     "grid_quantize": _grid_quantize,
     "quantize": _per_tensor,

@@ -14,7 +14,7 @@ import torch
 from benchmarks.on_gpu.exact import EXACT
 from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors, tensors
 from ottava import Layout, kernels
-from ottava.kernels import for_layers
+from ottava.kernels import for_layers, products
 from ottava.kernels.table import OPERATIONS
 from ottava.layout import grid_of
 
@@ -62,6 +62,8 @@ LAYOUTS = (
     Layout(FP8[0], (128, 128), columnwise="transposed"),
     Layout(torch.int8, (8, 64), rounding="floor"),
 )
+# Kernels of their own, for MX blocks and for one scale a tensor, serve a call that has no others.
+_ALIKE = {"mx": _MX, "tensors": tuple(Layout(f, (None, None)) for f in FP8), "any": ()}
 #: Label, number of dimensions, and what draws the input.
 Source = tuple[str, int, Callable[[Draw], Any]]
 # Many tensors at once. Their dtypes and formats follow from their numbers.
@@ -167,22 +169,18 @@ COMMON: Arguments = {
     "rowwise": partial(_pairs, direction=0),
     "columnwise": partial(_pairs, direction=1),
     "dtypes": lambda d, a, n: [FLOATS[(i // 2) % 3] for i in range(len(a["xs"]))],
-    "fp8_dtypes": lambda d, a, n: [FP8[i % 2] for i in range(len(a["xs"]))],
-    "layouts": lambda d, a, n: list(islice(cycle(_MX if a["_mx"] else LAYOUTS[n % 5 :]), len(a["xs"]))),
+    "layouts": lambda d, a, n: list(islice(cycle(_ALIKE[a["_alike"]] or LAYOUTS[n % 5 :]), len(a["xs"]))),
     "shapes": lambda d, a, n: [_matrix(n + i, x) for i, x in enumerate(a["xs"])],
     "starts": lambda d, a, n: [
         _one_of(n + i, math.prod(a["shapes"][i]) - x.numel() + 1) for i, x in enumerate(a["xs"])
     ],
-    "outs": lambda d, a, n: [d.result(x.shape, U8, i % 3) for i, x in enumerate(a["xs"])],
 }
 #: Kernel -> its arguments that are not as usual. Those that begin with _ are not given to it.
 OWN: dict[str, Arguments] = {
     "for_layers.cast": {"amax": lambda d, a, n: torch.tensor(0.5) if _one_of(n, 2) else None},  # with "saturated"
     "grid_decode": {"dtype": (*FLOATS, torch.float64)},
     "grid_scales": {"dtype": lambda d, a, n: FLOATS[n % 3]},
-    # Kernels of their own for MX blocks serve a call that has no others.
-    **{name: {"_mx": (True, False)} for name in ("grid_multi_amax", "grid_multi_cast")},
-    "multi_cast": {"scales": lambda d, a, n: d.values((len(a["xs"]),), F32)},
+    **{name: {"_alike": tuple(_ALIKE)} for name in ("grid_multi_amax", "grid_multi_cast")},
     "update_scales": {
         "_length": (1, 2, 16, 1024),
         "_counts": ((1,), (3, 1, 5), (0, 2), (3,) * 40, (300,)),
@@ -193,7 +191,7 @@ OWN: dict[str, Arguments] = {
         "last": lambda d, a, n: d.bits((sum(a["_counts"]),), F32).abs() if a["_last"] and not d.plain else None,
     },
     # Small integers, whose sums are exact in any order: the bytes are those of one rounding.
-    "scaled_mm": {
+    "products.product": {
         "_size": ((0, 4, 3), (4, 0, 3), (4, 3, 0), (1, 1, 1), (3, 5, 7), (17, 33, 65), (64, 128, 80)),
         "_operand": FLOATS[:2],
         **dict.fromkeys(("_scaled", "_biased"), (True, False)),
@@ -206,8 +204,9 @@ OWN: dict[str, Arguments] = {
 }
 
 
-#: Every kernel that ``ottava.kernels`` offers, the forms that layers call, and those that write into given outputs.
-_NAMES = {*kernels.__all__, *(f"for_layers.{name}" for name in ("cast", "grid_quantize", "quantize"))}
+#: Every kernel that ``ottava.kernels`` offers, the forms that layers and products call, and those that write into given
+#: outputs.
+_NAMES = {*kernels.__all__, "products.product", "for_layers.cast", "for_layers.grid_quantize", "for_layers.quantize"}
 _NAMES |= {f"{name} into" for name in OPERATIONS}
 _NAMES -= {"available_backends", "backend_for", "use_backend", "grid_amax_sizes", "HIGH_PRECISION"}
 KERNELS = sorted(name for name in _NAMES if not name.startswith("check_"))
@@ -224,8 +223,9 @@ def _asks(name: str, option: Args, dimensions: int) -> bool:
 def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
     """By its name; what it declares of its arguments, and what else is drawn."""
     if not name.endswith(" into"):
-        call = getattr(for_layers, name[11:]) if name.startswith("for_layers.") else getattr(kernels, name)
-        return call, {k: p.annotation for k, p in inspect.signature(call).parameters.items() if k != "checked"}, {}
+        module, _, short = name.rpartition(".")
+        call = getattr({"": kernels, "for_layers": for_layers, "products": products}[module], short)
+        return call, {k: p.annotation for k, p in inspect.signature(call).parameters.items()}, {}
     row = OPERATIONS[name.removesuffix(" into")]
     flags = dict.fromkeys(("force_pow_2", "rowwise", "columnwise", "transposed"), "bool")
 
@@ -278,7 +278,7 @@ def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any 
 
 def byte_cases(small: bool = False) -> dict[str, list[Case]]:
     """Of each kernel, whose bytes are to be the CPU backend's."""
-    oracles, shapes = {"scaled_mm": "reference"}, SMALL_SHAPES if small else SHAPES
+    oracles, shapes = {"products.product": "reference"}, SMALL_SHAPES if small else SHAPES
     return {name: kernel_cases(name, shapes, oracle=oracles.get(name, "cpu")) for name in KERNELS}
 
 

@@ -37,12 +37,6 @@ KERNELS: dict[str, tuple[type[OttavaError], Callable[[], Any]]] = {
     "decode dtype": (DTypeError, lambda: kernels.decode(CODES, ONE, E4M3, torch.int32)),
     "decode codes": (DTypeError, lambda: kernels.decode(X, ONE, E4M3, torch.float32)),
     "scale_from_amax": (DTypeError, lambda: kernels.scale_from_amax(ONE.double(), E4M3)),
-    "mm bias size": (ShapeError, lambda: kernels.scaled_mm(X, X.t(), None, None, torch.ones(1), torch.bfloat16)),
-    "mm scale size": (ShapeError, lambda: kernels.scaled_mm(X, X.t(), torch.ones(0), None, None, torch.bfloat16)),
-    "mm scale device": (DeviceError, lambda: kernels.scaled_mm(X, X.t(), ONE.to("meta"), None, None, X.dtype)),
-    "mm shapes": (ShapeError, lambda: kernels.scaled_mm(X, X, None, None, None, X.dtype)),
-    "mm dtypes": (DTypeError, lambda: kernels.scaled_mm(X, X.t().half(), None, None, None, X.dtype)),
-    "mm result": (DTypeError, lambda: kernels.scaled_mm(X, X.t(), None, None, None, torch.int32)),
     "backend": (BackendError, lambda: use_backend([]).__enter__()),
 }
 

@@ -14,7 +14,8 @@ from ottava import Layout, kernels
 from ottava import gemm as products
 from ottava.gemm import Operand, decoded_mm, gemm, multiply, scaled
 from ottava.kernels import products as dense
-from ottava.kernels import scaled_mm, use_backend
+from ottava.kernels import use_backend
+from ottava.kernels.products import scaled_mm
 from ottava.tensors import Float8TensorStorage
 from ottava.tensors.grid import GridTensorStorage
 from tests.choosing import cpu_products, scaled_products

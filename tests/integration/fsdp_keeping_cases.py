@@ -30,6 +30,7 @@ from random_weights import E4M3, OneScaleQuantizer, RowAmaxQuantizer, RowQuantiz
 from sampling import each, pairs, some
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ottava
@@ -295,6 +296,11 @@ def refused(mesh: Any) -> None:
             layer.bind(None)
     with pytest.raises(UsageError, match="no recipe is bound"):
         net(next(batches(1))[0])
+    # A dtype that nothing is quantized from.
+    for recipe in RECIPES:
+        net = sharded(made(recipe, gathered=True), mesh, "root", mp_policy=MixedPrecisionPolicy(torch.float64))
+        with pytest.raises(DTypeError, match=r"gathered in torch\.float64"):
+            net(next(batches(1))[0])
     # Columns in place of rows; and what torch does not do for tensors that gather themselves.
     for recipe in RECIPES:
         net = sharded(made(recipe, gathered=True), mesh, "root", shard_placement_fn=by_columns)

@@ -9,8 +9,8 @@ import torch
 from conftest import SampleQuantizer
 from rows import OneScaleQuantizer, RowQuantizer
 
-from ottava import Quantizer
-from ottava.distributed import PerTensorShards, ShardJob, ShardRule, quantize_master_weights, rule_of, scales_by_format
+from ottava import Quantizer, kernels
+from ottava.distributed import GridShards, ShardJob, ShardRule, quantize_master_weights, rule_of
 from ottava.distributed.rules import ShardBatches
 from ottava.distributed.shards import shard_output
 from ottava.errors import DTypeError
@@ -20,7 +20,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Declared(SampleQuantizer):
-    shards = PerTensorShards(scales_by_format)
+    shards = GridShards(lambda jobs, amaxes: kernels.scale_from_amax(amaxes, E4M3))
 
 
 class SameQuantization(Declared):
@@ -61,7 +61,7 @@ def test_a_class_is_not_rewritten() -> None:
 
 def test_what_is_no_rule_is_refused() -> None:
     class Wrong(SampleQuantizer):
-        shards = PerTensorShards
+        shards = GridShards
 
     weight = Wrong(E4M3).quantize(torch.zeros(2, 2))
     with pytest.raises(DTypeError, match=r"Wrong.shards is a type.*an ottava.distributed.ShardRule"):
@@ -84,8 +84,8 @@ class WithEpsilon(SampleQuantizer):
     """Its scales follow an option."""
 
     epsilon = 0.0
-    shards = PerTensorShards(
-        lambda jobs, amaxes: scales_by_format(jobs, amaxes, jobs[0].quantizer.epsilon),  # type: ignore[attr-defined]
+    shards = GridShards(
+        lambda jobs, amaxes: kernels.scale_from_amax(amaxes, E4M3, jobs[0].quantizer.epsilon),  # type: ignore[attr-defined]
         options=("epsilon",),
     )
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from mx_arrays import mx
 from sequential_grid import serving_cpu
+from whole_tensors import multi_amax, multi_cast
 
 from ottava import kernels
 from ottava.distributed import quantize_master_weights
@@ -67,13 +68,13 @@ def on_cpu(function: Any, *arguments: Any) -> Any:
 
 
 def check_cast(xs: list[Tensor], dtypes: list[torch.dtype], formats: list[torch.dtype], offsets: list[int]) -> None:
-    amaxes = kernels.multi_amax(xs, dtypes)
-    assert torch.equal(amaxes, on_cpu(kernels.multi_amax, xs, dtypes))
+    amaxes = multi_amax(xs, dtypes)
+    assert torch.equal(amaxes, on_cpu(multi_amax, xs, dtypes))
     scales = torch.linspace(0.25, 300.0, len(xs))
     places = [bytes_at(x.numel(), offset) for x, offset in zip(xs, offsets, strict=True)]
-    kernels.multi_cast(xs, dtypes, scales, formats, [out for _, out in places])
+    multi_cast(xs, dtypes, scales, formats, [out for _, out in places])
     expected = [torch.empty(x.numel(), dtype=torch.uint8) for x in xs]
-    on_cpu(kernels.multi_cast, xs, dtypes, scales, formats, expected)
+    on_cpu(multi_cast, xs, dtypes, scales, formats, expected)
     for (room, out), wanted in zip(places, expected, strict=True):
         assert torch.equal(out, wanted)
         assert untouched(room, out)
@@ -209,8 +210,8 @@ def test_the_update_of_all_slots(grid: None, counts: list[int], length: int, giv
 
 def test_nothing_without_tensors(grid: None) -> None:
     kernels.update_scales([], [], [])
-    assert kernels.multi_amax([torch.empty(0)] * 3, DTYPES).tolist() == [0.0] * 3
-    kernels.multi_cast([torch.empty(0)], [DTYPES[0]], torch.ones(1), [E4M3], [torch.empty(0, dtype=torch.uint8)])
+    assert multi_amax([torch.empty(0)] * 3, DTYPES).tolist() == [0.0] * 3
+    multi_cast([torch.empty(0)], [DTYPES[0]], torch.ones(1), [E4M3], [torch.empty(0, dtype=torch.uint8)])
     assert kernels.grid_multi_amax([torch.empty(0)], [DTYPES[0]], [(2, 3)], [4], [mx(E4M3)]).tolist() == [0.0] * 5
     kernels.grid_multi_cast([torch.ones(4)], [DTYPES[0]], [(2, 3)], [1], [mx(E4M3)], [None], [None])
 

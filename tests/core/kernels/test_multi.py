@@ -17,6 +17,7 @@ from comparing import assert_same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mx_arrays import mx
+from whole_tensors import multi_amax, multi_cast
 
 from ottava import kernels
 from tests.core.conftest import FP8_DTYPES
@@ -80,14 +81,14 @@ def test_shards_have_the_bytes_of_the_whole(code_path: str, data: Any) -> None:
     weight = sample(count, data.draw(st.integers(0, 9), "seed"), data.draw(st.sampled_from([0.0, 0.3]), "special"))
     ranges = shard_ranges(count, data.draw(st.lists(st.integers(0, 9000), max_size=6), "cuts"))
     xs = [weight[place] for place in ranges]
-    seen = kernels.multi_amax(xs, [dtype] * len(xs))
+    seen = multi_amax(xs, [dtype] * len(xs))
     expected = [np.nanmax(np.abs(rounded(x, dtype)), initial=0.0) for x in xs]
     assert seen.tolist() == expected
     scale, _ = kernels.scale_from_amax(seen.max(), fp8)
     codes, _, whole_scale, _, amax = kernels.quantize(weight.to(dtype), fp8)
     assert (seen.max(), scale) == (amax, whole_scale)
     places = Places([x.numel() for x in xs])
-    kernels.multi_cast(xs, [dtype] * len(xs), scale.expand(len(xs)), [fp8] * len(xs), places.outs)
+    multi_cast(xs, [dtype] * len(xs), scale.expand(len(xs)), [fp8] * len(xs), places.outs)
     assert torch.equal(torch.cat(places.outs), codes)
     assert places.untouched()
     if count < 100:
@@ -99,7 +100,7 @@ def test_elements_are_rounded_before_the_cast(code_path: str, fmt: str) -> None:
     ties = torch.tensor([oracle.decode(code, fmt) + oracle.decode(code + 1, fmt) for code in range(0x30, 0x50)]) / 2
     x = torch.cat([ties * sign * (1 + step * 2.0**-20) for sign in (1, -1) for step in (-1, 0, 1)])
     outs = [torch.empty(x.numel(), dtype=torch.uint8) for _ in DTYPES]
-    kernels.multi_cast([x] * 3, DTYPES, torch.ones(3), [FP8_DTYPES[fmt]] * 3, outs)
+    multi_cast([x] * 3, DTYPES, torch.ones(3), [FP8_DTYPES[fmt]] * 3, outs)
     for dtype, out in zip(DTYPES, outs, strict=True):
         assert out.tolist() == [oracle.encode(float(v), fmt) for v in rounded(x, dtype)]
     assert torch.equal(outs[1], outs[2])
@@ -144,13 +145,13 @@ def test_a_mixed_list(code_path: str) -> None:
 
 def check_mixed_list() -> None:
     xs, dtypes, formats = mixed(3)
-    amaxes = kernels.multi_amax(xs, dtypes)
+    amaxes = multi_amax(xs, dtypes)
     assert not amaxes.requires_grad
     wanted = [x.detach().to(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
     assert amaxes.tolist() == [kernels.amax(x).item() for x in wanted]
     scales = torch.tensor([0.0, math.nan, math.inf, -2.0, 1e-30, *np.linspace(0.1, 900, len(xs) - 5).tolist()])
     places = Places([x.numel() for x in xs], 5, 1)
-    kernels.multi_cast(xs, dtypes, scales, formats, places.outs)
+    multi_cast(xs, dtypes, scales, formats, places.outs)
     for x, scale, fp8, out in zip(wanted, scales, formats, places.outs, strict=True):
         assert torch.equal(out, kernels.cast(x, scale, fp8).flatten())
     assert places.untouched()
@@ -164,7 +165,7 @@ def test_results_larger_than_the_caches(on_every_isa: Callable[..., None]) -> No
     def run() -> None:
         for first in (0, 1):
             places = Places([x.numel() for x in xs], first, 0)
-            kernels.multi_cast(xs, DTYPES, scales, formats, places.outs)
+            multi_cast(xs, DTYPES, scales, formats, places.outs)
             for x, dtype, scale, fp8, out in zip(xs, DTYPES, scales, formats, places.outs, strict=True):
                 assert_same(out, kernels.cast(x.to(dtype), scale, fp8), x, first)
             assert places.untouched()
@@ -368,7 +369,5 @@ def test_large_matrices(on_every_isa: Callable[..., None]) -> None:
 
 
 def test_empty_lists(code_path: str) -> None:
-    assert kernels.multi_amax([], []).shape == (0,)
     assert kernels.grid_multi_amax([], [], [], [], []).shape == (0,)
-    kernels.multi_cast([], [], torch.ones(0), [], [])
     kernels.grid_multi_cast([], [], [], [], [], [], [])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ottava import kernels
-from ottava.distributed import GridShards, ShardJob, ShardRule, reduce_amax, scales_by_format
+from ottava.distributed import GridShards, ShardJob, ShardRule, reduce_amax
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import for_layers
@@ -22,7 +22,7 @@ def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tenso
     quantizers: list[Any] = [job.quantizer for job in jobs]
     scale = torch.stack([quantizer.scale.reshape(()) for quantizer in quantizers])
     if any(quantizer.fits for quantizer in quantizers):
-        own, _ = scales_by_format(jobs, amaxes)
+        own, _ = kernels.scale_from_amax(amaxes, quantizers[0].fp8_dtype)
         for place in [place for place, quantizer in enumerate(quantizers) if quantizer.unset]:
             quantizers[place].scale.copy_(own[place].reshape(quantizers[place].scale.shape))
             quantizers[place].unset = False

@@ -48,9 +48,9 @@ def _backend(name: str, status: str) -> Check:
     ok, detail, gpus = status == "available", status, ", ".join(_gpus())
     # One that is not available cannot be imported.
     if ok and name == "cpu":
-        from ottava.kernels import cpu
+        from ottava import _cpu
 
-        detail = f"{status}, instruction set {cpu.isa()}"
+        detail = f"{status}, instruction set {_cpu.isa()}"
     elif ok and name == "cuda":
         from ottava import _cuda
 

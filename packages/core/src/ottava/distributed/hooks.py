@@ -25,6 +25,7 @@ from ottava.distributed import fsdp2
 from ottava.distributed.rules import ShardBatches, rule_of
 from ottava.distributed.shards import ShardJob, check_blocks, shard_output
 from ottava.errors import DTypeError, ShapeError, UsageError, listed
+from ottava.kernels.checks import check_dtype, check_high_precision
 from ottava.tensors import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer, StorageSpec
 from ottava.torch_private import KNOWS_BACKWARD, disabled_torch_function, graph_task_id, make_wrapper_subclass, tree_map
 
@@ -333,9 +334,11 @@ def _quantize_together(parameters: Sequence[Any], param_dtype: torch.dtype | Non
         dtype, quantizer = param_dtype or values.dtype, _quantizer_of(module).with_usage(True, True)
         if not _gathers_quantized(quantizer, size, world):
             continue
+        check_dtype(dtype, "a weight would be gathered in")
         if rule_of(quantizer).independent_rows(quantizer) is not None:
             local = quantizer.quantize_impl(values.to(dtype), dtype)
         else:
+            check_high_precision(values, "a sharded weight")
             start = min(rank * math.ceil(size[0] / world), size[0]) * math.prod(size[1:])
             local = quantizer.make_empty(values.shape, dtype=dtype, device=values.device)
             output = shard_output(local, size, start, values.numel(), "a sharded weight")

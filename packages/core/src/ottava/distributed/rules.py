@@ -16,8 +16,10 @@ from ottava import kernels
 from ottava.collectives import all_gather, all_reduce_max, process_groups_ready
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError
+from ottava.kernels.backends import backend_module
+from ottava.kernels.checks import Shards
 from ottava.kernels.reference import for_blocks
-from ottava.layout import Layout, Size
+from ottava.layout import Layout, Size, as_matrix_shape
 from ottava.tensors.quantizer import Quantizer
 from ottava.torch_private import foreach_copy_
 
@@ -113,14 +115,6 @@ def scales_of_layout(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[to
     return stored if scale is None else scale, stored
 
 
-def scales_by_format(
-    jobs: Sequence[ShardJob], amaxes: torch.Tensor, epsilon: float = 0.0, force_pow_2: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`ottava.kernels.scale_from_amax` of many weights of one FP8 format."""
-    quantizer: Any = jobs[0].quantizer
-    return kernels.scale_from_amax(amaxes, quantizer.fp8_dtype, epsilon, force_pow_2)
-
-
 class GridBatch(ShardBatch):
     """Shards of one layout. The amaxes of each weight are those of the blocks of rowwise data, then of columnwise data
     that are others."""
@@ -131,9 +125,9 @@ class GridBatch(ShardBatch):
         rule: Any = rule_of(quantizer)
         self._scales: Scales = rule.scales
         self._layout: Layout = quantizer.layout
-        layout, matrices = self._layout, [job.matrix for job in jobs]
-        sources = [job.shard for job in jobs], [job.dtype for job in jobs]
-        self._places = (*sources, matrices, [job.start_offset for job in jobs], [layout] * len(jobs))
+        layout, matrices = self._layout, [as_matrix_shape(job.shape) for job in jobs]
+        sources, starts = [job.shard for job in jobs], [job.start_offset for job in jobs]
+        self._shards = Shards(sources, [job.dtype for job in jobs], matrices, starts), [layout.text] * len(jobs)
         sides = (False,) if layout.square else (False, True)
         grids = [layout.grid(matrix, side, shared=True) for matrix in matrices for side in sides]
         lengths = [math.prod(grid) for grid in grids]
@@ -161,12 +155,10 @@ class GridBatch(ShardBatch):
                     self._spread += [(o, c, bool(columnwise), matrices[at]) for o, c in zip(own, common, strict=True)]
                 self._pairs[columnwise][at] = own[0], data[usage]
                 self._held += job.output.places(scales[usage] if usage in scales else scales["both"], own[-1])
-        # After a call that raised nothing the same arguments are not looked at again.
-        self._seen, self._cast = False, False
 
     def amaxes(self) -> torch.Tensor:
-        amaxes = kernels.grid_multi_amax(*self._places, checked=self._seen)
-        self._seen = True
+        amaxes = torch.zeros_like(self._made[0], dtype=torch.float32)
+        backend_module(amaxes.device.type).grid_multi_amax(*self._shards, amaxes)
         return amaxes
 
     def cast(self, amaxes: torch.Tensor) -> None:
@@ -177,8 +169,7 @@ class GridBatch(ShardBatch):
             spread.copy_(for_blocks(common, self._layout, columnwise, matrix))
         if self._held:
             foreach_copy_(*map(list, zip(*self._held, strict=True)))
-        kernels.grid_multi_cast(*self._places, *self._pairs, checked=self._cast)
-        self._cast = True
+        backend_module(amaxes.device.type).grid_multi_cast(*self._shards, *self._pairs)
         self.written()
 
 
@@ -219,10 +210,6 @@ class GridShards(ShardRule):
 
     def rows_of_blocks(self, quantizer: Any) -> int:
         return math.lcm(*(rows for rows in self._heights(quantizer) if rows is not None))
-
-
-#: The rule of quantizers with one scale a tensor that a function of their own gives.
-PerTensorShards = GridShards
 
 
 class GatheredBatch:

@@ -85,11 +85,6 @@ class ShardJob:
     start_offset: int
     output: ShardOutput
 
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """The shape as rows and columns."""
-        return (math.prod(self.shape[:-1]), self.shape[-1]) if self.shape else (1, 1)
-
     def rounded(self) -> torch.Tensor:
         """The shard in the weight's nominal dtype."""
         return self.shard.to(self.dtype)

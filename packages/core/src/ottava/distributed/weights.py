@@ -107,8 +107,7 @@ class MasterWeights:
         for entries in (self.quantizers, self.start_offsets, self.fsdp_shard_model_weights):
             lists.append([entries] * count if isinstance(entries, Quantizer | None) else entries)
         for name, entries in zip(_LISTS, lists, strict=True):
-            if not isinstance(entries, (list, tuple)):
-                raise DTypeError(f"{name} is a {type(entries).__name__}", expected="a list, an entry for each weight")
+            _check_kind(entries, (list, tuple), name, "a list, an entry for each weight")
             if len(entries) != count:
                 raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
         with torch.no_grad():
@@ -161,8 +160,7 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     """
     weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
     for weight in weights:
-        if not isinstance(weight, (torch.Tensor, QuantizedTensorStorage)):
-            raise DTypeError(f"a weight is a {type(weight).__name__}", expected="a list of tensors")
+        _check_kind(weight, (torch.Tensor, QuantizedTensorStorage), "a weight", "a list of tensors")
     with torch.no_grad():
         for local in map(local_tensor, weights):
             if isinstance(local, QuantizedTensorStorage):
@@ -183,8 +181,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor 
         DTypeError, ShapeError, DeviceError: it is not. All are ValueErrors, and nothing has been written.
         UsageError: the tensor holds no elements, or they are not contiguous.
     """
-    if not isinstance(tensor, QuantizedTensorStorage):
-        raise DTypeError(f"a {type(tensor).__name__} has no raw data", expected="a quantized tensor")
+    _check_kind(tensor, QuantizedTensorStorage, "the tensor", "a quantized tensor, which has raw data")
     buffers = list(new_raw_data) if isinstance(new_raw_data, (list, tuple)) else [new_raw_data]
     if tensor._whole is not None:
         raise UsageError(f"this {type(tensor).__name__} is a view of another", "a whole tensor", "give the whole one")
@@ -212,9 +209,14 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None
     Raises:
         DTypeError: ``x`` is something else.
     """
-    if x is not None and not isinstance(x, (Quantizer, QuantizedTensorStorage, torch.Tensor)):
-        raise DTypeError(f"{type(x).__name__} is neither quantizer nor tensor", "a quantizer, a tensor or None")
+    kinds = Quantizer, QuantizedTensorStorage, torch.Tensor, type(None)
+    _check_kind(x, kinds, "x", "a quantizer, a tensor or None")
     return isinstance(x, (Quantizer, QuantizedTensorStorage)) and x.custom
+
+
+def _check_kind(value: Any, kinds: Any, what: str, expected: str, remedy: str = "") -> None:
+    if not isinstance(value, kinds):
+        raise DTypeError(f"{what} is a {type(value).__name__}", expected, remedy)
 
 
 class _Weight:
@@ -226,13 +228,11 @@ class _Weight:
     ) -> None:
         self.what, self.storage, (rows, self.group) = what, local_tensor(weight), _rows_of(weight, what)
         storage = self.storage
-        if not isinstance(storage, QuantizedTensorStorage):
-            raise DTypeError(f"{what} is a {type(storage).__name__}", "a quantized tensor", "leave it to its optimizer")
+        _check_kind(storage, QuantizedTensorStorage, what, "a quantized tensor", "leave it to its optimizer")
         quantizer = storage._quantizer if quantizer is None else quantizer
         if quantizer is None:
             raise UsageError(f"{what} has no quantizer", remedy="pass quantizers, or set one with update_quantizer()")
-        if not isinstance(quantizer, Quantizer):
-            raise DTypeError(f"the quantizer of {what} is a {type(quantizer).__name__}", expected="an ottava.Quantizer")
+        _check_kind(quantizer, Quantizer, f"the quantizer of {what}", "an ottava.Quantizer")
         self.shape, held = tuple(weight.size()), None if master is None else local_tensor(master)
         if isinstance(held, QuantizedTensorStorage):
             raise DTypeError(f"the master of {what} is quantized", expected="a dense tensor, or None for no shard")

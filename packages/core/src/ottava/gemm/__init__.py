@@ -19,7 +19,7 @@ from ottava.gemm.scaled import Operand, define, operand_of, product_of
 from ottava.kernels import backends, check_high_precision
 from ottava.kernels import products as dense
 from ottava.kernels.backends import backend_for, backend_module
-from ottava.kernels.checks import check_bias, check_device, check_dtype
+from ottava.kernels.checks import check_dtype, check_fits
 from ottava.kernels.compiled import DTYPE_CODES, known
 from ottava.kernels.direct import is_direct
 from ottava.kernels.table import rounded
@@ -86,13 +86,10 @@ def gemm(
         what = f"{gemm_type} of {tuple(a.size())} and {tuple(b.size())}: reduced dimensions {inner} and {reduced}"
         raise ShapeError(what, expected="equal ones")
     if bias is not None:
-        check_bias(bias, columns, a.device)
+        check_fits(bias, (columns,), a.device, "bias")
         bias = bias.detach()
     if out is not None:
-        check_high_precision(out, "out")
-        if tuple(out.shape) != (rows, columns):
-            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str((rows, columns)))
-        check_device(out, a.device, "out")
+        check_fits(out, (rows, columns), a.device, "out")
     check_dtype(out_dtype if out is None else out.dtype, "result dtype")
     return multiply(a, b, gemm_type, out_dtype, bias, out, accumulate, use_split_accumulator)
 

@@ -288,7 +288,7 @@ def _blocks(operand: Operand) -> _Blocks | None:
 
 def _in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, fast: bool) -> Tensor:
     left, scale_a, of_a = _for_library(a)
-    right, scale_b, of_b = _for_library(b) if a.columnwise else _kept(b)
+    right, scale_b, of_b = _for_library(b) if a.columnwise else kept(b, partial(_for_library, b))
     options: dict[str, Any] = {"output_dtype": out_dtype, "use_fast_accum": fast and of_a.swizzle is not None}
     options |= {"swizzle_a": of_a.swizzle, "swizzle_b": of_b.swizzle}
     return F.scaled_mm(left, right.t(), scale_a, of_a.recipe, scale_b, of_b.recipe, **options)
@@ -299,10 +299,6 @@ def _for_library(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:
     blocks, scales = cast(_Blocks, _blocks(operand)), cast(Tensor, operand.scales)
     data = fitted(operand.rows().view(Layout.of(operand.layout).element), blocks.outer, blocks.inner)
     return data, blocks.order(scales.t() if operand.is_turned() else scales), blocks
-
-
-def _kept(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:
-    return kept(operand, partial(_for_library, operand))  # type: ignore[no-any-return]
 
 
 _fitting = define("fp8_mm", "bool fast_accumulation", _multiply)

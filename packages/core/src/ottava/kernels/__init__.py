@@ -1,4 +1,4 @@
-"""Kernels: amax, scale, cast, transpose, decode and the scaled product, with checks before anything runs.
+"""Kernels: amax, scale, cast, transpose and decode, with checks before anything runs.
 
 Every function takes float32, bfloat16 or float16 tensors of any shape and any strides, and works under
 ``torch.compile``. Data, the bytes of elements, are uint8 tensors. NaN, infinities and zeros follow the numerics page of
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ottava.errors import DTypeError, OptionError, ShapeError
+from ottava.errors import OptionError, ShapeError
 from ottava.formats import fp8_format
-from ottava.kernels import backends, checks, products, table
+from ottava.kernels import backends, checks, table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
 from ottava.kernels.checks import HIGH_PRECISION, Maybe, Tensor, check_epsilon, check_grid, check_high_precision
-from ottava.kernels.multi import WHOLE, grid_amax_sizes, grid_multi_amax, grid_multi_cast, multi_amax, multi_cast
+from ottava.kernels.multi import WHOLE, grid_amax_sizes, grid_multi_amax, grid_multi_cast
 from ottava.layout import Layout
 from ottava.torch_private import graph_task_id
 
@@ -44,11 +44,8 @@ __all__ = [
     "grid_multi_cast",
     "grid_quantize",
     "grid_scales",
-    "multi_amax",
-    "multi_cast",
     "quantize",
     "scale_from_amax",
-    "scaled_mm",
     "transpose",
     "update_scales",
     "use_backend",
@@ -229,21 +226,3 @@ def grid_decode(
     if dtype is not torch.float64:
         checks.check_dtype(dtype, "cannot decode to")
     return table.grid_decode(data, scales, layout.text, columnwise, dtype)  # type: ignore[no-any-return]
-
-
-def scaled_mm(a: Tensor, b: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out_dtype: torch.dtype) -> Tensor:
-    """``round(a[M, K] @ b[K, N] * (scale_a * scale_b) + bias)``; scales are float32 scalars or None."""
-    check_high_precision(a, "a")
-    check_high_precision(b, "b")
-    if a.dtype != b.dtype:
-        raise DTypeError(f"a has dtype {a.dtype}, b {b.dtype}", expected="one dtype")
-    if not a.dim() == b.dim() == 2 or a.shape[1] != b.shape[0]:
-        raise ShapeError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}", expected="matrices [M, K] and [K, N]")
-    checks.check_device(b, a.device, "b")
-    for scale, what in ((scale_a, "scale_a"), (scale_b, "scale_b")):
-        if scale is not None:
-            checks.check_scalar(scale, a, what)
-    if bias is not None:
-        checks.check_bias(bias, b.shape[1], a.device)
-    checks.check_dtype(out_dtype, "result dtype")
-    return products.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)  # type: ignore[no-any-return]

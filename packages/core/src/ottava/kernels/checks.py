@@ -121,12 +121,12 @@ def check_epsilon(epsilon: float) -> None:
         raise OptionError(f"amax epsilon is {epsilon!r}", expected="a finite number >= 0")
 
 
-def check_bias(bias: Tensor, columns: int, device: torch.device) -> None:
-    """Refuse a bias of a product that is no high-precision ``[columns]`` on ``device``."""
-    check_high_precision(bias, "bias")
-    if tuple(bias.shape) != (columns,):
-        raise ShapeError(f"bias has shape {tuple(bias.shape)}", expected=f"({columns},)")
-    check_device(bias, device, "bias")
+def check_fits(x: Tensor, shape: tuple[int, ...], device: torch.device, what: str) -> None:
+    """Refuse what is no high-precision tensor of ``shape`` on ``device``."""
+    check_high_precision(x, what)
+    if tuple(x.shape) != shape:
+        raise ShapeError(f"{what} has shape {tuple(x.shape)}", expected=str(shape))
+    check_device(x, device, what)
 
 
 def check_device(tensor: Tensor, device: torch.device, what: str) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ottava.formats import FP8, MX_BLOCK, element_format, fp8_format
+from ottava.formats import FP8, element_format, fp8_format
 from ottava.kernels import reference
 from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors
-from ottava.layout import Block, Layout
+from ottava.layout import Block, Layout, as_matrix_shape
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -24,12 +24,6 @@ _ABSENT = None, None
 def pointers(*tensors: Maybe) -> list[int]:
     """The addresses of the elements, 0 without a tensor."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def matrix(x: Tensor) -> tuple[int, int]:
-    """Rows and columns of ``[*leading, K]``."""
-    columns = x.shape[-1] if x.dim() else 1
-    return (x.numel() // columns if columns else 0), columns
 
 
 class Compiled:
@@ -66,7 +60,7 @@ class Compiled:
         data, transpose, scale, scale_inv, amax = out
         x, fmt, scratch = x.contiguous(), fp8_format(fp8_dtype).code, self.scratch_for(x)
         addresses = pointers(*scratch, amax, scale, scale_inv, data, transpose)
-        source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x)
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], *as_matrix_shape(x.shape)
         self.native.quantize(*source, epsilon, force_pow_2, *addresses, fmt, *self.place(x))
 
     def cast_amax(
@@ -75,11 +69,11 @@ class Compiled:
         data, transpose, scale_inv = out
         x, fmt = x.contiguous(), fp8_format(fp8_dtype).code
         addresses = pointers(scale, amax, saturated, scale_inv, data, transpose)
-        self.native.cast(x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), *addresses, fmt, *self.place(x))
+        self.native.cast(x.data_ptr(), DTYPE_CODES[x.dtype], *as_matrix_shape(x.shape), *addresses, fmt, *self.place(x))
 
     def transpose(self, data: Tensor, out: Tensor) -> None:
         data = data.contiguous()
-        self.native.transpose(data.data_ptr(), *matrix(data), out.data_ptr(), *self.place(data))
+        self.native.transpose(data.data_ptr(), *as_matrix_shape(data.shape), out.data_ptr(), *self.place(data))
 
     def update_scales(
         self, scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Maybe
@@ -111,7 +105,7 @@ class Compiled:
         largest = torch.finfo(x.dtype).max if layout.finite_as == "input" else FLOAT32_MAX
         pairs = zip(sides, (out[:2], out[2:]), strict=True)
         results = [() if data is None else (*side, *pointers(data, scales)) for side, (data, scales) in pairs]
-        source = x.data_ptr(), DTYPE_CODES[x.dtype], *matrix(x), code
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], *as_matrix_shape(x.shape), code
         self.native.grid_quantize(*source, *rule, largest, *results, *pointers(*scratch), *self.place(x))
 
     def grid_decode(self, data: Tensor, scales: Maybe, text: str, columnwise: bool, out: Tensor) -> None:
@@ -132,11 +126,7 @@ class Compiled:
         """``sums * (scale_a * scale_b) + bias`` in float32, rounded once into ``out``, which on a CPU may be ``sums``;
         both are contiguous matrices."""
         (rows, columns), bias = sums.shape, None if bias is None else bias.contiguous()
-        last = (
-            0 if scale_a is None else scale_a.data_ptr(),
-            0 if scale_b is None else scale_b.data_ptr(),
-            *((0, 0) if bias is None else (bias.data_ptr(), DTYPE_CODES[bias.dtype])),
-        )
+        last = *pointers(scale_a, scale_b, bias), 0 if bias is None else DTYPE_CODES[bias.dtype]
         to = out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(sums)
         self.native.epilogue32(sums.data_ptr(), rows, columns, last, *to)
 
@@ -179,13 +169,6 @@ class Compiled:
 
 def _are_per_tensor(layouts: Sequence[Layout]) -> bool:
     return all(one.block == _ABSENT and one.element in FP8 and one.scale is torch.float32 for one in layouts)
-
-
-@functools.lru_cache(maxsize=1024)
-def is_mx(layout: Layout) -> bool:
-    """Whether the kernels of MX blocks serve a layout."""
-    of_blocks = layout.block == (1, MX_BLOCK) and layout.shared in (None, (MX_BLOCK, MX_BLOCK))
-    return of_blocks and layout.element in FP8 and layout.scale != torch.float32 and layout.columnwise == "own"
 
 
 def _block(block: Block) -> tuple[int, int]:

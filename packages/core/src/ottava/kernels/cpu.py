@@ -4,6 +4,7 @@ The instruction set is chosen at run time; ``OTTAVA_ISA`` (``avx512``, ``avx2``,
 Thread counts follow ``torch.get_num_threads()``.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -27,17 +28,15 @@ except ValueError:
 _cpu.connect(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), QUESTIONS)
 
 
-#: The instruction set that the kernels use.
-isa = _cpu.isa
-
-
 class _CPU(Compiled):
     native = _cpu
 
     def place(self, x: Tensor) -> tuple[int, ...]:
         return (_threads(),)
 
-    def plan(self, text: str) -> Any:
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def plan(text: str) -> Any:
         """What the module is told of a layout, once."""
         layout, code, rule, sides = known(text)
         return _cpu.GridPlan(code, *rule, layout.finite_as == "input", *sides)

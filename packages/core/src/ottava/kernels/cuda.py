@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import torch
 
-from ottava.formats import FP8
+from ottava.formats import FP8, MX_BLOCK
 from ottava.kernels.checks import Tensor
-from ottava.kernels.compiled import Compiled, is_mx, matrix
-from ottava.layout import Layout
+from ottava.kernels.compiled import Compiled
+from ottava.layout import Layout, as_matrix_shape
 from ottava.torch_private import raw_stream
 
 # The blocks with float32 scales that there are kernels for, those of columnwise data among them.
@@ -73,13 +73,15 @@ class _CUDA(Compiled):
         if layout is None:
             return [torch.empty(_cuda.scratch_floats, dtype=torch.float32, device=x.device)]
         # For the amaxes of whole rows and columns.
-        return [x.new_zeros(sum(matrix(x)), dtype=torch.float32) if layout.block == (1, None) else None]
+        return [x.new_zeros(sum(as_matrix_shape(x.shape)), dtype=torch.float32) if layout.block == (1, None) else None]
 
     def serves(self, layout: Layout, shards: bool = False) -> bool:
-        if (mx := is_mx(layout)) or shards:
-            return mx
-        tiled = layout.block in _TILED and layout.shared in (None, layout.block)
-        return tiled and layout.element in FP8 and layout.scale is torch.float32
+        if layout.element not in FP8:
+            return False
+        if layout.scale is torch.float32:
+            return not shards and layout.block in _TILED and layout.shared in (None, layout.block)
+        shared = layout.shared in (None, (MX_BLOCK, MX_BLOCK))
+        return shared and layout.block == (1, MX_BLOCK) and layout.columnwise == "own"
 
 
 #: The kernels, by the names of the table.

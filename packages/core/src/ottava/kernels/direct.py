@@ -57,7 +57,8 @@ def has_tangent(*tensors: torch.Tensor | None) -> bool:
 
 
 def is_direct(*tensors: torch.Tensor | None) -> bool:
-    """Whether a kernel on these tensors needs no operator: they are plain memory without gradient, and nobody looks."""
+    """Whether a kernel on these tensors needs no operator: they are plain memory without gradient, and nobody looks: no
+    tracing, mode, transform or profiler. Without tensors this alone is asked."""
     # Compiled code first, which cannot look at what follows.
     if _is_compiling() or dispatch_modes() or function_modes() or profiling():
         return False
@@ -71,7 +72,3 @@ def is_direct(*tensors: torch.Tensor | None) -> bool:
             if gradients and tensor.requires_grad:
                 return False
     return True
-
-
-#: Called without tensors: whether no tracing, mode, transform or profiler that is active here would see an operator.
-unobserved = is_direct

@@ -6,8 +6,6 @@ operator (see :mod:`ottava.kernels.direct`). It returns None where Python has to
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ottava.formats import ELEMENTS, FP8
@@ -20,8 +18,6 @@ Quantized = tuple[Maybe, Maybe, Tensor]
 _CODES = {dtype: ELEMENTS[dtype].code for dtype in FP8}
 # What Dynamo traces must not call compiled modules. Others who trace have tensors that these leave to Python.
 _is_compiling = torch.compiler.is_dynamo_compiling
-# The plan of a layout, by its text.
-_plans: dict[str, Any] = {}
 
 
 def quantize(
@@ -62,10 +58,8 @@ def cast(
 def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> tuple[Maybe, ...]:
     """:func:`ottava.kernels.grid_quantize` of the layout's text, with None for what is not asked for."""
     if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
-        plan, backend = _plans.get(text), backends._loaded["cpu"]
-        if plan is None:
-            plan = _plans[text] = backend.plan(text)
-        made: tuple[Maybe, ...] | None = backend.native.grid_quantize_operand(x, plan, rowwise, columnwise)
+        cpu = backends._loaded["cpu"]
+        made: tuple[Maybe, ...] | None = cpu.native.grid_quantize_operand(x, cpu.plan(text), rowwise, columnwise)
         if made is not None:
             return made
     written, nothing = table.grid_quantize.for_layer(x, text, rowwise, columnwise), (None, None)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ottava.errors import OptionError
-from ottava.kernels.direct import in_dual_level, unobserved
+from ottava.kernels.direct import in_dual_level, is_direct
 from ottava.nn import function
 from ottava.nn.binding import Binding, Call, autocast_dtype, check_use, checked_dtype, fill_in_states, main_grad_of
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
@@ -98,7 +98,7 @@ class Linear(torch.nn.Linear):
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise OptionError(f"is_first_microbatch is {is_first_microbatch!r}", expected="True, False or None")
         # Asked once: whether somebody looks at what is called, a compiler perhaps.
-        observed = not unobserved() or in_dual_level()
+        observed = not is_direct() or in_dual_level()
         compiling = observed and torch.compiler.is_compiling()
         call = self._binding.call(self, input, is_first_microbatch, observed, compiling)
         state = call.state

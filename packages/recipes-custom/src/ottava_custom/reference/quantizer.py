@@ -10,8 +10,8 @@ from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
 from ottava.gemm import as_matrix
-from ottava.kernels import check_epsilon, check_high_precision
-from ottava.kernels.checks import check_bias
+from ottava.kernels import check_epsilon
+from ottava.kernels.checks import check_fits
 from ottava.kernels.products import mm
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.reference.arithmetic import amax, cast, scale_from_amax
@@ -161,9 +161,6 @@ def _check_product(left: torch.Tensor, right: torch.Tensor, bias: Any, out: Any)
         what = f"a product of {tuple(left.shape)} and {tuple(right.shape)}"
         raise ShapeError(what, expected="equal reduced dimensions")
     if bias is not None:
-        check_bias(bias, right.shape[1], left.device)
+        check_fits(bias, (right.shape[1],), left.device, "bias")
     if out is not None:
-        check_high_precision(out, "out")
-        expected = (left.shape[0], right.shape[1])
-        if tuple(out.shape) != expected:
-            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(expected))
+        check_fits(out, (left.shape[0], right.shape[1]), left.device, "out")
