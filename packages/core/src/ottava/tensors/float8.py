@@ -15,7 +15,7 @@ from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.kernels.products import capability_of_index
 from ottava.layout import Layout
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
-from ottava.tensors.grid import GridTensorStorage, columns, empty
+from ottava.tensors.grid import GridTensorStorage, columns, zeros
 from ottava.tensors.grid_quantizer import GridQuantizer, patterns
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
@@ -161,5 +161,5 @@ class Float8QuantizerBase(GridQuantizer):
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         sides = zip((False, True), self.needs(device, len(shape)), strict=True)
         layout = _LAYOUTS[self.fp8_dtype, True]
-        made = [empty(layout, shape, turned, device)[0] if wanted else None for turned, wanted in sides]
+        made = [zeros(layout, shape, turned, device)[0] if wanted else None for turned, wanted in sides]
         return self._wrap((*made, torch.ones((), dtype=torch.float32, device=device)), dtype)

@@ -63,10 +63,10 @@ def in_order(direction: Direction, layout: Layout, columnwise: bool, *, back: bo
     return (data.movedim(*((-1, 0) if back else (0, -1))) if data.dim() else data), scales.t()
 
 
-def empty(layout: Layout, shape: Sequence[int], columnwise: bool, device: torch.device) -> Direction:
-    """Data and scales of any values, as they are stored."""
-    data = torch.empty(layout.data_shape(shape, columnwise), dtype=torch.uint8, device=device)
-    return data, torch.empty(layout.scale_shape(shape, columnwise), dtype=layout.stored_scale, device=device)
+def zeros(layout: Layout, shape: Sequence[int], columnwise: bool, device: torch.device) -> Direction:
+    """Data and scales of zeros, as they are stored."""
+    data = torch.zeros(layout.data_shape(shape, columnwise), dtype=torch.uint8, device=device)
+    return data, torch.ones(layout.scale_shape(shape, columnwise), dtype=layout.stored_scale, device=device)
 
 
 def columns(name: str, rows: str) -> Any:
@@ -154,7 +154,7 @@ class GridTensorStorage(QuantizedTensorStorage):
     def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
         layout = self.layout_of(declared)
         self.grid_layout, self.layout_text = layout, layout.text
-        if type(self).inner_tensors is GridTensorStorage.inner_tensors:
+        if not type(self).inner_tensors[0].gather:
             # The declaration of the class has names; that of the instance also what the layout says.
             self.inner_tensors = inner_tensors_of(layout)  # type: ignore[misc]
         super()._hold(declared, quantizer)

@@ -11,7 +11,7 @@ from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.grid import GridTensorStorage, empty, in_order, inner_tensors_of
+from ottava.tensors.grid import GridTensorStorage, in_order, inner_tensors_of, zeros
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import StorageSpec
@@ -120,5 +120,5 @@ class GridQuantizer(Quantizer):
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         made: list[torch.Tensor | None] = []
         for columnwise, wanted in zip((False, True), self._sides(), strict=True):
-            made += empty(self.layout, shape, columnwise, device) if wanted else (None, None)
+            made += zeros(self.layout, shape, columnwise, device) if wanted else (None, None)
         return self._wrap(made, dtype)
