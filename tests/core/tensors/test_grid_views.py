@@ -129,9 +129,8 @@ def test_columns_alone_are_taken_for_both_usages() -> None:
     made = TENSOR(x)
     data, scale = made.for_usage(False)
     for given in ({}, {"rowwise_data": data, "rowwise_scale_inv": scale}):
-        tensor = GridTensor(
-            **given, columnwise_data=data, columnwise_scale_inv=scale, layout=TENSOR.layout, dtype=x.dtype
-        )
+        given |= {"columnwise_data": data, "columnwise_scale_inv": scale}
+        tensor = GridTensor(**given, layout=TENSOR.layout, dtype=x.dtype, quantizer=TENSOR)
         assert torch.equal(tensor.dequantize(), made.dequantize())
         assert tensor.nbytes == made.nbytes
         assert tensor.new_zeros(4, 4).nbytes == 4 * 4 + 4

@@ -171,7 +171,12 @@ def test_padding_has_the_class_and_what_rows_share(quantizer: Any) -> None:
     padded[:4].copy_(tensor)
     assert torch.equal(padded[:4]._codes, tensor._codes)
     assert torch.equal(padded.dequantize()[:4], tensor.dequantize())
-    assert type(tensor.new_zeros((6, 9))) is torch.Tensor
+    for shape in ((6, 9), (3,), ()):
+        for made in (tensor.new_zeros(shape), tensor.new_empty(shape), torch.empty_like(tensor)):
+            assert type(made) is type(tensor)
+        assert torch.equal(tensor.new_zeros(shape).dequantize(), torch.zeros(shape))
+    tensor.update_quantizer(None)
+    assert type(tensor.new_zeros((6, 8))) is torch.Tensor
     assert type(tensor.new_zeros((6, 8), dtype=torch.int32)) is torch.Tensor
     assert type(torch.zeros_like(tensor)) is torch.Tensor
 

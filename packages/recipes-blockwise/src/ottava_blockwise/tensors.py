@@ -73,20 +73,12 @@ class Float8BlockwiseQTensorStorage(GridTensorStorage):
     _block_scaling_dim: int
     _pow_2_scales: bool
 
-    @property
-    def grid_layout(self) -> Layout:
-        return _LAYOUTS[self._fp8_dtype, self._block_scaling_dim, self._pow_2_scales]
-
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
         fp8_dtype, dim, pow_2 = (declared[name] for name in ("fp8_dtype", "block_scaling_dim", "pow_2_scales"))
         fp8_format(fp8_dtype)
         check_options(flag=("pow_2_scales", pow_2), block_scaling_dim=dim)
         return _LAYOUTS[fp8_dtype, dim, pow_2]
-
-    def _declare(self) -> None:
-        self.layout_text = self.grid_layout.text
-        super()._declare()
 
 
 class Float8BlockwiseQTensor(GridTensor, Float8BlockwiseQTensorStorage):

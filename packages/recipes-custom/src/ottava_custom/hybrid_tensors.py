@@ -69,17 +69,16 @@ class HybridTensorStorage(QuantizedTensorStorage):
         narrow = {k: v for k, v in declared.items() if isinstance(v, torch.Tensor) and v.element_size() == 1}
         return declared | {name: data.view(torch.uint8) for name, data in narrow.items()}
 
-    def _declare(self) -> None:
-        sides = list(zip(SIDES, self.kinds, strict=True))
-        if not any(_follows_layout(kind) for _, kind in sides):
-            return
-        declared: list[InnerTensor] = []
-        for side, kind in sides:
-            fields = {f.argument: getattr(self, _attribute(side, f.attribute)) for f in _own_fields(kind)}
-            known = _follows_layout(kind) and None not in fields.values()
-            own = inner_tensors_of(kind.layout_of(fields)) if known else kind.inner_tensors  # type: ignore[attr-defined]
-            declared += [_declared(side, inner) for inner in own]
-        self.inner_tensors = tuple(declared)  # type: ignore[misc]
+    def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
+        if any(map(_follows_layout, self.kinds)):
+            inner_tensors: list[InnerTensor] = []
+            for side, kind in zip(SIDES, self.kinds, strict=True):
+                fields = {f.argument: declared[f"{side}_{f.argument}"] for f in _own_fields(kind)}
+                known = _follows_layout(kind) and None not in fields.values()
+                own = inner_tensors_of(kind.layout_of(fields)) if known else kind.inner_tensors  # type: ignore[attr-defined]
+                inner_tensors += [_declared(side, inner) for inner in own]
+            self.inner_tensors = tuple(inner_tensors)  # type: ignore[misc]
+        super()._hold(declared, quantizer)
 
     def side(self, columnwise: bool) -> QuantizedTensorStorage:
         """The storage of one side, around the inner tensors that this holds.

@@ -15,8 +15,8 @@ from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.kernels.products import capability_of_index
 from ottava.layout import Layout
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
-from ottava.tensors.grid import Direction, GridTensorStorage, columns, empty
-from ottava.tensors.grid_quantizer import GridQuantizer
+from ottava.tensors.grid import GridTensorStorage, columns, zeros
+from ottava.tensors.grid_quantizer import GridQuantizer, patterns
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -53,10 +53,12 @@ def columnwise_layout(layout: Literal["transpose", "shared"]) -> Iterator[None]:
     if layout not in ("transpose", "shared"):
         raise OptionError(f"columnwise layout {layout!r}", expected="transpose or shared")
     previous, forced = forced, layout
+    patterns.clear()
     try:
         yield
     finally:
         forced = previous
+        patterns.clear()
 
 
 class Float8TensorStorage(GridTensorStorage):
@@ -91,20 +93,13 @@ class Float8TensorStorage(GridTensorStorage):
     _fp8_dtype: torch.dtype
     #: The transposed data if it is held and still that of ``_data``, else None.
     _transpose = columns("_transpose", "_data")
-    # Where it is held, fresh or not.
-    _kept_transpose: Any = None
 
-    @property
-    def grid_layout(self) -> Layout:
+    @classmethod
+    def layout_of(cls, declared: dict[str, Any]) -> Layout:
+        data = declared["data"]
         # Data without a transpose may be met on a device that wants one: columns are made of it there.
-        held = self._data
-        # Asked of a CPU's, of which there are many, without a function.
-        transposed = held is None or ((forced or not held.is_cpu) and columnwise_is_transpose(held.device))
-        return _LAYOUTS[self._fp8_dtype, bool(transposed)]
-
-    def _declare(self) -> None:
-        # That of its rows. The layout has no more to say of the inner tensors.
-        self.layout_text = _LAYOUTS[self._fp8_dtype, False].text
+        transposed = data is None or declared["data_transpose"] is not None or columnwise_is_transpose(data.device)
+        return _LAYOUTS[declared["fp8_dtype"], transposed]
 
     @classmethod
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
@@ -121,32 +116,12 @@ class Float8TensorStorage(GridTensorStorage):
             scale_inv = scale_inv.reshape(()) if scale_inv.dim() else scale_inv
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
 
-    @property
-    def column_layout_text(self) -> str:  # type: ignore[override]
-        return _LAYOUTS[self._fp8_dtype, self._kept_transpose is not None and self._transpose is not None].text
-
-    def grid_operand(self, *, columnwise: bool) -> Direction | None:
-        if type(self).gemm_operand is not QuantizedTensorStorage.gemm_operand:
-            # A subclass whose operands are something else.
-            return None
-        turned = self._transpose if columnwise and self._kept_transpose is not None else None
-        data: Any = self._data if turned is None else turned
-        data = self._in_order() if data is None else data
-        if data.dim() != 2:
-            data = data.reshape(_LAYOUTS[self._fp8_dtype, turned is not None].stored_matrix(data.shape, columnwise))
-        return data, self._scale_inv
-
 
 class Float8Tensor(GridTensor, Float8TensorStorage):
     """FP8 data with one scale as a ``torch.Tensor``.
 
     Arguments and errors: :class:`Float8TensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
     """
-
-    @classmethod
-    def layout_of(cls, declared: dict[str, Any]) -> Layout:
-        return _LAYOUTS[declared["fp8_dtype"], True]
-
 
 class Float8QuantizerBase(GridQuantizer):
     """What quantizers with one scale a tensor share: the format, empty results and wrapping of kernel outputs."""
@@ -186,5 +161,5 @@ class Float8QuantizerBase(GridQuantizer):
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         sides = zip((False, True), self.needs(device, len(shape)), strict=True)
         layout = _LAYOUTS[self.fp8_dtype, True]
-        made = [empty(layout, shape, turned, device)[0] if wanted else None for turned, wanted in sides]
+        made = [zeros(layout, shape, turned, device)[0] if wanted else None for turned, wanted in sides]
         return self._wrap((*made, torch.ones((), dtype=torch.float32, device=device)), dtype)

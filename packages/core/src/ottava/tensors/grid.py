@@ -4,7 +4,7 @@ Invariant: ``original ≈ float32(element) * scale_inv`` of the element's block,
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -63,10 +63,10 @@ def in_order(direction: Direction, layout: Layout, columnwise: bool, *, back: bo
     return (data.movedim(*((-1, 0) if back else (0, -1))) if data.dim() else data), scales.t()
 
 
-def empty(layout: Layout, shape: Sequence[int], columnwise: bool, device: torch.device) -> Direction:
-    """Data and scales of any values, as they are stored."""
-    data = torch.empty(layout.data_shape(shape, columnwise), dtype=torch.uint8, device=device)
-    return data, torch.empty(layout.scale_shape(shape, columnwise), dtype=layout.stored_scale, device=device)
+def zeros(layout: Layout, shape: Sequence[int], columnwise: bool, device: torch.device) -> Direction:
+    """Data and scales of zeros, as they are stored."""
+    data = torch.zeros(layout.data_shape(shape, columnwise), dtype=torch.uint8, device=device)
+    return data, torch.ones(layout.scale_shape(shape, columnwise), dtype=layout.stored_scale, device=device)
 
 
 def columns(name: str, rows: str) -> Any:
@@ -91,7 +91,7 @@ def columns(name: str, rows: str) -> Any:
 class GridTensorStorage(QuantizedTensorStorage):
     """Quantized data with scales on a grid, without the tensor interface.
 
-    A subclass may have other static fields, and a property ``grid_layout`` that follows from them.
+    A subclass may have other static fields, and a :meth:`layout_of` that follows from them.
 
     Args:
         rowwise_data: the bytes of the elements, uint8 ``[*leading, K]`` (a tensor of the element's dtype is viewed so).
@@ -120,15 +120,11 @@ class GridTensorStorage(QuantizedTensorStorage):
     #: By what option both directions get the same values.
     squares: ClassVar[str] = "squares of blocks"
 
+    grid_layout: Layout
     layout_text: str
     _rowwise_data: torch.Tensor | None
     _rowwise_scale_inv: torch.Tensor | None
     _values_from_columns: bool = False
-
-    if TYPE_CHECKING:
-
-        @property
-        def grid_layout(self) -> Layout: ...
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
@@ -155,10 +151,13 @@ class GridTensorStorage(QuantizedTensorStorage):
         checked: dict[str, Any] = dict(zip((inner.argument for inner in cls.inner_tensors), held, strict=True))
         return declared | checked | ({"layout": layout.text} if "layout" in declared else {})
 
-    def _declare(self) -> None:
-        # The declaration of the class has names; that of the instance also what the layout says.
-        layout = Layout.of(self.layout_text)
-        self.__dict__["grid_layout"], self.inner_tensors = layout, inner_tensors_of(layout)  # type: ignore[misc]
+    def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
+        layout = self.layout_of(declared)
+        self.grid_layout, self.layout_text = layout, layout.text
+        if not type(self).inner_tensors[0].gather:
+            # The declaration of the class has names; that of the instance also what the layout says.
+            self.inner_tensors = inner_tensors_of(layout)  # type: ignore[misc]
+        super()._hold(declared, quantizer)
 
     _columnwise_data = columns("_columnwise_data", "_rowwise_data")
     _columnwise_scale_inv = columns("_columnwise_scale_inv", "_rowwise_data")
@@ -243,17 +242,15 @@ class GridTensorStorage(QuantizedTensorStorage):
         self._put(rows, self.for_usage(True) if columnwise else None)
 
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
-        pattern = self._pattern
-        if pattern is None or self._whole is not None or torch.compiler.is_dynamo_compiling():
+        if self._places is None or self._whole is not None or torch.compiler.is_dynamo_compiling():
             return super().flatten_columnwise()
-        tensors = pattern.fetch(self)
-        columns = tensors[pattern.rows]
-        if type(columns) is DerivedTensor or (columns is None and not self.grid_layout.one_buffer):
+        tensors, half = tuple(map(vars(self).get, self._places)), len(self._places) // 2
+        if tensors[half] is not None:
+            tensors = (None,) * half + tensors[half:]
+        elif not self.grid_layout.one_buffer:
             return super().flatten_columnwise()
-        if columns is not None:
-            tensors = (None,) * pattern.rows + tensors[pattern.rows :]
         spec = object.__new__(StorageSpec)
-        spec.__dict__.update(pattern.spec, quantizer=self._quantizer)
+        spec.__dict__.update(vars(self._pattern), quantizer=self._quantizer)
         return tensors, spec
 
     def _kept(self) -> dict[str, Any]:
@@ -299,7 +296,13 @@ class GridTensorStorage(QuantizedTensorStorage):
         return values.to(wanted)
 
     def grid_operand(self, *, columnwise: bool) -> Direction | None:
-        data, scales = self.direction(columnwise=columnwise) or self.for_usage(columnwise)
+        if type(self).gemm_operand is not QuantizedTensorStorage.gemm_operand:
+            # A subclass whose operands are something else.
+            return None
+        side = columnwise and not self.grid_layout.one_buffer
+        data, scales = getattr(self, self.data_names[side]), getattr(self, self.scale_names[side])
+        if data is None or scales is None:
+            data, scales = self.for_usage(columnwise)
         if data.dim() != 2:
             data = data.reshape(self.grid_layout.stored_matrix(data.shape, columnwise))
         return data, scales

@@ -11,15 +11,15 @@ from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.grid import GridTensorStorage, empty, in_order, inner_tensors_of
+from ottava.tensors.grid import GridTensorStorage, in_order, inner_tensors_of, zeros
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.saving import Pattern, StorageSpec
+from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-# By the class and what it is told.
-_patterns: dict[tuple[Any, ...], Pattern] = {}
+#: By the class, the device of its rows and what it is told.
+patterns: dict[tuple[Any, ...], StorageSpec] = {}
 
 
 class GridQuantizer(Quantizer):
@@ -104,18 +104,21 @@ class GridQuantizer(Quantizer):
         if not self.internal:
             names = [inner.argument for inner in self.tensor_class.inner_tensors]
             return self.tensor_class(**dict(zip(names, tensors, strict=True)), **fields, dtype=dtype, quantizer=self)
-        compiling, key = _is_compiling(), (self.storage_class, dtype, *fields.values())
-        pattern = None if compiling else _patterns.get(key)
-        if pattern is None:
+        compiling, rows = _is_compiling(), tensors[0]
+        key = (self.storage_class, dtype, None if rows is None else rows.device, *fields.values())
+        spec = None if compiling else patterns.get(key)
+        if spec is None:
             known = fields | {"dtype": dtype, "values_from_columns": False}
             static = tuple([known[field.argument] for field in self.storage_class.static_fields])
-            if compiling:
-                return StorageSpec(self.storage_class, static, self).rebuild(tensors)  # type: ignore[no-any-return]
-            pattern = _patterns[key] = Pattern(self.storage_class, static)
-        return pattern.make(tensors, self)  # type: ignore[no-any-return]
+            spec = StorageSpec(self.storage_class, static, None)
+            if not compiling:
+                spec = patterns[key] = spec.pattern(tensors)
+        made: QuantizedTensorStorage = spec.rebuild(tensors)
+        made._quantizer = self
+        return made
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         made: list[torch.Tensor | None] = []
         for columnwise, wanted in zip((False, True), self._sides(), strict=True):
-            made += empty(self.layout, shape, columnwise, device) if wanted else (None, None)
+            made += zeros(self.layout, shape, columnwise, device) if wanted else (None, None)
         return self._wrap(made, dtype)

@@ -69,7 +69,7 @@ class Quantizer(ABC):
         return made.requires_grad_(True) if requires_grad and isinstance(made, torch.Tensor) else made
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
-        """A result of any values, of checked arguments. By default zeros are quantized."""
+        """A result of zeros, of checked arguments. By default zeros are quantized."""
         return self.copy().quantize_impl(torch.zeros(shape, dtype=dtype, device=device), dtype)
 
     def check_empty(

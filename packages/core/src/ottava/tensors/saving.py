@@ -1,8 +1,7 @@
 """Saving by value: nothing is mutated, so that compiled code can carry the specs to the backward pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ class StorageSpec:
     static: tuple[Any, ...]
     quantizer: Any
     whole: Any = field(default=None, compare=False, repr=False)
-    # What made the storage, in eager code: a :class:`Pattern`.
-    pattern: Any = field(default=None, compare=False, repr=False)
+    # In eager code, what bare storages of this spec have in common; made once, by :meth:`pattern`.
+    held: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def build(self, tensors: Sequence[torch.Tensor | None]) -> Any:
         """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
@@ -30,44 +29,31 @@ class StorageSpec:
 
     def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> Any:
         """:meth:`build` around the tensors that were taken out, which need no second look."""
-        if self.pattern is not None:
-            return self.pattern.make(tensors, self.quantizer)
         if self.whole is not None or not self.cls.declares_all:
             return self.build(tensors)
         made = object.__new__(self.cls)
-        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
-        return made
-
-
-class Pattern:
-    """What all bare storages of a class have in common that have the same static values: made once, for eager code.
-
-    ``fetch`` gives what such a storage holds for each inner tensor; ``rows`` of them, the first ones, serve rows alone.
-    """
-
-    def __init__(self, cls: type[Any], static: Sequence[Any]) -> None:
-        empty: Any = StorageSpec(cls, tuple(static), None).rebuild((None,) * len(cls.inner_tensors))
-        held = vars(empty)
-        self._cls, self._attributes = cls, {k: v for k, v in held.items() if k != "_writes"} | {"_pattern": self}
-        # Columns that may be made of rows are held under another name, and know of them if they are.
-        names = [inner.attribute for inner in cls.inner_tensors]
-        self._places = [name if name in held else f"_kept{name}" for name in names]
-        self._derives = empty.grid_layout.square and empty.grid_layout.transposed
-        self.fetch = attrgetter(*self._places)
-        self.rows = sum(inner.usage == "rowwise" for inner in cls.inner_tensors)
-        #: The attributes of a spec but for the quantizer.
-        self.spec = vars(StorageSpec(cls, tuple(static), None, pattern=self))
-
-    def make(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> Any:
-        """A storage around what fits together because a kernel made it."""
-        made = object.__new__(self._cls)
-        made.__dict__ = held = self._attributes.copy()
-        held["_quantizer"], held["_writes"] = quantizer, GemmCache()
-        if self._derives and tensors[self.rows] is not None:
+        if self.held is None:
+            made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
+            return made
+        made.__dict__ = held = self.held.copy()
+        held["_quantizer"], held["_writes"] = self.quantizer, GemmCache()
+        if held["_places"] is None:
             made._put_inner(tensors)
         else:
-            held.update(zip(self._places, tensors, strict=True))
+            held.update(zip(held["_places"], tensors, strict=True))
         return made
+
+    def pattern(self, tensors: Sequence[torch.Tensor | None]) -> "StorageSpec":
+        """This spec for bare storages on a grid, around tensors on the device of these: they are made without checks
+        and loops."""
+        made = self.rebuild(tensors)
+        layout, known = made.grid_layout, vars(made)
+        # Columns that may be made of rows are held under another name, and know of them if they are.
+        places = [name if name in known else f"_kept{name}" for name in (i.attribute for i in self.cls.inner_tensors)]
+        held = {name: value for name, value in known.items() if name not in places}
+        spec = replace(self, held=held)
+        held |= {"_pattern": spec, "_places": None if layout.square and layout.transposed else places}
+        return spec
 
 
 def prepare_for_saving(

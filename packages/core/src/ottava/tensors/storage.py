@@ -54,8 +54,9 @@ class QuantizedTensorStorage:
     column_layout_text: str = ""
     _quantizer: Any
     _dtype: torch.dtype
-    # What made a bare storage in eager code, by which it is taken apart.
+    # What made a bare storage in eager code, by which it is taken apart, and what its inner tensors are held as.
     _pattern: Any = None
+    _places: Any = None
     # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
     _whole: Any = None
     # Shared by all aliases that count writes.
@@ -83,11 +84,7 @@ class QuantizedTensorStorage:
         self._quantizer = quantizer
         for own in self.own_fields:
             setattr(self, own.attribute, declared[own.argument])
-        self._declare()
         self._put_inner([declared[inner.argument] for inner in self.inner_tensors])
-
-    def _declare(self) -> None:
-        """Called when the static fields have values, from which a class may take what its inner tensors are."""
 
     def _put_inner(self, tensors: Sequence[Any]) -> None:
         for inner, tensor in zip(self.inner_tensors, tensors, strict=True):

@@ -13,7 +13,6 @@ import torch
 from ottava.errors import DeviceError, ShapeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
-from ottava.tensors.grid import Direction, empty
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor, implements
@@ -67,19 +66,30 @@ def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     return dst
 
 
-@_of_all(_aten.new_zeros.default, _aten.new_empty.default)
-def _new_rows(op: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Any:
-    """Zeros with another number of rows: what pads an uneven shard. What all rows share is that of ``tensor``."""
-    quantizer, device = tensor._quantizer, torch.device(kwargs.get("device") or tensor.device)
-    plain = _new_dtype(tensor, kwargs) != tensor.dtype or device != tensor.device or not tensor.dim() or not size
-    if plain or tuple(size[1:]) != tuple(tensor.shape[1:]) or not isinstance(quantizer, Quantizer):
+@_of_all(_aten.new_zeros.default, _aten.new_empty.default, _aten.new_empty_strided.default)
+def _new(op: Any, tensor: QuantizedTensor, size: Sequence[int], *strides: Any, **kwargs: Any) -> Any:
+    """Zeros of another shape, by the quantizer. What all rows have in common stays: rows of this tensor can be copied
+    into rows of the new one, as where an uneven shard is padded."""
+    dtype, quantizer = _new_dtype(tensor, kwargs), tensor._copied_quantizer()
+    strided = strides and torch.empty(tuple(size), device="meta").stride() != tuple(strides[0])
+    if dtype is None or strided or not isinstance(quantizer, Quantizer):
         return NotImplemented
-    made = quantizer.with_usage(**tensor.get_usages()).make_empty(size, dtype=tensor.dtype, device=device)
-    if type(made) is not type(tensor):
+    quantizer.internal, device = False, torch.device(kwargs.get("device") or tensor.device)
+    made: Any = quantizer.with_usage(**tensor.get_usages()).make_empty(tuple(size), dtype=dtype, device=device)
+    if type(made) is not type(tensor) or not tensor._means_the_same(made):
         return NotImplemented
-    for name in (inner.attribute for inner in tensor.shared_inner()):
-        getattr(made, name).copy_(getattr(tensor, name))
-    return made
+    for inner in tensor.shared_inner():
+        own, held = getattr(made, inner.attribute), getattr(tensor, inner.attribute)
+        if own is not None and own.shape == held.shape and not held.is_meta:
+            own.copy_(held)
+    given = {inner.argument: held for inner, held in zip(made.inner_tensors, made.inner_list(), strict=True)}
+    return type(made)(**(tensor.get_metadata() | given | {"shape": tuple(size), "dtype": dtype, "quantizer": quantizer}))
+
+
+# zeros_like is not here: optimizers make their moments with it, and moments in FP8 are wrong.
+_of_all(_aten.empty_like.default)(
+    lambda op, tensor, **kwargs: _new(_aten.new_empty.default, tensor, tensor.shape, **kwargs)
+)
 
 
 def _laid_out(tensor: QuantizedTensor) -> torch.Tensor:
@@ -187,43 +197,3 @@ def _clone_on_grid(op: Any, tensor: GridTensor, *, memory_format: Any = None) ->
     copied = tensor.changed(lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone()), alias=False)
     copied.update_quantizer(tensor._copied_quantizer())
     return copied
-
-
-@implements(GridTensor, _aten.new_zeros.default, _aten.new_empty.default, _aten.new_empty_strided.default)
-def _new(op: Any, tensor: GridTensor, shape: Sequence[int], *strides: Any, **kwargs: Any) -> Any:
-    """A tensor of another shape with the directions of this one."""
-    dtype, layout = _new_dtype(tensor, kwargs), tensor.grid_layout
-    device = torch.device(kwargs.get("device") or tensor.device)
-    whole = layout.block == (None, None)
-    contiguous = not strides or torch.empty(tuple(shape), device="meta").stride() == tuple(strides[0])
-    if dtype is None or not (whole or contiguous):
-        return NotImplemented
-    sides: list[Direction | None] = [None, None]
-    for columnwise in (False, True):
-        held = tensor.direction(columnwise=columnwise)
-        if layout.one_buffer or (layout.square and layout.transposed):
-            # Columns are rows, or are made of them.
-            held = None if columnwise else tensor._held()[0]
-        if held is None:
-            continue
-        data, scales = empty(layout, shape, columnwise, device)
-        if not contiguous:
-            data = torch.empty_strided(shape, strides[0], dtype=torch.uint8, device=device)
-        if op is _aten.new_zeros.default:
-            # With any scale.
-            data.zero_()
-        scales = scales.view(held[1].shape) if whole else scales
-        # What all rows have in common stays: rows of this tensor can be copied into rows of the new one.
-        spans = layout.block_of(columnwise)[0] is None and held[1].shape == scales.shape
-        if spans and (device.type == "meta" or not held[1].is_meta):
-            scales = held[1].to(device, copy=True)
-        else:
-            scales.fill_(1)
-        sides[columnwise] = data, scales
-    return tensor.around(*sides, dtype=dtype, quantizer=tensor._copied_quantizer())
-
-
-# zeros_like is not here: optimizers make their moments with it, and moments in FP8 are wrong.
-implements(GridTensor, _aten.empty_like.default)(
-    lambda op, tensor, **kwargs: _new(_aten.new_empty.default, tensor, tensor.shape, **kwargs)
-)

@@ -67,8 +67,3 @@ class MXFP8TensorStorage(GridTensorStorage):
         if not isinstance(square, bool):
             raise OptionError(f"with_2d_quantization is {square!r}", expected="True or False")
         return _LAYOUTS[declared["fp8_dtype"], square]
-
-    def _declare(self) -> None:
-        # All layouts of the class have its inner tensors.
-        layout = self.__dict__["grid_layout"] = _LAYOUTS[self._fp8_dtype, self._with_2d_quantization]
-        self.layout_text = layout.text
