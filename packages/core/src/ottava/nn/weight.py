@@ -119,8 +119,10 @@ def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
         with torch.no_grad():
             kept = fn(weight)
             if not isinstance(kept, QuantizedTensor) and kept.dtype in HIGH_PRECISION:
-                # What would dequantize it keeps its data.
-                kept = weight.to(kept.device).to_dtype(kept.dtype)  # type: ignore[attr-defined]
+                # What would dequantize it keeps its data, if it has any.
+                emptied = without_values and not kept.is_meta
+                placed: Any = weight.apply_to_inner(fn) if emptied else weight.to(kept.device)
+                kept = placed.to_dtype(kept.dtype)
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = kept if tensor is weight and kept is not None else fn(tensor)
