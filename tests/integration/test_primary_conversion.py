@@ -109,6 +109,22 @@ def test_a_layer_made_on_meta_without_a_recipe_gets_its_values_later(recipe: str
     assert layer.weight.grad.shape == (32, 64)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_converted_under_no_grad_trains(recipe: str) -> None:
+    with torch.no_grad():
+        quiet = ottava.convert(net(torch.nn.Linear), recipe, primary=True)
+        with ottava.quantized_model_init(recipe):
+            on_meta = ottava.nn.Linear(64, 32, recipe=recipe, device="meta")
+    assert losses(quiet) == losses(ottava.convert(net(torch.nn.Linear), recipe, primary=True))
+    on_meta.to_empty(device="cpu").reset_parameters()
+    on_meta(torch.randn(8, 64, requires_grad=True)).sum().backward()
+    before = quiet[0].weight.nbytes
+    quiet[0].weight.update_usage(columnwise_usage=False)
+    with torch.no_grad():
+        assert quiet(torch.randn(8, 64)).shape == (8, 32)
+    assert quiet[0].weight.nbytes < before or recipe in ("current", "delayed")
+
+
 def sharded(mesh: Any) -> None:
     model = ottava.convert(net(torch.nn.Linear), "current")
     fully_shard(model, mesh=mesh)

@@ -92,7 +92,10 @@ def quantize_new_weight(layer: Any) -> None:
 def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_values: bool) -> Any:
     """A parameter in place of the weight of the layer ``name``, quantized by ``recipe``, with the same attributes."""
     quantizer = recipe.quantizer(QuantizerRole("linear", "weight", name)).copy()
-    quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled() or not quantizer.columns_when_asked)
+    keep_initial_values = keep_initial_values and not weight.is_meta
+    # Columns can be made later of the initial values alone.
+    later = keep_initial_values and quantizer.columns_when_asked and not torch.is_grad_enabled()
+    quantizer.set_usage(rowwise=True, columnwise=not later)
     quantizer.internal = False
     with torch.no_grad():
         quantizer.initialize(weight.detach())
@@ -103,7 +106,7 @@ def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_val
         raise DTypeError(what, expected="a QuantizedTensor", remedy=remedy)
     parameter: Any = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
     parameter.__dict__.update(weight.__dict__)
-    if keep_initial_values and not weight.is_meta:
+    if keep_initial_values:
         parameter._high_precision_init_val = weight.detach().cpu().clone()
     return parameter
 
