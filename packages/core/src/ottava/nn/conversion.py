@@ -29,23 +29,26 @@ Predicate = Callable[[str, torch.nn.Module], bool]
 Filter = str | Iterable[str] | Predicate
 
 #: A pattern for the output heads of a model, which may have none: what ``get_output_embeddings()`` gives, modules that
-#: share a weight with an embedding, and those with usual names (``lm_head``, ``classifier``, ...) outside of stacks.
+#: share a weight with an embedding, and those with the name of a head: ``lm_head``, ``classifier`` and other plain ones
+#: outside of stacks, and ``head``, ``output``, ``fc`` and others that hidden layers have, too, directly in the model.
 HEADS = "ottava.HEADS"
-# Outside of stacks, whose modules have numbers for names: a hidden layer may be called so there.
+# The modules of a stack have numbers for names. A model may be in others that wrap it.
 _HEAD_NAME = re.compile(
-    r"((?!\d+\.)[^.]*\.)*(lm_head|embed_out|unembed|heads?|classifier|classification_head|score|qa_outputs|cls|fc|"
-    "proj_out|vocab_proj|(to_)?logits|output(_layer|_projection)?)"
+    r"((?!\d+\.)[^.]*\.)*((lm|mlm|cls|classification|value|v|policy|reward)_head|classifier|embed_out|unembed|qa_outputs|"
+    r"vocab_proj)|((_orig_mod|base_model|model|module|net)\.)*(heads?|score|cls|fc|proj_out|(to_)?logits|"
+    "output(_layer|_proj|_projection)?)"
 )
 
 
 def _heads(model: torch.nn.Module) -> set[str]:
     """Qualified names of what ``HEADS`` stands for."""
     tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    found = {m for m in model.modules() if is_convertible(m) and getattr(m, "weight", None) in tables}
+    found: list[Any] = [m for m in model.modules() if is_convertible(m) and getattr(m, "weight", None) in tables]
     for module in model.modules():
-        # Models without a head may have the method, and raise.
-        with contextlib.suppress(NotImplementedError, AttributeError):
-            found.add(module.get_output_embeddings())  # type: ignore[operator]
+        # Models without a head may have the method, and raise anything.
+        with contextlib.suppress(Exception):
+            given = module.get_output_embeddings()  # type: ignore[operator]
+            found.extend(given if isinstance(given, (list, tuple)) else [given])
     modules = model.named_modules(remove_duplicate=False)
     return {name for name, module in modules if module in found or _HEAD_NAME.fullmatch(name)}
 
