@@ -82,6 +82,7 @@ def test_a_converter_is_not_asked_for_what_is_excluded(recipe: Any) -> None:
     ("made", "error"),
     [
         (lambda module, name: None, "returned for '1' a builtins.NoneType"),
+        (lambda module, name: "", "returned for '1' a builtins.str.*a string that says why"),
         (lambda module, name: torch.nn.Linear(4, 4), r"returned for '1' a torch\.nn\.modules\.linear\.Linear"),
         (lambda module, name: Linear(4, 6), "with other parameters"),
         (Linear.from_linear, "without in_features, out_features, weight, bias"),

@@ -125,7 +125,7 @@ def convert(
 
     for module, layer in replacements.items():
         layer._binding.bind(layer, chosen, states[module])
-    for parent in list(model.modules()):
+    for parent in [*model.modules(), *replacements.values()]:
         parent.__dict__.pop(LEFT_ALONE, None)
         parent._modules.update({name: replacements[m] for name, m in parent._modules.items() if m in replacements})
     result: Any = replacements.get(model, model)
@@ -138,32 +138,32 @@ def convert(
         for layer in replacements.values():
             layer._binding.step = step
         _keep_from_broadcast(result)
-    result.__dict__[LEFT_ALONE] = left_alone
+    for module, reason in {result: "", **left_alone}.items():
+        module.__dict__[LEFT_ALONE] = reason
     _warn(conversion_report(result))
     return result  # type: ignore[no-any-return]
 
 
 def _replacements(
     model: torch.nn.Module, include: Filter | None, exclude: Filter | None
-) -> tuple[dict[str, str], dict[Any, Linear]]:
-    """Why modules are left alone that could be converted, by name, and module -> layer for the others."""
+) -> tuple[dict[Any, str], dict[Any, Linear]]:
+    """Why modules are left alone that could be converted, and module -> layer for the others."""
     aliases: dict[torch.nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_convertible(module):
             aliases.setdefault(module, []).append(name)
     included, excluded = _matcher(model, include, "include"), _matcher(model, exclude, "exclude")
-    left_alone: dict[str, str] = {}
+    left_alone: dict[Any, str] = {}
     replacements: dict[Any, Linear] = {}
     for module, known_as in aliases.items():
-        name = known_as[0]
         if excluded and any(excluded(alias, module) for alias in known_as):
-            left_alone[name] = "in exclude"
+            left_alone[module] = "in exclude"
         elif refusal(module):
             continue
         elif included and not any(included(alias, module) for alias in known_as):
-            left_alone[name] = "not in include"
-        elif isinstance(made := converted(module, name), str):
-            left_alone[name] = made
+            left_alone[module] = "not in include"
+        elif isinstance(made := converted(module, known_as[0]), str):
+            left_alone[module] = made
         else:
             replacements[module] = made
     return left_alone, replacements

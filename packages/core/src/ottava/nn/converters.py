@@ -69,12 +69,12 @@ def refusal(module: torch.nn.Module) -> str | None:
 def converted(module: torch.nn.Module, name: str) -> Linear | str:
     """The layer that the converter makes of a module that :func:`refusal` has nothing against, or why there is none."""
     made = module if isinstance(module, Linear) else _converter_of(type(module))(module, name)
-    if isinstance(made, str):
+    if isinstance(made, str) and made.strip():
         return made
     cls = type(made)
     what = f"the converter for {type(module).__name__} returned for {name!r} a {cls.__module__}.{cls.__qualname__}"
     if not isinstance(made, Linear):
-        raise DTypeError(what, expected="an ottava.nn.Linear, or the reason for leaving the module alone as a string")
+        raise DTypeError(what, expected="an ottava.nn.Linear, or a string that says why the module is left alone")
     if {*map(id, made.parameters())} != {*map(id, module.parameters())}:
         raise DTypeError(f"{what} with other parameters", expected="the module's own parameter objects")
     if lacking := [key for key in ("in_features", "out_features", "weight", "bias") if not hasattr(made, key)]:
