@@ -125,6 +125,28 @@ def test_a_model_converted_under_no_grad_trains(recipe: str) -> None:
     assert quiet[0].weight.nbytes < before or recipe in ("current", "delayed")
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_gradient_and_its_hooks_are_the_new_parameters(recipe: str) -> None:
+    model, x, seen = net(torch.nn.Linear), torch.randn(32, 64), []
+    model(x).sum().backward()
+    before = model[0].weight
+    handles = [before.register_hook(lambda grad: seen.append(grad) or grad * 0)]  # type: ignore[func-returns-value]
+    handles.append(before.register_post_accumulate_grad_hook(seen.append))
+    ottava.convert(model, recipe, primary=True)
+    weight, grad = model[0].weight, before.grad.clone()
+    assert weight is not before
+    assert torch.equal(weight.grad, grad)
+    model(x).sum().backward()
+    assert torch.equal(weight.grad, grad), "the hook made the second one 0"
+    assert len(seen) == 2
+    assert seen[1] is weight
+    for handle in handles:
+        handle.remove()
+    model(x).sum().backward()
+    assert len(seen) == 2
+    assert not torch.equal(weight.grad, grad)
+
+
 def sharded(mesh: Any) -> None:
     model = ottava.convert(net(torch.nn.Linear), "current")
     fully_shard(model, mesh=mesh)

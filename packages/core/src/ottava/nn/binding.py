@@ -160,7 +160,8 @@ class Binding:
         own = None if kept is None else state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
         if type(kept) is not type(own):
             what = f"the weight of {label} stays as a {type(kept).__name__} quantized it, and the layer runs under"
-            what = f"{what} {name!r}: make the model inside quantized_model_init({name!r})"
+            what = f"{what} {name!r}: make the model inside quantized_model_init({name!r}), or give the layer"
+            what = f"{what} torch.nn.Parameter(weight.dequantize()) and convert it with primary=True"
         elif before is None or type(before.recipe) is type(state.recipe) or (before.stateful and state.stateful):
             return
         else:

@@ -15,7 +15,7 @@ from ottava.kernels import HIGH_PRECISION
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
-from ottava.torch_private import local_tensor, set_local_tensor
+from ottava.torch_private import local_tensor, set_local_tensor, share_hooks
 
 
 class _Microbatches(threading.local):
@@ -90,7 +90,8 @@ def quantize_new_weight(layer: Any) -> None:
 
 
 def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_values: bool) -> Any:
-    """A parameter in place of the weight of the layer ``name``, quantized by ``recipe``, with the same attributes."""
+    """A parameter in place of the weight of the layer ``name``, quantized by ``recipe``, with its attributes, gradient
+    and hooks."""
     quantizer = recipe.quantizer(QuantizerRole("linear", "weight", name)).copy()
     keep_initial_values = keep_initial_values and not weight.is_meta
     # Columns can be made later of the initial values alone.
@@ -106,6 +107,8 @@ def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_val
         raise DTypeError(what, expected="a QuantizedTensor", remedy=remedy)
     parameter: Any = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
     parameter.__dict__.update(weight.__dict__)
+    parameter.grad = weight.grad
+    share_hooks(weight, parameter)
     if keep_initial_values:
         parameter._high_precision_init_val = weight.detach().cpu().clone()
     return parameter
