@@ -21,7 +21,14 @@ from ottava.recipes.step import Step, backward_task, is_taken_apart
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, is_distributed, local_tensor
+from ottava.torch_private import (
+    KNOWS_BACKWARD,
+    any_autocast_enabled,
+    constant_to_compiler,
+    graph_task_id,
+    is_distributed,
+    local_tensor,
+)
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
@@ -321,8 +328,7 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     transform of torch.func, ``torch.jit.trace``, forward-mode derivatives; and to export a layer that makes steps."""
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
-            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
-            raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
+            _refuse_training(label_of(layer))
         return
     name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"
     found = f"{name}, a transform of torch.func," if name else None
@@ -333,6 +339,12 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     if found is not None:
         what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
         raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
+
+
+@constant_to_compiler  # whose own error, for an exception in what it traces, would say nothing
+def _refuse_training(label: str) -> None:
+    what = f"{label} is in training mode, and torch.export writes no steps for its recipe's state"
+    raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
