@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ottava import torch_private
 from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels.backends import backend_for
 from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_device, check_high_precision
@@ -21,14 +22,7 @@ from ottava.recipes.step import Step, backward_task, is_taken_apart
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import (
-    KNOWS_BACKWARD,
-    any_autocast_enabled,
-    constant_to_compiler,
-    graph_task_id,
-    is_distributed,
-    local_tensor,
-)
+from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, is_distributed, local_tensor
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
@@ -341,7 +335,7 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
         raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
 
 
-@constant_to_compiler  # whose own error, for an exception in what it traces, would say nothing
+@torch_private.constant_to_compiler  # whose own error, for an exception in what it traces, would say nothing
 def _refuse_training(label: str) -> None:
     what = f"{label} is in training mode, and torch.export writes no steps for its recipe's state"
     raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")

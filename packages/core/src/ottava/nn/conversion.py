@@ -29,10 +29,9 @@ Predicate = Callable[[str, torch.nn.Module], bool]
 Filter = str | Iterable[str] | Predicate
 
 #: A pattern for the output heads of a model, which may have none: what ``get_output_embeddings()`` gives, modules that
-#: share a weight with an embedding, and those with the name of a head: ``lm_head``, ``classifier`` and other plain ones
-#: outside of stacks, and ``head``, ``output``, ``fc`` and others that hidden layers have, too, directly in the model.
+#: share a weight with an embedding, and those with usual names: ``lm_head`` and the like outside of stacks, which have
+#: numbers for names, and ``head``, ``output``, ``fc`` and the like directly in the model, or in what wraps it.
 HEADS = "ottava.HEADS"
-# The modules of a stack have numbers for names. A model may be in others that wrap it.
 _HEAD_NAME = re.compile(
     r"((?!\d+\.)[^.]*\.)*((lm|mlm|cls|classification|value|v|policy|reward)_head|classifier|embed_out|unembed|qa_outputs|"
     r"vocab_proj)|((_orig_mod|base_model|model|module|net)\.)*(heads?|score|cls|fc|proj_out|(to_)?logits|"
