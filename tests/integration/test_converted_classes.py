@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import io
 import pickle
@@ -230,3 +231,54 @@ def test_a_class_that_registers_its_subclasses_is_not_told_of_a_conversion() -> 
     model(torch.randn(4, 32)).sum().backward()
     assert Registered.known == ["Member"]
     assert isinstance(model, Member)
+
+
+class Registry(type):
+    """Has each class that it makes, of which it refuses two of one name."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __new__(cls, name: str, bases: Any, namespace: Any) -> Any:
+        if name in cls.known:
+            raise ValueError(f"duplicate {name}")
+        made = super().__new__(cls, name, bases, namespace)
+        made.family = "models"  # type: ignore[attr-defined]
+        return made
+
+    def __init__(cls, name: str, bases: Any, namespace: Any) -> None:
+        super().__init__(name, bases, namespace)
+        Registry.known[name] = cls
+
+
+class ByMetaclass(Net, metaclass=Registry):
+    pass
+
+
+class Abstract(Net, abc.ABC):
+    @abc.abstractmethod
+    def name(self) -> str: ...
+
+
+class Concrete(Abstract):
+    def name(self) -> str:
+        return "concrete"
+
+
+def test_a_metaclass_that_registers_its_classes_is_not_told_of_a_conversion() -> None:
+    model: Any = ottava.convert(ByMetaclass(), RECIPE)
+    assert Registry.known == {"ByMetaclass": ByMetaclass}
+    assert type(type(model)) is Registry
+    assert model.family == "models"
+    step(model, 7.0)
+    assert steps_alike(model, by_pickle(model))
+
+
+def test_abstract_classes() -> None:
+    model = ottava.convert(Concrete(), RECIPE)
+    assert isinstance(model, Concrete)
+    assert isinstance(model, Abstract)
+    assert not isinstance(Concrete(), type(model))
+    assert isinstance(model, type(model))
+    assert isinstance(Concrete(), Concrete)
+    step(model, 7.0)
+    assert steps_alike(model, by_pickle(model))

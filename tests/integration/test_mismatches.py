@@ -99,7 +99,15 @@ def test_a_weight_that_another_recipe_keeps(kept: str, other: str) -> None:
         )
         assert f"runs under '{other}'" in text
         assert f"quantized_model_init('{other}')" in text
+        assert "torch.nn.Parameter(weight.dequantize())" in text
     assert run(model, *[ottava.autocast()] * 2) == []
+    for layer in model:
+        layer.weight = torch.nn.Parameter(layer.weight.dequantize())
+    with Told() as told:
+        ottava.convert(model, other, primary=True)
+    assert told == []
+    assert all(isinstance(layer.weight, ottava.QuantizedTensor) for layer in model)
+    assert run(model, ottava.autocast()) == []
     (first, second) = run(primary(kept), *[ottava.autocast(other)] * 2)
     assert "Linear 'layer 0'" in first
     assert "Linear 'layer 1'" in second

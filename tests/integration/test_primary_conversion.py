@@ -10,9 +10,11 @@ from torch.distributed.fsdp import fully_shard
 
 import ottava
 from ottava.errors import UsageError
+from ottava_custom import CustomRecipe, current_scaling_ref_quantizer_factory
 from tests import ranks
 
 RECIPES = ["blockwise", "current", "delayed", "mxfp8", "rowwise"]
+CUSTOM = CustomRecipe(current_scaling_ref_quantizer_factory)
 
 
 def net(layer: Any) -> torch.nn.Sequential:
@@ -59,6 +61,90 @@ def test_an_embedding_may_share_the_weight(recipe: str) -> None:
     assert torch.equal(rows, weight.dequantize()[:32])
     model.head(rows).square().mean().backward()
     assert weight.grad.shape == (128, 64)
+
+
+def on_meta(recipe: str) -> torch.nn.Sequential:
+    with torch.device("meta"):
+        return ottava.convert(net(torch.nn.Linear), CUSTOM if recipe == "custom" else recipe, primary=True)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "custom"])
+@pytest.mark.filterwarnings("ignore:the state dict has no scaling state")
+def test_a_model_on_meta_gets_its_values_later(recipe: str) -> None:
+    plain = net(torch.nn.Linear)
+    expected = ottava.convert(net(torch.nn.Linear), CUSTOM if recipe == "custom" else recipe, primary=True)
+    with torch.no_grad():
+        expected(torch.zeros(1, 64))
+    # Delayed scaling counts what a weight is given among what it saw of it.
+    expected.load_state_dict(plain.state_dict())
+    outside = ottava.convert(net(torch.nn.Linear).to("meta"), expected[0].recipe, primary=True)
+    for model in (on_meta(recipe), outside):
+        assert all(isinstance(model[i].weight, ottava.QuantizedTensor) and model[i].weight.is_meta for i in (0, 2))
+        assert model(torch.empty(3, 64, device="meta")).shape == (3, 32)
+        model.to_empty(device="cpu").load_state_dict(plain.state_dict())
+        for mine, its in ((model[0], expected[0]), (model[2], expected[2])):
+            assert type(mine.weight) is type(its.weight)
+            assert torch.equal(mine.weight.dequantize(), its.weight.dequantize())
+    seen = losses(expected)
+    assert losses(outside) == seen
+    initialized = on_meta(recipe).to_empty(device="cpu")
+    torch.manual_seed(0)
+    for i in (0, 2):
+        initialized[i].reset_parameters()
+    assert losses(initialized) == seen
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_made_on_meta_without_a_recipe_gets_its_values_later(recipe: str) -> None:
+    with ottava.quantized_model_init(recipe):
+        layer = ottava.nn.Linear(64, 32, device="meta")
+    values = torch.randn(32, 64)
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        layer.weight.copy_(values)
+        layer.bias.zero_()
+    assert (layer.weight - values).abs().max() <= values.abs().max() / 8
+    with ottava.autocast(recipe):
+        layer(torch.randn(8, 64)).sum().backward()
+    assert layer.weight.grad.shape == (32, 64)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_converted_under_no_grad_trains(recipe: str) -> None:
+    with torch.no_grad():
+        quiet = ottava.convert(net(torch.nn.Linear), recipe, primary=True)
+        with ottava.quantized_model_init(recipe):
+            on_meta = ottava.nn.Linear(64, 32, recipe=recipe, device="meta")
+    assert losses(quiet) == losses(ottava.convert(net(torch.nn.Linear), recipe, primary=True))
+    on_meta.to_empty(device="cpu").reset_parameters()
+    on_meta(torch.randn(8, 64, requires_grad=True)).sum().backward()
+    before = quiet[0].weight.nbytes
+    quiet[0].weight.update_usage(columnwise_usage=False)
+    with torch.no_grad():
+        assert quiet(torch.randn(8, 64)).shape == (8, 32)
+    assert quiet[0].weight.nbytes < before or recipe in ("current", "delayed")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_gradient_and_its_hooks_are_the_new_parameters(recipe: str) -> None:
+    model, x, seen = net(torch.nn.Linear), torch.randn(32, 64), []
+    model(x).sum().backward()
+    before = model[0].weight
+    handles = [before.register_hook(lambda grad: seen.append(grad) or grad * 0)]  # type: ignore[func-returns-value]
+    handles.append(before.register_post_accumulate_grad_hook(seen.append))
+    ottava.convert(model, recipe, primary=True)
+    weight, grad = model[0].weight, before.grad.clone()
+    assert weight is not before
+    assert torch.equal(weight.grad, grad)
+    model(x).sum().backward()
+    assert torch.equal(weight.grad, grad), "the hook made the second one 0"
+    assert len(seen) == 2
+    assert seen[1] is weight
+    for handle in handles:
+        handle.remove()
+    model(x).sum().backward()
+    assert len(seen) == 2
+    assert not torch.equal(weight.grad, grad)
 
 
 def sharded(mesh: Any) -> None:

@@ -254,6 +254,68 @@ def test_heads_are_excluded(recipe: Any) -> None:
     }
 
 
+def tree(names: str) -> torch.nn.Module:
+    """A model of linear layers with these qualified names."""
+    model = torch.nn.Module()
+    for name in names.split():
+        parent: Any = model
+        *path, last = name.split(".")
+        for part in path:
+            parent._modules.setdefault(part, torch.nn.Module())
+            parent = parent._modules[part]
+        parent._modules[last] = torch.nn.Linear(4, 4)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads"),
+    [
+        # Without stacks.
+        ("attn.query attn.output mlp.fc mlp.score first.attn.heads.q up fc1 fc2", "output"),
+        ("encoder.first.attn.output encoder.first.mlp.fc encoder.first.attn.output_proj", "cls_head value_head"),
+        ("transformer.up.fc", "output_proj"),
+        ("text.up vision.fc", "text.lm_head vision.classifier"),
+        # As wrappers have them.
+        ("module.attn.output", "module.output"),
+        ("base_model.model.model.layers.0.mlp.up_proj", "base_model.model.lm_head"),
+        ("pretrained_model.layers.0.output.fc", "v_head.summary"),
+        # LLaMA, as of Transformers and as it was published.
+        ("model.layers.0.self_attn.o_proj model.layers.0.mlp.down_proj", "lm_head"),
+        ("layers.0.attention.wo layers.0.feed_forward.w2", "output"),
+        # BERT, with the heads of pretraining, of questions and of classes.
+        (
+            "bert.encoder.layer.0.attention.output.dense bert.encoder.layer.0.output.dense bert.pooler.dense",
+            "cls.predictions.transform.dense cls.predictions.decoder cls.seq_relationship",
+        ),
+        ("bert.encoder.layer.0.output.dense", "qa_outputs"),
+        ("roberta.encoder.layer.0.output.dense", "classifier.dense classifier.out_proj"),
+        # ViT, as of torchvision, timm and Transformers.
+        ("encoder.layers.encoder_layer_0.self_attention.out encoder.layers.encoder_layer_0.mlp.0", "heads.head"),
+        ("blocks.0.attn.proj blocks.0.mlp.fc1", "head"),
+        ("vit.encoder.layer.0.output.dense", "classifier"),
+    ],
+)
+def test_heads_of_models_as_there_are(recipe: Any, hidden: str, heads: str) -> None:
+    model = ottava.convert(tree(f"{hidden} {heads}"), recipe, exclude=ottava.HEADS)
+    report = ottava.conversion_report(model)
+    assert set(report.swapped) == set(hidden.split())
+    assert set(report.skipped) == set(heads.split())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, TypeError])
+def test_a_model_may_have_no_head_to_give(recipe: Any, error: Any) -> None:
+    class Model(Tied):
+        def get_output_embeddings(self) -> Any:
+            if self.own:
+                return [self.by_method, self.inner]
+            raise error("there is none")
+
+    skipped = ottava.conversion_report(ottava.convert(Model(), recipe, exclude=ottava.HEADS)).skipped
+    assert set(skipped) == {"to_words", "by_method", "inner"}
+    skipped = ottava.conversion_report(ottava.convert(Model(False), recipe, exclude=ottava.HEADS)).skipped
+    assert set(skipped) == {"to_words"}
+
+
 def test_hidden_layers_with_the_name_of_a_head_are_converted(recipe: Any) -> None:
     stack = torch.nn.Sequential(torch.nn.ModuleDict({"output": torch.nn.Linear(4, 4), "fc": torch.nn.Linear(4, 4)}))
     # There is no head at all, and that is no mistake.

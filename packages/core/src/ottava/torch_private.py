@@ -181,6 +181,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return next(_numbers) if found is None else found
 
 
+def share_hooks(tensor: Any, other: Any) -> None:
+    """Have the hooks of a leaf's gradient run for another one, too; none where torch does not show them."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(tensor, name, None):
+            setattr(other, name, hooks)
+
+
 def may_refuse_to_load(module: torch.nn.Module) -> bool:
     """Whether ``load_state_dict`` of a module runs hooks or methods that are neither torch's nor Ottava's; True where
     torch does not show its hooks."""

@@ -97,9 +97,17 @@ class Float8Quantizer(Float8QuantizerBase):
 
     def initialize(self, tensor: torch.Tensor) -> None:
         """Take the scale that the tensor's own amax gives: a weight that is kept quantized starts with it."""
-        amax = kernels.amax(tensor)
-        self.scale.copy_(kernels.scale_from_amax(amax, self.fp8_dtype)[0].reshape(self.scale.shape))
+        self._start_with(kernels.scale_from_amax(kernels.amax(tensor), self.fp8_dtype)[0])
         self.fits = True
+
+    def _start_with(self, scale: torch.Tensor) -> None:
+        """Set the scale, where the weight is; one on the meta device has none, and its first values set it."""
+        if self.scale.device != scale.device:
+            # It is in no layer's state yet.
+            self.scale = torch.empty_like(self.scale, device=scale.device)
+            self.amax = None if self.amax is None else torch.zeros_like(self.amax, device=scale.device)
+        self.scale.copy_(scale.reshape(self.scale.shape))
+        self.unset = scale.is_meta
 
     def for_shards(self, group: Any) -> Float8Quantizer:
         """All shards have one scale as it is; what has to fit is the largest magnitude of all of them."""
@@ -128,9 +136,8 @@ class Float8Quantizer(Float8QuantizerBase):
                 amax = reduce_amax(amax, self.shard_group)
             own = kernels.scale_from_amax(amax, self.fp8_dtype)[0]
             if self.unset and not tensor.is_meta:
-                self.scale.copy_(own.reshape(scale.shape))
-                self.unset = False
-            scale = torch.minimum(scale, own.reshape(scale.shape))
+                self._start_with(own)
+            scale = torch.minimum(self.scale, own.reshape(scale.shape))
         made = for_layers.cast(tensor, scale, self.amax, self.saturated, self.fp8_dtype, *wanted)
         return self._wrap(made, dtype)
 

@@ -154,7 +154,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         slot = self.scale[self.slots["weight"]]
         if present.scale.data_ptr() == slot.data_ptr():
             return None
-        if present.scale.device == slot.device and bool(slot == 1) and not self.amax_history.any():
+        known = present.scale.device == slot.device and not present.unset
+        if known and bool(slot == 1) and not self.amax_history.any():
             slot.copy_(present.scale.reshape(()))
         made = self._own("weight", True, present.rowwise_usage, present.columnwise_usage)
         made.fits = present.fits

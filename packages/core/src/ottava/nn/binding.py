@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ottava import torch_private
 from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError, listed
 from ottava.kernels.backends import backend_for
 from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_device, check_high_precision
@@ -72,6 +73,7 @@ class Binding:
     #: The weight as it was quantized in the first microbatch; None when the weight or the recipe changes.
     quantized: QuantizedTensorStorage | None = None
     _quantized_by: RecipeState | None = None
+    _quantized_at: int | None = None
     _mismatch_told: bool = False
     _last: Call | None = None  # of the last forward pass of a step, which activation checkpointing repeats
 
@@ -168,7 +170,8 @@ class Binding:
         own = None if kept is None else state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
         if type(kept) is not type(own):
             what = f"the weight of {label} stays as a {type(kept).__name__} quantized it, and the layer runs under"
-            what = f"{what} {name!r}: make the model inside quantized_model_init({name!r})"
+            what = f"{what} {name!r}: make the model inside quantized_model_init({name!r}), or give the layer"
+            what = f"{what} torch.nn.Parameter(weight.dequantize()) and convert it with primary=True"
         elif before is None or type(before.recipe) is type(state.recipe) or (before.stateful and state.stateful):
             return
         else:
@@ -250,7 +253,10 @@ class Binding:
     def kept_weight(self, call: Call, weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         """The weight as it was quantized in the first microbatch, or as it is kept from now on."""
         state: Any = call.state
-        if self.quantized is None or self._quantized_by is not state or (call.first and not call.recomputed):
+        # New data (weight.data = ...) lies elsewhere. (Compiled code cannot tell.)
+        at = None if torch.compiler.is_compiling() else weight.data_ptr()
+        same = self._quantized_by is state and (at is None or at == self._quantized_at)
+        if self.quantized is None or not same or (call.first and not call.recomputed):
             # Where operands are seen when they are recomputed, this one is not quantized again.
             recording = call.recording or state._unseen
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
@@ -260,7 +266,7 @@ class Binding:
             if state.stateful:
                 # It is never quantized again, and the quantizer holds the state as it is now.
                 kept.update_quantizer(None)
-            self.quantized, self._quantized_by = kept, state
+            self.quantized, self._quantized_by, self._quantized_at = kept, state, at
         return self.quantized
 
     def gather_quantizer(self, layer: Any) -> Quantizer | None:
@@ -325,8 +331,7 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     transform of torch.func, ``torch.jit.trace``, forward-mode derivatives; and to export a layer that makes steps."""
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
-            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
-            raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
+            _refuse_training(label_of(layer))
         return
     name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"
     found = f"{name}, a transform of torch.func," if name else None
@@ -337,6 +342,12 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     if found is not None:
         what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
         raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
+
+
+@torch_private.constant_to_compiler  # whose own error, for an exception in what it traces, would say nothing
+def _refuse_training(label: str) -> None:
+    what = f"{label} is in training mode, and torch.export writes no steps for its recipe's state"
+    raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:

@@ -29,23 +29,25 @@ Predicate = Callable[[str, torch.nn.Module], bool]
 Filter = str | Iterable[str] | Predicate
 
 #: A pattern for the output heads of a model, which may have none: what ``get_output_embeddings()`` gives, modules that
-#: share a weight with an embedding, and those with usual names (``lm_head``, ``classifier``, ...) outside of stacks.
+#: share a weight with an embedding, and those with usual names: ``lm_head`` and the like outside of stacks, which have
+#: numbers for names, and ``head``, ``output``, ``fc`` and the like directly in the model, or in what wraps it.
 HEADS = "ottava.HEADS"
-# Outside of stacks, whose modules have numbers for names: a hidden layer may be called so there.
 _HEAD_NAME = re.compile(
-    r"((?!\d+\.)[^.]*\.)*(lm_head|embed_out|unembed|heads?|classifier|classification_head|score|qa_outputs|cls|fc|"
-    "proj_out|vocab_proj|(to_)?logits|output(_layer|_projection)?)"
+    r"((?!\d+\.)[^.]*\.)*((lm|mlm|cls|classification|value|v|policy|reward)_head|classifier|embed_out|unembed|qa_outputs|"
+    r"vocab_proj)|((_orig_mod|base_model|model|module|net)\.)*(heads?|score|cls|fc|proj_out|(to_)?logits|"
+    "output(_layer|_proj|_projection)?)"
 )
 
 
 def _heads(model: torch.nn.Module) -> set[str]:
     """Qualified names of what ``HEADS`` stands for."""
     tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    found = {m for m in model.modules() if is_convertible(m) and getattr(m, "weight", None) in tables}
+    found: list[Any] = [m for m in model.modules() if is_convertible(m) and getattr(m, "weight", None) in tables]
     for module in model.modules():
-        # Models without a head may have the method, and raise.
-        with contextlib.suppress(NotImplementedError, AttributeError):
-            found.add(module.get_output_embeddings())  # type: ignore[operator]
+        # Models without a head may have the method, and raise anything.
+        with contextlib.suppress(Exception):
+            given = module.get_output_embeddings()  # type: ignore[operator]
+            found.extend(given if isinstance(given, (list, tuple)) else [given])
     modules = model.named_modules(remove_duplicate=False)
     return {name for name, module in modules if module in found or _HEAD_NAME.fullmatch(name)}
 
@@ -120,7 +122,7 @@ def convert(
 
     for module, layer in replacements.items():
         layer._binding.bind(layer, chosen, states[module])
-    for parent in list(model.modules()):
+    for parent in [*model.modules(), *replacements.values()]:
         parent.__dict__.pop(LEFT_ALONE, None)
         parent._modules.update({name: replacements[m] for name, m in parent._modules.items() if m in replacements})
     result: Any = replacements.get(model, model)
@@ -133,32 +135,32 @@ def convert(
         for layer in replacements.values():
             layer._binding.step = step
         _keep_from_broadcast(result)
-    result.__dict__[LEFT_ALONE] = left_alone
+    for module, reason in {result: "", **left_alone}.items():
+        module.__dict__[LEFT_ALONE] = reason
     _warn(conversion_report(result))
     return result  # type: ignore[no-any-return]
 
 
 def _replacements(
     model: torch.nn.Module, include: Filter | None, exclude: Filter | None
-) -> tuple[dict[str, str], dict[Any, Linear]]:
-    """Why modules are left alone that could be converted, by name, and module -> layer for the others."""
+) -> tuple[dict[Any, str], dict[Any, Linear]]:
+    """Why modules are left alone that could be converted, and module -> layer for the others."""
     aliases: dict[torch.nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_convertible(module):
             aliases.setdefault(module, []).append(name)
     included, excluded = _matcher(model, include, "include"), _matcher(model, exclude, "exclude")
-    left_alone: dict[str, str] = {}
+    left_alone: dict[Any, str] = {}
     replacements: dict[Any, Linear] = {}
     for module, known_as in aliases.items():
-        name = known_as[0]
         if excluded and any(excluded(alias, module) for alias in known_as):
-            left_alone[name] = "in exclude"
+            left_alone[module] = "in exclude"
         elif refusal(module):
             continue
         elif included and not any(included(alias, module) for alias in known_as):
-            left_alone[name] = "not in include"
-        elif isinstance(made := converted(module, name), str):
-            left_alone[name] = made
+            left_alone[module] = "not in include"
+        elif isinstance(made := converted(module, known_as[0]), str):
+            left_alone[module] = made
         else:
             replacements[module] = made
     return left_alone, replacements

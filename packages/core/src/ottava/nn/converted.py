@@ -1,5 +1,6 @@
 """Converted models: the forward pass of one is a region, at whose entry all layers below it begin a step."""
 
+import abc
 import weakref
 from typing import Any
 
@@ -52,7 +53,9 @@ def _converted(model: Any) -> Any:
     if not isinstance(model, ConvertedModel):
         known = [made for made in cls.__subclasses__() if made.__bases__ == (ConvertedModel, cls)]
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        model.__class__ = known[0] if known else type(cls)(cls.__name__, (ConvertedModel, cls), names)
+        # Not by the metaclass, which may register classes.
+        make: Any = (abc.ABCMeta if isinstance(cls, abc.ABCMeta) else type).__new__
+        model.__class__ = known[0] if known else make(type(cls), cls.__name__, (ConvertedModel, cls), names)
     return model
 
 

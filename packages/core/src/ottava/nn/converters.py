@@ -69,13 +69,13 @@ def refusal(module: torch.nn.Module) -> str | None:
 def converted(module: torch.nn.Module, name: str) -> Linear | str:
     """The layer that the converter makes of a module that :func:`refusal` has nothing against, or why there is none."""
     made = module if isinstance(module, Linear) else _converter_of(type(module))(module, name)
-    if isinstance(made, str):
+    if isinstance(made, str) and made.strip():
         return made
     own = isinstance(made, Linear) and {*map(id, made.parameters())} == {*map(id, module.parameters())}
     if not own or not all(hasattr(made, key) for key in ("in_features", "out_features", "weight", "bias")):
         what = f"the converter for {type(module).__name__} returned for {name!r} a {type(made).__name__}"
-        expected = "an ottava.nn.Linear of the module's own parameters, with what a torch.nn.Linear has, or a string"
-        raise DTypeError(what, expected=expected, remedy="a string says why the module is left alone")
+        expected = "an ottava.nn.Linear of the module's own parameters, with what a torch.nn.Linear has, or a string that says why not"
+        raise DTypeError(what, expected=expected)
     return made
 
 

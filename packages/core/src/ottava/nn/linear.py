@@ -58,7 +58,7 @@ class Linear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         check_flag("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self._unbound(name)
+        self.__dict__.update(name=name, _binding=Binding())
         quantize_new_weight(self)
         self.bind(recipe)
 
@@ -66,12 +66,8 @@ class Linear(torch.nn.Linear):
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> "Linear":
         """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
         made = cls.__new__(cls)
-        made.__dict__ = dict(linear.__dict__)
-        made._unbound(name)
+        made.__dict__ = linear.__dict__ | {"name": name, "_binding": Binding()}
         return made
-
-    def _unbound(self, name: str) -> None:
-        self.__dict__.update(name=name, _binding=Binding())
 
     @property
     def recipe(self) -> Recipe | None:

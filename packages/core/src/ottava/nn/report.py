@@ -16,7 +16,7 @@ from ottava.nn.linear import Linear
 from ottava.tensors import QuantizedTensor
 from ottava.torch_private import local_tensor
 
-# On a converted model: the name of each convertible module that `convert` left alone -> why, as it was told.
+# On a module: why `convert` left it alone, as it was told; nothing, on a model that was converted.
 LEFT_ALONE = "_ottava_left_alone"
 _LOOKED_UP_OR_ELEMENTWISE = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.LayerNorm, torch.nn.RMSNorm)
 _NO_WEIGHT_OF_PRODUCTS = re.compile("bias|embed|position|token|scale|norm")
@@ -99,12 +99,9 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
     modules = dict(model.named_modules())
-    told: dict[str, str] = {}
     default = "not converted"
-    for prefix, module in modules.items():
-        if LEFT_ALONE in module.__dict__:
-            told |= {f"{prefix}.{name}".strip("."): reason for name, reason in module.__dict__[LEFT_ALONE].items()}
-            default = "not converted: it was put there after the last conversion"
+    if any(module.__dict__.get(LEFT_ALONE) == "" for module in modules.values()):
+        default += ": it was put there after the last conversion"
     decisions, recipes = {}, set()
     # Of linear modules: the recipe that their products run under (None for high precision), and why.
     products: dict[str, tuple[str | None, str]] = {}
@@ -122,7 +119,7 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
                 reason += "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high precision"
         elif is_convertible(module):
             unbound = "no recipe is bound" if isinstance(module, Linear) else default
-            reason = told.get(name) or refusal(module) or unbound
+            reason = module.__dict__.get(LEFT_ALONE) or refusal(module) or unbound
         else:
             continue
         decisions[name], products[name] = Decision(name, bound, reason), (recipe, reason)

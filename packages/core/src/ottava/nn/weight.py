@@ -15,7 +15,7 @@ from ottava.kernels import HIGH_PRECISION
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
-from ottava.torch_private import local_tensor, set_local_tensor
+from ottava.torch_private import local_tensor, set_local_tensor, share_hooks
 
 
 class _Microbatches(threading.local):
@@ -90,9 +90,13 @@ def quantize_new_weight(layer: Any) -> None:
 
 
 def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_values: bool) -> Any:
-    """A parameter in place of the weight of the layer ``name``, quantized by ``recipe``, with the same attributes."""
+    """A parameter in place of the weight of the layer ``name``, quantized by ``recipe``, with its attributes, gradient
+    and hooks."""
     quantizer = recipe.quantizer(QuantizerRole("linear", "weight", name)).copy()
-    quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled() or not quantizer.columns_when_asked)
+    keep_initial_values = keep_initial_values and not weight.is_meta
+    # Columns can be made later of the initial values alone.
+    later = keep_initial_values and quantizer.columns_when_asked and not torch.is_grad_enabled()
+    quantizer.set_usage(rowwise=True, columnwise=not later)
     quantizer.internal = False
     with torch.no_grad():
         quantizer.initialize(weight.detach())
@@ -103,7 +107,9 @@ def quantized_parameter(weight: Any, recipe: Recipe, name: str, keep_initial_val
         raise DTypeError(what, expected="a QuantizedTensor", remedy=remedy)
     parameter: Any = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
     parameter.__dict__.update(weight.__dict__)
-    if keep_initial_values and not weight.is_meta:
+    parameter.grad = weight.grad
+    share_hooks(weight, parameter)
+    if keep_initial_values:
         parameter._high_precision_init_val = weight.detach().cpu().clone()
     return parameter
 
@@ -119,8 +125,10 @@ def apply_to_layer(layer: Any, fn: Any, apply: Any) -> None:
         with torch.no_grad():
             kept = fn(weight)
             if not isinstance(kept, QuantizedTensor) and kept.dtype in HIGH_PRECISION:
-                # What would dequantize it keeps its data.
-                kept = weight.to(kept.device).to_dtype(kept.dtype)  # type: ignore[attr-defined]
+                # What would dequantize it keeps its data, if it has any.
+                emptied = without_values and not kept.is_meta
+                placed: Any = weight.apply_to_inner(fn) if emptied else weight.to(kept.device)
+                kept = placed.to_dtype(kept.dtype)
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = kept if tensor is weight and kept is not None else fn(tensor)
