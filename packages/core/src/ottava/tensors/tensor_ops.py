@@ -83,7 +83,9 @@ def _new(op: Any, tensor: QuantizedTensor, size: Sequence[int], *strides: Any, *
         if own is not None and own.shape == held.shape and not held.is_meta:
             own.copy_(held)
     given = {inner.argument: held for inner, held in zip(made.inner_tensors, made.inner_list(), strict=True)}
-    return type(made)(**(tensor.get_metadata() | given | {"shape": tuple(size), "dtype": dtype, "quantizer": quantizer}))
+    return type(made)(
+        **(tensor.get_metadata() | given | {"shape": tuple(size), "dtype": dtype, "quantizer": quantizer})
+    )
 
 
 # zeros_like is not here: optimizers make their moments with it, and moments in FP8 are wrong.
