@@ -15,7 +15,7 @@ from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, 
 from ottava.filesystem import AnyPath, as_path, check_file_target
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn import Linear, convert
-from ottava.nn.binding import OF_STATE
+from ottava.nn.loading import OF_STATE
 from ottava.recipes import QuantizerRole, get_recipe
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.tensors import QuantizedTensorStorage

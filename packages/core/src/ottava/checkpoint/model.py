@@ -12,8 +12,8 @@ from ottava.checkpoint.flatten import held_tensors, load_file, save_file
 from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, listed, named, of_any_class, translated
 from ottava.filesystem import AnyPath, as_path, uninterrupted
 from ottava.kernels import HIGH_PRECISION
-from ottava.nn.binding import OF_STATE, layers_with_state
 from ottava.nn.linear import Linear
+from ottava.nn.loading import OF_STATE, layers_with_state
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 from ottava.tensors.declaration import check_flag

@@ -1,17 +1,15 @@
 """What a layer runs under: the recipe that is bound to it, the states that it keeps, and the call that is asked for;
 and what a layer refuses."""
 
-import copy
-import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ottava import torch_private
-from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError, listed
+from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels.backends import backend_for
 from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_device, check_high_precision
 from ottava.kernels.direct import has_tangent, transform
@@ -31,9 +29,6 @@ from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_tas
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 _WITH_AUTOCAST = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_available(kind))
-
-#: Matches names in a state dict that are of the state of a layer, and splits them into the layer's and the state's.
-OF_STATE = re.compile(r"(?:^|(?<=\.))recipe_state\.")
 
 
 def label_of(layer: Any) -> str:
@@ -366,32 +361,3 @@ def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
         raise ShapeError(f"{what} has shape {tuple(main_grad.shape)}", expected=str(tuple(weight.shape)))
     check_device(main_grad, weight.device, what)
     return main_grad.t() if layer.weight_is_transposed else main_grad
-
-
-def layers_with_state(names: Iterable[str]) -> set[str]:
-    """What the names of each layer whose state is in a state dict begin with: ``"0."``, or ``""`` for a lone layer."""
-    return {OF_STATE.split(name)[0] for name in names if OF_STATE.search(name)}
-
-
-def fill_in_states(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
-    """A hook of torch, called before a state dict is loaded into a converted model, or a layer. A layer whose weight is
-    in the dict, and whose state is not, gets a fresh one with the rest, and one warning says so."""
-    present, filled = layers_with_state(state_dict), []
-    for name, layer in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
-        state: Any = layer._modules.get("recipe_state")
-        own = f"{name}." if name else ""
-        weight = state_dict.get(f"{own}weight")
-        if not isinstance(state, RecipeState) or weight is None or own in present:
-            continue
-        # A copy, because what a module loads is for torch to change, and not before the whole dict was looked at.
-        fresh: Any = copy.deepcopy(state)
-        if metadata.get("assign_to_params_buffers") and any(buffer.is_meta for buffer in fresh.buffers()):
-            fresh.to_empty(device=weight.device)
-        fresh.reset()
-        state_dict.update({f"{own}recipe_state.{key}": value for key, value in fresh.state_dict().items()})
-        filled.append(name)
-    if filled:
-        # Layers that are loaded one by one all say the same, which Python then shows once.
-        layers = f"{len(filled)} layers ({listed(filled)})" if len(filled) > 1 else "a layer"
-        what = f"the state dict has no scaling state for {layers}: there it starts afresh"
-        warnings.warn(f"{what}. To keep it, save the state dict of the converted model.", UserWarning, stacklevel=2)

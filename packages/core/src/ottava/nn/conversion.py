@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from ottava.errors import DTypeError, OptionError, UsageError, listed
-from ottava.nn.binding import OF_STATE, fill_in_states
 from ottava.nn.converted import ConvertedModel, begins_steps
 from ottava.nn.converters import converted, is_convertible, refusal
 from ottava.nn.linear import Linear
+from ottava.nn.loading import OF_STATE, fill_in_states
 from ottava.nn.report import LEFT_ALONE, ConversionReport, conversion_report
 from ottava.nn.weight import quantized_parameter
 from ottava.recipes.base import Recipe, as_recipe

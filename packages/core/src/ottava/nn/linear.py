@@ -8,8 +8,9 @@ import torch
 from ottava.errors import OptionError
 from ottava.kernels.direct import in_dual_level, is_direct
 from ottava.nn import function
-from ottava.nn.binding import Binding, Call, autocast_dtype, check_use, checked_dtype, fill_in_states, main_grad_of
+from ottava.nn.binding import Binding, Call, autocast_dtype, check_use, checked_dtype, main_grad_of
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
+from ottava.nn.loading import fill_in_states
 from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.tensors.declaration import check_flag

@@ -12,7 +12,7 @@ from ottava.checkpoint.flatten import place_of
 from ottava.errors import CheckpointError, DTypeError, UsageError
 from ottava.filesystem import as_path
 from ottava.kernels import HIGH_PRECISION
-from ottava.nn.binding import OF_STATE
+from ottava.nn.loading import OF_STATE
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.analysis.report import Skipped
 from ottava_integrations import read_state

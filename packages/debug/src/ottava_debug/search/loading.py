@@ -8,7 +8,7 @@ import torch
 
 import ottava
 from ottava.errors import CheckpointError, text_of
-from ottava.nn.binding import OF_STATE
+from ottava.nn.loading import OF_STATE
 from ottava.recipes import Recipe
 from ottava.recipes.role import OF_LINEAR
 from ottava_debug.bundle import Bundle
