@@ -212,6 +212,10 @@ class GridShards(ShardRule):
         return math.lcm(*(rows for rows in self._heights(quantizer) if rows is not None))
 
 
+#: The rule of quantizers with one scale a tensor that a function of their own gives.
+PerTensorShards = GridShards
+
+
 class GatheredBatch:
     """Shards whose values every rank needs, because their quantizers declare nothing that says less would do."""
 
