@@ -115,8 +115,7 @@ def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any],
 def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], verify: bool) -> None:
     claimed = metadata.get(CHECKSUM_KEY)
     if (claimed is None) != (METADATA_KEY not in metadata):
-        held, other = (METADATA_KEY, CHECKSUM_KEY) if claimed is None else (CHECKSUM_KEY, METADATA_KEY)
-        what = f"{path}: the metadata has {held!r} but not {other!r}"
+        what = f"{path}: the metadata has one of {METADATA_KEY!r} and {CHECKSUM_KEY!r}"
         remedy = "write it with ottava.checkpoint.save_file; another tool has rewritten it, or it is damaged"
         raise CheckpointError(what, expected="both, or neither in a file of another tool", remedy=remedy)
     if verify and claimed is not None and (found := checksum(tensors, metadata)) != claimed:

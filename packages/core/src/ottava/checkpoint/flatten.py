@@ -136,7 +136,7 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
     aliases = {name: stored for name, stored in names.items() if stored != name}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     place = check_file_target(path)
-    unwritten = translated(f"{path} cannot be written", "texts, a file in a folder, and room", to=UsageError)
+    unwritten = translated(f"{path} cannot be written", "room in a folder, and texts as metadata", to=UsageError)
     with unwritten, Partial(place) as partial:
         write_tensors(partial.path / "tensors", stored, {**(metadata or {}), **described(quantized, aliases)})
         partial.put_file("tensors")

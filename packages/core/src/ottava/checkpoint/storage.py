@@ -74,7 +74,9 @@ def read_index(folder: Path) -> Index:
         index = _decoded(body, crc32)
     for file, size in ((folder / name, size) for name, (size, _) in index.files.items()):
         with translated(f"{file} cannot be read", "a file of the checkpoint", "load another one", of=OSError):
-            found = file.stat().st_size if file.is_file() else "no"
+            found: int | str = "no"
+            with contextlib.suppress(FileNotFoundError):
+                found = file.stat().st_size if file.is_file() else "no"
             # A writer that replaces the checkpoint removes its old files: then the new index counts.
             if found != size and path.read_bytes() != text:
                 return read_index(folder)
