@@ -126,14 +126,15 @@ def test_what_the_format_does_not_have(tmp_path: Path) -> None:
         with pytest.raises(error, match=said):
             checkpoint.save_file(value, tmp_path / "x")
     metadata: Any
-    for metadata, said in (
-        ({"a": 1}, "cannot be written.*'metadata'.*'int'.*texts"),
-        ({1: "a"}, "cannot be written"),
-        (["a"], "cannot be written.*'list' object is not a mapping"),
-        ({"a": "\udcff"}, "cannot be written.*surrogates not allowed"),
-        ({"\ud83d": "a"}, "cannot be written.*surrogates not allowed"),
+    for metadata, error, said in (
+        ({"a": 1}, DTypeError, r"metadata is \{'a': 1\}.*texts by name"),
+        ({1: "a"}, DTypeError, "texts by name"),
+        (["a"], DTypeError, r"metadata is \['a'\]"),
+        (0, DTypeError, "metadata is 0"),
+        ({"a": "\udcff"}, UsageError, "cannot be written.*surrogates not allowed.*without half characters"),
+        ({"\ud83d": "a"}, UsageError, "cannot be written.*surrogates not allowed"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(error, match=said):
             checkpoint.save_file({"x": torch.ones(1)}, tmp_path / "x", metadata=metadata)
     for name in ("x\0y", "\ud800"):
         with pytest.raises(UsageError, match="cannot be written"):

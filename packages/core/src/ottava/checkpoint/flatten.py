@@ -130,15 +130,20 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
         if hasattr(value, "to_local"):
             remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
             raise DTypeError(f"{name!r} is sharded", "whole tensors", remedy)
+    texts = {} if metadata is None else metadata
+    if not isinstance(texts, Mapping) or not all(isinstance(text, str) for entry in texts.items() for text in entry):
+        raise DTypeError(f"metadata is {metadata!r:.200}", expected="texts by name")
     tensors, quantized = flatten_values(state_dict)
     first: dict[Any, str] = {}
     names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
     aliases = {name: stored for name, stored in names.items() if stored != name}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     place = check_file_target(path)
-    unwritten = translated(f"{path} cannot be written", "room in a folder, and texts as metadata", to=UsageError)
+    unwritten = translated(
+        f"{path} cannot be written", "room in a folder, and texts without half characters", to=UsageError
+    )
     with unwritten, Partial(place) as partial:
-        write_tensors(partial.path / "tensors", stored, {**(metadata or {}), **described(quantized, aliases)})
+        write_tensors(partial.path / "tensors", stored, {**texts, **described(quantized, aliases)})
         partial.put_file("tensors")
 
 
@@ -177,6 +182,8 @@ def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor])
     cls = _find_class(name, entry)
     if not entry["tensors"] or not {*entry["tensors"]} <= {declared.argument for declared in cls.inner_tensors}:
         raise CheckpointError(f"{name!r} has the tensors {entry['tensors']!r:.80}", "those of its class")
+    if lacking := [key for argument in entry["tensors"] if (key := f"{name}.{argument}") not in tensors]:
+        raise CheckpointError(f"tensor {lacking[0]!r} is missing", expected=f"every inner tensor of {name!r}")
     inner: list[torch.Tensor | None] = []
     # A class of any author meets values that no code of its own has made.
     with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
