@@ -215,6 +215,17 @@ def test_what_is_no_tensor_is_refused(quantizer: Any) -> None:
     assert is_custom(None) is False
 
 
+def test_weights_in_one_place_are_refused(quantizer: Any) -> None:
+    """Ranges of a buffer that overlap: one weight would have bytes of the other."""
+    weights, buffer = [quantizer.quantize(torch.ones(4, 6)) for _ in range(2)], torch.empty(40, dtype=torch.uint8)
+    for weight, start in zip(weights, (0, 16), strict=True):
+        replace_raw_data(weight, buffer[start : start + 24])
+    before = buffer.clone()
+    with pytest.raises(ShapeError, match="overlap"):
+        quantize_master_weights(weights, [torch.randn(24), torch.randn(24)], [0, 0])
+    assert torch.equal(buffer, before)
+
+
 @pytest.mark.parametrize("nothing", [None, (None, None), [None], [None, None]], ids=str)
 def test_no_shard_may_be_written_as_a_pair_of_none(quantizer: Any, nothing: Any) -> None:
     """As callers of TransformerEngine write it: this rank holds nothing, or its shard goes into the weight itself."""

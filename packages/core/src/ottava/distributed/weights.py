@@ -114,8 +114,7 @@ class MasterWeights:
             ranges = self.start_offsets is not None
             weights = [_Weight(f"weight {n}", ranges, *of) for n, of in enumerate(zip(*lists, strict=True))]
             _check_agreement(weights)
-            if self.fsdp_shard_model_weights is not None:
-                check_places([data for weight in weights for data in weight.job.output.data])
+            check_places([data for weight in weights for data in weight.job.output.data])
             self._group = _default_group(weights, self.amax_reduce_group)
             for weight in weights:
                 # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale.

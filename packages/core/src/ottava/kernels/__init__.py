@@ -15,16 +15,18 @@ from collections.abc import Sequence
 import torch
 
 from ottava.errors import OptionError, ShapeError
-from ottava.formats import fp8_format
+from ottava.formats import FP8, fp8_format
 from ottava.kernels import backends, checks, table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
 from ottava.kernels.checks import HIGH_PRECISION, Maybe, Tensor, check_epsilon, check_grid, check_high_precision
-from ottava.kernels.multi import WHOLE, grid_amax_sizes, grid_multi_amax, grid_multi_cast
+from ottava.kernels.multi import grid_amax_sizes, grid_multi_amax, grid_multi_cast
 from ottava.layout import Layout
 from ottava.torch_private import graph_task_id
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _Tensors = Sequence[Tensor]
+# The texts of the layouts with one scale for the tensor.
+_WHOLE = {dtype: Layout(dtype, (None, None)).text for dtype in FP8}
 
 __all__ = [
     "HIGH_PRECISION",
@@ -180,7 +182,7 @@ def decode(data: Tensor, scale_inv: Maybe, fp8_dtype: torch.dtype, dtype: torch.
         checks.check_scalar(scale_inv, data, "scale_inv")
     fp8_format(fp8_dtype)
     checks.check_dtype(dtype, "cannot decode to")
-    return table.grid_decode(data, scale_inv, WHOLE[fp8_dtype].text, False, dtype)  # type: ignore[no-any-return]
+    return table.grid_decode(data, scale_inv, _WHOLE[fp8_dtype], False, dtype)  # type: ignore[no-any-return]
 
 
 def grid_scales(amax: Tensor, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[Maybe, Tensor]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ottava.errors import DTypeError, OptionError, ShapeError
-from ottava.formats import FP8
 from ottava.kernels import checks
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import DTypes, Layouts, Pairs, Shapes, Shards, Tensor, Tensors
@@ -22,8 +21,6 @@ from ottava.layout import Layout
 
 # Sizes and positions beyond this are mistakes, which would overflow in compiled code.
 _TOO_LARGE = 2**62
-# One scale for the tensor.
-WHOLE = {dtype: Layout(dtype, (None, None)) for dtype in FP8}
 
 
 def grid_amax_sizes(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
