@@ -61,7 +61,6 @@ class RecipeState:
     step: Any = None
     _pending: bool = False
     _backward_ran: bool = False  # since the step began
-    _unseen: bool = False  # whether operands of the step are seen only when they are recomputed
     _roles: Sequence[QuantizerRole] = ()  # what a stateful one was made for
     # Whether all quantizers keep the values, so that the layer computes in high precision.
     keeps_values: bool = False

@@ -42,7 +42,7 @@ def begin(states: Sequence[RecipeState], group: Any, compiling: bool = False, pe
     if not compiling:
         for state in states:
             # Not by assignments, which modules make slow.
-            state.__dict__.update(_pending=pending, _backward_ran=False, _unseen=False)
+            state.__dict__.update(_pending=pending, _backward_ran=False)
 
 
 def _line(state: RecipeState) -> str:
