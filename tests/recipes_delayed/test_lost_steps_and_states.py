@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,9 +56,15 @@ def test_a_meta_model_is_filled_from_a_checkpoint(assign: bool) -> None:
     assert torch.equal(net[0].recipe_state.amax_history, other[0].recipe_state.amax_history)
 
 
+def normalized() -> torch.nn.Sequential:
+    """No layer of it takes what the model takes."""
+    return torch.nn.Sequential(torch.nn.LayerNorm(16), *model())
+
+
+@pytest.mark.parametrize("made", [model, normalized])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_a_whole_converted_model(use_reentrant: bool) -> None:
-    plain, recomputed = ottava.convert(model(), delayed()), ottava.convert(model(), delayed())
+def test_checkpointing_a_whole_converted_model(use_reentrant: bool, made: Callable[[], torch.nn.Module]) -> None:
+    plain, recomputed = ottava.convert(made(), delayed()), ottava.convert(made(), delayed())
     for step in range(4):
         plain(batch(step).requires_grad_()).sum().backward()
         checkpoint(recomputed, batch(step).requires_grad_(), use_reentrant=use_reentrant).sum().backward()

@@ -288,6 +288,16 @@ def test_calibration_overwrites() -> None:
     assert net[0].recipe_state.amax_history[-1, 0] == batch(0).abs().max()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_observed_is_recomputed_in_high_precision(use_reentrant: bool) -> None:
+    net, reference, x = ottava.convert(model(), delayed()), model(), batch(0).requires_grad_()
+    with ottava.autocast(calibrating=True):
+        y = checkpoint(net, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    reference(batch(0)).sum().backward()
+    assert torch.equal(net[0].weight.grad, reference[0].weight.grad)
+
+
 def test_saturation_is_counted() -> None:
     net = ottava.convert(model(), DelayedScaling(amax_history_len=2))
     for _ in range(3):
