@@ -1,4 +1,4 @@
-"""What programs of steps are run without: what documented limits leave out, and what is not yet as the rule says."""
+"""What programs of steps are run without: what documented limits leave out."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from typing import Any
 from tests.integration.step_programs import Step, Use
 from tests.integration.step_rule import Layer
 
-#: What is not as the rule says: programs are run without it.
-#: "loads": the all-reduces of layers that were loaded or copied, one for each that runs in a block for the first time,
-#: and on one rank only where that alone had evaluated them before they were saved.
-AVOIDED = frozenset({"loads"})
-
 
 class WithinLimits:
     """The events of a program without what these leave out."""
 
     ways: tuple[str, ...]
-    avoids: frozenset[str]
 
     def layer_of(self, number: int, use: Use) -> Layer:
         raise NotImplementedError

@@ -269,6 +269,17 @@ def test_calibration() -> None:
     assert state.amax_history[0].tolist() == [0.0, 0.0, 0.0]
 
 
+def test_calibration_with_gradients_is_no_forward_pass_of_a_step(recwarn: pytest.WarningsRecorder) -> None:
+    net = ottava.convert(model(), delayed())
+    net(batch(0)).sum().backward()
+    for load in (False, True):
+        if load:
+            net.load_state_dict(net.state_dict())
+        with ottava.autocast(calibrating=True):
+            net(batch(1))
+    assert not recwarn
+
+
 def test_evaluation_after_calibration_is_close() -> None:
     reference, x = model(), batch(2) * 500
     nets = [ottava.convert(model(), delayed()).eval() for _ in range(2)]

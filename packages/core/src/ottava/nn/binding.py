@@ -47,11 +47,6 @@ class Call(NamedTuple):
     training: bool = False  # whether a forward pass of a step begins, in a reentrant checkpoint without gradients
 
 
-# Of the state of a layer outside of any region.
-_ALONE: dict[str, Any] = {"step": None, "_pending": True}
-_BEGUN = _ALONE | {"_backward_ran": False}
-
-
 class Binding:
     """A layer's recipe, states and last call. A stateful state is the submodule ``recipe_state`` of the layer, so that
     checkpoints and ``.to()`` see it."""
@@ -91,8 +86,7 @@ class Binding:
         elif kept is not None and prepared is not None and not prepared.stateful:
             # The layer has another recipe for good, and the old state goes. (Bound to none, it keeps the state for
             # a region that brings its recipe.)
-            del layer._modules["recipe_state"]
-            kept._pending = False
+            layer._modules.pop("recipe_state")._pending = False
         self._warn_of_mismatch(layer, None, prepared)
         self._use(layer, prepared)
 
@@ -117,13 +111,9 @@ class Binding:
         """Take note of a layer's state in a state dict, which torch loads where the layer has a state."""
         found = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         kept: Any = layer._modules.get("recipe_state")
-        if kept is not None and found and not kept._pending:
-            # It begins the next step with those that it ran with.
-            if kept.step is None:
-                kept._pending = True
-            else:
-                kept.step.take(layer, kept)
-        elif kept is None and found and self.recipe is None:
+        if kept is not None and found:
+            kept.note_backward(layer)
+        elif found and self.recipe is None:
             # The layer has no recipe yet; the region that brings one finds the loaded state here. Copied, because the
             # caller's tensors may belong to a model that goes on training.
             self.loaded = {name: value.clone() for name, value in found.items()}
@@ -211,8 +201,8 @@ class Binding:
                 for part in state.parts() if training else ():
                     part.recipe.update_states([part], None)
                 if not compiling:
-                    state.__dict__.update(_BEGUN if training else _ALONE)
-            if training and grad_enabled and not compiling and state._backward_ran and KNOWS_BACKWARD:
+                    state.__dict__.update(step=None, _pending=True, _backward_ran=state._backward_ran and not training)
+            if not (compiling or calibrating) and training and grad_enabled and state._backward_ran and KNOWS_BACKWARD:
                 state._backward_ran = False
                 what = f"{label_of(layer)} runs another forward pass after a backward pass, in one region"
                 what = f"{what}: scales are updated at the entry of a region only; enter it anew for every step"

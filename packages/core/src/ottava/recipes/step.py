@@ -166,6 +166,8 @@ class Step:
         if process_groups_ready():
             of = _layers.get(state) if layer is None else weakref.ref(layer)
             if of is None or of() is None:
+                # One that has run in evaluation mode only begins by itself when it runs in training.
+                state.step = None
                 return
             _layers[state], entry = of, _member(state, of())
             _awaited.add(self)
