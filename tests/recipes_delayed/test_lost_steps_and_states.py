@@ -212,7 +212,9 @@ def test_blocks_of_recipes_that_are_gone_are_forgotten() -> None:
     before = len(steps._steps)
     steps.step_for(delayed(margin=5), None)
     assert len(steps._steps) <= before
-    assert sum(1 for recipe, _, _ in steps._steps if recipe is not None and callable(recipe.amax_compute_algo)) == 0
+    # Those of other tests may be there yet.
+    functions: list[Any] = [getattr(recipe, "amax_compute_algo", None) for recipe, _, _ in steps._steps]
+    assert not [one for one in functions if "are_forgotten" in getattr(one, "__qualname__", "")]
 
 
 def test_a_block_around_several_steps_is_noticed() -> None:

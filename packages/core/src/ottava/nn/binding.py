@@ -249,7 +249,7 @@ class Binding:
             return None
         state = self.state_for(layer, self.recipe)
         if state.stateful:
-            if local_tensor(layer.weight) is not layer.weight:
+            if hasattr(layer.weight, "to_local"):
                 begin_ahead(self.step)
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
