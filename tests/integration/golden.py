@@ -273,7 +273,7 @@ def microbatches(record: Recorder, recipe: Any, other: Any, way: str) -> None:
         record.backward(f"weights {step}", 0.0 * next(net.parameters()).sum())
 
 
-@program(reentrant=(None, False))
+@program(reentrant=(None, True, False))
 def microbatches_in_one_block(record: Recorder, recipe: Any, other: Any, reentrant: bool | None) -> None:
     """All forward passes in a block, and all backward passes after it."""
     net = Net(reentrant=reentrant)

@@ -1,4 +1,4 @@
-"""What programs of steps are run without: what documented limits leave out, and what is not yet as the rule says."""
+"""What programs of steps are run without: what documented limits leave out."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ from typing import Any
 from tests.integration.step_programs import Step, Use
 from tests.integration.step_rule import Layer
 
-#: What is not as the rule says: programs are run without it.
-#: "loads": the all-reduces of layers that were loaded or copied, one for each that runs in a block for the first time,
-#: and on one rank only where that alone had evaluated them before they were saved.
-#: "records": a step with reentrant checkpoints, between forward and recomputation of another one of the same layers,
-#: whose recomputation then records once more.
-AVOIDED = frozenset({"loads", "records"})
-
 
 class WithinLimits:
     """The events of a program without what these leave out."""
 
     ways: tuple[str, ...]
-    avoids: frozenset[str]
 
     def layer_of(self, number: int, use: Use) -> Layer:
         raise NotImplementedError
@@ -87,7 +79,4 @@ class WithinLimits:
     def before_recomputation(self, event: Any) -> Any:
         """Without blocks of other recipes: a recomputed layer repeats the one that it last ran under."""
         uses = tuple(replace(u, blocks=tuple(b for b in u.blocks if b not in ("off", "current"))) for u in event.uses)
-        if isinstance(event, Step) and "records" in self.avoids:
-            uses = tuple(replace(u, recompute=u.recompute and None) for u in uses)
-            event = replace(event, whole=event.whole and None)
         return replace(event, uses=uses)

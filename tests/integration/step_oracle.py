@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava_delayed import DelayedScaling
 from tests.integration.golden_recorder import wait_for_the_end_of
-from tests.integration.step_limits import AVOIDED, WithinLimits
+from tests.integration.step_limits import WithinLimits
 from tests.integration.step_models import SIZE, Bank, Run, amax, diagonal, values
 from tests.integration.step_programs import Add, Evaluate, Program, Remove, Replace, Step, Use
 from tests.integration.step_rule import FORMATS, Layer, Operand, Region, Rule, quantized, same_product
@@ -39,8 +39,8 @@ class Stopped(Exception):
 class World(WithinLimits):
     """The models of a program on one rank, and the rule for all ranks."""
 
-    def __init__(self, program: Program, rank: int = 0, ranks: int = 1, *, avoids: frozenset[str] = AVOIDED) -> None:
-        self.program, self.rank, self.ranks, self.avoids = program, rank, ranks, avoids
+    def __init__(self, program: Program, rank: int = 0, ranks: int = 1) -> None:
+        self.program, self.rank, self.ranks = program, rank, ranks
         self.rule = Rule(program.reduce)
         self.counted = Counted()
         self.training, self.replaying = True, False
@@ -251,9 +251,10 @@ class World(WithinLimits):
                 if layer.pending:
                     rows, expected = ([row[1:] for row in table] for table in (rows, expected))
                 assert rows == expected, where
-        most = self.rule.most + (self.rule.extra_for_each if "loads" in self.avoids else self.rule.extra)
-        counts = f"{self.counted.count} all-reduces, not {self.rule.least} to {most}, after {event}"
-        assert self.rule.least <= self.counted.count <= most, counts
+        least, most = self.rule.least, self.rule.most
+        assert least <= self.counted.count <= most, (
+            f"{self.counted.count} all-reduces, not {least} to {most}, after {event}"
+        )
 
     def inputs(self, uses: tuple[Use, ...], whole: bool | None = None) -> list[torch.Tensor]:
         needs = [self.training and (use.needs or bool(whole)) for use in uses]
@@ -380,7 +381,8 @@ class World(WithinLimits):
             # The ranks go on alike.
             uses = tuple(replace(u, blocks=tuple(b for b in u.blocks if b != "current")) for u in uses)
             used = [self.layer_of(number, use) for use in uses]
-            if "loads" in self.avoids and not all(layer.joined or layer.brought for layer in used):
+            replaces = any(isinstance(event, Replace) for event in self.program.events)
+            if replaces and not all(layer.joined or layer.brought for layer in used):
                 # The layer has a state on one rank only then, and so have files and what they are loaded into.
                 return
         uses = tuple(replace(u, first=False if u.first is False else None) for u in uses)

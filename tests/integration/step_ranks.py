@@ -7,10 +7,13 @@ import traceback
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
+from torch.utils.checkpoint import checkpoint
 
-from tests.integration.step_limits import AVOIDED
+import ottava
+from ottava_delayed import DelayedScaling
+from tests.integration.step_models import diagonal, values
 from tests.integration.step_oracle import World
-from tests.integration.step_programs import Evaluate, Program, Replace, Step, Use, programs
+from tests.integration.step_programs import Evaluate, Program, Step, Use, programs
 
 #: How many programs ranks run.
 EXAMPLES = "OTTAVA_TESTS_STEP_PROGRAMS"
@@ -48,21 +51,28 @@ class _Failed(BaseException):
 
 def alone(mesh: Any) -> None:
     uses = (Use(0, 0, 0),)
-    _on_rank(mesh, (Evaluate(0, uses, rank=0), Step(0, uses), Step(0, uses)), avoids=frozenset())
+    _on_rank(mesh, (Evaluate(0, uses, rank=0), Step(0, uses), Step(0, uses)))
 
 
 def alone_in_another_block(mesh: Any) -> None:
     """Where no layer has run since the last step began."""
     uses = (Use(0, 0, 0),)
     failing = Step(2, uses, fail=("forward", 0))
-    _on_rank(mesh, (Step(0, uses), failing, Evaluate(2, uses, rank=1), Step(2, uses)) * 2, avoids=frozenset())
+    _on_rank(mesh, (Step(0, uses), failing, Evaluate(2, uses, rank=1), Step(2, uses)) * 2)
 
 
-def loads(mesh: Any) -> None:
-    uses = (Use(0, 0, 0), Use(1, 0, 0))
-    _on_rank(mesh, (Step(0, uses), Replace(0, "loaded"), Step(0, uses)), avoids=AVOIDED - {"loads"})
+def in_evaluation_mode(mesh: Any) -> None:
+    """Recomputed in the backward pass, and trained afterwards."""
+    recipe, layer = DelayedScaling(amax_history_len=3), diagonal().eval()
+    layer.bind(recipe)
+    for step in range(3):
+        with ottava.autocast(recipe):
+            y = checkpoint(layer, values(2).requires_grad_(), use_reentrant=True)
+        y.sum().backward()
+        layer.train()
+        assert (layer.recipe_state.scale[0] != 1) == (step > 0)
 
 
-def _on_rank(mesh: Any, events: tuple[Any, ...], avoids: frozenset[str] = AVOIDED) -> None:
+def _on_rank(mesh: Any, events: tuple[Any, ...]) -> None:
     program = Program(("block", "block"), ((2, "max", 0), (2, "max", 0)), True, events)
-    World(program, mesh.get_rank(), mesh.size(), avoids=avoids).run()
+    World(program, mesh.get_rank(), mesh.size()).run()

@@ -61,8 +61,6 @@ class Region:
     enabled: bool
     began: bool = False
     module: bool = False
-    # Whether the step that began at its entry takes an all-reduce.
-    reduced: bool = False
 
 
 @dataclass
@@ -73,13 +71,9 @@ class Rule:
     layers: list[Layer] = field(default_factory=list)
     stack: list[Region] = field(default_factory=list)
     # All-reduces that there must be, and that there may be: of layers that have run since they last began a step, and
-    # of all that have run at all.
+    # of all that have run at all; and one for each layer with amaxes of another model's that runs in a block first.
     least: int = 0
     most: int = 0
-    # All-reduces that may come besides: one for each region that layers with amaxes of their own run in for the first
-    # time, or one for each of these layers.
-    extra: int = 0
-    extra_for_each: int = 0
 
     def begin(self, layers: list[Layer]) -> None:
         if layers and self.reduces and len(layers[0].ranks) > 1:
@@ -99,9 +93,8 @@ class Rule:
     def enter(self, region: Region, *, training: bool) -> None:
         region.began = any(outer.key == region.key and outer.began for outer in self.stack)
         if training and region.enabled and not region.began:
-            before = self.least
             self.begin([layer for layer in self.layers if layer.key == region.key and layer.joined])
-            region.began, region.reduced = True, self.least > before
+            region.began = True
         self.stack.append(region)
 
     def join(self, layer: Layer) -> None:
@@ -109,9 +102,4 @@ class Rule:
             return
         layer.joined = True
         if layer.brought:
-            before = self.least, self.most
             self.begin([layer])
-            region = next(region for region in self.stack if region.key == layer.key and region.began)
-            self.extra += self.most > before[1] and not region.reduced
-            self.extra_for_each += self.most - before[1]
-            (self.least, self.most), region.reduced = before, True

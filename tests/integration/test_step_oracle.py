@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests import ranks
 from tests.integration import step_ranks
-from tests.integration.step_limits import AVOIDED
 from tests.integration.step_oracle import World
 from tests.integration.step_programs import Evaluate, Program, Replace, Step, Use, programs
 
@@ -73,18 +72,10 @@ PROGRAMS = {
     "an evaluation in training mode before a recomputation": program(
         "block", Step(0, (RECOMPUTED,), around_backward="same", between=Evaluate(0, (ONE,), "no_grad"))
     ),
-}
-NOT_YET = {
-    "records": (
-        "a recomputation records once more after a step with a reentrant checkpoint of its layer",
-        program("converted", Step(0, (LARGE,), whole=False, between=Step(0, (Use(0, 0, 0, recompute=True),)))),
+    "a step with a reentrant checkpoint before a recomputation": program(
+        "converted", Step(0, (LARGE,), whole=False, between=Step(0, (Use(0, 0, 0, recompute=True),)))
     ),
 }
-NOT_YET_ON_RANKS = {"loads": "each layer that was loaded is reduced by itself when it first runs in a block"}
-
-
-def expected_to_fail(reasons: dict[str, str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=why)) for name, why in reasons.items()]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -92,23 +83,9 @@ def test_a_program(name: str) -> None:
     World(PROGRAMS[name]).run()
 
 
-@pytest.mark.parametrize("name", ["alone", "alone_in_another_block"])
+@pytest.mark.parametrize("name", ["alone", "alone_in_another_block", "in_evaluation_mode"])
 def test_a_rank_that_evaluates(name: str) -> None:
     assert ranks.failures("tests.integration.step_ranks", [name])[name] is None
-
-
-@pytest.mark.parametrize("name", expected_to_fail({name: why for name, (why, _) in NOT_YET.items()}))
-def test_what_is_not_yet_so(name: str) -> None:
-    World(NOT_YET[name][1], avoids=AVOIDED - {name}).run()
-
-
-@pytest.mark.parametrize("name", expected_to_fail(NOT_YET_ON_RANKS))
-def test_what_is_not_yet_so_on_two_ranks(name: str) -> None:
-    assert ranks.failures("tests.integration.step_ranks", [name])[name] is None
-
-
-def test_all_that_programs_avoid_has_a_test() -> None:
-    assert {*NOT_YET, *NOT_YET_ON_RANKS} == AVOIDED
 
 
 def test_models_that_were_loaded() -> None:

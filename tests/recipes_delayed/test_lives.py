@@ -19,6 +19,8 @@ RECIPE = DelayedScaling(amax_history_len=3)
 
 @pytest.fixture(autouse=True)
 def no_garbage_is_collected() -> Iterator[None]:
+    # The first one of a process imports the compiler, with what is running in the frames of its errors.
+    checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
     gc.collect()
     gc.disable()
     yield
@@ -86,3 +88,11 @@ def test_those_that_were_given_up_hold_up_no_others() -> None:
         in_a_block(other, torch.ones(4, 16)).sum().backward()
         histories.append(state.amax_history.clone())
     assert torch.equal(histories[0], histories[2])
+
+
+def test_a_step_notes_what_ran_since_it_began() -> None:
+    """However many there were."""
+    layer = bare()
+    for _ in range(5):
+        in_a_block(layer, torch.ones(4, 16)).sum().backward()
+    assert len(layer.recipe_state.step._ran) == 1

@@ -269,6 +269,17 @@ def test_calibration() -> None:
     assert state.amax_history[0].tolist() == [0.0, 0.0, 0.0]
 
 
+def test_calibration_with_gradients_is_no_forward_pass_of_a_step(recwarn: pytest.WarningsRecorder) -> None:
+    net = ottava.convert(model(), delayed())
+    net(batch(0)).sum().backward()
+    for load in (False, True):
+        if load:
+            net.load_state_dict(net.state_dict())
+        with ottava.autocast(calibrating=True):
+            net(batch(1))
+    assert not recwarn
+
+
 def test_evaluation_after_calibration_is_close() -> None:
     reference, x = model(), batch(2) * 500
     nets = [ottava.convert(model(), delayed()).eval() for _ in range(2)]
@@ -286,6 +297,16 @@ def test_calibration_overwrites() -> None:
         net(batch(5))
         net(batch(0))
     assert net[0].recipe_state.amax_history[-1, 0] == batch(0).abs().max()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_observed_is_recomputed_in_high_precision(use_reentrant: bool) -> None:
+    net, reference, x = ottava.convert(model(), delayed()), model(), batch(0).requires_grad_()
+    with ottava.autocast(calibrating=True):
+        y = checkpoint(net, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    reference(batch(0)).sum().backward()
+    assert torch.equal(net[0].weight.grad, reference[0].weight.grad)
 
 
 def test_saturation_is_counted() -> None:

@@ -14,6 +14,7 @@ state over that of the others); and what ``Module`` has for classes that derive 
 """
 
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -145,6 +146,7 @@ PRIVATE |= {
     "schema_of": ("_ops.OpOverload._schema", "nothing: ops that core does not know are refused with an error"),
     "version_of": ("Tensor._version", "what is derived from tensors is made anew for each use: slower"),
     "local_tensor": (_LOCAL, "DTensor.to_local"),
+    "repeats_forward": ("utils.checkpoint.recompute_fn", "a state sees what is recomputed twice; amaxes stay the same"),
     "set_local_tensor": (_LOCAL, "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused"),
 }
 _numbers = itertools.count()
@@ -186,6 +188,14 @@ def share_hooks(tensor: Any, other: Any) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(tensor, name, None):
             setattr(other, name, hooks)
+
+
+def repeats_forward() -> bool:
+    """Whether a checkpoint that is not reentrant runs this again. (A reentrant one ran it without gradients before.)"""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "recompute_fn":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
 
 def may_refuse_to_load(module: torch.nn.Module) -> bool:

@@ -24,7 +24,7 @@ from ottava.recipes.step import Step, backward_task, is_taken_apart
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, is_distributed, local_tensor
+from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, local_tensor, repeats_forward
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
@@ -47,13 +47,11 @@ class Call(NamedTuple):
     first: bool | None = None  # the weight is quantized and kept (True), was kept (False), is quantized for this call
     recomputed: bool = False  # whether activation checkpointing runs this forward pass again
     of_block: bool | None = None  # what a microbatch block said of first, and the call did not
+    training: bool = False  # whether a forward pass of a step begins, in a reentrant checkpoint without gradients
 
 
 # A call of a tuple of all its fields; the constructor is a function of Python.
 _call_of: Callable[[tuple[Any, ...]], Call] = partial(tuple.__new__, Call)
-# Of the state of a layer outside of any region.
-_ALONE: dict[str, Any] = {"step": None, "_pending": True}
-_BEGUN = _ALONE | {"_backward_ran": False, "_unseen": False}
 
 
 class Binding:
@@ -96,8 +94,7 @@ class Binding:
         elif kept is not None and prepared is not None and not prepared.stateful:
             # The layer has another recipe for good, and the old state goes. (Bound to none, it keeps the state for
             # a region that brings its recipe.)
-            del layer._modules["recipe_state"]
-            kept._pending = False
+            layer._modules.pop("recipe_state")._pending = False
         self._warn_of_mismatch(layer, None, prepared)
         self._use(layer, prepared)
 
@@ -122,13 +119,9 @@ class Binding:
         """Take note of a layer's state in a state dict, which torch loads where the layer has a state."""
         found = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         kept: Any = layer._modules.get("recipe_state")
-        if kept is not None and found and not kept._pending:
-            # It begins the next step with those that it ran with.
-            if kept.step is None:
-                kept._pending = True
-            else:
-                kept.step.take(layer, kept)
-        elif kept is None and found and self.recipe is None:
+        if kept is not None and found:
+            kept.note_backward(layer)
+        elif found and self.recipe is None:
             # The layer has no recipe yet; the region that brings one finds the loaded state here. Copied, because the
             # caller's tensors may belong to a model that goes on training.
             self.loaded = {name: value.clone() for name, value in found.items()}
@@ -200,12 +193,12 @@ class Binding:
             recipe = recipe if region.enabled or calibrating else None
         state = None if recipe is None else self.state_for(layer, recipe, group)
         if task != -1:
-            unseen = self._last is None or (state is not None and state._unseen)
-            return Call(recipe, state, group, unseen, calibrating, first, True)
+            # The forward pass of a reentrant checkpoint ran without gradients, and the state sees the operands now.
+            recording = torch.is_grad_enabled() and state is not None and state.stateful and not repeats_forward()
+            return Call(recipe, state, group, recording, calibrating, first, True)
         # An exported program has no backward pass.
-        grad_enabled = torch.is_grad_enabled() and not (compiling and torch.compiler.is_exporting())
+        training = grad_enabled = torch.is_grad_enabled() and not (compiling and torch.compiler.is_exporting())
         if state is not None and state.stateful:
-            training = grad_enabled
             if not (compiling or training):
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
@@ -217,15 +210,13 @@ class Binding:
                 for part in state.parts() if training else ():
                     part.recipe.update_states([part], None)
                 if not compiling:
-                    state.__dict__.update(_BEGUN if training else _ALONE)
-            if training and not grad_enabled:
-                state._unseen = True
-            elif training and not compiling and state._backward_ran and KNOWS_BACKWARD:
+                    state.__dict__.update(step=None, _pending=True, _backward_ran=state._backward_ran and not training)
+            if not (compiling or calibrating) and training and grad_enabled and state._backward_ran and KNOWS_BACKWARD:
                 state._backward_ran = False
                 what = f"{label_of(layer)} runs another forward pass after a backward pass, in one region"
                 what = f"{what}: scales are updated at the entry of a region only; enter it anew for every step"
                 warnings.warn(what, UserWarning, stacklevel=4)
-        call = _call_of((recipe, state, group, grad_enabled, calibrating, first, False, of_block))
+        call = _call_of((recipe, state, group, grad_enabled, calibrating, first, False, of_block, training))
         if not compiling and (grad_enabled or layer.training):
             self._last = call._replace(recipe=None) if calibrating else call
         return call
@@ -252,8 +243,8 @@ class Binding:
         at = None if torch.compiler.is_compiling() else weight.data_ptr()
         same = self._quantized_by is state and (at is None or at == self._quantized_at)
         if self.quantized is None or not same or (call.first and not call.recomputed):
-            # Where operands are seen when they are recomputed, this one is not quantized again.
-            recording = call.recording or state._unseen
+            # In a reentrant checkpoint the other operands are seen when they are recomputed, and this one is kept.
+            recording = call.recording or call.training
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
             weight = weight.detach()
             with torch.no_grad():
@@ -270,7 +261,7 @@ class Binding:
             return None
         state = self.state_for(layer, self.recipe)
         if state.stateful:
-            if is_distributed(layer.weight):
+            if hasattr(layer.weight, "to_local"):
                 begin_ahead(self.step)
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):

@@ -8,7 +8,6 @@ import torch
 
 from ottava.recipes.region import Region, regions
 from ottava.recipes.step import Step, backward_task, is_taken_apart
-from ottava.torch_private import graph_task_id
 
 
 class ConvertedModel(torch.nn.Module):
@@ -71,7 +70,7 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
     if inside or module._ottava_step is None:
         return
     compiling = torch.compiler.is_compiling()
-    step, task = module._ottava_step, -1 if compiling else graph_task_id()
+    step, task = module._ottava_step, backward_task()
     training = torch.is_grad_enabled()
     if not training and module.training:
         # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.

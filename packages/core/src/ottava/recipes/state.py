@@ -61,7 +61,6 @@ class RecipeState:
     step: Any = None
     _pending: bool = False
     _backward_ran: bool = False  # since the step began
-    _unseen: bool = False  # whether operands of the step are seen only when they are recomputed
     _roles: Sequence[QuantizerRole] = ()  # what a stateful one was made for
     # Whether all quantizers keep the values, so that the layer computes in high precision.
     keeps_values: bool = False
@@ -109,13 +108,13 @@ class RecipeState:
         """The states that begin a step, each with those of its own recipe: this one, or those that it consists of."""
         return [self]
 
-    def note_backward(self) -> None:
-        """Called in the backward pass of a layer. A step may have begun after its forward pass: it begins the next one,
-        too, with what is recorded now."""
+    def note_backward(self, layer: Any = None) -> None:
+        """Called in the backward pass of a layer, and when the state of ``layer`` is loaded. Its step may have begun
+        before: it begins the next one, too, with what it holds now."""
         # Not by assignments, which modules make slow.
         self.__dict__["_backward_ran"] = True
         if not self._pending and self.step is not None:
-            self.step.take(None, self)
+            self.step.take(layer, self)
         self.__dict__["_pending"] = True
 
     def reset(self) -> None:

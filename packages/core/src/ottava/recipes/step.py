@@ -42,7 +42,7 @@ def begin(states: Sequence[RecipeState], group: Any, compiling: bool = False, pe
     if not compiling:
         for state in states:
             # Not by assignments, which modules make slow.
-            state.__dict__.update(_pending=pending, _backward_ran=False, _unseen=False)
+            state.__dict__.update(_pending=pending, _backward_ran=False)
 
 
 def _line(state: RecipeState) -> str:
@@ -166,6 +166,8 @@ class Step:
         if process_groups_ready():
             of = _layers.get(state) if layer is None else weakref.ref(layer)
             if of is None or of() is None:
+                # One that has run in evaluation mode only begins by itself when it runs in training.
+                state.step = None
                 return
             _layers[state], entry = of, _member(state, of())
             _awaited.add(self)
