@@ -265,6 +265,13 @@ class TestTransposeValidity:
             held.update_usage(columnwise_usage=True)
             assert torch.equal(held._transpose, held._data.t())
 
+    def test_a_part_is_copied_into_zeros_as_it_is(self, held: Float8Tensor) -> None:
+        """As where a shard is padded: the part has no transpose, and its own amax is another."""
+        padded = held.new_zeros((3, 6))
+        padded[:2].copy_(held[:2])
+        assert torch.equal(padded._data[:2], held._data[:2])
+        assert torch.equal(padded._scale_inv, held._scale_inv)
+
     def test_it_survives_clone_to_view_and_pickling(self, held: Float8Tensor) -> None:
         buffer = io.BytesIO()
         torch.save(held, buffer)

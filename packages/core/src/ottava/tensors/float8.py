@@ -123,6 +123,7 @@ class Float8Tensor(GridTensor, Float8TensorStorage):
     Arguments and errors: :class:`Float8TensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
     """
 
+
 class Float8QuantizerBase(GridQuantizer):
     """What quantizers with one scale a tensor share: the format, empty results and wrapping of kernel outputs."""
 

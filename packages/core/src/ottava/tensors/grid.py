@@ -15,11 +15,10 @@ from ottava.kernels.reference import spread
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import DerivedTensor, InnerTensor, StaticField, as_data, check_flag, check_values_dtype
 from ottava.tensors.saving import StorageSpec
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.storage import USAGES, QuantizedTensorStorage
 
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
-_USAGES = ("rowwise", "columnwise")
 # What to do where rows or columns are missing that no quantizer was asked for.
 _WITHOUT = (
     "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and recomputing the "
@@ -41,7 +40,7 @@ def inner_tensors_of(layout: Layout | None) -> tuple[InnerTensor, ...]:
 
 
 def _inner(layout: Layout | None, columnwise: bool) -> tuple[InnerTensor, InnerTensor]:
-    usage: Any = _USAGES[columnwise]
+    usage: Any = USAGES[columnwise]
     about: dict[str, Any] = {}
     of_scales: dict[str, Any] = {"block_rows": 1}
     if layout is not None:
@@ -116,7 +115,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         StaticField("layout_text", "layout"),
         StaticField("_values_from_columns", "values_from_columns", default=False),
     )
-    counts_writes = True
     #: By what option both directions get the same values.
     squares: ClassVar[str] = "squares of blocks"
 
@@ -137,7 +135,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         layout = cls.layout_of(declared)
         check_dtype(declared["dtype"])
         check_flag("values_from_columns", declared["values_from_columns"])
-        rows, columns = (_checked(usage, declared, layout) for usage in _USAGES)
+        rows, columns = (_checked(usage, declared, layout) for usage in USAGES)
         if rows is not None and columns is not None:
             data = in_order(columns, layout, True)[0]
             if rows[0].shape != data.shape:
@@ -153,7 +151,7 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
         layout = self.layout_of(declared)
-        self.grid_layout, self.layout_text = layout, layout.text
+        self.grid_layout, self.layout_text, self.rowwise_serves_columnwise = layout, layout.text, layout.square
         if not type(self).inner_tensors[0].gather:
             # The declaration of the class has names; that of the instance also what the layout says.
             self.inner_tensors = inner_tensors_of(layout)  # type: ignore[misc]
@@ -203,11 +201,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         held, columnwise = self._held()
         return in_order(held, self.grid_layout, columnwise)[0]
 
-    @property
-    def rowwise_serves_columnwise(self) -> bool:  # type: ignore[override]
-        """Whether both directions hold the same values."""
-        return self.grid_layout.square
-
     def for_usage(self, columnwise: bool) -> Direction:
         """Stored data and scales of one direction; made of the other one where both hold the same values.
 
@@ -221,7 +214,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         other = self.ordered(columnwise=not columnwise) if layout.square else None
         if other is None:
             self._held()
-            raise self._without(_USAGES[columnwise], f"; {_WITHOUT[columnwise].format(self.squares)}")
+            raise self._without(USAGES[columnwise], f"; {_WITHOUT[columnwise].format(self.squares)}")
         made = other[0], _other_scales(other, layout, columnwise)
         data, scales = in_order(made, layout, columnwise, back=True)
         if not layout.transposed:

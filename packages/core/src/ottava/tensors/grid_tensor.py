@@ -40,16 +40,10 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             return held.movedim(0, -1)  # type: ignore[no-any-return]
         return held if rows is None else rows  # type: ignore[no-any-return]
 
-    def around(self, rows: Direction | None, columns: Direction | None, **replaced: Any) -> Any:
-        """A tensor of this kind around other data and scales, as they are stored."""
-        held = self._by_attribute(rows, columns)
-        given = {inner.argument: held[inner.attribute] for inner in self.inner_tensors}
-        return type(self)(**(self.get_metadata() | {"shape": None} | given | replaced))
-
     # -- views: what shares a scale counts as one block, but one of all rows, or of all columns, may be cut along them:
     # the parts go on sharing its scale, and know it --
 
-    def changed(self, change: _Change, *, swap: bool = False, alias: bool = True, part: bool = False) -> Any:
+    def changed(self, change: _Change, *, swap: bool = False, part: bool = False) -> Any:
         """This tensor with every direction changed; ``swap`` exchanges the two."""
         layout, rows = self.grid_layout, self.ordered(columnwise=False)
         made_of: list[Direction | None] = []
@@ -70,14 +64,16 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 return NotImplemented
             else:
                 made_of[columnwise] = stored
-        turned: dict[str, Any] = {"values_from_columns": not self._values_from_columns} if swap else {}
-        made = self.around(*made_of, **turned)
-        if alias:
-            # The scale of a part of what has one is that of the rest too.
-            fewer = made.numel() != self.numel()
-            made.mark_view(self, part=part or (fewer and layout.block == (None, None)))
-            if kept is not None and not fewer:
-                made._put(made_of[0], kept)
+        held = self._by_attribute(*made_of)
+        given: dict[str, Any] = {inner.argument: held[inner.attribute] for inner in self.inner_tensors}
+        if swap:
+            given["values_from_columns"] = not self._values_from_columns
+        made: Any = type(self)(**(self.get_metadata() | {"shape": None} | given))
+        # The scale of a part of what has one is that of the rest too.
+        fewer = made.numel() != self.numel()
+        made.mark_view(self, part=part or (fewer and layout.block == (None, None)))
+        if kept is not None and not fewer:
+            made._put(made_of[0], kept)
         return made
 
     def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

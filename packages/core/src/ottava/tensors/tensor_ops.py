@@ -29,8 +29,8 @@ def _new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype 
     return None if plain else dtype
 
 
-_of_all(_aten.detach.default, _aten.alias.default)(lambda op, tensor: tensor.make_like(tensor))
 _of_all(_aten.clone.default)(lambda op, tensor, *, memory_format=None: tensor.clone_storage())
+_of_all(_aten.detach.default, _aten.alias.default)(lambda op, tensor: tensor.make_like(tensor))
 _of_all(*aten_overloads("_pin_memory"))(lambda op, tensor, device=None: tensor.apply_to_inner(torch.Tensor.pin_memory))
 _of_all(_aten.is_pinned.default)(
     lambda op, tensor, device=None: all(inner.is_pinned() for inner in tensor.inner_list() if inner is not None)
@@ -82,8 +82,11 @@ def _new(op: Any, tensor: QuantizedTensor, size: Sequence[int], *strides: Any, *
         own, held = getattr(made, inner.attribute), getattr(tensor, inner.attribute)
         if own is not None and own.shape == held.shape and not held.is_meta:
             own.copy_(held)
+    # Columns that are made of rows are made of those that are written here.
+    made.mark_written()
     given = {inner.argument: held for inner, held in zip(made.inner_tensors, made.inner_list(), strict=True)}
-    return type(made)(**(tensor.get_metadata() | given | {"shape": tuple(size), "dtype": dtype, "quantizer": quantizer}))
+    about = {"shape": tuple(size), "dtype": dtype, "quantizer": quantizer}
+    return type(made)(**(tensor.get_metadata() | given | about))
 
 
 # zeros_like is not here: optimizers make their moments with it, and moments in FP8 are wrong.
@@ -194,6 +197,6 @@ def _transpose(op: Any, tensor: GridTensor, *args: Any) -> Any:
 def _clone_on_grid(op: Any, tensor: GridTensor, *, memory_format: Any = None) -> Any:
     if memory_format in (None, torch.preserve_format):
         return NotImplemented
-    copied = tensor.changed(lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone()), alias=False)
-    copied.update_quantizer(tensor._copied_quantizer())
-    return copied
+    # In the order of the tensor, and of memory that is the clone's own.
+    view = tensor.changed(lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone()))
+    return view.clone_storage()
