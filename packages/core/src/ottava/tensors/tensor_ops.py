@@ -13,6 +13,7 @@ import torch
 from ottava.errors import DeviceError, ShapeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
+from ottava.tensors.grid import Direction
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor, implements
@@ -171,14 +172,17 @@ def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
     """Where one scale serves all, any view is one of the data."""
     if tensor.grid_layout.block != (None, None):
         return NotImplemented
-    strided = op is _aten.as_strided.default
-    if strided:
-        data, (size, stride, offset, *_) = tensor._in_order(), (*args, None)
-        if data.stride() != tensor.stride():
-            # Its rowwise data was dropped since.
-            return NotImplemented
-        args = size, stride, data.storage_offset() + (0 if offset is None else offset - tensor.storage_offset())
-    return tensor.changed(lambda held, _: (op(held[0], *args, **kwargs), held[1]), part=strided)
+    if op is not _aten.as_strided.default:
+        return tensor.changed(lambda held, _: (op(held[0], *args, **kwargs), held[1]))
+    size, stride, offset, *_ = *args, None
+    start = 0 if offset is None else offset - tensor.storage_offset()
+
+    def change(held: Direction, _: bool) -> Direction | None:
+        # What was made of the other direction lies in another order.
+        fits = held[0].stride() == tensor.stride()
+        return (op(held[0], size, stride, held[0].storage_offset() + start), held[1]) if fits else None
+
+    return tensor.changed(change, part=True)
 
 
 @implements(GridTensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
