@@ -63,7 +63,7 @@ VIEWS: dict[str, tuple[tuple[int, ...], Op, str]] = {
     "columns of a stack": ((2, 31, 96), lambda t: t[:, :, 32:64], "rcbs"),
     "columns of a vector": ((96,), lambda t: t[32:64], "rcbs"),
     "part of a vector": ((96,), lambda t: t[3:5], "c"),
-    "element of a vector": ((96,), lambda t: t[3], ""),
+    "element of a vector": ((96,), lambda t: t[3], "c"),
     "split rows by view": ((96, 128), lambda t: t.view(2, 48, 128), "rcbs"),
     "join rows": ((3, 31, 40), lambda t: t.view(93, 40), "rcbs"),
     "flatten leading": ((3, 2, 5, 40), lambda t: t.flatten(0, 1), "rcbs"),

@@ -266,7 +266,9 @@ class TestTransposeValidity:
             assert torch.equal(held._transpose, held._data.t())
 
     @pytest.mark.parametrize("strides", [((6, 4), (1, 6)), ((6, 4), (4, 1)), ((24,), (1,)), ((4, 6), (6, 1))], ids=str)
-    def test_it_is_not_taken_for_elements_in_another_order(self, held: Float8Tensor, strides: Any) -> None:
+    def test_it_is_not_taken_for_elements_in_another_order(
+        self, held: Float8Tensor, strides: tuple[tuple[int, ...], tuple[int, ...]]
+    ) -> None:
         view = held.as_strided(*strides)
         assert torch.equal(view._data, held._data.as_strided(*strides))
         assert view._transpose is None or torch.equal(view._transpose, view._data.movedim(-1, 0))

@@ -174,19 +174,16 @@ class GridTensorStorage(QuantizedTensorStorage):
         held = self.direction(columnwise=columnwise)
         return None if held is None else in_order(held, self.grid_layout, columnwise)
 
-    @classmethod
-    def _by_attribute(cls, rows: Direction | None, columns: Direction | None) -> dict[str, Any]:
-        # Data of rows first: columns may be kept as made of them.
-        found: dict[str, Any] = dict.fromkeys((*cls.data_names, *cls.scale_names))
-        for side, held in enumerate((rows, columns)):
+    def _arranged(self, rows: Direction | None, columns: Direction | None) -> list[Any]:
+        """Inner tensors in the order of the declaration."""
+        found: dict[str, Any] = {}
+        for side, held in enumerate((rows, None if self.grid_layout.one_buffer else columns)):
             if held is not None:
-                found[cls.data_names[side]], found[cls.scale_names[side]] = held
-        return found
+                found[self.data_names[side]], found[self.scale_names[side]] = held
+        return [found.get(inner.attribute) for inner in self.inner_tensors]
 
     def _put(self, rows: Direction | None, columns: Direction | None) -> None:
-        columns = None if self.grid_layout.one_buffer else columns
-        for attribute, tensor in self._by_attribute(rows, columns).items():
-            setattr(self, attribute, tensor)
+        self._put_inner(self._arranged(rows, columns))
 
     def _held(self) -> tuple[Direction, bool]:
         """The direction that the values are taken from, and whether it is that of the columns."""
@@ -334,8 +331,6 @@ def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction 
         return None
     if layout.stored_scale is torch.uint8:
         scales = as_data(scales, layout.scale, f"{usage}_scale_inv")
-    if isinstance(scales, torch.Tensor) and data.device != scales.device:
-        raise DeviceError(f"{usage}_data is on {data.device}, its scales on {scales.device}", expected="one device")
     kernels.check_grid(data, scales, layout, usage == "columnwise", f"{usage}_scale_inv")
     return data, scales
 

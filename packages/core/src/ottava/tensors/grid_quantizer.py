@@ -70,7 +70,9 @@ class GridQuantizer(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         if self.amax_reduction_group is not None and process_groups_ready():
             return self._wrap(self._quantize_reduced(tensor), dtype)
-        return self._wrap(for_layers.grid_quantize(tensor, self.layout.text, *self._sides()), dtype)
+        layout = self.layout
+        sides = (True, False) if layout.one_buffer else (self.rowwise_usage, self.columnwise_usage)
+        return self._wrap(for_layers.grid_quantize(tensor, layout.text, *sides), dtype)
 
     def _sides(self) -> tuple[bool, bool]:
         """Whether rows and columns are made: rows alone where one buffer serves both usages."""

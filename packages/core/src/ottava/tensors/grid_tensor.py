@@ -15,10 +15,10 @@ from ottava.tensors.tensor import QuantizedTensor, blocks
 _Change = Callable[[Direction, bool], Direction | None]
 
 
-def _viewed(scales: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """A view of the scales of this shape, if there is one."""
+def _viewed(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *shape: tuple[int, ...]) -> Any:
+    """The view that ``function`` gives, if there is one."""
     try:
-        return scales.view(shape)
+        return function(tensor, *shape)
     except (RuntimeError, ValueError):  # the latter while a graph is traced
         return None
 
@@ -34,11 +34,11 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
     @classmethod
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
         names = {inner.attribute: inner.argument for inner in cls.inner_tensors}
-        rows, held = (declared[names[name]] for name in cls.data_names)
-        if rows is None and held is not None and held.dim() and cls.layout_of(declared).transposed:
-            # Transposed data alone lie in memory as a transposed tensor does.
-            return held.movedim(0, -1)  # type: ignore[no-any-return]
-        return held if rows is None else rows  # type: ignore[no-any-return]
+        rows, columns = (declared[names[name]] for name in cls.data_names)
+        if rows is not None or columns is None:
+            return rows  # type: ignore[no-any-return]
+        # Transposed data alone lie in memory as a transposed tensor does.
+        return in_order((columns, declared[names[cls.scale_names[1]]]), cls.layout_of(declared), True)[0]
 
     # -- views: what shares a scale counts as one block, but one of all rows, or of all columns, may be cut along them:
     # the parts go on sharing its scale, and know it --
@@ -64,8 +64,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 return NotImplemented
             else:
                 made_of[columnwise] = stored
-        held = self._by_attribute(*made_of)
-        given: dict[str, Any] = {inner.argument: held[inner.attribute] for inner in self.inner_tensors}
+        given = dict(zip((inner.argument for inner in self.inner_tensors), self._arranged(*made_of), strict=True))
         if swap:
             given["values_from_columns"] = not self._values_from_columns
         made: Any = type(self)(**(self.get_metadata() | {"shape": None} | given))
@@ -81,21 +80,16 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         whole = layout.block == (None, None)
 
         def change(held: Direction, columnwise: bool) -> Direction | None:
-            try:
-                data, scales = function(held[0]), held[1]
-            except (RuntimeError, ValueError):
-                if columnwise and layout.transposed:
-                    return None
-                raise
-            if whole:
-                return data, scales
+            data, scales = _viewed(function, held[0]), held[1]
+            if data is None or whole:
+                return None if data is None else (data, scales)
             columns = data.shape[-1] if data.dim() else 1
             if columns != old_columns and data.numel():
                 rows, side = layout.block_of(columnwise, shared=True)
                 # Rows of whole blocks may be joined and cut.
                 if rows != 1 or side is None or columns % side or old_columns % side:
                     return None
-            viewed = _viewed(scales, layout.grid(as_matrix_shape(data.shape), columnwise))
+            viewed = _viewed(torch.Tensor.view, scales, layout.grid(as_matrix_shape(data.shape), columnwise))
             return None if viewed is None else (data, viewed)
 
         return self.changed(change)
@@ -120,9 +114,9 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 return data, scales[:, span]
             if block[0] is None or math.prod(self.shape[:dim]) == 1:
                 return data, scales[span]
-            entries = _viewed(scales, (*self.shape[:-1], scales.shape[1])) if block[0] == 1 else None
-            grid = layout.grid(as_matrix_shape(data.shape), columnwise)
-            rows = None if entries is None else _viewed(entries.narrow(dim, start, stop - start), grid)
+            view, grid = torch.Tensor.view, layout.grid(as_matrix_shape(data.shape), columnwise)
+            entries = _viewed(view, scales, (*self.shape[:-1], scales.shape[1])) if block[0] == 1 else None
+            rows = None if entries is None else _viewed(view, entries.narrow(dim, start, stop - start), grid)
             return None if rows is None else (data, rows)
 
         # A write to the part with another scale would change what the rest means.

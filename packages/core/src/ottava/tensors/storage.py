@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -46,9 +47,8 @@ class QuantizedTensorStorage:
     rowwise_serves_columnwise: bool = False
     #: Whether the next forward pass makes what derives from the elements and is outdated.
     rebuilds_derived: bool = True
-    #: The text of the layout of :meth:`grid_operand`.
+    #: The text of the layout of :meth:`grid_operand`, and the same for columns, where it is another one.
     layout_text: str = ""
-    #: The same for columns, where it is another one.
     column_layout_text: str = ""
     _quantizer: Any
     _dtype: torch.dtype
@@ -57,8 +57,11 @@ class QuantizedTensorStorage:
     _places: Any = None
     # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
     _whole: Any = None
-    # Shared by all aliases.
-    _writes: GemmCache
+
+    @cached_property
+    def _writes(self) -> GemmCache:
+        # Shared by all aliases.
+        return GemmCache()
 
     def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
         self._hold(checked(type(self), declared), quantizer)
@@ -104,8 +107,8 @@ class QuantizedTensorStorage:
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
-        static = [getattr(self, field.attribute) for field in self.all_static_fields()]
-        return self._arguments(self.inner_list(), static) | {"quantizer": self._quantizer}
+        tensors, spec = self.flatten_storage()
+        return self._arguments(tensors, spec.static) | {"quantizer": self._quantizer}
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
         """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""

@@ -130,9 +130,6 @@ def _entries(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any
             return NotImplemented
         changed = [n for n in numbers if sizes.get(n) != tensor.shape[n - 1]]
         number = changed[0] if changed else 1
-        column = number == tensor.dim() and number not in sizes
-        if column and isinstance(tensor, GridTensor) and tensor.grid_layout.block != (None, None):
-            return NotImplemented
         start = part.storage_offset() // number
         entries = tensor.narrowed(number - 1, start, start + sizes.get(number, 1))
         if number not in sizes and entries is not NotImplemented:
