@@ -155,9 +155,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """The same quantized values (shared) presented as another nominal dtype; differentiable."""
-        if torch.is_grad_enabled() and self.requires_grad:
-            return StraightThrough.apply(self, lambda t, d: t.make_like(t, dtype=d), dtype)  # type: ignore[no-any-return,no-untyped-call]
-        return self.make_like(self, dtype=dtype)  # type: ignore[no-any-return]
+        return StraightThrough.apply(self, lambda t, d: t.make_like(t, dtype=d), dtype)  # type: ignore[no-any-return,no-untyped-call]
 
     @classmethod
     def make_like(
