@@ -60,8 +60,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     common_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
     # The group on which this tensor's shards agreed on their scales.
     _shard_group: Any = None
-    # An alias of the tensor that this one is a view of; for torch both lie in one storage.
-    _view_of: Any = None
 
     @staticmethod
     def __new__(
@@ -174,8 +172,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         build: Any = type(tensor)
         made = build(**(tensor.get_metadata() | replaced | given), requires_grad=requires_grad)
         made._share_freshness(tensor)
-        if shape is None and not replaced:
-            made._view_of = tensor._view_of
         return made
 
     def mark_view(self, of: QuantizedTensor, *, part: bool = False) -> None:
@@ -184,7 +180,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         Of a ``part``, what a write to it would change, a scale, belongs to more of ``of`` than the view has.
         """
         self.share_writes(of)
-        self._view_of = of.detach() if of._view_of is None else of._view_of
         self._whole = of if part and of._whole is None else of._whole
 
     def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -257,7 +252,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             # What torch itself keeps of this tensor follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         self._hold(value.get_metadata(), self._quantizer if value._quantizer is None else value._quantizer)
-        self._whole, self._view_of = value._whole, value._view_of
+        self._whole = value._whole
         self._share_freshness(value)
 
     def detach(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ottava.errors import DeviceError, ShapeError
+from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
 from ottava.tensors.grid import Direction
@@ -142,23 +142,16 @@ def _entries(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any
 
 @_of_all(_aten.as_strided.default)
 def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """The tensor itself, as FSDP asks for it, or rows of the tensor that it is a view of, or values."""
-    offset: Any = tensor.storage_offset() if storage_offset is None else storage_offset
-    if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()):
+    """The tensor itself, as FSDP asks for it, or values."""
+    own = tensor.storage_offset()
+    offset: Any = own if storage_offset is None else storage_offset
+    if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), own):
         return tensor.make_like(tensor)
-    base = tensor if tensor._view_of is None else tensor._view_of
-    offset -= base.storage_offset()
-    wanted, columns = torch.empty(size, device="meta"), base.shape[-1] if base.dim() else 1
-    stop: int = offset + wanted.numel()
-    rows: Any = NotImplemented
-    whole_rows = columns and not (offset % columns or stop % columns) and stop <= base.numel()
-    if whole_rows and base.is_contiguous() and wanted.stride() == tuple(stride):
-        if base.dim() == 2:
-            rows = base.narrowed(0, offset // columns, stop // columns)
-        elif wanted.numel() == base.numel():
-            rows = base
-    rows = rows if rows is NotImplemented else rows.reshaped(lambda data: data.view(size))
-    return op(_laid_out(base), size, stride, offset) if rows is NotImplemented else rows
+    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.uint8, device="meta").untyped_storage()
+    if memory.nbytes() > tensor.numel():
+        what, expected = "as_strided of a view with elements of its tensor in between", "a tensor without gaps"
+        raise UsageError(what, expected=expected, remedy="call it on the whole tensor, or on view.dequantize()")
+    return op(_laid_out(tensor), size, stride, offset - own)
 
 
 # -- tensors on grids: carried out here when the result is made of whole blocks in every direction held --
