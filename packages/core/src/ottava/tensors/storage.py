@@ -119,9 +119,7 @@ class QuantizedTensorStorage:
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Take this storage's share from the front of ``tensors`` and return the rest, or raise ShapeError."""
         count = len(self.inner_tensors)
-        if not isinstance(tensors, (list, tuple)) or not all(
-            isinstance(t, torch.Tensor | None) for t in tensors[:count]
-        ):
+        if not isinstance(tensors, Sequence) or not all(isinstance(t, torch.Tensor | None) for t in tensors[:count]):
             raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
         if len(tensors) < count:
             raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
