@@ -62,8 +62,8 @@ CONSTRUCTION: dict[str, tuple[type[OttavaError], str, dict[str, Any]]] = {
     "columns without scales": (UsageError, "columnwise_scale_inv is missing", {"columnwise_scale_inv": None}),
     "scales without rows": (UsageError, "rowwise_data is missing", {"rowwise_data": None}),
     "scales without columns": (UsageError, "columnwise_data is missing", {"columnwise_data": None}),
-    "rows on meta": (DeviceError, "rowwise_data is on meta, its scales on cpu", {"rowwise_data": meta(33, 70)}),
-    "scales on meta": (DeviceError, "its scales on meta", {"columnwise_scale_inv": meta(2, 70)}),
+    "rows on meta": (DeviceError, "rowwise_scale_inv is on cpu, its operand on meta", {"rowwise_data": meta(33, 70)}),
+    "scales on meta": (DeviceError, "columnwise_scale_inv is on meta", {"columnwise_scale_inv": meta(2, 70)}),
     "directions apart": (
         DeviceError,
         "cpu and meta",

@@ -189,7 +189,6 @@ class Graded(QuantizedTensorStorage):
 
     inner_tensors = (InnerTensor("_bytes", "bytes", gather=True),)
     static_fields = (StaticField("_dtype", "dtype"), StaticField("_grade", "grade", default=3))
-    counts_writes = True
 
     @classmethod
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:

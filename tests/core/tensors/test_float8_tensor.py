@@ -265,6 +265,21 @@ class TestTransposeValidity:
             held.update_usage(columnwise_usage=True)
             assert torch.equal(held._transpose, held._data.t())
 
+    @pytest.mark.parametrize("strides", [((6, 4), (1, 6)), ((6, 4), (4, 1)), ((24,), (1,)), ((4, 6), (6, 1))], ids=str)
+    def test_it_is_not_taken_for_elements_in_another_order(
+        self, held: Float8Tensor, strides: tuple[tuple[int, ...], tuple[int, ...]]
+    ) -> None:
+        view = held.as_strided(*strides)
+        assert torch.equal(view._data, held._data.as_strided(*strides))
+        assert view._transpose is None or torch.equal(view._transpose, view._data.movedim(-1, 0))
+
+    def test_a_part_is_copied_into_zeros_as_it_is(self, held: Float8Tensor) -> None:
+        """As where a shard is padded: the part has no transpose, and its own amax is another."""
+        padded = held.new_zeros((3, 6))
+        padded[:2].copy_(held[:2])
+        assert torch.equal(padded._data[:2], held._data[:2])
+        assert torch.equal(padded._scale_inv, held._scale_inv)
+
     def test_it_survives_clone_to_view_and_pickling(self, held: Float8Tensor) -> None:
         buffer = io.BytesIO()
         torch.save(held, buffer)

@@ -15,11 +15,10 @@ from ottava.kernels.reference import spread
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import DerivedTensor, InnerTensor, StaticField, as_data, check_flag, check_values_dtype
 from ottava.tensors.saving import StorageSpec
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.storage import USAGES, QuantizedTensorStorage
 
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
-_USAGES = ("rowwise", "columnwise")
 # What to do where rows or columns are missing that no quantizer was asked for.
 _WITHOUT = (
     "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and recomputing the "
@@ -41,7 +40,7 @@ def inner_tensors_of(layout: Layout | None) -> tuple[InnerTensor, ...]:
 
 
 def _inner(layout: Layout | None, columnwise: bool) -> tuple[InnerTensor, InnerTensor]:
-    usage: Any = _USAGES[columnwise]
+    usage: Any = USAGES[columnwise]
     about: dict[str, Any] = {}
     of_scales: dict[str, Any] = {"block_rows": 1}
     if layout is not None:
@@ -116,7 +115,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         StaticField("layout_text", "layout"),
         StaticField("_values_from_columns", "values_from_columns", default=False),
     )
-    counts_writes = True
     #: By what option both directions get the same values.
     squares: ClassVar[str] = "squares of blocks"
 
@@ -137,7 +135,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         layout = cls.layout_of(declared)
         check_dtype(declared["dtype"])
         check_flag("values_from_columns", declared["values_from_columns"])
-        rows, columns = (_checked(usage, declared, layout) for usage in _USAGES)
+        rows, columns = (_checked(usage, declared, layout) for usage in USAGES)
         if rows is not None and columns is not None:
             data = in_order(columns, layout, True)[0]
             if rows[0].shape != data.shape:
@@ -153,7 +151,7 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
         layout = self.layout_of(declared)
-        self.grid_layout, self.layout_text = layout, layout.text
+        self.grid_layout, self.layout_text, self.rowwise_serves_columnwise = layout, layout.text, layout.square
         if not type(self).inner_tensors[0].gather:
             # The declaration of the class has names; that of the instance also what the layout says.
             self.inner_tensors = inner_tensors_of(layout)  # type: ignore[misc]
@@ -176,19 +174,16 @@ class GridTensorStorage(QuantizedTensorStorage):
         held = self.direction(columnwise=columnwise)
         return None if held is None else in_order(held, self.grid_layout, columnwise)
 
-    @classmethod
-    def _by_attribute(cls, rows: Direction | None, columns: Direction | None) -> dict[str, Any]:
-        # Data of rows first: columns may be kept as made of them.
-        found: dict[str, Any] = dict.fromkeys((*cls.data_names, *cls.scale_names))
-        for side, held in enumerate((rows, columns)):
+    def _arranged(self, rows: Direction | None, columns: Direction | None) -> list[Any]:
+        """Inner tensors in the order of the declaration."""
+        found: dict[str, Any] = {}
+        for side, held in enumerate((rows, None if self.grid_layout.one_buffer else columns)):
             if held is not None:
-                found[cls.data_names[side]], found[cls.scale_names[side]] = held
-        return found
+                found[self.data_names[side]], found[self.scale_names[side]] = held
+        return [found.get(inner.attribute) for inner in self.inner_tensors]
 
     def _put(self, rows: Direction | None, columns: Direction | None) -> None:
-        columns = None if self.grid_layout.one_buffer else columns
-        for attribute, tensor in self._by_attribute(rows, columns).items():
-            setattr(self, attribute, tensor)
+        self._put_inner(self._arranged(rows, columns))
 
     def _held(self) -> tuple[Direction, bool]:
         """The direction that the values are taken from, and whether it is that of the columns."""
@@ -203,11 +198,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         held, columnwise = self._held()
         return in_order(held, self.grid_layout, columnwise)[0]
 
-    @property
-    def rowwise_serves_columnwise(self) -> bool:  # type: ignore[override]
-        """Whether both directions hold the same values."""
-        return self.grid_layout.square
-
     def for_usage(self, columnwise: bool) -> Direction:
         """Stored data and scales of one direction; made of the other one where both hold the same values.
 
@@ -221,7 +211,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         other = self.ordered(columnwise=not columnwise) if layout.square else None
         if other is None:
             self._held()
-            raise self._without(_USAGES[columnwise], f"; {_WITHOUT[columnwise].format(self.squares)}")
+            raise self._without(USAGES[columnwise], f"; {_WITHOUT[columnwise].format(self.squares)}")
         made = other[0], _other_scales(other, layout, columnwise)
         data, scales = in_order(made, layout, columnwise, back=True)
         if not layout.transposed:
@@ -299,10 +289,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         if type(self).gemm_operand is not QuantizedTensorStorage.gemm_operand:
             # A subclass whose operands are something else.
             return None
-        side = columnwise and not self.grid_layout.one_buffer
-        data, scales = getattr(self, self.data_names[side]), getattr(self, self.scale_names[side])
-        if data is None or scales is None:
-            data, scales = self.for_usage(columnwise)
+        data, scales = self.direction(columnwise=columnwise) or self.for_usage(columnwise)
         if data.dim() != 2:
             data = data.reshape(self.grid_layout.stored_matrix(data.shape, columnwise))
         return data, scales
@@ -341,8 +328,6 @@ def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction 
         return None
     if layout.stored_scale is torch.uint8:
         scales = as_data(scales, layout.scale, f"{usage}_scale_inv")
-    if isinstance(scales, torch.Tensor) and data.device != scales.device:
-        raise DeviceError(f"{usage}_data is on {data.device}, its scales on {scales.device}", expected="one device")
     kernels.check_grid(data, scales, layout, usage == "columnwise", f"{usage}_scale_inv")
     return data, scales
 

@@ -17,7 +17,6 @@ from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage
 
-_is_compiling = torch.compiler.is_dynamo_compiling
 #: By the class, the device of its rows and what it is told.
 patterns: dict[tuple[Any, ...], StorageSpec] = {}
 
@@ -104,7 +103,7 @@ class GridQuantizer(Quantizer):
         if not self.internal:
             names = [inner.argument for inner in self.tensor_class.inner_tensors]
             return self.tensor_class(**dict(zip(names, tensors, strict=True)), **fields, dtype=dtype, quantizer=self)
-        compiling, rows = _is_compiling(), tensors[0]
+        compiling, rows = torch.compiler.is_dynamo_compiling(), tensors[0]
         key = (self.storage_class, dtype, None if rows is None else rows.device, *fields.values())
         spec = None if compiling else patterns.get(key)
         if spec is None:

@@ -15,10 +15,10 @@ from ottava.tensors.tensor import QuantizedTensor, blocks
 _Change = Callable[[Direction, bool], Direction | None]
 
 
-def _viewed(scales: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """A view of the scales of this shape, if there is one."""
+def _viewed(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *shape: tuple[int, ...]) -> Any:
+    """The view that ``function`` gives, if there is one."""
     try:
-        return scales.view(shape)
+        return function(tensor, *shape)
     except (RuntimeError, ValueError):  # the latter while a graph is traced
         return None
 
@@ -34,22 +34,16 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
     @classmethod
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
         names = {inner.attribute: inner.argument for inner in cls.inner_tensors}
-        rows, held = (declared[names[name]] for name in cls.data_names)
-        if rows is None and held is not None and held.dim() and cls.layout_of(declared).transposed:
-            # Transposed data alone lie in memory as a transposed tensor does.
-            return held.movedim(0, -1)  # type: ignore[no-any-return]
-        return held if rows is None else rows  # type: ignore[no-any-return]
-
-    def around(self, rows: Direction | None, columns: Direction | None, **replaced: Any) -> Any:
-        """A tensor of this kind around other data and scales, as they are stored."""
-        held = self._by_attribute(rows, columns)
-        given = {inner.argument: held[inner.attribute] for inner in self.inner_tensors}
-        return type(self)(**(self.get_metadata() | {"shape": None} | given | replaced))
+        rows, columns = (declared[names[name]] for name in cls.data_names)
+        if rows is not None or columns is None:
+            return rows  # type: ignore[no-any-return]
+        # Transposed data alone lie in memory as a transposed tensor does.
+        return in_order((columns, declared[names[cls.scale_names[1]]]), cls.layout_of(declared), True)[0]
 
     # -- views: what shares a scale counts as one block, but one of all rows, or of all columns, may be cut along them:
     # the parts go on sharing its scale, and know it --
 
-    def changed(self, change: _Change, *, swap: bool = False, alias: bool = True, part: bool = False) -> Any:
+    def changed(self, change: _Change, *, swap: bool = False, part: bool = False) -> Any:
         """This tensor with every direction changed; ``swap`` exchanges the two."""
         layout, rows = self.grid_layout, self.ordered(columnwise=False)
         made_of: list[Direction | None] = []
@@ -70,14 +64,15 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 return NotImplemented
             else:
                 made_of[columnwise] = stored
-        turned: dict[str, Any] = {"values_from_columns": not self._values_from_columns} if swap else {}
-        made = self.around(*made_of, **turned)
-        if alias:
-            # The scale of a part of what has one is that of the rest too.
-            fewer = made.numel() != self.numel()
-            made.mark_view(self, part=part or (fewer and layout.block == (None, None)))
-            if kept is not None and not fewer:
-                made._put(made_of[0], kept)
+        given = dict(zip((inner.argument for inner in self.inner_tensors), self._arranged(*made_of), strict=True))
+        if swap:
+            given["values_from_columns"] = not self._values_from_columns
+        made: Any = type(self)(**(self.get_metadata() | {"shape": None} | given))
+        # The scale of a part of what has one is that of the rest too.
+        fewer = made.numel() != self.numel()
+        made.mark_view(self, part=part or (fewer and layout.block == (None, None)))
+        if kept is not None and not fewer:
+            made._put(made_of[0], kept)
         return made
 
     def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -85,21 +80,16 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         whole = layout.block == (None, None)
 
         def change(held: Direction, columnwise: bool) -> Direction | None:
-            try:
-                data, scales = function(held[0]), held[1]
-            except (RuntimeError, ValueError):
-                if columnwise and layout.transposed:
-                    return None
-                raise
-            if whole:
-                return data, scales
+            data, scales = _viewed(function, held[0]), held[1]
+            if data is None or whole:
+                return None if data is None else (data, scales)
             columns = data.shape[-1] if data.dim() else 1
             if columns != old_columns and data.numel():
                 rows, side = layout.block_of(columnwise, shared=True)
                 # Rows of whole blocks may be joined and cut.
                 if rows != 1 or side is None or columns % side or old_columns % side:
                     return None
-            viewed = _viewed(scales, layout.grid(as_matrix_shape(data.shape), columnwise))
+            viewed = _viewed(torch.Tensor.view, scales, layout.grid(as_matrix_shape(data.shape), columnwise))
             return None if viewed is None else (data, viewed)
 
         return self.changed(change)
@@ -124,9 +114,9 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 return data, scales[:, span]
             if block[0] is None or math.prod(self.shape[:dim]) == 1:
                 return data, scales[span]
-            entries = _viewed(scales, (*self.shape[:-1], scales.shape[1])) if block[0] == 1 else None
-            grid = layout.grid(as_matrix_shape(data.shape), columnwise)
-            rows = None if entries is None else _viewed(entries.narrow(dim, start, stop - start), grid)
+            view, grid = torch.Tensor.view, layout.grid(as_matrix_shape(data.shape), columnwise)
+            entries = _viewed(view, scales, (*self.shape[:-1], scales.shape[1])) if block[0] == 1 else None
+            rows = None if entries is None else _viewed(view, entries.narrow(dim, start, stop - start), grid)
             return None if rows is None else (data, rows)
 
         # A write to the part with another scale would change what the rest means.

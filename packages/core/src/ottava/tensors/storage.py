@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from ottava.tensors.saving import StorageSpec
 
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
-_USAGES = ("rowwise", "columnwise")
+USAGES = ("rowwise", "columnwise")
 
 
 class QuantizedTensorStorage:
@@ -38,8 +39,6 @@ class QuantizedTensorStorage:
     common_fields: ClassVar[tuple[StaticField, ...]] = ()
     #: The declared static fields without :attr:`common_fields`; found when the class is.
     own_fields: ClassVar[tuple[StaticField, ...]] = ()
-    #: Whether in-place writes are counted, so that products may keep what they make of this operand.
-    counts_writes: ClassVar[bool] = False
     #: Whether nothing but the declaration says how a bare storage is made; found when the class is.
     declares_all: ClassVar[bool] = False
     #: True for a user-defined storage whose GEMM is its quantizer's ``qgemm``.
@@ -48,9 +47,8 @@ class QuantizedTensorStorage:
     rowwise_serves_columnwise: bool = False
     #: Whether the next forward pass makes what derives from the elements and is outdated.
     rebuilds_derived: bool = True
-    #: The text of the layout of :meth:`grid_operand`.
+    #: The text of the layout of :meth:`grid_operand`, and the same for columns, where it is another one.
     layout_text: str = ""
-    #: The same for columns, where it is another one.
     column_layout_text: str = ""
     _quantizer: Any
     _dtype: torch.dtype
@@ -59,8 +57,11 @@ class QuantizedTensorStorage:
     _places: Any = None
     # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
     _whole: Any = None
-    # Shared by all aliases that count writes.
-    _writes: GemmCache
+
+    @cached_property
+    def _writes(self) -> GemmCache:
+        # Shared by all aliases.
+        return GemmCache()
 
     def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
         self._hold(checked(type(self), declared), quantizer)
@@ -79,8 +80,7 @@ class QuantizedTensorStorage:
         return declared
 
     def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
-        if self.counts_writes:
-            self._writes = GemmCache()
+        self._writes = GemmCache()
         self._quantizer = quantizer
         for own in self.own_fields:
             setattr(self, own.attribute, declared[own.argument])
@@ -107,8 +107,8 @@ class QuantizedTensorStorage:
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
-        static = [getattr(self, field.attribute) for field in self.all_static_fields()]
-        return self._arguments(self.inner_list(), static) | {"quantizer": self._quantizer}
+        tensors, spec = self.flatten_storage()
+        return self._arguments(tensors, spec.static) | {"quantizer": self._quantizer}
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
         """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them back."""
@@ -119,9 +119,7 @@ class QuantizedTensorStorage:
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Take this storage's share from the front of ``tensors`` and return the rest, or raise ShapeError."""
         count = len(self.inner_tensors)
-        if not isinstance(tensors, (list, tuple)) or not all(
-            isinstance(t, torch.Tensor | None) for t in tensors[:count]
-        ):
+        if not isinstance(tensors, Sequence) or not all(isinstance(t, torch.Tensor | None) for t in tensors[:count]):
             raise DTypeError("the saved tensors are not a list of tensors", expected="what prepare_for_saving returned")
         if len(tensors) < count:
             raise ShapeError(f"{len(tensors)} saved tensors for {type(self).__name__}", expected=f"at least {count}")
@@ -211,7 +209,7 @@ class QuantizedTensorStorage:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
         held = {i.usage for i, t in zip(self.inner_tensors, self.inner_list(), strict=True) if t is not None}
         both = {i.usage for i in self.inner_tensors} == held == {"both"}
-        return {usage: both or usage in held for usage in _USAGES}
+        return {usage: both or usage in held for usage in USAGES}
 
     def _requested_usages(self, rowwise_usage: bool | None, columnwise_usage: bool | None) -> tuple[bool, bool]:
         if rowwise_usage is None or columnwise_usage is None:
@@ -233,11 +231,11 @@ class QuantizedTensorStorage:
             OptionError: neither usage would be left.
         """
         have, asked = self.get_usages(), self._requested_usages(rowwise_usage, columnwise_usage)
-        for usage, want in zip(_USAGES, asked, strict=True):
+        for usage, want in zip(USAGES, asked, strict=True):
             if want and not have[usage]:
                 raise self._without(usage)
         for inner in self.inner_tensors:
-            if inner.usage != "both" and not asked[_USAGES.index(inner.usage)]:
+            if inner.usage != "both" and not asked[USAGES.index(inner.usage)]:
                 setattr(self, inner.attribute, None)
 
     def _without(self, usage: str, also: str = "") -> UsageError:
@@ -325,13 +323,11 @@ class QuantizedTensorStorage:
 
     def mark_written(self) -> None:
         """Called after the values changed in place: what is kept of them is outdated."""
-        if self.counts_writes:
-            self._writes.writes += 1
+        self._writes.writes += 1
 
     def share_writes(self, other: QuantizedTensorStorage) -> None:
         """Count writes together with ``other``, an alias."""
-        if self.counts_writes and other.counts_writes:
-            self._writes = other._writes
+        self._writes = other._writes
 
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This tensor as a GEMM operand ``[rows, columns]`` in ``dtype``, and a float32 scalar still to multiply.
@@ -347,9 +343,8 @@ class QuantizedTensorStorage:
         return None
 
     def gemm_cache(self) -> GemmCache | None:
-        """Where products keep what they make of this operand; None where nobody counts the writes to it."""
-        # A graph has no place for it.
-        return None if not self.counts_writes or torch.compiler.is_compiling() else self._writes
+        """Where products keep what they make of this operand; None in a graph, which has no place for it."""
+        return None if torch.compiler.is_compiling() else self._writes
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
         """The inner tensors held that are the elements in their order: for each usage the first that is gathered."""

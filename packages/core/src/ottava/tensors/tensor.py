@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
 from ottava.tensors.declaration import StaticField, check_values_dtype, checked, same_kind
-from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, schema_of, tree_map
 
@@ -19,6 +19,14 @@ from ottava.torch_private import disabled_torch_function, make_wrapper_subclass,
 _TABLES: dict[type, dict[Any, Callable[..., Any]]] = {}
 # Python attributes of a parameter that copying and pickling carry along.
 _EXTRA_ATTRIBUTES = ("_is_param", "_high_precision_init_val")
+
+
+def _above(module: str) -> Any:
+    """A module of :mod:`ottava.distributed`: FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone.
+
+    Here, and nowhere else in core, a module is found upwards, by its name on first use.
+    """
+    return importlib.import_module(f"ottava.distributed.{module}")
 
 
 def _dequantizing(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -52,8 +60,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     common_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
     # The group on which this tensor's shards agreed on their scales.
     _shard_group: Any = None
-    # An alias of the tensor that this one is a view of; for torch both lie in one storage.
-    _view_of: Any = None
 
     @staticmethod
     def __new__(
@@ -147,9 +153,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """The same quantized values (shared) presented as another nominal dtype; differentiable."""
-        if torch.is_grad_enabled() and self.requires_grad:
-            return StraightThrough.apply(self, lambda t, d: t.make_like(t, dtype=d), dtype)  # type: ignore[no-any-return,no-untyped-call]
-        return self.make_like(self, dtype=dtype)  # type: ignore[no-any-return]
+        return StraightThrough.apply(self, lambda t, d: t.make_like(t, dtype=d), dtype)  # type: ignore[no-any-return,no-untyped-call]
 
     @classmethod
     def make_like(
@@ -168,8 +172,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         build: Any = type(tensor)
         made = build(**(tensor.get_metadata() | replaced | given), requires_grad=requires_grad)
         made._share_freshness(tensor)
-        if shape is None and not replaced:
-            made._view_of = tensor._view_of
         return made
 
     def mark_view(self, of: QuantizedTensor, *, part: bool = False) -> None:
@@ -178,7 +180,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         Of a ``part``, what a write to it would change, a scale, belongs to more of ``of`` than the view has.
         """
         self.share_writes(of)
-        self._view_of = of.detach() if of._view_of is None else of._view_of
         self._whole = of if part and of._whole is None else of._whole
 
     def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -251,7 +252,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             # What torch itself keeps of this tensor follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         self._hold(value.get_metadata(), self._quantizer if value._quantizer is None else value._quantizer)
-        self._whole, self._view_of = value._whole, value._view_of
+        self._whole = value._whole
         self._share_freshness(value)
 
     def detach(self) -> Any:
@@ -267,7 +268,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             UsageError: the shards of the weight have different scales.
             ShapeError: they are uneven, or cut blocks in two, and an inner tensor cannot be padded.
         """
-        return above("hooks").pre_all_gather(self, mesh, orig_size, module)  # type: ignore[no-any-return]
+        return _above("hooks").pre_all_gather(self, mesh, orig_size, module)  # type: ignore[no-any-return]
 
     def fsdp_post_all_gather(
         self,
@@ -278,7 +279,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         out: QuantizedTensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
         """The whole tensor of dtype ``param_dtype`` around the gathered bytes, or ``out`` brought up to date."""
-        return above("hooks").post_all_gather(metadata, outputs, param_dtype, out)  # type: ignore[no-any-return]
+        return _above("hooks").post_all_gather(metadata, outputs, param_dtype, out)  # type: ignore[no-any-return]
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UsageError: the values lie in no memory that another library could read."""
@@ -384,7 +385,7 @@ def _dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             written |= {id(entry): entry for entry in entries if isinstance(entry, QuantizedTensorStorage)}
     if len(written) > 1 and any(getattr(value, "_shard_group", None) is not None for value in written.values()):
         # Shards: one collective serves all whose scales are shared.
-        above("rules").requantize([(value, plain[key]) for key, value in written.items()])
+        _above("rules").requantize([(value, plain[key]) for key, value in written.items()])
     else:
         for key, value in written.items():
             value.quantize_(plain[key])

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from ottava.errors import DeviceError, ShapeError
+from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
+from ottava.tensors.grid import Direction
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor, implements
@@ -29,8 +30,8 @@ def _new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype 
     return None if plain else dtype
 
 
-_of_all(_aten.detach.default, _aten.alias.default)(lambda op, tensor: tensor.make_like(tensor))
 _of_all(_aten.clone.default)(lambda op, tensor, *, memory_format=None: tensor.clone_storage())
+_of_all(_aten.detach.default, _aten.alias.default)(lambda op, tensor: tensor.make_like(tensor))
 _of_all(*aten_overloads("_pin_memory"))(lambda op, tensor, device=None: tensor.apply_to_inner(torch.Tensor.pin_memory))
 _of_all(_aten.is_pinned.default)(
     lambda op, tensor, device=None: all(inner.is_pinned() for inner in tensor.inner_list() if inner is not None)
@@ -82,10 +83,11 @@ def _new(op: Any, tensor: QuantizedTensor, size: Sequence[int], *strides: Any, *
         own, held = getattr(made, inner.attribute), getattr(tensor, inner.attribute)
         if own is not None and own.shape == held.shape and not held.is_meta:
             own.copy_(held)
+    # Columns that are made of rows are made of those that are written here.
+    made.mark_written()
     given = {inner.argument: held for inner, held in zip(made.inner_tensors, made.inner_list(), strict=True)}
-    return type(made)(
-        **(tensor.get_metadata() | given | {"shape": tuple(size), "dtype": dtype, "quantizer": quantizer})
-    )
+    about = {"shape": tuple(size), "dtype": dtype, "quantizer": quantizer}
+    return type(made)(**(tensor.get_metadata() | given | about))
 
 
 # zeros_like is not here: optimizers make their moments with it, and moments in FP8 are wrong.
@@ -128,9 +130,6 @@ def _entries(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any
             return NotImplemented
         changed = [n for n in numbers if sizes.get(n) != tensor.shape[n - 1]]
         number = changed[0] if changed else 1
-        column = number == tensor.dim() and number not in sizes
-        if column and isinstance(tensor, GridTensor) and tensor.grid_layout.block != (None, None):
-            return NotImplemented
         start = part.storage_offset() // number
         entries = tensor.narrowed(number - 1, start, start + sizes.get(number, 1))
         if number not in sizes and entries is not NotImplemented:
@@ -143,23 +142,16 @@ def _entries(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any
 
 @_of_all(_aten.as_strided.default)
 def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """The tensor itself, as FSDP asks for it, or rows of the tensor that it is a view of, or values."""
-    offset: Any = tensor.storage_offset() if storage_offset is None else storage_offset
-    if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()):
+    """The tensor itself, as FSDP asks for it, or values."""
+    own = tensor.storage_offset()
+    offset: Any = own if storage_offset is None else storage_offset
+    if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), own):
         return tensor.make_like(tensor)
-    base = tensor if tensor._view_of is None else tensor._view_of
-    offset -= base.storage_offset()
-    wanted, columns = torch.empty(size, device="meta"), base.shape[-1] if base.dim() else 1
-    stop: int = offset + wanted.numel()
-    rows: Any = NotImplemented
-    whole_rows = columns and not (offset % columns or stop % columns) and stop <= base.numel()
-    if whole_rows and base.is_contiguous() and wanted.stride() == tuple(stride):
-        if base.dim() == 2:
-            rows = base.narrowed(0, offset // columns, stop // columns)
-        elif wanted.numel() == base.numel():
-            rows = base
-    rows = rows if rows is NotImplemented else rows.reshaped(lambda data: data.view(size))
-    return op(_laid_out(base), size, stride, offset) if rows is NotImplemented else rows
+    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.uint8, device="meta").untyped_storage()
+    if memory.nbytes() > tensor.numel():
+        what, expected = "as_strided of a view with elements of its tensor in between", "a tensor without gaps"
+        raise UsageError(what, expected=expected, remedy="call it on the whole tensor, or on view.dequantize()")
+    return op(_laid_out(tensor), size, stride, offset - own)
 
 
 # -- tensors on grids: carried out here when the result is made of whole blocks in every direction held --
@@ -170,14 +162,17 @@ def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
     """Where one scale serves all, any view is one of the data."""
     if tensor.grid_layout.block != (None, None):
         return NotImplemented
-    strided = op is _aten.as_strided.default
-    if strided:
-        data, (size, stride, offset, *_) = tensor._in_order(), (*args, None)
-        if data.stride() != tensor.stride():
-            # Its rowwise data was dropped since.
-            return NotImplemented
-        args = size, stride, data.storage_offset() + (0 if offset is None else offset - tensor.storage_offset())
-    return tensor.changed(lambda held, _: (op(held[0], *args, **kwargs), held[1]), part=strided)
+    if op is not _aten.as_strided.default:
+        return tensor.changed(lambda held, _: (op(held[0], *args, **kwargs), held[1]))
+    size, stride, offset, *_ = *args, None
+    start = 0 if offset is None else offset - tensor.storage_offset()
+
+    def change(held: Direction, _: bool) -> Direction | None:
+        # What was made of the other direction lies in another order.
+        fits = held[0].stride() == tensor.stride()
+        return (op(held[0], size, stride, held[0].storage_offset() + start), held[1]) if fits else None
+
+    return tensor.changed(change, part=True)
 
 
 @implements(GridTensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
@@ -196,6 +191,6 @@ def _transpose(op: Any, tensor: GridTensor, *args: Any) -> Any:
 def _clone_on_grid(op: Any, tensor: GridTensor, *, memory_format: Any = None) -> Any:
     if memory_format in (None, torch.preserve_format):
         return NotImplemented
-    copied = tensor.changed(lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone()), alias=False)
-    copied.update_quantizer(tensor._copied_quantizer())
-    return copied
+    # In the order of the tensor, and of memory that is the clone's own.
+    view = tensor.changed(lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone()))
+    return view.clone_storage()
