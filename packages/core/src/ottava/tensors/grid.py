@@ -17,6 +17,7 @@ from ottava.tensors.declaration import DerivedTensor, InnerTensor, StaticField, 
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import USAGES, QuantizedTensorStorage
 
+_is_compiling = torch.compiler.is_dynamo_compiling
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
 # What to do where rows or columns are missing that no quantizer was asked for.
@@ -232,9 +233,9 @@ class GridTensorStorage(QuantizedTensorStorage):
         self._put(rows, self.for_usage(True) if columnwise else None)
 
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
-        if self._places is None or self._whole is not None or torch.compiler.is_dynamo_compiling():
+        if self._places is None or self._whole is not None or _is_compiling():
             return super().flatten_columnwise()
-        tensors, half = tuple(map(vars(self).get, self._places)), len(self._places) // 2
+        tensors, half = self._fetch(self.__dict__), len(self._places) // 2
         if tensors[half] is not None:
             tensors = (None,) * half + tensors[half:]
         elif not self.grid_layout.one_buffer:

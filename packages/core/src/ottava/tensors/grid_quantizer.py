@@ -17,7 +17,8 @@ from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage
 
-#: By the class, the device of its rows and what it is told.
+_is_compiling = torch.compiler.is_dynamo_compiling
+#: By the class, what it is told and the place of its rows.
 patterns: dict[tuple[Any, ...], StorageSpec] = {}
 
 
@@ -103,18 +104,18 @@ class GridQuantizer(Quantizer):
         if not self.internal:
             names = [inner.argument for inner in self.tensor_class.inner_tensors]
             return self.tensor_class(**dict(zip(names, tensors, strict=True)), **fields, dtype=dtype, quantizer=self)
-        compiling, rows = torch.compiler.is_dynamo_compiling(), tensors[0]
-        key = (self.storage_class, dtype, None if rows is None else rows.device, *fields.values())
-        spec = None if compiling else patterns.get(key)
+        compiling, rows = _is_compiling(), tensors[0]
+        # Whether it is a CPU's is asked in less time than for a device.
+        place = rows is not None and (rows.is_cpu or rows.device)
+        spec = None if compiling else patterns.get((self.storage_class, dtype, place, *fields.values()))
         if spec is None:
             known = fields | {"dtype": dtype, "values_from_columns": False}
             static = tuple([known[field.argument] for field in self.storage_class.static_fields])
-            spec = StorageSpec(self.storage_class, static, None)
-            if not compiling:
-                spec = patterns[key] = spec.pattern(tensors)
-        made: QuantizedTensorStorage = spec.rebuild(tensors)
-        made._quantizer = self
-        return made
+            if compiling:
+                return StorageSpec(self.storage_class, static, self).rebuild(tensors)  # type: ignore[no-any-return]
+            spec = StorageSpec(self.storage_class, static, None).pattern(tensors)
+            patterns[self.storage_class, dtype, place, *fields.values()] = spec
+        return spec.around(tensors, self)  # type: ignore[no-any-return]
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         made: list[torch.Tensor | None] = []

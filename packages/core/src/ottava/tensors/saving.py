@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from ottava.errors import DTypeError, ShapeError
-from ottava.tensors.declaration import GemmCache
 
 
 @dataclass(frozen=True)
@@ -29,31 +29,38 @@ class StorageSpec:
 
     def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> Any:
         """:meth:`build` around the tensors that were taken out, which need no second look."""
+        if self.held is not None:
+            return self.around(tensors, self.quantizer)
         if self.whole is not None or not self.cls.declares_all:
             return self.build(tensors)
         made = object.__new__(self.cls)
-        if self.held is None:
-            made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
-            return made
-        made.__dict__ = held = self.held.copy()
-        held["_quantizer"], held["_writes"] = self.quantizer, GemmCache()
-        if held["_places"] is None:
-            made._put_inner(tensors)
-        else:
-            held.update(zip(held["_places"], tensors, strict=True))
+        made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
         return made
 
     def pattern(self, tensors: Sequence[torch.Tensor | None]) -> "StorageSpec":
         """This spec for bare storages on a grid, around tensors on the device of these: they are made without checks
-        and loops."""
+        and loops, by :meth:`around`."""
         made = self.rebuild(tensors)
         layout, known = made.grid_layout, vars(made)
         # Columns that may be made of rows are held under another name, and know of them if they are.
         places = [name if name in known else f"_kept{name}" for name in (i.attribute for i in self.cls.inner_tensors)]
-        held = {name: value for name, value in known.items() if name not in places}
+        held = {name: value for name, value in known.items() if name not in (*places, "_writes")}
         spec = replace(self, held=held)
-        held |= {"_pattern": spec, "_places": None if layout.square and layout.transposed else places}
+        plain = not (layout.square and layout.transposed)
+        held |= {"_pattern": spec, "_places": places if plain else None, "_fetch": itemgetter(*places)}
         return spec
+
+    def around(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> Any:
+        """A bare storage like those of a :meth:`pattern`."""
+        made = object.__new__(self.cls)
+        # In few steps: each operand of a product comes here.
+        made.__dict__ = held = self.held.copy()  # type: ignore[union-attr]
+        held["_quantizer"], places = quantizer, held["_places"]
+        if places is None:
+            made._put_inner(tensors)
+        else:
+            held.update(zip(places, tensors))  # noqa: B905 - a kernel made one for each
+        return made
 
 
 def prepare_for_saving(
